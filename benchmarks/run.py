@@ -191,6 +191,7 @@ def prepare(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathli
             budgets=workload.budgets(),
             prefix_tokens=workload.prefix_tokens,
             rows_per_prefix=workload.rows_per_prefix,
+            first_tokens=workload.first_tokens,
         )
     return model, prompts
 
@@ -200,6 +201,7 @@ def files_of(workload: Workload, out: pathlib.Path) -> tuple[pathlib.Path, pathl
     sizes = f"{workload.shape}-{workload.num_rows}-{workload.prompt_tokens}"
     sizes += f"-budgets-{workload.max_tokens}" if workload.log_normal else ""
     sizes += f"-{workload.prefix_tokens}" if workload.prefix_tokens else ""
+    sizes += f"-first-{workload.first_tokens}" if workload.first_tokens else ""
     return out / "models" / workload.model_name, out / "prompts" / f"{sizes}.parquet"
 
 

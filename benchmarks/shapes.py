@@ -182,10 +182,12 @@ def make_prompts(
     budgets: list[int] | None = None,
     prefix_tokens: int = 0,
     rows_per_prefix: int = 1,
+    first_tokens: int = 0,
 ) -> pathlib.Path:
     """Write rows `id`, `prompt` (exactly `num_tokens` tokens) and, if given, `max_tokens`.
 
     prefix_tokens: tokens at the beginning of a prompt that `rows_per_prefix` rows share, anywhere in the file.
+    first_tokens: of the first row, in place of `num_tokens`.
     """
     vocabulary = words(SHAPES[shape]["vocab_size"])
     chance = random.Random(seed)
@@ -196,6 +198,8 @@ def make_prompts(
         prefixes = [" " + " ".join(chance.choices(vocabulary, k=prefix_tokens)) for _ in range(num_prefixes)]
         prompts = [prefixes[row % num_prefixes] + prompt for row, prompt in enumerate(prompts)]
         chance.shuffle(prompts)
+    if first_tokens:
+        prompts[0] = " " + " ".join(chance.choices(vocabulary, k=first_tokens))
     columns: dict[str, Any] = {"id": list(range(num_rows)), "prompt": prompts}
     if budgets is not None:
         columns["max_tokens"] = pa.array(budgets, pa.int32())

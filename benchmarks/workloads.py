@@ -35,10 +35,11 @@ class Workload:
     on the scripted engine, with at least this time a step. prefix_tokens: the beginning of the prompt that
     `rows_per_prefix` rows share, shuffled. The KV cache then holds a third of all prefixes. ends: an end-of-sequence
     token ends a row. schema: the JSON schema of the text; a row then has about `mean_tokens` tokens. system_tokens: of
-    the system prompt that all rows share; each prompt is then a user message. num_labels: classes of a classifier.
-    lora_rank: of one adapter for all rows. own_engine: engine arguments of job and rivals in place of those that follow
-    from the other fields; an empty one leaves them to vLLM and batchinf. job_engine: of the job alone. job_parallel:
-    more fields of the job's section `parallel`.
+    the system prompt that all rows share; each prompt is then a user message. first_tokens: of the first prompt, which
+    may be longer than the others. num_labels: classes of a classifier. lora_rank: of one adapter for all rows.
+    own_engine: engine arguments of job and rivals in place of those that follow from the other fields; an empty one
+    leaves them to vLLM and batchinf. job_engine: of the job alone. job_parallel: more fields of the job's section
+    `parallel`.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Workload:
     log_normal: bool = False
     counts_prompts: bool = False
     system_tokens: int = 0
+    first_tokens: int = 0
     num_labels: int = 0
     lora_rank: int = 0
     dtype: str = "bfloat16"
@@ -309,6 +311,11 @@ WORKLOADS = {
         Workload(
             "long-out", num_rows=96, prompt_tokens=128, max_tokens=8000, logprobs=20, rivals=("flat",), guess=6000,
             **_BARE,
+        ),
+        # A batch of prompts with 512 tokens, beside one with 32,768.
+        Workload(
+            "uneven", shape="llama-3.2-1b", num_rows=1024, prompt_tokens=512, first_tokens=32768, max_tokens=512,
+            guess=60_000, **_BARE,
         ),
         Workload(
             "long-in", num_rows=256, prompt_tokens=8000, max_tokens=32, logprobs=5, counts_prompts=True,

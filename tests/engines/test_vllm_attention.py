@@ -16,13 +16,15 @@ import torch
 pytest.importorskip("vllm")
 
 import triton_on_cpu
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from batchinf.engines.vllm.arguments import engine_arguments
-from batchinf.engines.vllm.kernels import attention, mixed_steps
+from batchinf.engines.vllm.kernels import attention, long_requests, mixed_steps
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 from jobs import MODEL
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.skipif(attention.HAS_TRITON, reason="the kernel is comp
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_steps, "_PARTS_OF_LONGEST", 1)  # these batches are small
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 1)  # these batches are small
     monkeypatch.setattr(attention, "tl", triton_on_cpu.language)
     monkeypatch.setattr(attention, "decode_kernel", triton_on_cpu.Launcher(attention.decode_kernel))
 
@@ -315,16 +317,99 @@ def test_it_is_installed_before_the_graphs_are_captured(
 ) -> None:
     """Not with one kind of graph for all batches, which may be captured as if it were for decoding alone."""
     done: list[Any] = []
-    config = types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}, cudagraph_mode=mode),
-        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
-    )
     monkeypatch.setattr(attention, "install", lambda *given: done.append(given))
     monkeypatch.setattr(attention.Worker, "compile_or_warm_up_model", lambda self: done.append("graphs") or 3)
-    worker = attention.DecodingWorker.__new__(attention.DecodingWorker)
-    worker.vllm_config = config  # type: ignore[assignment]
-    assert worker.compile_or_warm_up_model() == 3
+    assert worker_of(mode).compile_or_warm_up_model() == 3
     assert done == [*([({"layer": 1}, torch.bfloat16)] if is_installed else []), "graphs"]
+
+
+def worker_of(mode: CUDAGraphMode) -> Any:
+    """Our worker before its graphs are captured. A step returns how its graph is chosen."""
+    worker: Any = attention.DecodingWorker.__new__(attention.DecodingWorker)
+    worker.vllm_config = types.SimpleNamespace(
+        compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}, cudagraph_mode=mode),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16, get_num_kv_heads=lambda config: config),
+        parallel_config=2,
+    )
+    worker.model_runner = types.SimpleNamespace(cudagraph_manager=types.SimpleNamespace(dispatch=dispatched))
+    return worker
+
+
+def dispatched(num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int) -> int | None:
+    return uniform_token_count
+
+
+def decoding(lengths: tuple[int, ...], **changed: Any) -> Any:
+    """What vLLM's scheduler says of a step in which requests with so many tokens have one new token each."""
+    return types.SimpleNamespace(**{
+        "scheduled_cached_reqs": types.SimpleNamespace(num_computed_tokens=[length - 1 for length in lengths]),
+        "num_scheduled_tokens": dict.fromkeys(map(str, range(len(lengths))), 1),
+        "total_num_scheduled_tokens": len(lengths),
+    } | changed)  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "installs", "chosen"), [
+    (CUDAGraphMode.FULL_AND_PIECEWISE, True, None),
+    (CUDAGraphMode.FULL_AND_PIECEWISE, False, 1),  # the kernel is not there
+    (CUDAGraphMode.FULL_DECODE_ONLY, True, 1),  # without graphs, such a step would be slower still
+])  # fmt: skip
+def test_a_step_with_one_long_request_leaves_the_graphs_of_decoding(
+    mode: CUDAGraphMode, installs: bool, chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
+    monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 6)
+    monkeypatch.setattr(attention, "install", lambda *given: installs)
+    monkeypatch.setattr(attention.Worker, "compile_or_warm_up_model", lambda self: 3)
+    monkeypatch.setattr(
+        attention.Worker, "execute_model", lambda self, step: self.model_runner.cudagraph_manager.dispatch(
+            len(step.num_scheduled_tokens), step.total_num_scheduled_tokens, 1, num_active_loras=0
+        ),
+    )  # fmt: skip
+    worker = worker_of(mode)
+    assert worker.execute_model(decoding((900, 10, 10))) == 1  # a step before the graphs are there
+    worker.compile_or_warm_up_model()
+    assert worker.execute_model(decoding((51, 40, 10))) == chosen  # 4 * 51 > 101 * 2
+    assert worker.execute_model(decoding((50, 40, 10))) == 1
+    assert worker.execute_model(decoding((900, 10, 10))) == chosen
+    assert worker.execute_model(decoding((900, 10))) == 1  # too few for the kernel
+    assert worker.execute_model(decoding((900, 10, 10), total_num_scheduled_tokens=9)) == 1  # some read prompts
+    assert worker.execute_model(decoding((900, 10, 10), num_scheduled_tokens=dict.fromkeys("abcd", 1))) == 1
+
+
+def test_the_runners_of_the_installed_vllm_choose_graphs_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that are changed, vLLM's own code leaves the graphs of decoding."""
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
+    choice = long_requests.GraphChoice(2, lambda num, heads: True)
+    long, short = decoding((99999, *(1,) * 15)), decoding((1,) * 16)
+    manager: Any = CudaGraphManager.__new__(CudaGraphManager)
+    full, pieces = (
+        BatchExecutionDescriptor(mode, 16, num_reqs, uniform_token_count=count)
+        for mode, num_reqs, count in ((CUDAGraphMode.FULL, 16, 1), (CUDAGraphMode.PIECEWISE, None, None))
+    )
+    manager._graphs_captured, manager._lora_dispatch_map, manager._max_lora_case = True, {}, 0
+    manager._candidates = {(16, 0): [full, pieces]}
+    runner = types.SimpleNamespace(cudagraph_manager=manager)
+    assert choice.install(runner)
+    for step, wanted in ((short, full), (long, pieces), (short, full)):
+        choice.look(step)
+        assert manager.dispatch(16, 16, 1, num_active_loras=0, max_query_len=1) == wanted
+
+    config = VllmConfig()
+    graphs = config.compilation_config
+    graphs.cudagraph_mode, graphs.cudagraph_capture_sizes = CUDAGraphMode.FULL_AND_PIECEWISE, [16]
+    graphs.max_cudagraph_capture_size = 16
+    dispatcher = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 1)
+    assert choice.install(types.SimpleNamespace(cudagraph_manager=None, cudagraph_dispatcher=dispatcher))
+    for step, mode in ((short, CUDAGraphMode.FULL), (long, CUDAGraphMode.PIECEWISE), (short, CUDAGraphMode.FULL)):
+        choice.look(step)
+        assert dispatcher.dispatch(num_tokens=16, uniform_decode=True)[0] == mode
+
+
+def test_a_runner_that_chooses_in_another_way_is_left_alone() -> None:
+    choice = long_requests.GraphChoice(2, lambda num, heads: True)
+    assert not choice.install(types.SimpleNamespace())
+    assert not choice.install(types.SimpleNamespace(cudagraph_manager=types.SimpleNamespace(dispatch=lambda step: 1)))
 
 
 @pytest.mark.parametrize(("task", "engine", "wanted"), [
@@ -531,11 +616,23 @@ def test_a_step_with_one_long_request_is_left_to_vllm(
     longest: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single program would read its tokens, while FlashAttention has several."""
-    monkeypatch.setattr(mixed_steps, "_PARTS_OF_LONGEST", 4)
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
     _, common = step_of((longest, 40, 22, 900, 12), NEW)
     builder = Builder()
     built(builder, common)
     assert builder.calls == calls
+
+
+@pytest.mark.usefixtures("any_batch")
+@pytest.mark.parametrize(("longest", "calls"), [(62, []), (63, [5])])
+def test_a_step_that_only_decodes_is_left_to_vllm_if_one_request_is_long(
+    longest: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that run outside of the graphs of decoding."""
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
+    given, common = step_of((longest, 20, 20, 20, 2), (1,) * 5)
+    assert attend(given, built(Builder(), common)) == calls
+    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
 
 
 def test_builders_for_other_kinds_of_attention_are_left_to_vllm() -> None:

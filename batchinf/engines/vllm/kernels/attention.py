@@ -6,8 +6,7 @@ waits for memory longer than it works. This kernel has small programs, many at o
 work while others wait. `benchmarks/attention.py` compares both. `mixed_steps.py` is about steps that also read prompts.
 
 A program reads all tokens of a request. If one request of many has tens of thousands of tokens, FlashAttention is
-faster, because it splits the request. Steps that only decode use the kernel all the same: they run as CUDA graphs,
-which are captured before the lengths are known.
+faster, because it splits the request (`long_requests.py`).
 
 Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0.
 """
@@ -23,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 from batchinf.engines.vllm.kernels import mixed_steps
+from batchinf.engines.vllm.kernels.long_requests import GraphChoice
 from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.names import optional
 
@@ -153,6 +153,11 @@ def decode_attention(
     )  # fmt: skip
 
 
+def pays_in_step(num_requests: int, num_key_heads: int) -> bool:
+    """Whether the kernel is faster in a step in which so many requests decode, and nothing else."""
+    return num_requests * num_key_heads >= _LEAST_PROGRAMS
+
+
 def pays_in_mixed_step(num_requests: int, num_key_heads: int) -> bool:
     """Whether the kernel is faster for so many requests that decode, beside others that read prompts."""
     return num_requests * num_key_heads >= _LEAST_IN_MIXED_STEP
@@ -211,10 +216,10 @@ def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def flash_attn_varlen_func(*arguments: Any, **named: Any) -> Any:
-        if not arguments and takes(named):
+        step = mixed_step_of(named)
+        if not arguments and step is None and takes(named):
             run_ours(named)
             return named["out"]
-        step = mixed_step_of(named)
         if not arguments and step is not None and takes(decodes := step.decodes(named), _LEAST_IN_MIXED_STEP):
             run_ours(decodes)
             theirs(**step.prompts(named))
@@ -236,14 +241,27 @@ def run_ours(given: Mapping[str, Any], shape: tuple[int, int, int] = _SHAPE) -> 
 class DecodingWorker(Worker):
     """vLLM's worker, which decodes large batches with the kernel above."""
 
+    _graph_choice: GraphChoice | None = None
+
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM. Installs the kernel here, because vLLM captures its CUDA graphs in this step."""
         config, compilation = self.vllm_config, self.vllm_config.compilation_config
+        mixed = compilation.cudagraph_mode.mixed_mode().name
         # With one kind of graph for all batches, the V2 runner of 0.26 captures it with one token for each request. The
         # graph would have the kernel, and would also run prompts, which the kernel cannot.
-        if compilation.cudagraph_mode.mixed_mode().name != "FULL":
-            install(compilation.static_forward_context, config.model_config.dtype)
-        return super().compile_or_warm_up_model()
+        installed = mixed != "FULL" and install(compilation.static_forward_context, config.model_config.dtype)
+        seconds = super().compile_or_warm_up_model()
+        if installed and mixed == "PIECEWISE":
+            choice = GraphChoice(config.model_config.get_num_kv_heads(config.parallel_config), pays_in_step)
+            if choice.install(self.model_runner):
+                self._graph_choice = choice
+        return seconds
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """See vLLM."""
+        if self._graph_choice is not None:
+            self._graph_choice.look(scheduler_output)
+        return super().execute_model(scheduler_output)
 
 
 def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -1,10 +1,11 @@
-"""Steps in which many requests decode while others read their prompts.
+"""Steps whose requests are not all for the kernel: some read their prompts, or one of them is very long.
 
-vLLM gives all of such a step to one call of FlashAttention in each layer, which then decodes two to three times as
-slowly as the kernel. Here the kernel handles the requests that decode and are the first of the batch, and
+vLLM gives all of a step with prompts to one call of FlashAttention in each layer, which then decodes two to three times
+as slowly as the kernel. Here the kernel handles the requests that decode and are the first of the batch, and
 FlashAttention the others. With vLLM's V2 runner, which sorts them, these are all that decode. With its V1 runner, which
 0.26 has for models with experts, they are those before the first prompt. FlashAttention needs a plan for the others.
-vLLM's own builder makes it once a step for all layers, and a tensor of the step's metadata carries it to them.
+vLLM's own builder makes it once a step for all layers, and a tensor of the step's metadata carries it to them. A step
+with one very long request is FlashAttention's alone (`long_requests.py`).
 
 Written for the sources of vLLM 0.26.0 and 0.32.0.
 """
@@ -17,16 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from batchinf.engines.vllm.kernels.long_requests import is_even
+
 _ATTRIBUTE = "batchinf_mixed_step"
-# The kernel reads a request's tokens one after the other, 34 ns each for an 8B model on an H200, and all tokens of a
-# batch in 1 ns each. FlashAttention needs 1.3 ns for each. With 8 heads of keys, a request with more than 1/26 of all
-# tokens takes longer than FlashAttention takes for all; here the limit is 1/32.
-_PARTS_OF_LONGEST = 256
 
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """A step whose first `num_decodes` requests have one new token each. others: vLLM's metadata of the other ones."""
+    """A step whose first `num_decodes` requests, with one new token each, are for the kernel.
+
+    others: vLLM's metadata of the other ones; None if all are FlashAttention's.
+    """
 
     num_decodes: int
     others: Any
@@ -85,9 +87,11 @@ def install(builder_class: Any, pays: Callable[[int, int], bool]) -> None:
         common = common_attn_metadata
         num = num_decodes_of(common)
         # vLLM's subclasses give it changed batches, for layers that see less than all tokens before one.
-        is_theirs = type(self) is builder_class
+        is_ours = type(self) is builder_class and _has_known_lengths(common)
+        if is_ours and common.max_query_len == 1 and not _is_even(common.seq_lens_cpu_upper_bound, self.num_heads_kv):
+            return marked(theirs(self, common_prefix_len, common, *more, **named), MixedStep(0, None))
         if not (
-            is_theirs
+            is_ours
             and pays(num, self.num_heads_kv)
             and _is_plain(self, common_prefix_len, common)
             and _is_even(common.seq_lens_cpu_upper_bound[:num], self.num_heads_kv)
@@ -100,14 +104,18 @@ def install(builder_class: Any, pays: Callable[[int, int], bool]) -> None:
             others = theirs(self, 0, without_first(common, num), *more, **named)
         finally:
             self.use_full_cuda_graph = has_graphs
-        metadata = theirs(self, common_prefix_len, common, *more, **named)
-        # Another object for the same memory: other builders of the step may share vLLM's.
-        metadata.query_start_loc = metadata.query_start_loc[:]
-        setattr(metadata.query_start_loc, _ATTRIBUTE, MixedStep(num, others))
-        return metadata
+        return marked(theirs(self, common_prefix_len, common, *more, **named), MixedStep(num, others))
 
     setattr(build, _ATTRIBUTE, True)
     builder_class.build = build
+
+
+def marked(metadata: Any, step: MixedStep) -> Any:
+    """vLLM's metadata, which carries the step to all layers."""
+    # Another object for the same memory: other builders of the step may share vLLM's.
+    metadata.query_start_loc = metadata.query_start_loc[:]
+    setattr(metadata.query_start_loc, _ATTRIBUTE, step)
+    return metadata
 
 
 def num_decodes_of(common: Any) -> int:
@@ -124,16 +132,19 @@ def _is_plain(builder: Any, common_prefix_len: int, common: Any) -> bool:
         common_prefix_len == 0
         and common.causal is True
         and common.mm_req_doc_ranges is None
-        and common.seq_lens_cpu_upper_bound is not None
-        and len(common.seq_lens_cpu_upper_bound) == common.num_reqs
         and builder.dcp_world_size == 1
         and builder.vllm_config.speculative_config is None  # vLLM changes the metadata between drafts
     )
 
 
+def _has_known_lengths(common: Any) -> bool:
+    """Whether the host knows how many tokens each request has, at most."""
+    lengths = common.seq_lens_cpu_upper_bound
+    return lengths is not None and len(lengths) == common.num_reqs
+
+
 def _is_even(lengths: Any, num_key_heads: int) -> bool:
-    """Whether no request has so many tokens that the kernel takes longer for it than FlashAttention for all."""
-    return bool(lengths.max() * _PARTS_OF_LONGEST <= lengths.sum() * num_key_heads)
+    return is_even(int(lengths.max()), int(lengths.sum()), num_key_heads)
 
 
 def without_first(common: Any, num: int) -> Any:
