@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("vllm")
 
 import triton_on_cpu
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
@@ -397,7 +397,8 @@ def test_the_runners_of_the_installed_vllm_choose_graphs_for_all_steps(monkeypat
     config = VllmConfig()
     graphs = config.compilation_config
     graphs.cudagraph_mode, graphs.cudagraph_capture_sizes = CUDAGraphMode.FULL_AND_PIECEWISE, [16]
-    graphs.max_cudagraph_capture_size = 16
+    graphs.max_cudagraph_capture_size, graphs.mode = 16, CompilationMode.VLLM_COMPILE
+    graphs.splitting_ops = list(graphs._attention_ops)
     dispatcher = CudagraphDispatcher(config)
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 1)
     assert choice.install(types.SimpleNamespace(cudagraph_manager=None, cudagraph_dispatcher=dispatcher))
