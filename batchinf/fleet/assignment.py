@@ -8,6 +8,7 @@ In a trial of `tune`, no replica begins before the engines of all are up: otherw
 first engine alone, since the next one on its GPU starts half a minute later.
 """
 
+import math
 import time
 from collections.abc import Container, Iterable, Sequence
 
@@ -23,7 +24,7 @@ class Assignment:
     """Hands out the shards of a job, and takes them back."""
 
     def __init__(self, fleet: Fleet, pending: PendingShards, trials: Trials, *, begins_together: bool = False) -> None:
-        """begins_together: replicas begin when the engines of all are up; one whose first start fails is left out."""
+        """begins_together: replicas wait until the engines of all are up, but not for one that fails more often."""
         self._fleet = fleet
         self._pending = pending
         self._trials = trials
@@ -74,10 +75,16 @@ class Assignment:
 
     @property
     def _is_any_awaited(self) -> bool:
-        """Whether a replica is starting for the first time, and those that are up have not waited for too long."""
-        is_up = any(replica.is_running for replica in self._fleet.replicas)
-        waited_s = time.monotonic() - self._last_ready_at if is_up else 0.0
-        return self._is_first_start and waited_s <= self._fleet.stall_timeout_s
+        """Whether a replica has failed no more starts than one that is up, and nobody has waited for too long.
+
+        If all fail their first start, because the memory is too small for all, they wait for each other at the next.
+        """
+        coming = [one for one in self._fleet.replicas if one.info is None and not one.is_given_up]
+        up = [one for one in self._fleet.replicas if one.is_running]
+        if not up:
+            return bool(coming)
+        is_any_coming = min((one.restarts for one in coming), default=math.inf) <= max(one.restarts for one in up)
+        return is_any_coming and time.monotonic() - self._last_ready_at <= self._fleet.stall_timeout_s
 
     def assign_to(self, replicas: Iterable[FleetReplica]) -> None:
         """Hand out pending shards to these replicas alone: after `assign`, only they may have room.

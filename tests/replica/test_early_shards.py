@@ -401,6 +401,41 @@ def test_together_nobody_waits_for_one_that_fails_at_its_start(is_given_up: bool
         assert begun(bench) == [0, 1]
 
 
+@pytest.mark.parametrize("is_back", [True, False])
+def test_together_all_wait_for_each_other_again_if_all_fail_their_first_start(
+    is_back: bool, tmp_path: pathlib.Path
+) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    bench.assignment.assign()
+    for replica in bench.fleet.replicas:
+        end: Any = types.SimpleNamespace(replica=replica, shards=tuple(replica.shards.values()), was_host_lost=False)
+        replica.handle, replica.restarts = None, 1
+        replica.shards.clear()
+        bench.assignment.note_ended(end, ())
+        bench.assignment.assign()
+    one, other = bench.fleet.replicas
+    one.handle = bench.told[0]  # type: ignore[assignment]
+    if is_back:
+        other.handle = bench.told[1]  # type: ignore[assignment]
+    bench.come_up(0)
+    bench.assignment.assign()
+    assert begun(bench) == []
+    other.handle = bench.told[1]  # type: ignore[assignment]
+    bench.come_up(1)
+    bench.assignment.assign()
+    assert begun(bench) == [0, 1]
+    assert [replica.outstanding_rows for replica in bench.fleet.replicas] == [40, 40]
+
+
+def test_together_nobody_waits_for_one_that_fails_more_often_than_another(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, set(), begins_together=True)
+    one, other = bench.fleet.replicas
+    one.restarts, other.restarts = 1, 2
+    bench.come_up(0)
+    bench.assignment.assign()
+    assert begun(bench) == [0]
+
+
 def test_together_one_that_ends_while_it_waits_has_tried_nothing(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path, set(), begins_together=True)
     bench.assignment.assign()
