@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from vllm import envs
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
@@ -220,10 +221,12 @@ def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if not arguments and step is None and takes(named):
             run_ours(named)
             return named["out"]
-        if not arguments and step is not None and takes(decodes := step.decodes(named), _LEAST_IN_MIXED_STEP):
-            run_ours(decodes)
-            theirs(**step.prompts(named))
-            return named["out"]
+        if not arguments and step is not None and step.others is not None:
+            decodes = step.decodes(named)
+            if takes(decodes, _LEAST_IN_MIXED_STEP):
+                run_ours(decodes)
+                theirs(**step.prompts(named))
+                return named["out"]
         return theirs(*arguments, **named)
 
     setattr(flash_attn_varlen_func, _ATTRIBUTE, True)
@@ -249,11 +252,12 @@ class DecodingWorker(Worker):
         mixed = compilation.cudagraph_mode.mixed_mode().name
         # With one kind of graph for all batches, the V2 runner of 0.26 captures it with one token for each request. The
         # graph would have the kernel, and would also run prompts, which the kernel cannot.
-        installed = mixed != "FULL" and install(compilation.static_forward_context, config.model_config.dtype)
+        is_ours = mixed != "FULL" and install(compilation.static_forward_context, config.model_config.dtype)
         seconds = super().compile_or_warm_up_model()
-        if installed and mixed == "PIECEWISE":
+        # Data parallel ranks agree on a step's graph after each has chosen.
+        if mixed == "PIECEWISE" and config.parallel_config.data_parallel_size == 1:
             choice = GraphChoice(config.model_config.get_num_kv_heads(config.parallel_config), pays_in_step)
-            if choice.install(self.model_runner):
+            if all_agree(is_ours and choice.install(self.model_runner)):
                 self._graph_choice = choice
         return seconds
 
@@ -262,6 +266,20 @@ class DecodingWorker(Worker):
         if self._graph_choice is not None:
             self._graph_choice.look(scheduler_output)
         return super().execute_model(scheduler_output)
+
+
+def all_agree(is_so: bool) -> bool:
+    """Whether it is so in all tensor parallel ranks.
+
+    They must run the same graph in each step: vLLM's all-reduce within a graph reads the buffers of the other ranks
+    that were there when the same graph was captured.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return is_so
+    answer = torch.tensor(is_so, dtype=torch.int32)
+    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, group.cpu_group)
+    return bool(answer)
 
 
 def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
