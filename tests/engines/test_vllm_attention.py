@@ -6,6 +6,9 @@ Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language.
 
 import dataclasses
 import inspect
+import pathlib
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -318,18 +321,19 @@ def test_it_is_installed_before_the_graphs_are_captured(
     """Not with one kind of graph for all batches, which may be captured as if it were for decoding alone."""
     done: list[Any] = []
     monkeypatch.setattr(attention, "install", lambda *given: done.append(given))
+    monkeypatch.setattr(attention, "all_agree", lambda is_so: is_so)
     monkeypatch.setattr(attention.Worker, "compile_or_warm_up_model", lambda self: done.append("graphs") or 3)
     assert worker_of(mode).compile_or_warm_up_model() == 3
     assert done == [*([({"layer": 1}, torch.bfloat16)] if is_installed else []), "graphs"]
 
 
-def worker_of(mode: CUDAGraphMode) -> Any:
+def worker_of(mode: CUDAGraphMode, data_parallel_size: int = 1) -> Any:
     """Our worker before its graphs are captured. A step returns how its graph is chosen."""
     worker: Any = attention.DecodingWorker.__new__(attention.DecodingWorker)
     worker.vllm_config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}, cudagraph_mode=mode),
-        model_config=types.SimpleNamespace(dtype=torch.bfloat16, get_num_kv_heads=lambda config: config),
-        parallel_config=2,
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16, get_num_kv_heads=lambda config: config.heads),
+        parallel_config=types.SimpleNamespace(heads=2, data_parallel_size=data_parallel_size),
     )
     worker.model_runner = types.SimpleNamespace(cudagraph_manager=types.SimpleNamespace(dispatch=dispatched))
     return worker
@@ -348,14 +352,18 @@ def decoding(lengths: tuple[int, ...], **changed: Any) -> Any:
     } | changed)  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "installs", "chosen"), [
-    (CUDAGraphMode.FULL_AND_PIECEWISE, True, None),
-    (CUDAGraphMode.FULL_AND_PIECEWISE, False, 1),  # the kernel is not there
-    (CUDAGraphMode.FULL_DECODE_ONLY, True, 1),  # without graphs, such a step would be slower still
+@pytest.mark.parametrize(("mode", "installs", "others", "num_ranks", "chosen"), [
+    (CUDAGraphMode.FULL_AND_PIECEWISE, True, True, 1, None),
+    (CUDAGraphMode.FULL_AND_PIECEWISE, False, True, 1, 1),  # the kernel is not there
+    (CUDAGraphMode.FULL_AND_PIECEWISE, True, False, 1, 1),  # another rank does not have it
+    (CUDAGraphMode.FULL_AND_PIECEWISE, True, True, 2, 1),  # data parallel ranks choose together
+    (CUDAGraphMode.FULL_DECODE_ONLY, True, True, 1, 1),  # without graphs, such a step would be slower still
 ])  # fmt: skip
 def test_a_step_with_one_long_request_leaves_the_graphs_of_decoding(
-    mode: CUDAGraphMode, installs: bool, chosen: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mode: CUDAGraphMode, installs: bool, others: bool, num_ranks: int, chosen: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(attention, "all_agree", lambda is_so: is_so and others)
     monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 6)
     monkeypatch.setattr(attention, "install", lambda *given: installs)
@@ -365,7 +373,7 @@ def test_a_step_with_one_long_request_leaves_the_graphs_of_decoding(
             len(step.num_scheduled_tokens), step.total_num_scheduled_tokens, 1, num_active_loras=0
         ),
     )  # fmt: skip
-    worker = worker_of(mode)
+    worker = worker_of(mode, num_ranks)
     assert worker.execute_model(decoding((900, 10, 10))) == 1  # a step before the graphs are there
     worker.compile_or_warm_up_model()
     assert worker.execute_model(decoding((51, 40, 10))) == chosen  # 4 * 51 > 101 * 2
@@ -387,12 +395,15 @@ def test_the_runners_of_the_installed_vllm_choose_graphs_for_all_steps(monkeypat
         for mode, num_reqs, count in ((CUDAGraphMode.FULL, 16, 1), (CUDAGraphMode.PIECEWISE, None, None))
     )
     manager._graphs_captured, manager._lora_dispatch_map, manager._max_lora_case = True, {}, 0
-    manager._candidates = {(16, 0): [full, pieces]}
     runner = types.SimpleNamespace(cudagraph_manager=manager)
     assert choice.install(runner)
-    for step, wanted in ((short, full), (long, pieces), (short, full)):
-        choice.look(step)
-        assert manager.dispatch(16, 16, 1, num_active_loras=0, max_query_len=1) == wanted
+    # Graphs for one new token, and for at most two.
+    for graph in (full, dataclasses.replace(full, uniform_token_count=None, max_query_len=2)):
+        manager._candidates = {(16, 0): [graph, pieces]}
+        assert manager.dispatch(16, 16, 1, num_active_loras=0, max_query_len=1) == graph
+        for step, wanted in ((short, graph), (long, pieces), (short, graph)):
+            choice.look(step)
+            assert manager.dispatch(16, 16, 1, num_active_loras=0, max_query_len=1) == wanted
 
     config = VllmConfig()
     graphs = config.compilation_config
@@ -405,6 +416,36 @@ def test_the_runners_of_the_installed_vllm_choose_graphs_for_all_steps(monkeypat
     for step, mode in ((short, CUDAGraphMode.FULL), (long, CUDAGraphMode.PIECEWISE), (short, CUDAGraphMode.FULL)):
         choice.look(step)
         assert dispatcher.dispatch(num_tokens=16, uniform_decode=True)[0] == mode
+
+
+_RANK = """
+import os, sys
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from batchinf.engines.vllm.kernels.attention import all_agree
+rank, folder = int(sys.argv[1]), sys.argv[2]
+os.environ["VLLM_DIST_IDENT"] = folder.replace("/", "-")  # as vLLM's worker for processors does
+with set_current_vllm_config(VllmConfig()):
+    init_distributed_environment(2, rank, f"file://{folder}/meeting", rank, "gloo")
+    initialize_model_parallel(2)
+print([all_agree(one) for one in ([True, True, False, False], [True, False, True, False])[rank]], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_leave_the_graphs_together(tmp_path: pathlib.Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", _RANK, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.communicate(timeout=120)[0].splitlines()[-1] == "[True, False, False, False]"
+
+
+def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "get_tp_group", lambda: types.SimpleNamespace(world_size=1))
+    assert [attention.all_agree(is_so) for is_so in (True, False)] == [True, False]
 
 
 def test_a_runner_that_chooses_in_another_way_is_left_alone() -> None:
@@ -602,10 +643,14 @@ def test_a_step_with_a_common_prefix_is_left_to_vllm() -> None:
     assert builder.calls == [5]
 
 
+@pytest.mark.parametrize("new", [NEW, (1,) * 5])
 @pytest.mark.parametrize("known", [None, [20, 40, 17, 30]])
-def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm(known: list[int] | None) -> None:
+def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm(
+    known: list[int] | None, new: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In 0.26, attention in chunks has more batches than requests whose lengths are given."""
-    _, common = step_of(LENGTHS, NEW)
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 2**40)
+    _, common = step_of(LENGTHS, new)
     made = vllms_own(lambda num, heads: True, build=lambda *given: given)
     own = made()
     changed = dataclasses.replace(common, seq_lens_cpu_upper_bound=None if known is None else torch.tensor(known))
@@ -616,7 +661,7 @@ def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm(known: list
 def test_a_step_with_one_long_request_is_left_to_vllm(
     longest: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single program would read its tokens, while FlashAttention has several."""
+    """A single program would read its tokens, one after the other."""
     monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
     _, common = step_of((longest, 40, 22, 900, 12), NEW)
     builder = Builder()
@@ -636,8 +681,31 @@ def test_a_step_that_only_decodes_is_left_to_vllm_if_one_request_is_long(
     torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
 
 
-def test_builders_for_other_kinds_of_attention_are_left_to_vllm() -> None:
-    _, common = step_of(LENGTHS, NEW)
+@pytest.mark.parametrize(("new", "prefix", "parts"), [(NEW, 0, 1), ((1,) * 5, 16, 2**40)])
+def test_all_that_vllm_gives_its_builder_arrives(
+    new: tuple[int, ...], prefix: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", parts)
+    calls: list[Any] = []
+
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *more: Any, **named: Any) -> Any:
+        calls.append((common_prefix_len, more, named))
+        return Builder.build(self, common_prefix_len, common_attn_metadata)
+
+    _, common = step_of(LENGTHS, new)
+    made = vllms_own(lambda num, heads: True, build=build)()
+    for more, named in (((True,), {}), ((), {"fast_build": True})):
+        calls.clear()
+        assert made.build(prefix, common, *more, **named).query_start_loc is not common.query_start_loc
+        assert calls == [(prefix, more, named)] * (2 if new == NEW else 1)
+
+
+@pytest.mark.parametrize("new", [NEW, (1,) * 5])
+def test_builders_for_other_kinds_of_attention_are_left_to_vllm(
+    new: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 1 if new == NEW else 2**40)
+    _, common = step_of(LENGTHS, new)
     own = type("ChunkedLocalAttentionBuilder", (vllms_own(lambda num, heads: True),), {})()
     assert own.build(0, common).query_start_loc is common.query_start_loc
     assert own.calls == [5]

@@ -5,8 +5,8 @@ tiles of 64 queries. Decoding with grouped queries fills 2 to 8 of these. For co
 waits for memory longer than it works. This kernel has small programs, many at once on a multiprocessor, so that some
 work while others wait. `benchmarks/attention.py` compares both. `mixed_steps.py` is about steps that also read prompts.
 
-A program reads all tokens of a request. If one request of many has tens of thousands of tokens, FlashAttention is
-faster, because it splits the request (`long_requests.py`).
+A program reads all tokens of a request, one after the other. If one request of many has tens of thousands of tokens,
+FlashAttention is faster (`long_requests.py`).
 
 Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0.
 """

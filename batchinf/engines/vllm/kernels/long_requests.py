@@ -1,9 +1,9 @@
 """Steps that only decode, in which one request has a large part of all tokens.
 
-The kernel reads a request's tokens in one program, one after the other. FlashAttention splits a long request, and is
-faster then. A step that only decodes runs as one CUDA graph, which has the kernel, as it was captured before the
-lengths were known. Here such a step runs as vLLM runs steps with prompts: in a graph for each piece between two layers
-of attention, and FlashAttention beside the graphs.
+The kernel reads a request's tokens in one program, one after the other. FlashAttention reads a long request faster. A
+step that only decodes runs as one CUDA graph, which has the kernel, as it was captured before the lengths were known.
+Here such a step runs as vLLM runs steps with prompts: in a graph for each piece between two layers of attention, and
+FlashAttention beside the graphs.
 
 Written for the sources of vLLM 0.26.0 and 0.32.0.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 # The kernel reads a request's tokens in 34 ns each for an 8B model on an H200, and all tokens of a batch in 1 ns each.
 # FlashAttention needs 1.3 ns for each. With 8 heads of keys, a request with more than 1/26 of all tokens takes longer
-# than FlashAttention takes for all; here the limit is 1/32.
+# than FlashAttention takes for all; here the limit is 1/32. `benchmarks/long_requests.py` compares whole steps.
 _PARTS_OF_LONGEST = 256
 # What chooses the graphs of a step, by its name in vLLM's V2 and V1 runners, and the arguments for a step that may also
 # read prompts.
