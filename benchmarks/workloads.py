@@ -315,7 +315,7 @@ WORKLOADS = {
         # A batch of prompts with 512 tokens, beside one with 32,768.
         Workload(
             "uneven", shape="llama-3.2-1b", num_rows=1024, prompt_tokens=512, first_tokens=32768, max_tokens=512,
-            h200={"batchinf": 52529}, guess=60_000, **_BARE,
+            h200={"batchinf": 52529}, **_BARE,
         ),
         Workload(
             "long-in", num_rows=256, prompt_tokens=8000, max_tokens=32, logprobs=5, counts_prompts=True,
