@@ -26,6 +26,11 @@ class Results:
             found = self._found.setdefault(workload.name, {"workload": asdict(workload), "runs": {}})
             found["runs"][kind] = [run for run in found["runs"].get(kind, []) if run["round"] != number]
 
+    def has(self, workload: Workload, kind: str, number: int) -> bool:
+        """Whether a run of this round has ended well."""
+        runs = self._found.get(workload.name, {"runs": {}})["runs"].get(kind, [])
+        return number in _rates(runs, "seconds")
+
     def add(self, workload: Workload, kind: str, figures: Found) -> None:
         """Add the figures of a round, or replace those that are there."""
         with self._lock:

@@ -37,6 +37,17 @@ class Step:
         """For people."""
         return ", ".join(f"{workload.name} {kind}" for workload, kind in self.runs)
 
+    @property
+    def caches(self) -> str:
+        """Equal for steps with the same compile caches. A job and its rivals compile into different ones."""
+        return json.dumps([self.is_job, self.runs[0][0].model_name])
+
+    def seconds(self, *, is_warm: bool) -> tuple[float, bool]:
+        """How long it takes on an H200, and whether that is a guess. is_warm: its compile caches are there."""
+        found = [workload.seconds(kind) for workload, kind in self.runs if not _is_shared(workload, kind, self)]
+        spent = sum(each for each, _ in found) + (_JOB_S if self.is_job else _RIVAL_S * len(found))
+        return STARTS_S["warm" if is_warm else "cold"] + spent, any(is_guess for _, is_guess in found)
+
 
 def steps_of(workloads: Sequence[Workload], jobs: Iterable[str], rounds: Iterable[int], num_lanes: int) -> list[Step]:
     """All processes, in the order in which each lane runs its own. jobs: their names, for each workload."""
@@ -88,14 +99,10 @@ def estimate(workloads: Sequence[Workload], steps: Sequence[Step], num_lanes: in
     lanes = [prepared] * num_lanes
     started: set[str] = set()
     for step in steps:
-        # A job and its rivals compile into different caches.
-        key = json.dumps([step.is_job, step.runs[0][0].model_name])
-        seconds = STARTS_S["warm" if is_warm or key in started else "cold"]
-        started.add(key)
-        found = [workload.seconds(kind) for workload, kind in step.runs if not _is_shared(workload, kind, step)]
-        seconds += sum(each for each, _ in found) + (_JOB_S if step.is_job else _RIVAL_S * len(found))
+        seconds, is_guess = step.seconds(is_warm=is_warm or step.caches in started)
+        started.add(step.caches)
         lanes[step.lane] += seconds
-        guess = " (guess)" if any(is_guess for _, is_guess in found) else ""
+        guess = " (guess)" if is_guess else ""
         lines.append(f"{seconds / 60:7.1f}  {step.round:5} {step.lane:4}  {step.shows}{guess}")
     each = ", ".join(f"{seconds / 60:.1f}" for seconds in lanes)
     return "\n".join([*lines, f"{max(lanes) / 60:7.1f}  minutes in all; by lane: {each}"])

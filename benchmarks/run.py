@@ -3,6 +3,7 @@
     python benchmarks/run.py top20 --out results                                # the job and the workload's own rivals
     python benchmarks/run.py bare-top20 small-embed --repeat 3 --devices 0,1    # three rounds, two GPUs side by side
     python benchmarks/run.py score0 score5 --out results --limit-s 520          # rivals of both in one engine start
+    python benchmarks/run.py top20 --repeat 3 --limit-s 520 --resume            # again and again, until all rounds ran
     python benchmarks/run.py top20 small-top20 --repeat 3 --estimate            # minutes on an H200, nothing is run
     python benchmarks/run.py lognormal --out results --replicas 1,2,4           # for each replica as many rows
     python benchmarks/run.py dp2 --compare local,ray --repeat 3                 # two jobs; a Ray cluster runs here
@@ -78,8 +79,11 @@ def main() -> None:
     parser.add_argument("--compare", action="append", help="several jobs: 'local,ray', or NAME=JSON with more sections")
     parser.add_argument("--scripted", type=float, help="the scripted engine, a step in so many seconds; no rivals")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="end everything after so many seconds")
+    parser.add_argument(
+        "--resume", action="store_true", help="run what results.json lacks, and what fits into --limit-s"
+    )
     parser.add_argument("--estimate", action="store_true", help="print how long it would take on an H200")
-    parser.add_argument("--warm", action="store_true", help="of --estimate: the machine has run these models before")
+    parser.add_argument("--warm", action="store_true", help="of estimates: the machine has run these models before")
     args = parser.parse_args()
     workloads, jobs = chosen(args), {} if args.no_jobs else jobs_of(args)
     lanes = lanes_of(args.devices, max(workload.num_devices for workload in workloads))
@@ -93,10 +97,13 @@ def main() -> None:
     fresh = [
         (workload, kind, number) for number in rounds for workload in workloads for kind in (*jobs, *workload.rivals)
     ]
-    results = Results(args.out, fresh)
+    results = Results(args.out, [] if args.resume else fresh)
+    if args.resume:
+        results = Results(args.out, [run for run in fresh if not results.has(*run)])
+        steps = [step for step in steps if not all(results.has(*run, step.round) for run in step.runs)]
     for workload in workloads:
         prepare(workload, args.out)
-    bench = Bench(args.out, jobs, args.tuned_engine, deadline, results)
+    bench = Bench(args.out, jobs, args.tuned_engine, deadline, results, must_fit=args.resume, is_warm=args.warm)
     with ThreadPoolExecutor(len(lanes)) as pool:
         for done in [pool.submit(bench.work, lane, steps) for lane in lanes]:
             done.result()
@@ -217,20 +224,29 @@ def system_of(workload: Workload) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Runs the steps of this script. jobs: sections of each job's spec, by the job's name."""
+    """Runs the steps of this script.
+
+    jobs: sections of each job's spec, by the job's name. must_fit: leave out steps that, by their estimates, end after
+    the deadline. is_warm: of these, the compile caches are there.
+    """
 
     out: pathlib.Path
     jobs: Mapping[str, dict[str, Any]]
     tuned_engine: dict[str, Any] | None
     deadline: float
     results: Results
+    must_fit: bool
+    is_warm: bool
 
     def work(self, lane: Lane, steps: list[Step]) -> None:
         """Run the steps of a lane, until the deadline."""
         if lane.cores:
             os.sched_setaffinity(0, lane.cores)  # of this thread, and of the processes that it starts
+        started: set[str] = set()
         for number, step in enumerate(steps):
-            if step.lane == lane.number and time.monotonic() < self.deadline:
+            seconds, _ = step.seconds(is_warm=self.is_warm or step.caches in started) if self.must_fit else (0.0, False)
+            if step.lane == lane.number and time.monotonic() + seconds < self.deadline:
+                started.add(step.caches)
                 placed = {"round": step.round, "devices": ",".join(lane.devices)}
                 if step.is_job:
                     self._job(step, lane, placed)

@@ -56,6 +56,29 @@ def test_rounds_of_two_jobs_on_two_lanes(tmp_path: pathlib.Path) -> None:
     assert [each["round"] for each in found["runs"]["batchinf-slow"]] == [1, 2]
 
 
+def test_rounds_in_several_calls(tmp_path: pathlib.Path) -> None:
+    command = "run.py plain --shape tiny --rows 40 --max-tokens 8 --scripted 0.001 --compare local --out {out} --resume"
+    results = tmp_path / "out" / "results.json"
+
+    def rounds() -> dict[int, dict[str, Any]]:
+        (found,) = json.loads(results.read_text())
+        return {each["round"]: each for each in found["runs"]["batchinf-local"]}
+
+    run(command, tmp_path)
+    (first,) = rounds().values()
+    run(f"{command} --repeat 2", tmp_path)
+    assert rounds().keys() == {1, 2}
+    assert rounds()[1] == first
+    assert "plain" in run(f"{command} --repeat 3 --limit-s 20", tmp_path)
+    assert rounds().keys() == {1, 2}  # the start of an engine alone is estimated longer
+    (found,) = json.loads(results.read_text())
+    found["runs"]["batchinf-local"][1] = {"round": 2, "exit_code": 3}
+    results.write_text(json.dumps([found]))
+    run(f"{command} --repeat 2 --limit-s 500", tmp_path)
+    assert rounds().keys() == {1, 2}
+    assert "seconds" in rounds()[2] and rounds()[1] == first
+
+
 def test_rivals_beside_a_job(tmp_path: pathlib.Path) -> None:
     sizes = "--shape tiny --rows 8 --prompt-tokens 16 --max-tokens 8 --dtype float32"
     run(f"run.py n8 {sizes} --rivals raw,flat,ceiling --out {{out}}", tmp_path)
