@@ -75,9 +75,9 @@ class Assignment:
 
     @property
     def _is_any_awaited(self) -> bool:
-        """Whether a replica has failed no more starts than one that is up, and nobody has waited for too long.
+        """Whether those that are up wait for a replica that has not failed more often than they have.
 
-        If all fail their first start, because the memory is too small for all, they wait for each other at the next.
+        If all replicas fail once, because the memory is too small, they wait for each other after the next start.
         """
         coming = [one for one in self._fleet.replicas if one.info is None and not one.is_given_up]
         up = [one for one in self._fleet.replicas if one.is_running]

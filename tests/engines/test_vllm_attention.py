@@ -422,7 +422,7 @@ _RANK = """
 import os, sys
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from batchinf.engines.vllm.kernels.attention import all_agree
+from batchinf.engines.vllm.kernels.long_requests import all_agree
 rank, folder = int(sys.argv[1]), sys.argv[2]
 os.environ["VLLM_DIST_IDENT"] = folder.replace("/", "-")  # as vLLM's worker for processors does
 with set_current_vllm_config(VllmConfig()):
@@ -444,8 +444,8 @@ def test_tensor_parallel_ranks_leave_the_graphs_together(tmp_path: pathlib.Path)
 
 
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "get_tp_group", lambda: types.SimpleNamespace(world_size=1))
-    assert [attention.all_agree(is_so) for is_so in (True, False)] == [True, False]
+    monkeypatch.setattr(long_requests, "get_tp_group", lambda: types.SimpleNamespace(world_size=1))
+    assert [long_requests.all_agree(is_so) for is_so in (True, False)] == [True, False]
 
 
 def test_a_runner_that_chooses_in_another_way_is_left_alone() -> None:

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 from batchinf.engines.vllm.kernels import mixed_steps
-from batchinf.engines.vllm.kernels.long_requests import GraphChoice
+from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
 from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.names import optional
 
@@ -266,20 +265,6 @@ class DecodingWorker(Worker):
         if self._graph_choice is not None:
             self._graph_choice.look(scheduler_output)
         return super().execute_model(scheduler_output)
-
-
-def all_agree(is_so: bool) -> bool:
-    """Whether it is so in all tensor parallel ranks.
-
-    They must run the same graph in each step: vLLM's all-reduce within a graph reads the buffers of the other ranks
-    that were there when the same graph was captured.
-    """
-    group = get_tp_group()
-    if group.world_size == 1:
-        return is_so
-    answer = torch.tensor(is_so, dtype=torch.int32)
-    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, group.cpu_group)
-    return bool(answer)
 
 
 def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -13,6 +13,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
 # The kernel reads a request's tokens in 34 ns each for an 8B model on an H200, and all tokens of a batch in 1 ns each.
 # FlashAttention needs 1.3 ns for each. With 8 heads of keys, a request with more than 1/26 of all tokens takes longer
 # than FlashAttention takes for all; here the limit is 1/32. `benchmarks/long_requests.py` compares whole steps.
@@ -75,3 +78,17 @@ class GraphChoice:
             return theirs(*given.args, **given.kwargs)
 
         return dispatch
+
+
+def all_agree(is_so: bool) -> bool:
+    """Whether it is so in all tensor parallel ranks. Each rank must call this.
+
+    All ranks must run the same graph in a step. The all-reduce in a graph reads the buffers that the other ranks had
+    when they captured that graph.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return is_so
+    answer = torch.tensor(is_so, dtype=torch.int32)
+    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, group.cpu_group)
+    return bool(answer)
