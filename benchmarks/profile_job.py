@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import itertools
+import json
 import pathlib
 import re
 import shutil
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--after", type=float, default=10.0, help="seconds from the first request on")
     parser.add_argument("--rate", type=int, default=100, help="samples a second")
     parser.add_argument("--py-spy", default="py-spy")
+    parser.add_argument("--job-spec", type=json.loads, default={}, help="JSON: sections that are merged into the spec")
     parser.add_argument("--start-limit-s", type=float, default=300.0)
     add_size_arguments(parser)
     args = parser.parse_args()
@@ -78,7 +80,7 @@ def main() -> None:
     folder = args.out / workload.name
     shutil.rmtree(folder, ignore_errors=True)
     model, prompts = prepare(workload, args.out)
-    spec, job = write_spec(workload, folder, model, prompts)
+    spec, job = write_spec(workload, folder, model, prompts, args.job_spec)
     with (folder / "job.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "batchinf", "run", str(spec)], stdout=log, stderr=log, start_new_session=True
