@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -46,6 +47,7 @@ from batchinf.fleet.local.devices import visible_devices
 from batchinf.fleet.settings import chosen_arguments
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
+from batchinf.planning.beginnings import shared_share
 from batchinf.spec.file import read_spec
 from batchinf.tasks.registry import task_of  # it also adds the tasks to the spec
 
@@ -316,12 +318,13 @@ def rival_run(workload: Workload, kind: str, out: pathlib.Path) -> dict[str, Any
 
 def chosen_engine(path: pathlib.Path) -> dict[str, Any]:
     """Engine arguments that a job of this spec chooses where the spec is silent, with one replica on a GPU."""
-    spec = read_spec(path).spec
+    file = read_spec(path)
+    spec = file.spec
     backend, task = choose_backend(spec), task_of(spec)
     devices = backend.devices()
     device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
     fit = fit_of(resolve(spec.model), spec, device_bytes, title, task.default_batch_limits)
-    return dict(chosen_arguments(spec, fit, task, 1).engine)
+    return dict(chosen_arguments(spec, fit, task, 1, functools.partial(shared_share, file)).engine)
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------

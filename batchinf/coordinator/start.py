@@ -6,6 +6,7 @@ and tells the replicas about the rows. If anything on the way is refused, it end
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +42,7 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output import journal
+from batchinf.planning.beginnings import shared_share
 from batchinf.prompts.builder import setting
 from batchinf.prompts.checks import first_row_warnings
 from batchinf.schedule.positions import Choice
@@ -146,7 +148,15 @@ def start(
     backend.end_leftovers(before.running_replicas, before.job_id)
     with placing(file):
         launcher = Launcher.of(
-            backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, state, display.say
+            backend,
+            prepared.spec,
+            prepared.model,
+            prepared.adapters,
+            folder,
+            epoch,
+            state,
+            display.say,
+            functools.partial(shared_share, file),
         )
     manifest = Manifest(folder, epoch, lock, state)
     note_ended(before, read_status(folder), manifest, lock.predecessor_seen_at)

@@ -61,8 +61,12 @@ class Launcher:
         epoch: int,
         state: State | None,
         say: Callable[[str], None],
+        shared_share: Callable[[], float | None],
     ) -> "Launcher":
-        """state: of a resumed job. Raises UserError if weights are missing or there are too few devices."""
+        """state: of a resumed job. shared_share: see `chosen_arguments`.
+
+        Raises UserError if weights are missing or there are too few devices.
+        """
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
@@ -77,7 +81,7 @@ class Launcher:
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
             spec = spec.model_copy(update={"parallel": parallel})
             slots = backend.place(spec)
-        chosen = chosen_arguments(spec, fit, task_of(spec), slots[0].sharers)
+        chosen = chosen_arguments(spec, fit, task_of(spec), slots[0].sharers, shared_share)
         for line in chosen.lines():
             say(line)
         settings = _settings(spec, fit, chosen, state, say)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from batchinf.base.text import one_line
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, RESERVE_BYTES, Fit, default_limits, gib
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
 
 Kind = Literal["free", "cache", "length", "load", "start", "step", "host"]
 
@@ -387,10 +388,11 @@ class EngineSettings:
     def engine(self) -> dict[str, Any]:
         """Engine arguments for the next start."""
         engine = {**self._chosen, **self._spec.engine, **self._lowered}
-        if "compilation_config" in self._chosen and "max_num_seqs" in self._lowered:
+        limit = "max_num_seqs" if task_of(self._spec).pooling is None else "max_num_batched_tokens"
+        if "compilation_config" in self._chosen and limit in self._lowered:
             # Graphs for batches that do not occur any more would only take memory.
             sizes = self._chosen["compilation_config"]["cudagraph_capture_sizes"]
-            kept = [size for size in sizes if size <= self._lowered["max_num_seqs"]]
+            kept = [size for size in sizes if size <= self._lowered[limit]]
             engine["compilation_config"] = {"cudagraph_capture_sizes": kept or sizes[:1]}
         return engine
 

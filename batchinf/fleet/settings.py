@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,10 @@ _CORES_PER_REPLICA = 4
 _LEAST_PROMPT_BYTES = 200 << 20
 _SMALL_MAX_NUM_SEQS = 2048
 _GRAPH_STEPS = ((8, 64), (16, 128), (32, 512), (64, 1024), (128, 4096))
+# From here on, a step that reads prompts has four sizes of graphs between a power of two and the next.
+_DENSE_GRAPHS = 2048
+# The prefix cache takes a fifth of an embedding job's speed, in Python. It pays if it saves that share of the prompts.
+_LEAST_SHARED = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +137,17 @@ def _input_bytes(spec: JobSpec) -> int:
         return 0
 
 
-def chosen_arguments(spec: JobSpec, fit: Fit, task: Task, num_per_device: int) -> Chosen:
-    """Engine arguments for replicas of which `num_per_device` share a device."""
+def chosen_arguments(
+    spec: JobSpec,
+    fit: Fit,
+    task: Task,
+    num_per_device: int,
+    shared_share: Callable[[], float | None] = lambda: None,
+) -> Chosen:
+    """Engine arguments for replicas of which `num_per_device` share a device.
+
+    shared_share: of the prompts, see `planning.beginnings`. It is called only if the choice depends on it.
+    """
     if fit.device_bytes is None:
         return Chosen({})
     engine: dict[str, Any] = {}
@@ -152,7 +165,38 @@ def chosen_arguments(spec: JobSpec, fit: Fit, task: Task, num_per_device: int) -
         if not _GRAPHS & spec.engine.keys():
             engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
             reasons["compilation_config"] = "CUDA graphs for batches up to max_num_seqs"
+    if _overlaps_steps(spec, fit, task):
+        sizes = prompt_graph_sizes(fit.limits["max_num_batched_tokens"])
+        engine |= {"compilation_config": {"cudagraph_capture_sizes": sizes}, "async_scheduling": True}
+        reasons["compilation_config"] = "CUDA graphs for steps up to max_num_batched_tokens"
+        reasons["async_scheduling"] = "the engine prepares the next step while the GPU computes"
+        share = shared_share() if "enable_prefix_caching" not in spec.engine else None
+        if share is not None and share < _LEAST_SHARED:
+            engine["enable_prefix_caching"] = False
+            reasons["enable_prefix_caching"] = f"of a sample, {share:.0%} of the prompts repeats earlier beginnings"
     return Chosen({name: value for name, value in engine.items() if name not in spec.engine}, reasons)
+
+
+def _overlaps_steps(spec: JobSpec, fit: Fit, task: Task) -> bool:
+    """Whether a job makes one vector for each prompt, with a small model whose steps wait for the engine's Python.
+
+    Asynchronous scheduling pays only together with graphs: without them, Python is not done before the GPU.
+    """
+    wanted = task.pooling
+    if wanted is None or wanted.all_positions or wanted.layers or math.prod(spec.parallel.sizes) != 1:
+        return False
+    is_small = fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES
+    return is_small and _is_large(fit) and not {*_GRAPHS, "async_scheduling"} & spec.engine.keys()
+
+
+def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Tokens of steps with a CUDA graph. Larger steps, which take longer, are padded by at most a quarter."""
+    sizes = {max_num_batched_tokens}
+    size = 1
+    while size < max_num_batched_tokens:
+        sizes.add(size)
+        size += max(1, 1 << (size.bit_length() - 3)) if size >= _DENSE_GRAPHS else size
+    return sorted(sizes)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

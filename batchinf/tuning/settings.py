@@ -1,8 +1,9 @@
 """The candidates: settings that the spec leaves open and that change the speed, but not the output."""
 
+import functools
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchinf.fleet.settings import chosen_arguments, gains_from_sharing, replic
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.planning.beginnings import shared_share
 from batchinf.planning.degrees import that_fit
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec, fields
@@ -104,16 +106,16 @@ def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
     engines, one after the other. Values that the spec or the device already have are left out.
     """
     spec, task = file.spec, task_of(file.spec)
-    num_devices, fit, now = _now(spec, backend)
+    num_devices, fit, now = _now(spec, backend, functools.partial(shared_share, file))
     replicas = _replicas(spec, fit, _replicas_now(spec, fit, num_devices))
     is_gain_likely = bool(replicas) and gains_from_sharing(spec, fit, task, num_devices)
     dimensions: list[list[Settings]] = [
         _degrees(spec, fit, num_devices),
         replicas if is_gain_likely else [],
         _engine(spec, "max_num_seqs", _MAX_NUM_SEQS, now),
-        [{"engine.compilation_config": None}] if "compilation_config" in now else [],
+        _as_vllm_comes(now),
         _engine(spec, "max_num_batched_tokens", _MAX_NUM_BATCHED_TOKENS, now),
-        _caching(spec, task, fit),
+        _caching(spec, task, fit, now),
         [] if "order" in spec.input.model_fields_set else [{"input.order": "prefix"}],
         [] if is_gain_likely else replicas,
     ]
@@ -133,15 +135,20 @@ def _replicas_now(spec: JobSpec, fit: Fit, num_devices: int) -> int:
     return replicas_per_device(spec, fit, task_of(spec), num_devices) if num_devices else 1
 
 
-def _now(spec: JobSpec, backend: Backend) -> tuple[int, Fit, Mapping[str, Any]]:
-    """The number of local devices, the model on one of them, and engine arguments that the spec as it is gets."""
+def _now(
+    spec: JobSpec, backend: Backend, share: Callable[[], float | None] = lambda: None
+) -> tuple[int, Fit, Mapping[str, Any]]:
+    """The number of local devices, the model on one of them, and engine arguments that the spec as it is gets.
+
+    share: see `chosen_arguments`.
+    """
     task = task_of(spec)
     devices = () if spec.scripted is not None or spec.backend == "ray" else backend.devices()
     if spec.parallel.devices is not None:
         devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
     size = backend.device_size(devices[0]) if devices else (None, "")
     fit = fit_of(resolve(spec.model), spec, *size, task.default_batch_limits)
-    return len(devices), fit, {**fit.limits, **chosen_arguments(spec, fit, task, 1).engine}
+    return len(devices), fit, {**fit.limits, **chosen_arguments(spec, fit, task, 1, share).engine}
 
 
 def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, Any]) -> list[Settings]:
@@ -150,15 +157,21 @@ def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, A
     return [{f"engine.{name}": value} for value in values if value != now.get(name)]
 
 
-def _caching(spec: JobSpec, task: Task, fit: Fit) -> list[Settings]:
-    """Without the prefix cache, for tasks that only read prompts.
+def _as_vllm_comes(now: Mapping[str, Any]) -> list[Settings]:
+    """Without the graphs that batchinf chooses, and without asynchronous scheduling if it comes with them."""
+    chosen = [name for name in ("compilation_config", "async_scheduling") if name in now]
+    return [{f"engine.{name}": None for name in chosen}] if chosen else []
+
+
+def _caching(spec: JobSpec, task: Task, fit: Fit, now: Mapping[str, Any]) -> list[Settings]:
+    """Without the prefix cache, or with it if it is off, for tasks that only read prompts.
 
     There, filling the cache takes a large part of the scheduler's time, and pays only if prompts begin alike.
     """
     is_open = task.reads_prefix_cache and "enable_prefix_caching" not in spec.engine
     if task.draws_tokens or fit.device_bytes is None or not is_open:
         return []
-    return [{"engine.enable_prefix_caching": False}]
+    return [{"engine.enable_prefix_caching": not now.get("enable_prefix_caching", True)}]
 
 
 def _replicas(spec: JobSpec, fit: Fit, now: int) -> list[Settings]:

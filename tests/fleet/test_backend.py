@@ -167,3 +167,12 @@ def test_chosen_engine_arguments_are_shown_and_stored_with_their_reasons(tmp_pat
     assert f"## {heading}" in (jobs.ROOT / file).read_text()
     # They are notes: the spec's own section stays as it was.
     assert read_spec(str(tmp_path / "out" / "job.yaml")).spec.engine == {}
+
+
+@pytest.mark.parametrize("beginning", ["", "Say what this text is about, in the fewest words that you can find: " * 6])
+def test_an_embedding_job_reads_some_prompts_before_it_chooses(tmp_path: pathlib.Path, beginning: str) -> None:
+    template = beginning + "{{ prompt }}"
+    spec = jobs.spec_of(tmp_path, task="embed", sampling=None, input={"prompt_template": template})
+    said = finish(spec, DEVICE="NVIDIA H200")
+    assert "  async_scheduling true: " in said
+    assert ("  enable_prefix_caching false: " in said) is (not beginning)

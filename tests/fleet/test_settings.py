@@ -14,7 +14,7 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, applies_to, effective, kept, step_down
-from batchinf.fleet.settings import chosen_arguments, graph_sizes, replicas_per_device
+from batchinf.fleet.settings import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
 from batchinf.spec.job import JobSpec
@@ -151,11 +151,82 @@ def test_lowered_settings_hold_for_as_many_replicas_on_a_device() -> None:
     assert kept(one, event) == {}
 
 
-def test_processors_and_pooling_get_no_graphs() -> None:
+def never() -> float:
+    raise AssertionError("the input is read for nothing")
+
+
+def test_processors_get_no_graphs() -> None:
+    for spec in (spec_of(), spec_of(task="embed")):
+        assert not chosen_arguments(spec, NO_DEVICE, task_of(spec), 1, never).engine
+
+
+@pytest.mark.parametrize(
+    "sections", [{"task": "embed"}, {"task": "classify"}, {"task": "reward"}, {"task": "hidden_states"}]
+)
+def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: dict[str, Any]) -> None:
+    spec = spec_of(**sections)
+    engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+    assert set(engine) == {"compilation_config", "async_scheduling"} and engine["async_scheduling"] is True
+    assert engine["compilation_config"]["cudagraph_capture_sizes"][-1] == 16384
+
+
+@pytest.mark.parametrize(
+    ("fit", "sections"),
+    [
+        (LARGE, {"task": "embed"}),
+        (dataclasses.replace(SMALL, device_bytes=40 * GIB), {"task": "embed"}),
+        (SMALL, {"task": "score", "input": {"text_column": "text"}}),
+        (SMALL, {"task": "hidden_states", "pooling": {"layers": [3]}}),
+        (SMALL, {"task": "hidden_states", "pooling": {"positions": "all"}}),
+        (SMALL, {"task": "embed", "parallel": {"tensor_parallel_size": 2}}),
+        (SMALL, {"task": "embed", "engine": {"async_scheduling": None}}),
+        (SMALL, {"task": "embed", "engine": {"enforce_eager": True}}),
+        (SMALL, {"task": "embed", "engine": {"compilation_config": {"mode": 0}}}),
+    ],
+)
+def test_other_prompts_are_computed_as_vllm_does(fit: Fit, sections: dict[str, Any]) -> None:
+    spec = spec_of(**sections)
+    assert not chosen_arguments(spec, fit, task_of(spec), 1, never).engine
+
+
+@pytest.mark.parametrize(
+    ("share", "engine", "expected"),
+    [
+        (0.0, {}, False),
+        (0.19, {}, False),
+        (0.2, {}, None),
+        (None, {}, None),
+        (never, {"enable_prefix_caching": True}, None),
+        (never, {"enable_prefix_caching": None}, None),
+    ],
+)
+def test_the_prefix_cache_is_off_where_prompts_begin_differently(
+    share: Any, engine: dict[str, Any], expected: bool | None
+) -> None:
+    spec = spec_of(task="embed", engine=engine)
+    chosen = chosen_arguments(spec, SMALL, task_of(spec), 1, share if callable(share) else lambda: share).engine
+    assert chosen.get("enable_prefix_caching") is expected
+
+
+def test_a_task_that_generates_keeps_the_prefix_cache() -> None:
     spec = spec_of()
-    assert not chosen_arguments(spec, NO_DEVICE, task_of(spec), 1).engine
+    assert "enable_prefix_caching" not in chosen_arguments(spec, SMALL, task_of(spec), 1, never).engine
+
+
+@pytest.mark.parametrize("most", [1, 100, 2048, 5000, 16384, 32768])
+def test_graph_sizes_of_prompts_end_at_the_largest_step(most: int) -> None:
+    sizes = prompt_graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and len(sizes) <= 30
+    # A step is padded to the next size. Small steps take less time than their start.
+    assert all(after <= before * (1.25 if before >= 2048 else 2) for before, after in itertools.pairwise(sizes))
+
+
+def test_graphs_of_prompts_end_at_a_lowered_step() -> None:
     spec = spec_of(task="embed")
-    assert not chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+    chosen = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+    for lowered, most in (({"max_num_seqs": 100}, 16384), ({"max_num_batched_tokens": 4096}, 4096)):
+        engine = EngineSettings(spec, SMALL, lowered, chosen).engine
+        assert engine["compilation_config"]["cudagraph_capture_sizes"][-1] == most
 
 
 @pytest.mark.parametrize("most", [1, 7, 64, 300, 1024, 2048])

@@ -15,6 +15,7 @@ from batchinf.fleet.local.devices import place
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
+from batchinf.tuning import settings
 from batchinf.tuning.settings import (
     Candidate,
     candidates,
@@ -134,9 +135,18 @@ def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_pat
 
 def test_tasks_that_only_read_prompts_are_tried_without_a_prefix_cache(tmp_path: pathlib.Path) -> None:
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, parallel={"replicas_per_device": 1})
-    *_, steps, caching, order = opened(file, 1)
+    *_, graphs, steps, caching, order = opened(file, 1)
+    assert graphs == [{"engine.compilation_config": None, "engine.async_scheduling": None}]
     assert [settings["engine.max_num_batched_tokens"] for settings in steps] == [8192, 32768, 4096]
     assert (caching, order) == ([{"engine.enable_prefix_caching": False}], [{"input.order": "prefix"}])
+
+
+def test_the_prefix_cache_is_tried_where_batchinf_leaves_it_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "shared_share", lambda _: 0.0)
+    file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None)
+    assert [{"engine.enable_prefix_caching": True}] in opened(file, 1)
 
 
 @pytest.mark.parametrize(
