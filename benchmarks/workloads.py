@@ -258,11 +258,11 @@ WORKLOADS = {
         ),
         Workload(
             "small-embed", task="embed", shape="qwen3-0.6b", num_rows=65536, prompt_tokens=128, max_tokens=1,
-            counts_prompts=True, rivals=("embed",), h200={"batchinf": 338455, "embed": 246938}, **_SMALL_BARE,
+            counts_prompts=True, rivals=("embed",), h200={"batchinf": 340943, "embed": 212898}, **_SMALL_BARE,
         ),
         Workload(
             "small-classify", task="classify", shape="qwen3-0.6b", num_labels=8, num_rows=65536, prompt_tokens=128,
-            max_tokens=1, counts_prompts=True, rivals=("classify",), guess=250_000, **_SMALL_BARE,
+            max_tokens=1, counts_prompts=True, rivals=("classify",), h200={"batchinf": 312099}, **_SMALL_BARE,
         ),
         # The lengths are a column of the input, which the job reads with `max_tokens: {column: max_tokens}`.
         Workload(
@@ -319,19 +319,22 @@ WORKLOADS = {
         ),
         Workload(
             "long-in", num_rows=256, prompt_tokens=8000, max_tokens=32, logprobs=5, counts_prompts=True,
-            rivals=("raw",), guess=37_000, **_BARE,
+            rivals=("raw",), h200={"batchinf": 36207, "raw": 36319}, **_BARE,
         ),
         # Random weights choose the end of sequence once in as many tokens as the vocabulary has. So it can end a row,
         # but the lengths come from the column `max_tokens`.
         Workload(
             "sampled", num_rows=3000, slow_rows=3000, prompt_tokens=128, max_tokens=1500, logprobs=5, temperature=0.8,
-            ends=True, log_normal=True, rivals=("raw",), h200={"batchinf": 11628, "raw": 11082}, **_BARE,
+            ends=True, log_normal=True, rivals=("raw",), h200={"batchinf": 15625, "raw": 13402}, **_BARE,
         ),
         Workload(
             "chat", num_rows=4096, prompt_tokens=128, system_tokens=1024, rivals=("ceiling", "defaults"), guess=14_000,
             **_BARE,
         ),
-        Workload("n8", num_rows=512, n=8, temperature=0.8, logprobs=1, rivals=("raw",), guess=12_000, **_BARE),
+        Workload(
+            "n8", num_rows=512, n=8, temperature=0.8, logprobs=1, rivals=("raw",),
+            h200={"batchinf": 23312, "raw": 16223}, **_BARE,
+        ),
         Workload(
             "moe", shape="qwen3-30b-a3b", num_rows=4096, logprobs=5, rivals=("raw", "ceiling"), guess=15_000, **_BARE
         ),
