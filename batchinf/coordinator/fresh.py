@@ -1,7 +1,6 @@
 """`--fresh`: makes all checks of the new job, and then moves the folder's job, or one slice of it, aside."""
 
 import contextlib
-import functools
 import itertools
 import os
 import pathlib
@@ -24,7 +23,6 @@ from batchinf.job.open import check_cut
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning, read_state
-from batchinf.planning.beginnings import shared_share
 from batchinf.spec.file import SpecFile
 
 # A folder with one of these holds a job or its remains.
@@ -115,8 +113,9 @@ def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int
     """
     checked = with_known_degrees(checked, backend, display)
     prepared, file = checked.prepared, checked.prepared.file
-    share = functools.partial(shared_share, file)
-    Launcher.of(backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, None, display.say, share)
+    Launcher.of(
+        backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, None, display.say, lambda: None
+    )
     folder.sweep("")
     job = prepared.open(None if file.slice is not None else folder.path(_SCAN))
     with contextlib.closing(job.source):

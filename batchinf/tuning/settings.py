@@ -158,9 +158,14 @@ def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, A
 
 
 def _as_vllm_comes(now: Mapping[str, Any]) -> list[Settings]:
-    """Without the graphs that batchinf chooses, and without asynchronous scheduling if it comes with them."""
-    chosen = [name for name in ("compilation_config", "async_scheduling") if name in now]
-    return [{f"engine.{name}": None for name in chosen}] if chosen else []
+    """Without the graphs that batchinf chooses, and without asynchronous scheduling if it comes with them.
+
+    The prefix cache stays as it is, although the job chooses it only beside these.
+    """
+    chosen: dict[str, Any] = {name: None for name in ("compilation_config", "async_scheduling") if name in now}
+    if "async_scheduling" in chosen and "enable_prefix_caching" in now:
+        chosen["enable_prefix_caching"] = now["enable_prefix_caching"]
+    return [{f"engine.{name}": value for name, value in chosen.items()}] if chosen else []
 
 
 def _caching(spec: JobSpec, task: Task, fit: Fit, now: Mapping[str, Any]) -> list[Settings]:

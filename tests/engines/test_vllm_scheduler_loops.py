@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 vllm = pytest.importorskip("vllm")
+from vllm import PoolingParams  # noqa: E402
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
 from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E402
 
@@ -282,3 +284,21 @@ def test_the_loops_do_what_vllm_does(
     ends = [one.output(name)[2][0][0] for name in names if name not in aborted]
     if not has_reasoner:
         assert (FinishReason.ERROR in ends) == (words == WORDS)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("length", [1024, 1023, 1000])
+def test_a_prompt_without_a_token_after_it_may_fill_the_length(length: int, is_async: bool) -> None:
+    """The config is of a generating model, so the base keeps room for a token, as 0.26 does for pooling models too."""
+    given = arguments(num_blocks=300, max_num_seqs=8, is_async=is_async, is_caching=False, max_model_len=1024)
+    made = ours.pooling_scheduler(**given)
+    assert isinstance(made, AsyncScheduler) is is_async and type(made).__module__.startswith("vllm.")
+    made.add_request(Request("a", list(range(length)), None, PoolingParams(task="embed")))
+    num_scheduled = 0
+    while made.has_unfinished_requests():
+        output = made.schedule()
+        assert output.total_num_scheduled_tokens > 0
+        num_scheduled += output.total_num_scheduled_tokens
+        vectors = [torch.ones(2) if num_scheduled == length else None]
+        made.update_from_output(output, ModelRunnerOutput(["a"], {"a": 0}, pooler_output=vectors))
+    assert num_scheduled == length

@@ -168,6 +168,8 @@ def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: d
     engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
     assert set(engine) == {"compilation_config", "async_scheduling"} and engine["async_scheduling"] is True
     assert engine["compilation_config"]["cudagraph_capture_sizes"][-1] == 16384
+    two = chosen_arguments(spec, SMALL, task_of(spec), 2).engine
+    assert two == {**engine, "gpu_memory_utilization": 0.44}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +183,7 @@ def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: d
         (SMALL, {"task": "embed", "parallel": {"tensor_parallel_size": 2}}),
         (SMALL, {"task": "embed", "engine": {"async_scheduling": None}}),
         (SMALL, {"task": "embed", "engine": {"enforce_eager": True}}),
+        (SMALL, {"task": "embed", "engine": {"distributed_executor_backend": "ray"}}),
         (SMALL, {"task": "embed", "engine": {"compilation_config": {"mode": 0}}}),
     ],
 )

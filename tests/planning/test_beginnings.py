@@ -6,9 +6,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import jobs
+from batchinf.planning import beginnings
 from batchinf.planning.beginnings import shared_share
 from batchinf.source import sample
 from batchinf.spec.file import read_spec
@@ -71,3 +74,33 @@ def test_an_error_row_does_not_count(tmp_path: pathlib.Path) -> None:
 )
 def test_where_the_share_is_unknown(tmp_path: pathlib.Path, given: dict[str, str]) -> None:
     assert share_of(tmp_path, ["a", "b"], **given) is None
+
+
+def test_an_input_that_cannot_be_read_is_left_to_the_start(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "_MANY_BYTES", 1)
+    whole = tmp_path / "whole.parquet"
+    pq.write_table(pa.table({"prompt": [own(number) for number in range(5000)]}), whole)
+    assert share_of(tmp_path, [], path=str(whole)) == 0.0
+    half = tmp_path / "half.parquet"
+    half.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    assert share_of(tmp_path, [], path=str(half)) is None
+    damaged = bytearray(whole.read_bytes())
+    damaged[100:40_000] = bytes(39_900)
+    half.write_bytes(damaged)
+    assert share_of(tmp_path, [], path=str(half)) is None
+
+
+def test_without_a_valid_prompt_the_share_is_unknown(tmp_path: pathlib.Path) -> None:
+    assert share_of(tmp_path, [None, None]) is None
+
+
+def test_many_files_are_not_opened(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beginnings, "_MOST_FILES", 1)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"prompt": "a"}\n')
+    assert share_of(tmp_path, [], path=str(folder)) == 0.0
+    (folder / "b.jsonl").write_text('{"prompt": "b"}\n')
+    assert share_of(tmp_path, [], path=str(folder)) is None

@@ -146,7 +146,10 @@ def test_the_prefix_cache_is_tried_where_batchinf_leaves_it_out(
 ) -> None:
     monkeypatch.setattr(settings, "shared_share", lambda _: 0.0)
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None)
-    assert [{"engine.enable_prefix_caching": True}] in opened(file, 1)
+    found = opened(file, 1)
+    assert [{"engine.enable_prefix_caching": True}] in found
+    own = {"engine.compilation_config": None, "engine.async_scheduling": None, "engine.enable_prefix_caching": False}
+    assert [own] in found  # the job would not leave out the cache without the graphs
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ prompts makes 384 copies for logprobs of prompts, or 128 for vectors. Compared w
 `join_vectors` was tested in the V1 runner of 0.32.0. Versions with other names keep vLLM's copies.
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -62,6 +63,38 @@ class _Part:
         return self._joined.part(self._index)
 
 
+_V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+def copy_all_vectors() -> None:
+    """Let the V1 runner copy all vectors of a step, also those of prompts that are not finished.
+
+    Otherwise vLLM sends the places of the finished ones to the GPU, and waits until the GPU has them. With asynchronous
+    scheduling, the next step would be prepared only after that. Vectors of unfinished prompts are not used.
+    """
+    try:
+        module: Any = importlib.import_module(_V1_RUNNER)
+    except ImportError:
+        return
+    theirs = getattr(module, "_copy_pooler_output_to_cpu", None)
+    if theirs is not None and theirs.__module__ != __name__:
+        module._copy_pooler_output_to_cpu = all_vectors(theirs)
+
+
+def all_vectors(theirs: Any) -> Any:
+    """Replaces `_copy_pooler_output_to_cpu`, which is called with these names. Calls `theirs` for other results."""
+
+    def copied(raw_pooler_output: Any, finished_mask: list[bool]) -> list[Any]:
+        is_joined = isinstance(raw_pooler_output, torch.Tensor) and len(raw_pooler_output) == len(finished_mask)
+        if not is_joined or not any(finished_mask):
+            copies: list[Any] = theirs(raw_pooler_output=raw_pooler_output, finished_mask=finished_mask)
+            return copies
+        vectors = raw_pooler_output.to("cpu", non_blocking=True)
+        return [vector if is_finished else None for vector, is_finished in zip(vectors, finished_mask, strict=True)]
+
+    return copied
+
+
 def join_vectors(runner: Any) -> None:
     """Let a runner copy the vectors of all requests of a step together, if all are for the same pooling task.
 
@@ -79,3 +112,4 @@ def join_vectors(runner: Any) -> None:
         return alone(hidden_states, pooling_metadata)
 
     pooler.forward = forward
+    copy_all_vectors()

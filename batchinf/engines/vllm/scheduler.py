@@ -42,6 +42,7 @@ EngineCoreOutputs: Any = optional("vllm.v1.engine", "EngineCoreOutputs", _COST)
 # leaves vLLM its own.
 _NAMES = (Scheduler, AsyncScheduler, LogprobsLists, CachedRequestData, EngineCoreOutputs)
 SCHEDULER = None if None in _NAMES else f"{__name__}.scheduler"
+POOLING_SCHEDULER = None if None in _NAMES else f"{__name__}.pooling_scheduler"
 
 # Whether a request may be preempted while several of its steps are in flight: in a pipeline, or with speculation. Under
 # asynchronous scheduling 0.26 then dies of `assert request.num_output_placeholders >= 0`. vLLM's pull request 48245
@@ -80,6 +81,18 @@ def scheduler(**arguments: Any) -> Any:
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._block_size = _decode_block_size(made)
+    return made
+
+
+def pooling_scheduler(**arguments: Any) -> Any:
+    """vLLM's own scheduler, for prompts that may fill `max_model_len`, as no token follows them.
+
+    0.26 keeps room for a token. A prompt of that length that runs in several steps would never end there.
+    """
+    base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
+    made = base(**arguments)
+    if hasattr(made, "num_sampled_tokens_per_step"):
+        made.num_sampled_tokens_per_step = 0  # as in 0.32
     return made
 
 
