@@ -31,6 +31,7 @@ vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm import copies  # noqa: E402
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
 from batchinf.engines.vllm.pooling import VllmPooling, check_runner, wanted_of  # noqa: E402
+from batchinf.engines.vllm.scheduler import POOLING_SCHEDULER  # noqa: E402
 
 MAX_MODEL_LEN = 256
 NUM_LAYERS = 4
@@ -201,6 +202,16 @@ def test_the_models_output_and_its_mean_cut_short(
         assert row["positions"] == list(range(len(prompts[number])))
         np.testing.assert_allclose(row["hidden_states"], expected, atol=1e-3)
         np.testing.assert_allclose(mean["embedding"], expected.mean(axis=0)[:48], atol=1e-3)
+
+
+def test_prompts_in_pieces(prompts: list[list[int]], states: dict[str, list[np.ndarray]]) -> None:
+    arguments = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 96}
+    spec = resolved(MODEL, "embed", pooling={"pooling_type": "last", "normalize": False}, engine=arguments)
+    with engine_of(spec) as engine:
+        assert engine._engine.vllm_config.scheduler_config.scheduler_cls == POOLING_SCHEDULER
+        found = rows(engine, spec, prompts * 3)
+    for row, expected in zip(found, states["out"] * 3, strict=True):
+        np.testing.assert_allclose(row["embedding"], expected[-1], atol=1e-3)
 
 
 def test_classes_by_name(prompts: list[list[int]], tmp_path: pathlib.Path) -> None:
