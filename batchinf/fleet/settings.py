@@ -199,7 +199,7 @@ def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:
     size = 1
     while size < max_num_batched_tokens:
         sizes.add(size)
-        size += max(1, 1 << (size.bit_length() - 3)) if size >= _DENSE_GRAPHS else size
+        size += 1 << (size.bit_length() - 3) if size >= _DENSE_GRAPHS else size
     return sorted(sizes)
 
 
