@@ -2,6 +2,7 @@
 
     python benchmarks/scheduler_steps.py --requests 2048 --logprobs 20
     python benchmarks/scheduler_steps.py --score        # prompts of 128 tokens that are only read, 16,384 tokens a step
+    python benchmarks/scheduler_steps.py --embed --prompt-tokens 16     # the same for vectors of short texts
     python benchmarks/scheduler_steps.py --structured --requests 1024   # with the JSON schema of the workload `json`
 
 Prints processor milliseconds a step in the schedulers of the installed vLLM, with asynchronous scheduling and without a
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import xgrammar
-from vllm import EngineArgs, SamplingParams
+from vllm import EngineArgs, PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -36,11 +37,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
+from batchinf.engines.vllm.pooling_scheduler import pooling_scheduler
 from batchinf.engines.vllm.scheduler import scheduler
 
 MODEL = Path(__file__).parent.parent / "sample_data" / "tiny-llama"
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 128
+_VECTOR = torch.zeros(1024)
 
 
 def arguments(
@@ -78,17 +81,30 @@ def request(name: str, prompt: list[int], is_caching: bool, **params: Any) -> Re
     return Request(name, prompt, sampling, None, block_hasher=hasher, arrival_time=0.0)
 
 
+def pooling_request(name: str, prompt: list[int], is_caching: bool) -> Request:
+    hasher = get_request_block_hasher(_BLOCK_SIZE, sha256) if is_caching else None
+    return Request(name, prompt, None, PoolingParams(task="embed"), block_hasher=hasher, arrival_time=0.0)
+
+
 class Load:
     """A full batch of requests that end at different steps, of which some always wait.
 
-    k: logprobs of output tokens. is_scored: the prompts alone are read, with a logprob of each token. grammar: makes
-    the state of a grammar for each request.
+    k: logprobs of output tokens. reads: the prompts alone are read, for `score` with a logprob of each token, for
+    `embed` with a vector. grammar: makes the state of a grammar for each request.
     """
 
     def __init__(
-        self, made: Any, num: int, k: int | None, *, is_scored: bool = False, grammar: Callable[[], Any] | None = None
+        self,
+        made: Any,
+        num: int,
+        k: int | None,
+        *,
+        reads: str | None = None,
+        grammar: Callable[[], Any] | None = None,
+        prompt_tokens: int = _PROMPT_TOKENS,
     ) -> None:
-        self.made, self.num, self.k, self.is_scored, self.grammar = made, num, k, is_scored, grammar
+        self.made, self.num, self.k, self.reads, self.grammar = made, num, k, reads, grammar
+        self.prompt_tokens = prompt_tokens
         self.num_added = 0
         self.random = np.random.default_rng(1)
         self.flying: deque[tuple[Any, list[str]]] = deque()
@@ -103,11 +119,15 @@ class Load:
         while len(self.made.requests) < self.num * 1.2:
             # The first requests end one after the other, the others after 128 tokens.
             most = 1 + self.num_added % 128 if self.num_added < self.num else 128
-            prompt = self.random.integers(0, 1000, _PROMPT_TOKENS).tolist()
+            prompt = self.random.integers(0, 1000, self.prompt_tokens).tolist()
             caches = self.made.kv_cache_manager.enable_caching
-            wanted = {"max_tokens": 1, "prompt_logprobs": 1} if self.is_scored else {"max_tokens": most}
+            wanted = {"max_tokens": 1, "prompt_logprobs": 1} if self.reads == "score" else {"max_tokens": most}
             began = time.process_time()
-            new = request(f"{self.num_added}-0-0123abcd", prompt, caches, logprobs=self.k, **wanted)
+            name = f"{self.num_added}-0-0123abcd"
+            if self.reads == "embed":
+                new = pooling_request(name, prompt, caches)
+            else:
+                new = request(name, prompt, caches, logprobs=self.k, **wanted)
             if self.grammar is not None:
                 structure = StructuredOutputsParams(regex="unused")
                 new.structured_output_request = StructuredOutputRequest(structure, self.grammar())
@@ -145,6 +165,9 @@ class Load:
             sampled_token_ids=[[self.tokens.get(name, 5)] if name in is_ready else [] for name in names],
             logprobs=None if self.k is None else LogprobsLists(*self.arrays),
         )
+        if self.reads == "embed":
+            given.sampled_token_ids = []
+            given.pooler_output = [_VECTOR if name in is_ready else None for name in names]
         began = time.process_time()
         self.made.update_from_output(scheduled, given)
         self.spent["update"] += time.process_time() - began
@@ -167,14 +190,30 @@ def json_grammar(num: int, manager: StructuredOutputManager) -> Callable[[], Any
     return lambda: XgrammarGrammar(len(vocabulary), xgrammar.GrammarMatcher(compiled), compiled)
 
 
+def made_by(title: str, embeds: bool, made_of: dict[str, Any]) -> Any:
+    """A scheduler, with the runner that a GPU has."""
+    if title == "vLLM's own":
+        made: Any = AsyncScheduler(**made_of)
+    else:
+        made = (pooling_scheduler if embeds else scheduler)(**made_of)
+    if embeds:
+        made.num_sampled_tokens_per_step = 0
+    made.use_v2_model_runner = not embeds
+    if title == "outputs held back":
+        made._block_size = made._blocks = None
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=2048)
     parser.add_argument("--logprobs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--prompt-tokens", type=int, default=_PROMPT_TOKENS)
     parser.add_argument("--no-prefix-caching", action="store_true")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--score", action="store_true", help="prompts are only read")
+    kind.add_argument("--score", action="store_true", help="prompts are only read, with logprobs of their tokens")
+    kind.add_argument("--embed", action="store_true", help="prompts are only read, with a vector of each")
     kind.add_argument("--structured", action="store_true", help="outputs follow a JSON schema")
     args = parser.parse_args()
     num, is_caching = args.requests, not args.no_prefix_caching
@@ -183,22 +222,30 @@ def main() -> None:
     columns = ["admit", "schedule", "update", *(["mask"] if grammar else []), "all"]
     lines = [" | ".join(["| of a step", *(f"{column}, ms" for column in columns)]) + " |"]
     lines.append("| --- |" + " ---: |" * len(columns))
-    for k in (None,) if args.score else (None, args.logprobs):
-        for title in ("vLLM's own", "outputs held back", "outputs held back, short loops"):
+    reads = "score" if args.score else "embed" if args.embed else None
+    titles = (
+        "vLLM's own",
+        *(["short loops"] if args.embed else ["outputs held back", "outputs held back, short loops"]),
+    )
+    for k in (None,) if reads else (None, args.logprobs):
+        for title in titles:
             gc.collect()
             gc.freeze()  # as vLLM does when an engine has started
-            made = AsyncScheduler(**made_of) if title == "vLLM's own" else scheduler(**made_of)
-            made.use_v2_model_runner = True  # as on GPUs
-            if title == "outputs held back":
-                made._block_size = None
-            load = Load(made, num, k, is_scored=args.score, grammar=grammar)
+            made = made_by(title, args.embed, made_of)
+            load = Load(made, num, k, reads=reads, grammar=grammar, prompt_tokens=args.prompt_tokens)
             for _ in range(150):  # until the first requests are gone
                 load.step()
             load.spent = dict.fromkeys(load.spent, 0.0)
             for _ in range(args.steps):
                 load.step()
             spent = [load.spent[column] / args.steps * 1e3 for column in columns[:-1]]
-            what = "scoring" if args.score else "no logprobs" if k is None else f"top {k}"
+            what = (
+                {"score": "scoring", "embed": "embedding"}[reads]
+                if reads
+                else "no logprobs"
+                if k is None
+                else f"top {k}"
+            )
             name = f"{title}, {what}" + (", structured" if grammar else "")
             lines.append(" | ".join([f"| {name}", *(f"{each:.2f}" for each in (*spent, sum(spent)))]) + " |")
     print("\n".join(lines))

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import vllm
 from vllm.sampling_params import RequestOutputKind
 
+from batchinf.engines.vllm.admission import AdmissionMixin, is_plain
 from batchinf.engines.vllm.names import optional
 
 _COST = "outputs are sent at each step, which is slower for small models"
@@ -42,7 +42,6 @@ EngineCoreOutputs: Any = optional("vllm.v1.engine", "EngineCoreOutputs", _COST)
 # leaves vLLM its own.
 _NAMES = (Scheduler, AsyncScheduler, LogprobsLists, CachedRequestData, EngineCoreOutputs)
 SCHEDULER = None if None in _NAMES else f"{__name__}.scheduler"
-POOLING_SCHEDULER = None if None in _NAMES else f"{__name__}.pooling_scheduler"
 
 # Whether a request may be preempted while several of its steps are in flight: in a pipeline, or with speculation. Under
 # asynchronous scheduling 0.26 then dies of `assert request.num_output_placeholders >= 0`. vLLM's pull request 48245
@@ -52,14 +51,6 @@ PREEMPTS_IN_FLIGHT = _update is None or "is_stale" in inspect.signature(_update)
 _SEAM = ("add_request", "finish_requests", "update_from_output")
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
-# Versions whose methods were read for the two loops of requests that only decode. On others vLLM handles all requests.
-_READ = ("0.26.0", "0.32.0")
-# Parts of vLLM's scheduler that look at each request of a step. The loops know nothing of them, so they must be off.
-_LOOKS_AT_ALL = (
-    *("connector", "ec_connector", "aux_output_connector", "lora_config", "perf_metrics", "use_pp", "num_spec_tokens"),
-    *("num_lookahead_tokens", "need_mamba_block_aligned_split", "prefix_replay_tokens", "defer_block_free"),
-    *("is_encoder_decoder", "is_mm_encoder_only"),
-)
 # Logprobs that a slot holds before they are moved out of it: 64 tokens with their top 20.
 _SLOT_ENTRIES = 64 * 21
 _FIRST_SLOTS = 64
@@ -77,41 +68,18 @@ def scheduler(**arguments: Any) -> Any:
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
     if not all(hasattr(base, name) for name in _SEAM):
         return base(**arguments)
-    made = type(f"Holding{base.__name__}", (HoldingMixin, base), {})(**arguments)
+    made = type(f"Holding{base.__name__}", (HoldingMixin, AdmissionMixin, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._block_size = _decode_block_size(made)
-    return made
-
-
-def pooling_scheduler(**arguments: Any) -> Any:
-    """vLLM's own scheduler, for prompts that may fill `max_model_len`, as no token follows them.
-
-    0.26 keeps room for a token. A prompt of that length that runs in several steps would never end there.
-    """
-    base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    made = base(**arguments)
-    if hasattr(made, "num_sampled_tokens_per_step"):
-        made.num_sampled_tokens_per_step = 0  # as in 0.32
+    made.admits_itself()
     return made
 
 
 def _decode_block_size(made: Any) -> int | None:
-    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None.
-
-    With one group of full attention no block leaves a window, so a token inside a block needs no change of the cache.
-    With the policy `fcfs`, a request never preempts one before it in the batch.
-    """
+    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None."""
     managers = made.kv_cache_manager.coordinator.single_type_managers
-    is_exact = (
-        vllm.__version__.split("+")[0] in _READ
-        and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
-        and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
-        and made.kv_cache_manager.block_pool.hash_block_size == managers[0].block_size
-        and made.policy.value == "fcfs"
-        and made.num_sampled_tokens_per_step == 1
-        and made.scheduler_config.long_prefill_token_threshold <= 0
-    )
+    is_exact = is_plain(made) and made.num_sampled_tokens_per_step == 1
     return managers[0].block_size if is_exact else None
 
 

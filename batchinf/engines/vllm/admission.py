@@ -1,0 +1,162 @@
+"""A short loop that admits waiting prompts to a step, in place of vLLM's loop.
+
+In a trace of embeddings (`benchmarks/RESULTS.md`), the Python of vLLM's engine process limits the speed, and a quarter
+of it is vLLM's scheduler. For each prompt, vLLM's loop asks for cached blocks, encoder inputs, adapters and more. Where
+none of these can be, as `is_plain` says, a prompt needs blocks of the KV cache, and nothing else. The loop was compared
+with the methods of 0.26.0 and 0.32.0, step by step; on others vLLM admits all prompts.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+import vllm
+
+from batchinf.engines.vllm.names import optional
+
+_COST = "vLLM admits each prompt by itself, which is slower for short ones"
+RequestStatus: Any = optional("vllm.v1.request", "RequestStatus", _COST)
+NewRequestData: Any = optional("vllm.v1.core.sched.output", "NewRequestData", _COST)
+
+# Versions whose methods were read for this loop, and for those of `scheduler.py`.
+_READ = ("0.26.0", "0.32.0")
+# Parts of vLLM's scheduler that look at each request of a step. The loops know nothing of them, so they must be off.
+_LOOKS_AT_ALL = (
+    *("connector", "ec_connector", "aux_output_connector", "lora_config", "perf_metrics", "use_pp", "num_spec_tokens"),
+    *("num_lookahead_tokens", "need_mamba_block_aligned_split", "prefix_replay_tokens", "defer_block_free"),
+    *("is_encoder_decoder", "is_mm_encoder_only"),
+)
+
+
+def is_plain(made: Any) -> bool:
+    """Whether a request of this scheduler is only tokens and their blocks, taken in the order of arrival.
+
+    With one group of full attention no block leaves a window, so a token inside a block needs no change of the cache.
+    With the policy `fcfs`, a request never preempts one before it in the batch.
+    """
+    managers = made.kv_cache_manager.coordinator.single_type_managers
+    return (
+        vllm.__version__.split("+")[0] in _READ
+        and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
+        and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
+        and made.kv_cache_manager.block_pool.hash_block_size == managers[0].block_size
+        and made.policy.value == "fcfs"
+        and made.scheduler_config.long_prefill_token_threshold <= 0
+    )
+
+
+class AdmissionMixin:
+    """In front of vLLM's scheduler. `admits_itself` decides whether the loop runs."""
+
+    _blocks: Any = None  # the manager of the KV cache's blocks, if the loop runs
+    # Parts of vLLM's scheduler that are used here.
+    requests: dict[str, Any]
+    running: list[Any]
+    waiting: Any
+    kv_cache_manager: Any
+    scheduler_config: Any
+    pause_state: Any
+    prev_step_scheduled_req_ids: set[str]
+    use_v2_model_runner: bool
+    max_model_len: int
+    max_num_scheduled_tokens: int
+    max_num_running_reqs: int
+    num_waiting_for_streaming_input: int
+    scheduler_reserve_full_isl: bool
+    _inflight_prefills: set[Any]
+    _update_after_schedule: Any
+
+    def admits_itself(self) -> None:
+        """Let the loop run, if it does the same as vLLM's with these settings. Call it once, on a new scheduler.
+
+        Without a prefix cache, no block of a waiting prompt is there already.
+        """
+        if RequestStatus is None or NewRequestData is None or not is_plain(self):
+            return
+        if self.kv_cache_manager.enable_caching or getattr(self, "needs_kv_cache_zeroing", False):
+            return
+        [self._blocks] = self.kv_cache_manager.coordinator.single_type_managers
+        self._tells_mrope = "uses_mrope" in inspect.signature(NewRequestData.from_request).parameters
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """See vLLM, which gets the requests that run already. Waiting prompts come after these, as with vLLM."""
+        vllms_own: Any = super()
+        waiting = self.waiting
+        if (
+            self._blocks is None
+            or throttle_prefills
+            or self.pause_state.name != "UNPAUSED"
+            or not (waiting and _is_new(waiting.peek_request()))
+            or any(getattr(self, name, None) for name in ("skipped_waiting", "kv_holding_waiting"))
+        ):
+            return vllms_own.schedule(throttle_prefills)
+        self.waiting = preempted = type(waiting)()
+        try:
+            output = vllms_own.schedule()
+        finally:
+            self.waiting = waiting
+            for request in reversed(list(preempted)):
+                waiting.prepend_request(request)
+        if admitted := self._admit(output):  # none if a request was preempted: it is the first then
+            self._count(output, admitted)
+        return output
+
+    def _admit(self, output: Any) -> dict[str, int]:
+        """Move prompts from the queue to the batch and to the step's output. Returns how many tokens each computes."""
+        manager, waiting, running = self._blocks, self.waiting, self.running
+        size, free = manager.block_size, self.kv_cache_manager.block_pool.get_num_free_blocks()
+        is_whole = not self.scheduler_config.enable_chunked_prefill
+        budget = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
+        most = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # 0.26 has only the second
+        room = most - len(running) - self.num_waiting_for_streaming_input
+        kept = self.kv_cache_manager.watermark_blocks
+        deferred: set[Any] = getattr(self, "deferred_waiting", set())  # not in 0.26
+        more: dict[str, Any] = {"uses_mrope": self.model_uses_mrope} if self._tells_mrope else {}  # type: ignore[attr-defined]
+        admitted: dict[str, int] = {}
+        while budget > 0 and len(admitted) < room and waiting and _is_new(request := waiting.peek_request()):
+            token_ids = request._all_token_ids
+            length = len(token_ids)
+            num_tokens = min(length, budget)
+            if is_whole and num_tokens < length:
+                break
+            fitting = min(length, self.max_model_len) if self.scheduler_reserve_full_isl else num_tokens
+            if max(-(-fitting // size), -(-num_tokens // size)) + (kept if running else 0) > free:
+                break
+            name = request.request_id
+            blocks = manager.allocate_new_blocks(name, num_tokens, num_tokens)
+            free -= len(blocks)
+            budget -= num_tokens
+            deferred.discard(waiting.pop_request())
+            running.append(request)
+            request.status = RequestStatus.RUNNING
+            if num_tokens < length:
+                self._inflight_prefills.add(request)
+            if request.prefill_stats is not None:
+                request.prefill_stats.set(
+                    num_prompt_tokens=request.num_prompt_tokens, num_local_cached_tokens=0, num_external_cached_tokens=0
+                )
+            admitted[name] = num_tokens
+            known = (token_ids,) if self.use_v2_model_runner else ()
+            ids = ([block.block_id for block in blocks],)
+            output.scheduled_new_reqs.append(NewRequestData.from_request(request, ids, *known, **more))
+        return admitted
+
+    def _count(self, output: Any, admitted: dict[str, int]) -> None:
+        """What vLLM does with the requests of a step when all are chosen."""
+        part = copy.copy(output)
+        part.num_scheduled_tokens = admitted
+        self._update_after_schedule(part)
+        output.num_scheduled_tokens |= admitted
+        output.total_num_scheduled_tokens += sum(admitted.values())
+        for name in ("has_structured_output_requests", "pending_structured_output_tokens"):
+            setattr(output, name, getattr(output, name) or getattr(part, name))
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(admitted)
+        if output.num_common_prefix_blocks:  # in 0.26
+            first = self.running[0].request_id
+            output.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
+
+
+def _is_new(request: Any) -> bool:
+    """Whether a waiting request was never admitted, and has tokens alone. A preempted one has another status."""
+    return request.status is RequestStatus.WAITING and not request.num_computed_tokens and not request.mm_features
