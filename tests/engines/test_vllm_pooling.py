@@ -205,9 +205,11 @@ def test_the_models_output_and_its_mean_cut_short(
 
 
 def test_prompts_in_pieces(prompts: list[list[int]], states: dict[str, list[np.ndarray]]) -> None:
-    arguments = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 96}
+    arguments = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
     spec = resolved(MODEL, "embed", pooling={"pooling_type": "last", "normalize": False}, engine=arguments)
     with engine_of(spec) as engine:
+        made = engine._engine.engine_core.engine_core.scheduler
+        assert made._blocks is not None and made.ends_itself  # both loops run
         assert engine._engine.vllm_config.scheduler_config.scheduler_cls == POOLING_SCHEDULER
         found = rows(engine, spec, prompts * 3)
     for row, expected in zip(found, states["out"] * 3, strict=True):
