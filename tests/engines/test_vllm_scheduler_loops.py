@@ -168,7 +168,7 @@ class Driver:
             "limits": {name: number for name, number in vars(made).items() if name.startswith("max_num")},
             "before": made.prev_step_scheduled_req_ids,
             "prefills": sorted(one.request_id for one in made._inflight_prefills),
-            "deferred": sorted(one.request_id for one in made.deferred_waiting),
+            "deferred": sorted(one.request_id for one in getattr(made, "deferred_waiting", ())),  # not in 0.26
         }
 
     def output(self, name: str) -> tuple[Any, ...]:
