@@ -1,9 +1,7 @@
 """The scheduler of vLLM's engine process for pooling models, with short loops for prompts and their vectors.
 
-Of the time that the engine process needs for a short text, vLLM's scheduler takes a third (`benchmarks/RESULTS.md`). A
-text that fits into a step is admitted once, gets its vector, and ends. `engine: {scheduler_cls: null}` in a spec
-restores vLLM's scheduler. Compared with the schedulers of
-0.26.0 and 0.32.0, step by step.
+A text that fits into a step is admitted once, gets its vector, and ends. `engine: {scheduler_cls: null}` in a spec
+restores vLLM's scheduler. Compared with the schedulers of 0.26.0 and 0.32.0, step by step.
 """
 
 import copy
