@@ -182,6 +182,21 @@ class Driver:
         )
 
 
+def disturb(drivers: list[Any], chance: random.Random, step: int, aborted: set[str]) -> None:
+    """Abort a request now and then, take all blocks away with results in flight, and pause for two steps."""
+    known = drivers[0].made.requests
+    if chance.random() < 0.05 and known:
+        name = chance.choice(sorted(known))
+        aborted.add(name)
+        for driver in drivers:
+            driver.made.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+    for driver in drivers:
+        if step in (50, 51, 150):
+            driver.made.reset_prefix_cache(reset_running_requests=True)
+        if step in (70, 72):
+            driver.made.set_pause_state(PauseState.PAUSED_ALL if step == 70 else PauseState.UNPAUSED)
+
+
 def make_params(chance: random.Random) -> dict[str, Any]:
     params: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 5, 16, 17, 40, 90]), "logprobs": WIDTH}
     params["min_tokens"] = chance.choice([0, 0, params["max_tokens"] // 2])
@@ -261,17 +276,7 @@ def test_the_loops_do_what_vllm_does(
                 if has_grammar:
                     own.append(make_structured(new))
                 driver.made.add_request(new)
-        if chance.random() < 0.05 and one.made.requests:
-            name = chance.choice(sorted(one.made.requests))
-            aborted.add(name)
-            for driver in drivers:
-                driver.made.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        if step in (50, 51, 150):  # takes all blocks away, with tokens in flight
-            for driver in drivers:
-                driver.made.reset_prefix_cache(reset_running_requests=True)
-        if step in (70, 72):
-            for driver in drivers:
-                driver.made.set_pause_state(PauseState.PAUSED_ALL if step == 70 else PauseState.UNPAUSED)
+        disturb(drivers, chance, step, aborted)
         if not one.made.requests and not one.flying:
             break
         assert one.schedule() == other.schedule()
@@ -357,18 +362,8 @@ def test_the_loops_for_vectors_do_what_vllm_does(
                 prompt = prompt * 5
             for driver in drivers:
                 driver.made.add_request(pooling_request(name, prompt[:MODEL_LEN], is_caching))
-        if chance.random() < 0.1 and one.made.requests:
-            name = chance.choice(sorted(one.made.requests))
-            aborted.add(name)
-            for driver in drivers:
-                driver.made.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        if step in (50, 51, 150):  # takes all blocks away, with vectors in flight
-            for driver in drivers:
-                driver.made.reset_prefix_cache(reset_running_requests=True)
-            num_preempted += any(each.num_preemptions for each in one.made.requests.values())
-        if step in (70, 72):
-            for driver in drivers:
-                driver.made.set_pause_state(PauseState.PAUSED_ALL if step == 70 else PauseState.UNPAUSED)
+        disturb(drivers, chance, step, aborted)
+        num_preempted += any(each.num_preemptions for each in one.made.requests.values())
         if not one.made.requests and not one.flying:
             break
         assert one.schedule() == other.schedule()
