@@ -76,10 +76,11 @@ class ExpectedSpeed:
 class Bottleneck:
     """What limited a run, by its telemetry. share: of the time, from 0 to 1. reason: in words. change: one to try.
 
-    kind: the memory for the cache, `max_num_seqs`, the input and the tokenizer, or the arithmetic of the devices.
+    kind: the memory for the cache, `max_num_seqs`, the input and the tokenizer, the engine's own work on the processor,
+    or the arithmetic of the devices.
     """
 
-    kind: Literal["memory", "sequences", "input", "compute"]
+    kind: Literal["memory", "sequences", "input", "processor", "compute"]
     share: Annotated[float, Field(strict=True, ge=0, le=1)]
     reason: JsonText
     change: JsonText

@@ -30,6 +30,9 @@ from batchinf.schedule.shards import total_rows
 _MOST_LOOKS, _LEAST_LOOKS = 2000, 3
 _FULL, _HALF = 0.9, 0.5
 _ALL_RUNNING = 0.95
+# Where the GPU limits a job it was busy for 94 % of the time and more, and with embeddings that wait for the engine's
+# Python for 59 to 80 % (`benchmarks/RESULTS.md`).
+_BUSY = 0.85
 _MOST_UTILIZATION = 0.95
 
 
@@ -147,7 +150,7 @@ class StartedEngine:
         )
 
 
-Kind = Literal["memory", "sequences", "input", "compute"]
+Kind = Literal["memory", "sequences", "input", "processor", "compute"]
 
 
 def bottleneck(
@@ -156,15 +159,17 @@ def bottleneck(
     """What limited the engines for most of the time in which all had rows; None if that time is too short to say.
 
     The rules, in this order. memory: the cache is full and fewer than `max_num_seqs` sequences run. sequences:
-    `max_num_seqs` run and half of the cache is empty. input: the engine has room and no row is ready. compute: none of
-    these.
+    `max_num_seqs` run and half of the cache is empty. input: the engine has room and no row is ready. processor: none
+    of these, and the GPUs are idle for 15 % of the time or more. compute: none of these.
     """
     shares: dict[Kind, float] = {}
     num_looks = 0
-    for seconds, replica in _with_rows_left(looks):
+    busy: list[float] = []  # shares of the time in which the GPUs run a kernel
+    for seconds, replica, devices in _with_rows_left(looks):
         if (engine := engines.get(replica["replica"])) is not None:
             kind = _kind(replica, engine)
             shares[kind] = shares.get(kind, 0.0) + seconds
+            busy += [device["utilization"] / 100 for device in devices]
             num_looks += 1
     total = sum(shares.values())
     if num_looks < _LEAST_LOOKS or not total:
@@ -172,12 +177,16 @@ def bottleneck(
     kind = max(shares, key=lambda it: shares[it])
     kind = kind if shares[kind] >= total / 2 else "compute"
     share, engine = shares.get(kind, 0.0) / total, next(iter(engines.values()))
+    if kind == "compute" and busy and (share_busy := sum(busy) / len(busy)) < _BUSY:
+        kind, share = "processor", 1 - share_busy
     reason = _REASONS[kind].format(share=share, most=engine.max_num_seqs)
-    return Bottleneck(kind, round(share, 3), reason, _change(kind, engine, num_gpus))
+    return Bottleneck(kind, round(share, 3), reason, _change(kind, engine, num_gpus, len(engines)))
 
 
-def _with_rows_left(looks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """Samples of working replicas, with the time until the next sample.
+def _with_rows_left(
+    looks: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[float, Mapping[str, Any], Sequence[Mapping[str, Any]]]]:
+    """The time until the next sample, a sample of a working replica, and the samples of the job's devices.
 
     The end is left out: there the engines have room because no row is left. So are trials of suspected rows.
     """
@@ -191,7 +200,9 @@ def _with_rows_left(looks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float,
         if totals[place] >= sum(answered.values()):
             return
         seconds = looks[place + 1]["at"] - look["at"]
-        yield from ((seconds, it) for it in look["replicas"] if it["steps"] and it["state"] != ON_TRIAL)
+        devices = [it for it in look.get("devices", ()) if it["utilization"] is not None]
+        working = (it for it in look["replicas"] if it["steps"] and it["state"] != ON_TRIAL)
+        yield from ((seconds, it, devices) for it in working)
 
 
 def _kind(replica: Mapping[str, Any], engine: StartedEngine) -> Kind:
@@ -209,15 +220,20 @@ _REASONS: dict[Kind, str] = {
     "sequences": "for {share:.0%} of the time all {most:,} sequences ran, and half of the cache or more was empty",
     "input": "for {share:.0%} of the time the engine had room, and no row was ready: it waited for the input or the "
     "tokenizer",
+    "processor": "the engine had enough rows and enough cache, and the GPUs ran nothing for {share:.0%} of the time",
     "compute": "the engine had enough rows and enough cache, so it waited for arithmetic",
 }
 
 
-def _change(kind: Kind, engine: StartedEngine, num_gpus: int) -> str:
+def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) -> str:
     if kind == "sequences":
         return f"engine.max_num_seqs {2 * engine.max_num_seqs}"
     if kind == "input":
         return "more processor cores, or token ids made before (input.token_ids_column)"
+    if kind == "processor":
+        if engine.num_devices == 1:
+            return f"parallel.replicas_per_device {max(1, num_engines // max(1, num_gpus)) + 1}, or batchinf tune"
+        return "a faster processor, or fewer GPUs for each replica"
     if kind == "compute":
         return "more GPUs, as replicas share the rows" if num_gpus else "more processor cores, or a GPU"
     if num_gpus >= 2 * engine.num_devices:

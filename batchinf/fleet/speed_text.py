@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from batchinf.base.text import short_count, time_taken
 from batchinf.records import ExpectedSpeed, Speed
 
-_NAMES = {"memory": "the cache", "sequences": "max_num_seqs", "input": "the input", "compute": "compute"}
+_NAMES = {
+    "memory": "the cache",
+    "sequences": "max_num_seqs",
+    "input": "the input",
+    "processor": "the engine's Python",
+    "compute": "compute",
+}
 
 
 def speed_lines(speed: Speed) -> Iterator[str]:

@@ -30,14 +30,20 @@ def engines(**settings: Any) -> dict[int, Any]:
     return {0: StartedEngine.of({"replica": 0, "max_num_seqs": 100, "settings": settings})}
 
 
-def looks(number: int = 20, rows_a_look: int = 100, **state: Any) -> list[dict[str, Any]]:
-    """Samples of one replica, one a second. At the end no row is left, so it has room there whatever the state."""
+def looks(
+    number: int = 20, rows_a_look: int = 100, utilization: int | None = None, **state: Any
+) -> list[dict[str, Any]]:
+    """Samples of one replica, one a second. At the end no row is left, so it has room there whatever the state.
+
+    utilization: of its GPU, in percent.
+    """
     own = {"replica": 0, "incarnation": "000001.0000", "state": "running", "num_running": 100, "num_waiting": 20,
            "num_ready": 50, "kv_cache_usage": 0.7, **state}  # fmt: skip
     last = {**own, "num_running": 3, "num_waiting": 0, "num_ready": 0, "kv_cache_usage": 0.0}
     return [
         {"at": 1000.0 + place, "replicas": [{**(own if place < number - 2 else last), "steps": place,
-                                             "num_rows": place * rows_a_look}]}
+                                             "num_rows": place * rows_a_look}],
+         "devices": [{"device": "0", "utilization": utilization}]}
         for place in range(number)
     ]  # fmt: skip
 
@@ -59,6 +65,25 @@ def test_what_limits_by_the_four_rules(state: dict[str, Any], num_gpus: int, kin
     assert found.kind == kind
     assert words in found.change
     assert "{" not in found.reason
+
+
+def test_a_gpu_that_is_idle_beside_full_queues_waits_for_python() -> None:
+    waiting = looks(utilization=66, num_running=100, kv_cache_usage=0.8)
+    found = bottleneck(waiting, engines(), 1)
+    assert found is not None and (found.kind, found.share) == ("processor", 0.34)
+    assert "the GPUs ran nothing for 34% of the time" in found.reason
+    assert found.change.startswith("parallel.replicas_per_device 2")
+    both = {number: engines()[0] for number in range(2)}
+    assert (shared := bottleneck(waiting, both, 1)) is not None
+    assert shared.change.startswith("parallel.replicas_per_device 3")
+    assert (wide := bottleneck(waiting, engines(tensor_parallel_size=2), 2)) is not None
+    assert wide.change.startswith("a faster processor")
+    assert (busy := bottleneck(looks(utilization=94, kv_cache_usage=0.8), engines(), 1)) is not None
+    assert busy.kind == "compute"
+    starved = looks(utilization=20, num_running=40, num_waiting=0, num_ready=0)
+    assert (hungry := bottleneck(starved, engines(), 1)) is not None and hungry.kind == "input"
+    speed = Speed(10.0, 5.0, 1.0, 0.0, 1, None, None, found)
+    assert "limited by the engine's Python: " in "\n".join(speed_lines(speed))
 
 
 def test_the_largest_share_of_the_time_decides() -> None:
