@@ -166,7 +166,9 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     """`count_parameters` in a process of its own (about 5 s), or from the cache. Raises ModelError."""
     if {"torch", "transformers"} <= sys.modules.keys():
         return _counted(config, trust_remote_code, folder)
-    question = {"config": config, "trust_remote_code": trust_remote_code, "folder": folder}
+    # Only a model's own code is read from its folder: otherwise equal configs have the same parameters anywhere.
+    read = folder if trust_remote_code else None
+    question = {"config": config, "trust_remote_code": trust_remote_code, "folder": read}
     asked = json.dumps(question, sort_keys=True)
     version = f"{_VERSION} {importlib.metadata.version('transformers')}"
     # A folder's own code may change under the same config.

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 import jobs
 from batchinf.engines.installed import is_cpu_build
+from batchinf.model import parameters
 from batchinf.model.cache import KvCache, LayerCache
 from batchinf.model.identity import Model
 from batchinf.model.memory import (
@@ -272,3 +274,22 @@ def test_a_cache_on_a_processor_is_float32() -> None:
         kv_cache = needs_of_model(model_of(LLAMA_8B), spec, {}).kv_cache
         assert kv_cache is not None
         assert kv_cache.dtype == expected
+
+
+def test_equal_configs_are_counted_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting takes 5 s in a process of its own. A model's own code is read from its folder, and may change there."""
+    asked: list[Any] = []
+
+    def answer(module: str, question: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        asked.append(question["folder"])
+        return {"config": question["config"], "tensors": []}
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(parameters, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr(parameters, "ask", answer)
+    for folder in ("a", "b"):
+        assert parameters.described({"x": 1}, folder=folder).config == {"x": 1}
+    parameters.described({"x": 2}, folder="a")
+    for folder in ("a", "a"):
+        parameters.described({"x": 1}, trust_remote_code=True, folder=folder)
+    assert asked == [None, None, "a", "a"]

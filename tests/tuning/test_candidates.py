@@ -98,16 +98,16 @@ def test_several_replicas_on_a_device_are_tried_first_only_where_a_gain_is_likel
 
 
 @pytest.mark.parametrize(("given", "num_bytes", "expected"), [
-    ({}, 200 << 20, 2), ({}, (200 << 20) - 1, None), ({"parallel.replicas_per_device": 1}, 200 << 20, None),
-    ({"engine.gpu_memory_utilization": 0.6}, 200 << 20, None),  # it has no room for two
+    ({}, 1000, 2), ({}, 999, None), ({"parallel.replicas_per_device": 1}, 1000, None),
+    ({"engine.gpu_memory_utilization": 0.6}, 1000, None),  # it has no room for two
 ])  # fmt: skip
 def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
     given: dict[str, Any], num_bytes: int, expected: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("batchinf.fleet.settings._LEAST_PROMPT_BYTES", 1000)
     long = tmp_path / "long.jsonl"
-    with long.open("wb") as file_of_zeros:
-        file_of_zeros.truncate(num_bytes)
+    long.write_text('{"text": "Once upon a time"}\n'.ljust(num_bytes))
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, engine={"max_model_len": 512},
                    input={"path": str(long), "prompt_column": "text"})  # fmt: skip
     backend = Devices(1)
