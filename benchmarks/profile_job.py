@@ -41,7 +41,7 @@ RULES = [
         ("core: output thread waits", r"process_output_sockets"),
         ("core: input thread unpacks", r"process_input_sockets.*(decode|preprocess_add)"),
         ("core: input thread waits", r"process_input_sockets"),
-        ("core: holding outputs back", r"_hold \([^;]*engines/vllm/scheduler"),
+        ("core: holding outputs back", r"_hold \([^;]*engines/vllm/scheduling/scheduler"),
         ("core: slicing logprobs", r"update_from_output.*slice_request"),
         ("core: update_from_output", r"update_from_output \("),
         ("core: schedule", r"schedule \([^;]*sched"),

@@ -37,8 +37,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from batchinf.engines.vllm.pooling_scheduler import pooling_scheduler
-from batchinf.engines.vllm.scheduler import scheduler
+from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler
+from batchinf.engines.vllm.scheduling.scheduler import scheduler
 
 MODEL = Path(__file__).parent.parent / "sample_data" / "tiny-llama"
 _BLOCK_SIZE = 16

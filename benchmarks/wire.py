@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from batchinf.engines.vllm.logprobs import LogprobRows
-from batchinf.engines.vllm.scheduler import HoldingMixin
+from batchinf.engines.vllm.scheduling.scheduler import HoldingMixin
 
 _REPEAT = 100
 _FINISHED_TOKENS = 128

@@ -34,8 +34,7 @@ _NOT_ASYNCHRONOUS = frozenset({"distributed_executor_backend", "speculative_conf
 # Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # For tasks that only read prompts, two engines make 1.18 times the tokens of one in scores, and 1.32 times in
-# embeddings. For tasks that generate, one engine of a 1B model leaves its GPU idle
-# for only 1.4 % of a decoding step.
+# embeddings. For tasks that generate, one engine of a 1B model leaves its GPU idle for only 1.4 % of a decoding step.
 _REPLICAS_OF_SMALL = 2
 # An engine's process and the replica's thread keep two cores busy, and tokenising needs more than one for small models.
 _CORES_PER_REPLICA = 4

@@ -31,7 +31,7 @@ vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm import copies  # noqa: E402
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
 from batchinf.engines.vllm.pooling import VllmPooling, check_runner, wanted_of  # noqa: E402
-from batchinf.engines.vllm.pooling_scheduler import POOLING_SCHEDULER  # noqa: E402
+from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER  # noqa: E402
 
 MAX_MODEL_LEN = 256
 NUM_LAYERS = 4

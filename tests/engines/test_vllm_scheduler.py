@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
 from batchinf.engines.vllm.arguments import sampling_params  # noqa: E402
 from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
-from batchinf.engines.vllm.scheduler import _PIECE_BYTES, _SLOT_ENTRIES, HoldingMixin, RowStore  # noqa: E402
+from batchinf.engines.vllm.scheduling.scheduler import _PIECE_BYTES, _SLOT_ENTRIES, HoldingMixin, RowStore  # noqa: E402
 from batchinf.records import Completion, Request  # noqa: E402
 from batchinf.spec.sampling import SamplingSpec  # noqa: E402
 
@@ -205,7 +205,7 @@ def test_a_long_output_is_the_same_in_pieces(vllm_engine: VllmEngine, monkeypatc
     whole, sizes = run(vllm_engine, requests)
     assert sorted(sizes) == [0, 0, 0, 380, 381, 382]
     core = vllm_engine._engine.engine_core.engine_core
-    monkeypatch.setattr("batchinf.engines.vllm.scheduler._PIECE_BYTES", 1)
+    monkeypatch.setattr("batchinf.engines.vllm.scheduling.scheduler._PIECE_BYTES", 1)
     monkeypatch.setattr(core.scheduler, "_stores", {})
     pieces, sizes = run(vllm_engine, requests)
     depth = _SLOT_ENTRIES // 8

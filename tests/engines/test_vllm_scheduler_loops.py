@@ -23,9 +23,9 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
 from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E402
 
-from batchinf.engines.vllm import scheduler as ours  # noqa: E402
-from batchinf.engines.vllm.admission import AdmissionMixin  # noqa: E402
-from batchinf.engines.vllm.pooling_scheduler import pooling_scheduler  # noqa: E402
+from batchinf.engines.vllm.scheduling import scheduler as ours  # noqa: E402
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin  # noqa: E402
+from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler  # noqa: E402
 from benchmarks.scheduler_steps import arguments, pooling_request, request  # noqa: E402
 
 EOS, STOP, WORDS, THOUGHT = 3, 4, 40, 1
@@ -197,6 +197,16 @@ def disturb(drivers: list[Any], chance: random.Random, step: int, aborted: set[s
             driver.made.set_pause_state(PauseState.PAUSED_ALL if step == 70 else PauseState.UNPAUSED)
 
 
+def advance(one: Driver, other: Driver, chance: random.Random, is_async: bool) -> None:
+    """A step of both. Asynchronous: mostly, a second step is scheduled before the first is updated."""
+    assert one.schedule() == other.schedule()
+    assert one.state() == other.state()
+    while len(one.flying) > (1 if is_async and chance.random() < 0.9 else 0):
+        one.update()
+        other.update()
+        assert one.state() == other.state()
+
+
 def make_params(chance: random.Random) -> dict[str, Any]:
     params: dict[str, Any] = {"max_tokens": chance.choice([1, 2, 5, 16, 17, 40, 90]), "logprobs": WIDTH}
     params["min_tokens"] = chance.choice([0, 0, params["max_tokens"] // 2])
@@ -279,13 +289,7 @@ def test_the_loops_do_what_vllm_does(
         disturb(drivers, chance, step, aborted)
         if not one.made.requests and not one.flying:
             break
-        assert one.schedule() == other.schedule()
-        assert one.state() == other.state()
-        # Asynchronous: a second step is scheduled before the first is updated, most of the time.
-        while len(one.flying) > (1 if is_async and chance.random() < 0.9 else 0):
-            for driver in drivers:
-                driver.update()
-            assert one.state() == other.state()
+        advance(one, other, chance, is_async)
         # Pieces leave: with logprobs after two slots of 8 tokens.
         for held in one.made._held.values():
             assert len(held.token_ids) < (30 if held.store is None else 16)
@@ -366,12 +370,7 @@ def test_the_loops_for_vectors_do_what_vllm_does(
         num_preempted += any(each.num_preemptions for each in one.made.requests.values())
         if not one.made.requests and not one.flying:
             break
-        assert one.schedule() == other.schedule()
-        assert one.state() == other.state()
-        while len(one.flying) > (1 if is_async and chance.random() < 0.9 else 0):
-            for driver in drivers:
-                driver.update()
-            assert one.state() == other.state()
+        advance(one, other, chance, is_async)
     assert not one.made.requests
     assert num_preempted or not is_async  # otherwise each prompt ends in the step that reads it
     assert num_ended > 100

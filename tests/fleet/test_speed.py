@@ -33,7 +33,7 @@ def engines(**settings: Any) -> dict[int, Any]:
 def looks(
     number: int = 20, rows_a_look: int = 100, utilization: int | None = None, **state: Any
 ) -> list[dict[str, Any]]:
-    """Samples of one replica, one a second. At the end no row is left, so it has room there whatever the state.
+    """Samples of one replica, one a second. At the end no row is left, so the replica has room then.
 
     utilization: of its GPU, in percent.
     """

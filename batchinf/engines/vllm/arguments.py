@@ -15,7 +15,7 @@ from batchinf.base.errors import EngineStartError
 from batchinf.base.text import one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
+from batchinf.engines.vllm.scheduling.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
 from batchinf.model.lora import ADAPTER_CONFIG, Adapter, rank_for

@@ -14,8 +14,8 @@ from vllm.config import PoolerConfig
 from batchinf.base.errors import SpecError
 from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
-from batchinf.engines.vllm.pooling_scheduler import POOLING_SCHEDULER
-from batchinf.engines.vllm.scheduler import SCHEDULER
+from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER
+from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import WORKER_EXTENSION, install_joined_vectors
 from batchinf.records import Completion, Request
 from batchinf.tasks.base import PoolingWanted, Task
@@ -115,7 +115,7 @@ def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision
     check_runner()
     spec, wanted = task.spec, wanted_of(task)
     arguments = engine_arguments(task, model_path, tokenizer_path, revision)
-    if SCHEDULER is not None and arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens
+    if SCHEDULER is not None and arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens; pooling has none
         arguments["scheduler_cls"] = POOLING_SCHEDULER
     pooler = dict(spec.engine.get("pooler_config") or {})
     if wanted.seq_pooling_type is not None:

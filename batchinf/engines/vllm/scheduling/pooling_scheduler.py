@@ -7,8 +7,8 @@ restores vLLM's scheduler. Compared with the schedulers of 0.26.0 and 0.32.0, st
 import copy
 from typing import Any
 
-from batchinf.engines.vllm.admission import AdmissionMixin, is_plain
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
 
 _COST = "vLLM handles each vector by itself, which is slower for short texts"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)

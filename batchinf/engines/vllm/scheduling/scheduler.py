@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from vllm.sampling_params import RequestOutputKind
 
-from batchinf.engines.vllm.admission import AdmissionMixin, is_plain
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
 
 _COST = "outputs are sent at each step, which is slower for small models"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
