@@ -1,8 +1,8 @@
 """A short loop that admits waiting prompts to a step, in place of vLLM's loop.
 
-The Python of vLLM's engine process limits the speed of embeddings. The scheduler takes about half as much of it with this
-loop and the one of `pooling_scheduler.py` (`benchmarks/scheduler_steps.py --embed`). For each prompt, vLLM's
-loop asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain` says, a prompt
+The Python of vLLM's engine process limits the speed of embeddings. The scheduler takes about half as much of it with
+this loop and the one of `pooling_scheduler.py` (`benchmarks/scheduler_steps.py --embed`). For each prompt, vLLM's loop
+asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain` says, a prompt
 needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0 and 0.32.0, step by
 step; on others vLLM admits all prompts.
 
