@@ -388,12 +388,13 @@ class EngineSettings:
     def engine(self) -> dict[str, Any]:
         """Engine arguments for the next start."""
         engine = {**self._chosen, **self._spec.engine, **self._lowered}
-        limit = "max_num_seqs" if task_of(self._spec).pooling is None else "max_num_batched_tokens"
+        limit = "max_num_seqs" if task_of(self._spec).draws_tokens else "max_num_batched_tokens"
         if "compilation_config" in self._chosen and limit in self._lowered:
             # Graphs for batches that do not occur any more would only take memory.
-            sizes = self._chosen["compilation_config"]["cudagraph_capture_sizes"]
+            graphs = self._chosen["compilation_config"]
+            sizes = graphs["cudagraph_capture_sizes"]
             kept = [size for size in sizes if size <= self._lowered[limit]]
-            engine["compilation_config"] = {"cudagraph_capture_sizes": kept or sizes[:1]}
+            engine["compilation_config"] = {**graphs, "cudagraph_capture_sizes": kept or sizes[:1]}
         return engine
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:

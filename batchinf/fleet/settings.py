@@ -15,6 +15,7 @@ from typing import Any
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import vllm_version
+from batchinf.engines.protocol import WHOLE_STEPS
 from batchinf.model.memory import GIB, Fit, default_limits
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
@@ -31,6 +32,10 @@ _SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", 
 _GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"})
 # With one of these in the spec, vLLM may refuse asynchronous scheduling.
 _NOT_ASYNCHRONOUS = frozenset({"distributed_executor_backend", "speculative_config"})
+# With one of these in the spec, a graph of a whole step may not run, or not be for steps of any lengths.
+_NOT_FOR_WHOLE_STEPS = frozenset(
+    {"additional_config", "attention_backend", "attention_config", "speculative_config", "worker_cls"}
+)
 # Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # For tasks that only read prompts, two engines make 1.18 times the tokens of one in scores, and 1.32 times in
@@ -115,11 +120,10 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
 
 def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> bool:
     """Whether several engines on a device are faster than one, if the input is long enough. num_devices: at least 1."""
-    if task.draws_tokens or fit.weight_bytes is None or _SIZES_OF_CACHE & spec.engine.keys():
+    if task.draws_tokens or _SIZES_OF_CACHE & spec.engine.keys():
         return False
-    is_small = fit.weight_bytes <= _SMALL_WEIGHT_BYTES and _is_large(fit)
     num_cores = len(os.sched_getaffinity(0)) // num_devices
-    return is_small and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
+    return _is_small(fit) and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
 
 
 def _is_large(fit: Fit) -> bool:
@@ -158,8 +162,7 @@ def chosen_arguments(
         engine["gpu_memory_utilization"] = int(_SHARED_UTILIZATION / num_per_device * 100) / 100
         reasons["gpu_memory_utilization"] = f"{num_per_device} replicas share each GPU"
     if task.draws_tokens and _is_large(fit):
-        is_small = fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES
-        if is_small and num_per_device == 1:
+        if _is_small(fit) and num_per_device == 1:
             # vLLM refuses a batch of more sequences than tokens.
             engine["max_num_seqs"] = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
             reasons["max_num_seqs"] = "a small model on a large GPU is faster with a larger batch"
@@ -167,16 +170,45 @@ def chosen_arguments(
         if not _GRAPHS & spec.engine.keys():
             engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
             reasons["compilation_config"] = "CUDA graphs for batches up to max_num_seqs"
-    if _overlaps_steps(spec, fit, task):
+    is_overlapped = _overlaps_steps(spec, fit, task)
+    if is_overlapped or _only_scores(spec, fit, task):
         sizes = prompt_graph_sizes(fit.limits["max_num_batched_tokens"])
-        engine |= {"compilation_config": {"cudagraph_capture_sizes": sizes}, "async_scheduling": True}
+        engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         reasons["compilation_config"] = "CUDA graphs for steps up to max_num_batched_tokens"
+        if _can_run_whole_steps(spec):
+            reasons["compilation_config"] = "a CUDA graph for a whole step, up to max_num_batched_tokens"
+            if task.pooling is None:
+                engine["compilation_config"]["cudagraph_mode"] = "FULL"
+            else:  # vLLM would change that mode
+                engine["additional_config"] = {WHOLE_STEPS: True}
+                reasons["additional_config"] = "these graphs have the attention of all layers too"
+            # Otherwise each graph has memory for 32 parts of a long request's keys, which pay in decoding.
+            engine["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
+            reasons["attention_config"] = "steps of prompts have enough work without splitting requests"
+    if is_overlapped:
+        engine["async_scheduling"] = True
         reasons["async_scheduling"] = "the engine prepares the next step while the GPU computes"
         share = shared_share() if "enable_prefix_caching" not in spec.engine else None
         if share is not None and share < _LEAST_SHARED:
             engine["enable_prefix_caching"] = False
             reasons["enable_prefix_caching"] = f"in a sample, {share:.0%} of the text repeats beginnings of prompts"
     return Chosen({name: value for name, value in engine.items() if name not in spec.engine}, reasons)
+
+
+def _only_scores(spec: JobSpec, fit: Fit, task: Task) -> bool:
+    """Whether a job only scores prompts, with a small model whose steps wait for the engine's Python."""
+    is_open = not _GRAPHS & spec.engine.keys() and _can_run_whole_steps(spec)
+    return task.only_scores and _is_small(fit) and math.prod(spec.parallel.sizes) == 1 and is_open
+
+
+def _can_run_whole_steps(spec: JobSpec) -> bool:
+    """Whether a CUDA graph of a whole step of prompts is possible; see `engines.vllm.kernels.whole_steps`."""
+    return not _NOT_FOR_WHOLE_STEPS & spec.engine.keys() and spec.model.lora is None
+
+
+def _is_small(fit: Fit) -> bool:
+    """Whether the engine's Python may limit a model's speed on its device, which is large."""
+    return fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES and _is_large(fit)
 
 
 def _overlaps_steps(spec: JobSpec, fit: Fit, task: Task) -> bool:
@@ -187,9 +219,8 @@ def _overlaps_steps(spec: JobSpec, fit: Fit, task: Task) -> bool:
     wanted = task.pooling
     if wanted is None or wanted.all_positions or wanted.layers or math.prod(spec.parallel.sizes) != 1:
         return False
-    is_small = fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES
     is_given = {*_GRAPHS, *_NOT_ASYNCHRONOUS, "async_scheduling"} & spec.engine.keys()
-    return is_small and _is_large(fit) and not is_given
+    return _is_small(fit) and not is_given
 
 
 def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:

@@ -338,6 +338,11 @@ class Task(abc.ABC):
         return self.spec.sampling.prompt_logprobs is None or self.spec.input.is_batch_file
 
     @property
+    def only_scores(self) -> bool:
+        """Whether all results are logprobs of given tokens."""
+        return False
+
+    @property
     def input_columns(self) -> tuple[tuple[str, str], ...]:
         """Pairs of a spec field and the input column that it names, for columns other than the prompt's."""
         return ()

@@ -27,7 +27,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from batchinf.engines.vllm.arguments import engine_arguments
-from batchinf.engines.vllm.kernels import attention, long_requests, mixed_steps
+from batchinf.engines.vllm.kernels import attention, long_requests, mixed_steps, whole_steps
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 from jobs import MODEL
@@ -457,9 +457,10 @@ def test_a_runner_that_chooses_in_another_way_is_left_alone() -> None:
 @pytest.mark.parametrize(("task", "engine", "wanted"), [
     ("generate", {}, f"{attention.__name__}.DecodingWorker"),
     ("generate", {"worker_cls": None}, None),
-    ("score", {}, None),
+    ("score", {}, f"{whole_steps.__name__}.PromptWorker"),
+    ("embed", {}, f"{whole_steps.__name__}.PromptWorker"),
 ])  # fmt: skip
-def test_jobs_that_decode_on_nvidia_gpus_have_it(
+def test_jobs_on_nvidia_gpus_have_a_worker_of_their_own(
     task: str, engine: dict[str, Any], wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = JobSpec.model_validate({

@@ -31,6 +31,7 @@ vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm import copies  # noqa: E402
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
 from batchinf.engines.vllm.pooling import VllmPooling, check_runner, wanted_of  # noqa: E402
+from batchinf.engines.vllm.scheduling import joined  # noqa: E402
 from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER  # noqa: E402
 
 MAX_MODEL_LEN = 256
@@ -204,7 +205,17 @@ def test_the_models_output_and_its_mean_cut_short(
         np.testing.assert_allclose(mean["embedding"], expected.mean(axis=0)[:48], atol=1e-3)
 
 
-def test_prompts_in_pieces(prompts: list[list[int]], states: dict[str, list[np.ndarray]]) -> None:
+def test_prompts_in_pieces(
+    prompts: list[list[int]], states: dict[str, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_joined: list[int] = []
+    theirs = joined.join_vectors
+
+    def join_vectors(outputs: list[Any]) -> None:
+        theirs(outputs)
+        num_joined.extend(len(output.new_token_ids) for output in outputs)
+
+    monkeypatch.setattr(joined, "join_vectors", join_vectors)
     arguments = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
     spec = resolved(MODEL, "embed", pooling={"pooling_type": "last", "normalize": False}, engine=arguments)
     with engine_of(spec) as engine:
@@ -212,6 +223,7 @@ def test_prompts_in_pieces(prompts: list[list[int]], states: dict[str, list[np.n
         assert made._blocks is not None and made.ends_itself  # both loops run
         assert engine._engine.vllm_config.scheduler_config.scheduler_cls == POOLING_SCHEDULER
         found = rows(engine, spec, prompts * 3)
+    assert sum(num_joined) >= len(prompts)  # vectors of a step travel together
     for row, expected in zip(found, states["out"] * 3, strict=True):
         np.testing.assert_allclose(row["embedding"], expected[-1], atol=1e-3)
 

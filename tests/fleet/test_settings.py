@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchinf.base.errors import SpecError
-from batchinf.engines.protocol import DEVICE_LOCK
+from batchinf.engines.protocol import DEVICE_LOCK, WHOLE_STEPS
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
@@ -22,6 +22,7 @@ from batchinf.tasks.registry import task_of
 
 SMALL = Fit(Needs(Weights.of_total(2 * GIB), None), 140 * GIB, "NVIDIA H200", max_model_len=4096)
 LARGE = dataclasses.replace(SMALL, needs=Needs(Weights.of_total(15 * GIB), None))
+SCORE: dict[str, Any] = {"task": "score", "input": {"text_column": "text"}}
 NO_DEVICE = dataclasses.replace(SMALL, device_bytes=None)
 
 
@@ -166,10 +167,29 @@ def test_processors_get_no_graphs() -> None:
 def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: dict[str, Any]) -> None:
     spec = spec_of(**sections)
     engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
-    assert set(engine) == {"compilation_config", "async_scheduling"} and engine["async_scheduling"] is True
-    assert engine["compilation_config"]["cudagraph_capture_sizes"][-1] == 16384
+    assert engine == {
+        "compilation_config": {"cudagraph_capture_sizes": prompt_graph_sizes(16384)},
+        "async_scheduling": True,
+        "additional_config": {WHOLE_STEPS: True},
+        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    }
     two = chosen_arguments(spec, SMALL, task_of(spec), 2).engine
     assert two == {**engine, "gpu_memory_utilization": 0.44}
+
+
+@pytest.mark.parametrize("engine", [{"worker_cls": None}, {"additional_config": {}}, {"attention_config": None}])
+def test_vectors_have_graphs_of_pieces_where_whole_steps_are_not_possible(engine: dict[str, Any]) -> None:
+    spec = spec_of(task="embed", engine=engine)
+    assert set(chosen_arguments(spec, SMALL, task_of(spec), 1).engine) == {"compilation_config", "async_scheduling"}
+
+
+def test_scores_of_a_small_model_have_one_graph_for_a_whole_step() -> None:
+    spec = spec_of(**SCORE)
+    engine = chosen_arguments(spec, SMALL, task_of(spec), 1, never).engine
+    assert engine == {
+        "compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": prompt_graph_sizes(16384)},
+        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    }
 
 
 @pytest.mark.parametrize(
@@ -177,7 +197,15 @@ def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: d
     [
         (LARGE, {"task": "embed"}),
         (dataclasses.replace(SMALL, device_bytes=40 * GIB), {"task": "embed"}),
-        (SMALL, {"task": "score", "input": {"text_column": "text"}}),
+        (LARGE, SCORE),
+        (dataclasses.replace(SMALL, device_bytes=40 * GIB), SCORE),
+        (SMALL, {**SCORE, "parallel": {"tensor_parallel_size": 2}}),
+        (SMALL, {**SCORE, "model": {"name": "m", "lora": "adapter"}}),
+        (SMALL, {**SCORE, "engine": {"compilation_config": None}}),
+        (SMALL, {**SCORE, "engine": {"enforce_eager": True}}),
+        (SMALL, {**SCORE, "engine": {"worker_cls": None}}),
+        (SMALL, {**SCORE, "engine": {"attention_config": {"flash_attn_version": 2}}}),
+        (SMALL, {"task": "logits"}),
         (SMALL, {"task": "hidden_states", "pooling": {"layers": [3]}}),
         (SMALL, {"task": "hidden_states", "pooling": {"positions": "all"}}),
         (SMALL, {"task": "embed", "parallel": {"tensor_parallel_size": 2}}),
@@ -225,11 +253,13 @@ def test_graph_sizes_of_prompts_end_at_the_largest_step(most: int) -> None:
 
 
 def test_graphs_of_prompts_end_at_a_lowered_step() -> None:
-    spec = spec_of(task="embed")
-    chosen = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
-    for lowered, most in (({"max_num_seqs": 100}, 16384), ({"max_num_batched_tokens": 4096}, 4096)):
-        engine = EngineSettings(spec, SMALL, lowered, chosen).engine
-        assert engine["compilation_config"]["cudagraph_capture_sizes"][-1] == most
+    for sections in ({"task": "embed"}, SCORE):
+        spec = spec_of(**sections)
+        chosen = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
+        for lowered, most in (({"max_num_seqs": 100}, 16384), ({"max_num_batched_tokens": 4096}, 4096)):
+            graphs = EngineSettings(spec, SMALL, lowered, chosen).engine["compilation_config"]
+            assert graphs["cudagraph_capture_sizes"][-1] == most
+            assert graphs.keys() == chosen["compilation_config"].keys()
 
 
 @pytest.mark.parametrize("most", [1, 7, 64, 300, 1024, 2048])

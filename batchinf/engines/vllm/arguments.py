@@ -94,8 +94,9 @@ _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty 
 TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
 
 
-# By name, because its module imports vLLM's worker, which only worker processes need.
+# By name, because their modules import vLLM's worker, which only worker processes need.
 _DECODING_WORKER = f"{__package__}.kernels.attention.DecodingWorker"
+_PROMPT_WORKER = f"{__package__}.kernels.whole_steps.PromptWorker"
 
 
 def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
@@ -117,8 +118,8 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
         chosen["enable_prefix_caching"] = False
     if wants_late_mask(task) or scored_ks(task):
         chosen["worker_extension_cls"] = WORKER
-    if task.draws_tokens and current_platform.is_cuda():
-        chosen["worker_cls"] = _DECODING_WORKER
+    if current_platform.is_cuda():
+        chosen["worker_cls"] = _DECODING_WORKER if task.draws_tokens else _PROMPT_WORKER
     chosen |= task.default_batch_limits(
         _vocab_size(model_path),
         None if current_platform.is_cpu() else current_platform.get_device_total_memory(),

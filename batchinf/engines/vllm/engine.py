@@ -47,7 +47,7 @@ from batchinf.engines.vllm.arguments import (
 )
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores
+from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores, join_results
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
 from batchinf.spec.sampling import SamplingSpec
@@ -143,8 +143,10 @@ class VllmEngine:
             tell_parser(self._engine, spec.input.chat_template_kwargs)
         if rows is not None and not install_rows(self._engine, rows):
             print("rows of logits come in vLLM's own order, which is slower", flush=True)
-        if (ks := scored_ks(task)) and not install_scores(self._engine, ks):
-            print("vLLM's own code takes the logprobs, which is slower or needs more memory", flush=True)
+        if ks := scored_ks(task):
+            if not install_scores(self._engine, ks):
+                print("vLLM's own code takes the logprobs, which is slower or needs more memory", flush=True)
+            join_results(self._engine)
         self._lacks_raw = wants_late_mask(task) and not install_late_mask(self._engine)
         self._stats.replace_others(self._engine)
         client = self._engine.engine_core

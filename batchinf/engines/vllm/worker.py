@@ -25,6 +25,7 @@ import torch
 from batchinf.engines.vllm.copies import join_prompt_scores, join_vectors
 from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling.joined import splitting, start_joining
 from batchinf.records import RowsWanted
 
 _COST = "rows of logits come in vLLM's own order, which is slower"
@@ -64,6 +65,10 @@ class RowsExtension:
         join_prompt_scores(runner)
         return _install_kernels(runner, ks)
 
+    def join_results(self) -> bool:
+        """Send the results of all prompts of a step as one. False if the scheduler is in another process."""
+        return start_joining()
+
     def install_joined_vectors(self) -> None:
         """Copy the vectors of all requests of a step together."""
         join_vectors(self.model_runner)
@@ -93,6 +98,14 @@ def install_scores(engine: Any, ks: list[int]) -> bool:
     if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
         return False
     return all(engine.collective_rpc("install_scores", args=(ks,)))
+
+
+def join_results(engine: Any) -> None:
+    """Let an engine's scheduler send the results of all prompts of a step as one, and its front end split them."""
+    front = engine.output_processor
+    has_extension = engine.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+    if has_extension and all(engine.collective_rpc("join_results")):
+        front.process_outputs = splitting(front.process_outputs)
 
 
 def install_joined_vectors(engine: Any) -> None:

@@ -90,6 +90,11 @@ class Score(Task):
         return self._together
 
     @property
+    def only_scores(self) -> bool:
+        """See `Task`."""
+        return True
+
+    @property
     def least_model_len(self) -> int:
         """See `Task`: windows are longer than their overlap."""
         return score_of(self.spec).window_overlap + NUM_RESERVED + 1

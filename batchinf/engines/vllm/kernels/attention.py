@@ -18,18 +18,13 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 from batchinf.engines.vllm.kernels import mixed_steps
+from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
 from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.names import optional
-
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-else:
-    from vllm.v1.worker.gpu_worker import Worker
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
 _COST = "FlashAttention decodes, which is slower for short contexts"

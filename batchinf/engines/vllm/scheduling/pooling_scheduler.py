@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
 
 _COST = "vLLM handles each vector by itself, which is slower for short texts"
@@ -34,6 +35,7 @@ def pooling_scheduler(**arguments: Any) -> Any:
         made.num_sampled_tokens_per_step = 0  # as in 0.32
     made.ends_itself = is_plain(made)
     made.admits_itself()
+    joined.register(made)
     return made
 
 
@@ -41,6 +43,7 @@ class PoolingMixin:
     """In front of vLLM's scheduler."""
 
     ends_itself = False  # whether the loop below runs
+    joins_results = False
     # Parts of vLLM's scheduler that are used here.
     requests: dict[str, Any]
     running: list[Any]
@@ -59,6 +62,8 @@ class PoolingMixin:
         messages: dict[int, Any] = vllms_own.update_from_output(scheduler_output, model_runner_output)
         if outputs:
             messages.setdefault(0, EngineCoreOutputs()).outputs += outputs
+        for message in messages.values() if self.joins_results else ():
+            joined.join_vectors(message.outputs)
         return messages
 
     def _end(self, scheduled: Any, given: Any, outputs: list[Any]) -> dict[str, int]:

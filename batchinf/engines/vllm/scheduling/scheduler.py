@@ -29,6 +29,7 @@ import numpy.typing as npt
 from vllm.sampling_params import RequestOutputKind
 
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
 
 _COST = "outputs are sent at each step, which is slower for small models"
@@ -188,6 +189,7 @@ class HoldingMixin:
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
+    joins_results = False
     # vLLM's, as far as they are used here.
     requests: dict[str, Any]
     running: list[Any]
@@ -206,6 +208,7 @@ class HoldingMixin:
         self._held: dict[str, _Held] = {}
         self._others: set[str] = set()
         self._stores: dict[int, RowStore] = {}
+        joined.register(self)
 
     def add_request(self, request: Any) -> None:
         """See vLLM. Decides whether the request's output is held back."""
@@ -333,6 +336,8 @@ class HoldingMixin:
             messages[0] = EngineCoreOutputs()
         for message in messages.values():
             message.outputs = self._hold(message.outputs, index, step, rows_of)
+            if self.joins_results:
+                joined.join_scores(message.outputs)
             rows_of = {store: ([], []) for store in rows_of}
         return messages
 

@@ -1,0 +1,80 @@
+"""Steps that read prompts as one CUDA graph each, attention included.
+
+vLLM starts a step of prompts in three pieces for each layer. For a small model this takes the engine's Python as long
+as the GPU's work. One graph of a whole step starts at once. vLLM can capture such a graph for prompts
+(`cudagraph_mode: FULL`), but captures it with a few tokens for each request. FlashAttention 3 chooses its tiles by the
+longest request, so steps with other lengths would need another graph: it would read their plan with the wrong tiles, or
+let a token see the tokens after it. Here FlashAttention always gets the largest lengths that a step can have. The real
+lengths are on the GPU, where it reads them.
+
+Written for the sources of vLLM 0.26.0 and 0.32.0.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from batchinf.engines.protocol import WHOLE_STEPS
+from batchinf.engines.vllm.kernels.base_worker import Worker
+from batchinf.engines.vllm.names import optional
+
+_BACKEND = "vllm.v1.attention.backends.flash_attn"
+_COST = "steps of prompts start layer by layer, which is slower for small models"
+_ATTRIBUTE = "is_for_any_lengths"
+_VERSION = 3
+
+
+class PromptWorker(Worker):
+    """vLLM's worker for engines that only read prompts. With `cudagraph_mode: FULL`, a graph is for any lengths."""
+
+    def load_model(self, *arguments: Any, **named: Any) -> Any:
+        """See vLLM. Decides here, because the layers exist now and vLLM has not chosen its graphs."""
+        compilation = self.vllm_config.compilation_config
+        if self.vllm_config.additional_config.get(WHOLE_STEPS):
+            compilation.cudagraph_mode = type(compilation.cudagraph_mode).FULL
+        loaded = super().load_model(*arguments, **named)
+        if has_whole_steps(compilation) and not (is_known(compilation.static_forward_context) and install()):
+            print(_COST, flush=True)
+            compilation.cudagraph_mode = type(compilation.cudagraph_mode).PIECEWISE
+        return loaded
+
+
+def has_whole_steps(compilation: Any) -> bool:
+    """Whether steps that read prompts run as whole graphs."""
+    return bool(compilation.cudagraph_mode.mixed_mode().name == "FULL")
+
+
+def is_known(layers: Mapping[str, Any]) -> bool:
+    """Whether FlashAttention 3 does the attention of all layers, over a cache. layers: of the model, by name."""
+    kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
+    found = [layer.impl for layer in layers.values() if hasattr(layer, "impl")]
+    return bool(found) and all(
+        type(impl) is kind and impl.vllm_flash_attn_version == _VERSION and impl.attn_type == "decoder"
+        for impl in found
+    )
+
+
+def install() -> bool:
+    """Let FlashAttention's plans be for any lengths. False if this version plans in a way that is not known."""
+    builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
+    theirs = getattr(builder, "build", None)
+    if theirs is None:
+        return False
+    if hasattr(theirs, _ATTRIBUTE):
+        return True
+
+    @functools.wraps(theirs)
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *more: Any, **named: Any) -> Any:
+        config, common = self.vllm_config, common_attn_metadata
+        if has_whole_steps(config.compilation_config):
+            common = dataclasses.replace(
+                common,
+                max_query_len=config.scheduler_config.max_num_batched_tokens,
+                max_seq_len=config.model_config.max_model_len,
+            )
+        return theirs(self, common_prefix_len, common, *more, **named)
+
+    setattr(build, _ATTRIBUTE, True)
+    builder.build = build
+    return True

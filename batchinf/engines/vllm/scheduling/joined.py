@@ -1,0 +1,99 @@
+"""The results of all prompts of a step, sent to the front end as those of the first. There each request gets its own.
+
+vLLM packs and unpacks one tensor for each vector, and three for the logprobs of each prompt. For steps of 128 scored
+prompts, that took a third of the time of a thread in each of the two processes (`benchmarks/profile_job.py
+small-score`), and all threads of a process share the interpreter lock.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchinf.engines.vllm.names import optional
+
+LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", "results of prompts are sent one by one")
+_HAS_PLACES = "cu_num_generated_tokens" in getattr(LogprobsTensors, "_fields", ())
+# Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
+_MOST_NUMBERS = 1 << 22
+
+# The schedulers of this process.
+_schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def register(scheduler: Any) -> None:
+    """Let `start_joining` find a scheduler. Until then it sends what vLLM sends."""
+    _schedulers.add(scheduler)
+
+
+def start_joining() -> bool:
+    """Let the schedulers of this process join results. False if it has none. The front end must call `split`."""
+    for scheduler in _schedulers if _HAS_PLACES else ():
+        scheduler.joins_results = True
+    return _HAS_PLACES and len(_schedulers) > 0
+
+
+def join_scores(outputs: list[Any]) -> None:
+    """Move the logprobs of all prompts to the first output that has some. outputs: EngineCoreOutput, of one message."""
+    found = [(place, output.new_prompt_logprobs_tensors) for place, output in enumerate(outputs)
+             if output.new_prompt_logprobs_tensors is not None]  # fmt: skip
+    kinds = {(part.logprobs.shape[1], *(tensor.dtype for tensor in part[:3])) for _, part in found}
+    is_plain = len(kinds) == 1 and all(part.cu_num_generated_tokens is None for _, part in found)
+    if len(found) < 2 or not is_plain or sum(part.logprobs.numel() for _, part in found) > _MOST_NUMBERS:
+        return
+    # vLLM has no use for this field in logprobs of prompts. Here it has each output's place and number of rows.
+    places = list(itertools.chain.from_iterable((place, len(part.logprobs)) for place, part in found))
+    tensors = zip(*(part[:3] for _, part in found), strict=True)
+    for place, _ in found:
+        outputs[place].new_prompt_logprobs_tensors = None
+    outputs[places[0]].new_prompt_logprobs_tensors = LogprobsTensors(*(torch.cat(each) for each in tensors), places)
+
+
+def join_vectors(outputs: list[Any]) -> None:
+    """Move the vectors of all prompts to the first output that has one. outputs: EngineCoreOutput, of one message."""
+    places = [place for place, output in enumerate(outputs) if output.pooling_output is not None]
+    vectors = [outputs[place].pooling_output for place in places]
+    kinds = {(vector.shape, vector.dtype) for vector in vectors}
+    is_plain = len(kinds) == 1 and vectors[0].dim() == 1 and not any(output.new_token_ids for output in outputs)
+    if len(places) < 2 or not is_plain or len(vectors) * len(vectors[0]) > _MOST_NUMBERS:
+        return
+    for place in places:
+        outputs[place].pooling_output = None
+    first = outputs[places[0]]
+    # A request for a vector has no tokens. Here the field has the places of the outputs that a vector is for.
+    first.pooling_output, first.new_token_ids = torch.stack(vectors), places
+
+
+def split(outputs: list[Any]) -> None:
+    """Undo `join_scores` and `join_vectors`."""
+    for output in outputs:
+        scores, vectors = output.new_prompt_logprobs_tensors, output.pooling_output
+        if scores is not None:
+            _split_scores(outputs, scores)
+            break
+        if vectors is not None:
+            places, output.new_token_ids = output.new_token_ids, []
+            for place, vector in zip(places, vectors, strict=True) if places else ():
+                outputs[place].pooling_output = vector
+            break
+
+
+def _split_scores(outputs: list[Any], scores: Any) -> None:
+    if scores.cu_num_generated_tokens is None:
+        return
+    places, lengths = scores.cu_num_generated_tokens[::2], scores.cu_num_generated_tokens[1::2]
+    tensors = zip(*(tensor.split(lengths) for tensor in scores[:3]), strict=True)
+    for place, each in zip(places, tensors, strict=True):
+        outputs[place].new_prompt_logprobs_tensors = LogprobsTensors(*each)
+
+
+def splitting(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces `OutputProcessor.process_outputs` of vLLM's front end."""
+
+    def process_outputs(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
+        split(outputs)
+        return theirs(outputs, *arguments, **named)
+
+    return process_outputs
