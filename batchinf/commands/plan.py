@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.commands.shown_rows import LengthRange, histogram
+from batchinf.fleet.settings import chosen_arguments
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import with_length
@@ -261,6 +262,7 @@ def _on_gpu(
         share = min(share, math.floor(wanted.free_gib * GIB / gpu.memory_bytes * 100) / 100)
     limits = task_of(spec).default_batch_limits(base.needs.config.get("vocab_size"), gpu.memory_bytes)
     fit = dataclasses.replace(base, device_bytes=gpu.memory_bytes, device_name=gpu.title, batch_limits=limits)
+    fit = dataclasses.replace(fit, engine={**chosen_arguments(spec, fit, task_of(spec), 1).engine, **fit.engine})
     empty = GpuPlan(gpu, 0, share, why_not(gpu, base.needs.dtype), None, 0, (), None, "")
     if empty.why_not is not None or base.needs.weights is None or base.needs.kv_cache is None:
         return empty

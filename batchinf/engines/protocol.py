@@ -6,9 +6,6 @@ from batchinf.records import Completion, EngineInfo, EngineStats, Request
 
 # The environment variable that names the file which engines of a shared device lock while they start.
 DEVICE_LOCK = "BATCHINF_DEVICE_LOCK"
-# The key in `additional_config` that asks for CUDA graphs of whole steps in engines that make vectors. For these, vLLM
-# changes `cudagraph_mode: FULL` to graphs of pieces.
-WHOLE_STEPS = "batchinf_whole_steps"
 
 
 class Engine(Protocol):

@@ -15,9 +15,8 @@ from typing import Any
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import vllm_version
-from batchinf.engines.protocol import WHOLE_STEPS
 from batchinf.model.memory import GIB, Fit, default_limits
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.base import Task
 
 MEASUREMENT = 'benchmarks/RESULTS.md, "Settings where the spec is silent, and several replicas on a device"'
@@ -39,7 +38,8 @@ _NOT_FOR_WHOLE_STEPS = frozenset(
 # Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # For tasks that only read prompts, two engines make 1.18 times the tokens of one in scores, and 1.32 times in
-# embeddings. For tasks that generate, one engine of a 1B model leaves its GPU idle for only 1.4 % of a decoding step.
+# embeddings, if a step is not one CUDA graph. If it is, one engine keeps the GPU busy. For tasks that generate, one
+# engine of a 1B model leaves its GPU idle for only 1.4 % of a decoding step.
 _REPLICAS_OF_SMALL = 2
 # An engine's process and the replica's thread keep two cores busy, and tokenising needs more than one for small models.
 _CORES_PER_REPLICA = 4
@@ -52,6 +52,9 @@ _GRAPH_STEPS = ((8, 64), (16, 128), (32, 512), (64, 1024), (128, 4096))
 _DENSE_GRAPHS = 2048
 # The prefix cache takes a fifth of an embedding job's speed, in Python. It pays if it saves that share of the prompts.
 _LEAST_SHARED = 0.2
+
+
+_WithReason = tuple[Any, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,9 @@ def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) ->
     """Whether several engines on a device are faster than one, if the input is long enough. num_devices: at least 1."""
     if task.draws_tokens or _SIZES_OF_CACHE & spec.engine.keys():
         return False
+    is_overlapped = _overlaps_steps(spec, fit, task) and _can_run_whole_steps(spec)
+    if is_overlapped or _only_scores(spec, fit, task):  # one engine keeps the device busy
+        return False
     num_cores = len(os.sched_getaffinity(0)) // num_devices
     return _is_small(fit) and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
 
@@ -156,43 +162,57 @@ def chosen_arguments(
     """
     if fit.device_bytes is None:
         return Chosen({})
-    engine: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
+    chosen: dict[str, _WithReason] = {}
     if num_per_device > 1:
-        engine["gpu_memory_utilization"] = int(_SHARED_UTILIZATION / num_per_device * 100) / 100
-        reasons["gpu_memory_utilization"] = f"{num_per_device} replicas share each GPU"
+        share = int(_SHARED_UTILIZATION / num_per_device * 100) / 100
+        chosen["gpu_memory_utilization"] = share, f"{num_per_device} replicas share each GPU"
     if task.draws_tokens and _is_large(fit):
-        if _is_small(fit) and num_per_device == 1:
-            # vLLM refuses a batch of more sequences than tokens.
-            engine["max_num_seqs"] = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
-            reasons["max_num_seqs"] = "a small model on a large GPU is faster with a larger batch"
-        most = int({**engine, **spec.engine}.get("max_num_seqs") or _LARGE_MAX_NUM_SEQS)
-        if not _GRAPHS & spec.engine.keys():
-            engine["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(most)}
-            reasons["compilation_config"] = "CUDA graphs for batches up to max_num_seqs"
-    is_overlapped = _overlaps_steps(spec, fit, task)
-    if is_overlapped or _only_scores(spec, fit, task):
-        sizes = prompt_graph_sizes(fit.limits["max_num_batched_tokens"])
-        engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
-        reasons["compilation_config"] = "CUDA graphs for steps up to max_num_batched_tokens"
-        if _can_run_whole_steps(spec):
-            reasons["compilation_config"] = "a CUDA graph for a whole step, up to max_num_batched_tokens"
-            if task.pooling is None:
-                engine["compilation_config"]["cudagraph_mode"] = "FULL"
-            else:  # vLLM would change that mode
-                engine["additional_config"] = {WHOLE_STEPS: True}
-                reasons["additional_config"] = "these graphs have the attention of all layers too"
-            # Otherwise each graph has memory for 32 parts of a long request's keys, which pay in decoding.
-            engine["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
-            reasons["attention_config"] = "steps of prompts have enough work without splitting requests"
-    if is_overlapped:
-        engine["async_scheduling"] = True
-        reasons["async_scheduling"] = "the engine prepares the next step while the GPU computes"
-        share = shared_share() if "enable_prefix_caching" not in spec.engine else None
-        if share is not None and share < _LEAST_SHARED:
-            engine["enable_prefix_caching"] = False
-            reasons["enable_prefix_caching"] = f"in a sample, {share:.0%} of the text repeats beginnings of prompts"
-    return Chosen({name: value for name, value in engine.items() if name not in spec.engine}, reasons)
+        chosen |= _for_outputs(spec, fit, num_per_device)
+    if _overlaps_steps(spec, fit, task) or _only_scores(spec, fit, task):
+        chosen |= _for_prompts(spec, fit, task)
+    if _overlaps_steps(spec, fit, task):
+        chosen["async_scheduling"] = True, "the engine prepares the next step while the GPU computes"
+        shared = shared_share() if "enable_prefix_caching" not in spec.engine else None
+        if shared is not None and shared < _LEAST_SHARED:
+            reason = f"in a sample, {shared:.0%} of the text repeats beginnings of prompts"
+            chosen["enable_prefix_caching"] = False, reason
+    still_open = {name: each for name, each in chosen.items() if name not in spec.engine}
+    return Chosen(*({name: each[place] for name, each in still_open.items()} for place in (0, 1)))
+
+
+def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _WithReason]:
+    """For a task that generates tokens on a large device."""
+    chosen: dict[str, _WithReason] = {}
+    most = _LARGE_MAX_NUM_SEQS
+    if _is_small(fit) and num_per_device == 1:
+        # vLLM refuses a batch of more sequences than tokens.
+        most = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
+        chosen["max_num_seqs"] = most, "a small model on a large GPU is faster with a larger batch"
+    if not _GRAPHS & spec.engine.keys():
+        sizes = graph_sizes(int(spec.engine.get("max_num_seqs", most) or _LARGE_MAX_NUM_SEQS))
+        graphs = {"cudagraph_capture_sizes": sizes}
+        chosen["compilation_config"] = graphs, "CUDA graphs for batches up to max_num_seqs"
+    return chosen
+
+
+def _for_prompts(spec: JobSpec, fit: Fit, task: Task) -> dict[str, _WithReason]:
+    """For a task that only reads prompts, with a small model on a large device."""
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": prompt_graph_sizes(fit.limits["max_num_batched_tokens"])}
+    if not _can_run_whole_steps(spec):
+        return {"compilation_config": (graphs, "CUDA graphs for steps up to max_num_batched_tokens")}
+    chosen: dict[str, _WithReason] = {
+        "compilation_config": (graphs, "a CUDA graph for a whole step, up to max_num_batched_tokens"),
+        # Otherwise each graph has memory for 32 parts of a long request's keys, which pay in decoding.
+        "attention_config": (
+            {"flash_attn_max_num_splits_for_cuda_graph": 1},
+            "steps of prompts have enough work without splitting requests",
+        ),
+    }
+    if task.pooling is None:
+        graphs["cudagraph_mode"] = "FULL"
+    else:  # vLLM would change that mode
+        chosen["additional_config"] = {WHOLE_STEPS: True}, "these graphs have the attention of all layers too"
+    return chosen
 
 
 def _only_scores(spec: JobSpec, fit: Fit, task: Task) -> bool:

@@ -8,13 +8,15 @@ arXiv:2001.08361, section 2.1), and 4 × heads × head size FLOP for each pair o
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from batchinf.model.cache import head_dim_of, num_attention_heads
 from batchinf.model.memory import Fit, Needs
 from batchinf.planning.degrees import Degrees
 from batchinf.planning.gpus import Gpu
+from batchinf.spec.job import WHOLE_STEPS
 
 # Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200 (benchmarks/RESULTS.md). They are
 # the same for all models and GPUs.
@@ -22,7 +24,7 @@ _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
 _MEMORY_SHARE, _LINK_SHARE = 0.80, 0.60
 # Seconds: of a step, of each sequence in it, and of each request once.
 STEP_S, SEQUENCE_S, REQUEST_S = 6e-3, 6e-6, 150e-6
-# Seconds to start the kernels of a layer in a step that only reads prompts. vLLM's CUDA graphs are for smaller steps.
+# Seconds to start the kernels of a layer in a step that only reads prompts, unless it is one CUDA graph.
 LAYER_S = 0.55e-3
 # The share of the shorter of device and Python that the longer one does not hide.
 _NOT_HIDDEN = 0.25
@@ -135,7 +137,8 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
     parts = _step(at, shape, gpu, work, prompt_tokens, decoded, running)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
     num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
-    launch_s = 0.0 if decoded else shape.num_layers / degrees.pipeline * LAYER_S
+    starts_layers = not decoded and not has_whole_steps(fit.engine)
+    launch_s = shape.num_layers / degrees.pipeline * LAYER_S if starts_layers else 0.0
     device_s = sum(parts.values())
     python_s = num_steps * (STEP_S + launch_s) + running * SEQUENCE_S + starts * REQUEST_S
     step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
@@ -148,6 +151,12 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
         limited_by = f"the cache, which holds {running:,} of {limits['max_num_seqs']:,} sequences"
     prompts, outputs = work.num_requests * work.prompt_tokens, work.num_requests * work.output_tokens
     return Prediction(seconds, prompts / seconds, outputs / seconds, running, limited_by)
+
+
+def has_whole_steps(engine: Mapping[str, Any]) -> bool:
+    """Whether engine arguments ask for one CUDA graph for each step of prompts; see `fleet.settings`."""
+    graphs, others = (engine.get(name) or {} for name in ("compilation_config", "additional_config"))
+    return graphs.get("cudagraph_mode") == "FULL" or bool(others.get(WHOLE_STEPS))
 
 
 def _step(

@@ -47,6 +47,10 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
     """.split()
 )
 
+# The key in the engine argument `additional_config` that asks for CUDA graphs of whole steps in engines that make
+# vectors. For these, vLLM changes `cudagraph_mode: FULL` to graphs of pieces.
+WHOLE_STEPS = "batchinf_whole_steps"
+
 # Engine arguments that are refused under `engine` → the field to write instead.
 ENGINE_ARGUMENTS_ELSEWHERE = {
     "model": "model.name",

@@ -34,7 +34,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "tl", triton_on_cpu.language)
     for name in ("score_kernel", "maxima_kernel"):
         monkeypatch.setattr(kernels, name, triton_on_cpu.Launcher(getattr(kernels, name)))
-    monkeypatch.setattr(kernels, "_BLOCK", 16)
+    monkeypatch.setattr(kernels, "_TILE", (16, 8))
     monkeypatch.setattr(kernels, "_SEGMENT", 4)
     monkeypatch.setattr(torch.Tensor, "topk", topk)
 

@@ -14,8 +14,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
-from batchinf.engines.protocol import WHOLE_STEPS
 from batchinf.engines.vllm.kernels import whole_steps
+from batchinf.spec.job import WHOLE_STEPS
 
 
 class Builder:

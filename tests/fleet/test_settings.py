@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchinf.base.errors import SpecError
-from batchinf.engines.protocol import DEVICE_LOCK, WHOLE_STEPS
+from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
@@ -17,7 +17,7 @@ from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, applies_to
 from batchinf.fleet.settings import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.registry import task_of
 
 SMALL = Fit(Needs(Weights.of_total(2 * GIB), None), 140 * GIB, "NVIDIA H200", max_model_len=4096)
@@ -45,9 +45,20 @@ def large_input(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+# Without CUDA graphs for whole steps.
+PIECES: dict[str, Any] = {"task": "embed", "engine": {"worker_cls": None}}
+
+
 def test_a_small_model_with_a_large_input_shares_its_device(large_input: str) -> None:
-    assert number(spec_of(large_input, task="embed")) == 2
-    assert number(spec_of(str(pathlib.Path(large_input).parent), task="embed")) == 2
+    assert number(spec_of(large_input, **PIECES)) == 2
+    assert number(spec_of(str(pathlib.Path(large_input).parent), **PIECES)) == 2
+
+
+def test_an_engine_with_graphs_for_whole_steps_keeps_its_device_busy(large_input: str) -> None:
+    assert number(spec_of(large_input, task="embed")) == 1
+    assert number(spec_of(large_input, **SCORE)) == 1
+    graphs = {"engine": {"enforce_eager": True}}
+    assert number(spec_of(large_input, **SCORE, **graphs)) == number(spec_of(large_input, task="embed", **graphs)) == 2
 
 
 @pytest.mark.parametrize(
@@ -67,15 +78,16 @@ def test_a_small_model_with_a_large_input_shares_its_device(large_input: str) ->
     ],
 )
 def test_other_jobs_do_not(large_input: str, fit: Fit, sections: dict[str, Any]) -> None:
-    assert number(spec_of(large_input, **{"task": "embed", **sections}), fit) == 1
+    engine = {**PIECES["engine"], **sections.get("engine", {})}
+    assert number(spec_of(large_input, **{**PIECES, **sections, "engine": engine}), fit) == 1
 
 
 def test_a_host_with_few_cores_does_not(large_input: str) -> None:
-    assert number(spec_of(large_input, task="embed"), num_devices=4) == 1
+    assert number(spec_of(large_input, **PIECES), num_devices=4) == 1
 
 
 def test_an_unknown_input_does_not(large_input: str) -> None:
-    assert number(spec_of("some-user/some-dataset", task="embed")) == 1
+    assert number(spec_of("some-user/some-dataset", **PIECES)) == 1
 
 
 def test_a_number_in_the_spec_counts() -> None:

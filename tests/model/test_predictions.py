@@ -13,7 +13,7 @@ from batchinf.planning.choose import Machine, best, options
 from batchinf.planning.degrees import degrees_of
 from batchinf.planning.gpus import gpu_named
 from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.registry import task_of
 from benchmarks.shapes import SHAPES
 
@@ -40,7 +40,7 @@ class Measured:
     pipeline: int = 1
     cache_gb: float | None = None
     lengths: tuple[int, int] | None = None
-    engine: dict[str, int] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 def _tokens_in_a_step(number: int) -> dict[str, int]:
@@ -67,6 +67,16 @@ MEASURED = [
     Measured("llama-3.2-1b", "embed", 48_000, 245_974, 4_092_192),
     Measured("qwen3-0.6b", "embed", 131_072, 338_455, None),
     Measured("qwen3-0.6b", "score", 32_768, 326_793, 1_186_912, lengths=(129, 1)),
+    Measured("qwen3-0.6b", "embed", 65_536, 483_843, None, engine={"additional_config": {WHOLE_STEPS: True}}),
+    Measured(
+        "qwen3-0.6b",
+        "score",
+        32_768,
+        349_114,
+        1_186_912,
+        lengths=(129, 1),
+        engine={"compilation_config": {"cudagraph_mode": "FULL"}},
+    ),
     Measured("llama-2-7b", "generate", 64, 883, 1_728, cache_gb=0.9),
     Measured("llama-2-7b", "generate", 640, 9_384, 29_168, cache_gb=7.65, tensor=2),
 ]

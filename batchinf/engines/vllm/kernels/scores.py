@@ -12,7 +12,7 @@ import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 # Elements of a row in one step of a kernel, and the warps that share them.
-_BLOCK, _WARPS = 4096, 8
+_TILE = (2048, 8)
 # Neighbouring elements of a row of which the kernel keeps the maximum.
 _SEGMENT = 128
 _CHECKED_ROWS = 64
@@ -111,13 +111,16 @@ def takes(k: int, vocab_size: int) -> bool:
     return k <= 1 or k * _SEGMENT * 8 <= vocab_size
 
 
-def token_scores(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[Any, Any, Any]:
+def token_scores(
+    logits: torch.Tensor, token_ids: torch.Tensor, k: int, tile: tuple[int, int] | None = None
+) -> tuple[Any, Any, Any]:
     """[n, k + 1] token ids, [n, k + 1] logprobs and [n] ranks of logits [n, vocab_size]; k: of the likeliest tokens.
 
     token_ids: [n]. A token's rank is the number of tokens that are as likely or likelier. Of equally likely tokens the
-    first ones are taken, as `torch.topk` does on a GPU.
+    first ones are taken, as `torch.topk` does on a GPU. tile: elements of a row in one step, and the warps that share
+    them; None is the fastest in `benchmarks/sampling.py --tiles`.
     """
-    num_rows, vocab_size = logits.shape
+    (num_rows, vocab_size), (block, num_warps) = logits.shape, tile or _TILE
     ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if k > 1:
         num_segments = -(-vocab_size // _SEGMENT)
@@ -125,7 +128,7 @@ def token_scores(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple
         log_sums = torch.empty((num_rows, 1), dtype=torch.float32, device=logits.device)
         maxima_kernel[(num_rows,)](
             log_sums, ranks, maxima, logits, logits.stride(0), token_ids, vocab_size, num_segments,
-            SEGMENT=_SEGMENT, BLOCK=_BLOCK, num_warps=_WARPS,
+            SEGMENT=_SEGMENT, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
         found_ids = torch.cat((token_ids[:, None], _likeliest(logits, maxima, k)), dim=1)
         return found_ids, logits.gather(1, found_ids).float() - log_sums, ranks
@@ -133,7 +136,7 @@ def token_scores(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple
     logprobs = torch.empty((num_rows, k + 1), dtype=torch.float32, device=logits.device)
     score_kernel[(num_rows,)](
         found_ids, logprobs, ranks, logits, logits.stride(0), token_ids, vocab_size,
-        WIDTH=k + 1, BLOCK=_BLOCK, num_warps=_WARPS,
+        WIDTH=k + 1, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return found_ids, logprobs, ranks
 

@@ -15,9 +15,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from batchinf.engines.protocol import WHOLE_STEPS
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.names import optional
+from batchinf.spec.job import WHOLE_STEPS
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
 _COST = "steps of prompts start layer by layer, which is slower for small models"
