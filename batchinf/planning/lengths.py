@@ -15,6 +15,7 @@ from batchinf.base.storage import Folder
 from batchinf.job.choose import choose
 from batchinf.job.open import Job, location_of, max_model_len, open_job
 from batchinf.job.sample import RUN_ROWS, sample_rows
+from batchinf.model.cache import BLOCK_TOKENS
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.source.sample import is_scanned_quickly, sample_input
@@ -33,7 +34,8 @@ class Lengths:
     num_rows: rows that run. is_estimated: num_rows is an estimate, because the input was not scanned. num_sampled: rows
     of the sample, with error rows. prompts, outputs: tokens of each request of the sample, without error rows.
     requests_per_row: on average, over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no
-    `max_tokens`. row_error: of the first row of the sample that has one.
+    `max_tokens`. row_error: of the first row of the sample that has one. num_shared: tokens with which all prompts of
+    the sample begin.
     """
 
     num_rows: int
@@ -45,6 +47,7 @@ class Lengths:
     output_bytes: int
     is_assumed: bool
     row_error: RowError | None = None
+    num_shared: int = 0
 
     @property
     def error(self) -> float:
@@ -74,7 +77,14 @@ class Lengths:
             outputs if output_tokens is None else min(output_tokens, float(longest)),
             longest if generates else 0,
             "all" if task.reads_prompt_logits else "last" if generates else "none",
+            self._num_cached(job),
         )
+
+    def _num_cached(self, job: Job) -> int:
+        """Of a prompt, the tokens that vLLM's prefix cache has, in whole blocks. A job may leave out the cache."""
+        engine, shared = job.spec.engine, self.num_shared // BLOCK_TOKENS * BLOCK_TOKENS
+        has_cache = job.task.reads_prefix_cache and engine.get("enable_prefix_caching") is not False
+        return shared if has_cache and self.num_rows > 1 else 0
 
 
 @contextlib.contextmanager
@@ -127,7 +137,10 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
     task = task_of(job.spec.model_copy(update={"sampling": _once(sampling)}))
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder, length = job.task.prompt_builder(tokenizer, job.model.vocab_size), max_model_len(job)
-    prompts, outputs, num_sampled, built = [], [], 0, []
+    prompts: list[int] = []
+    outputs, num_sampled, built = [], 0, []
+    first: Sequence[int] = ()
+    num_shared = 0
     row_error: RowError | None = None
     is_assumed = job.task.draws_tokens and sampling.max_tokens is None
     for rows in sample_rows(positions, 0):
@@ -140,6 +153,9 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
             own_sampling = None if prompt.sampling is None else _once(prompt.sampling)
             for request in task.expand(dataclasses.replace(prompt, sampling=own_sampling), length or _LONG):
                 own = len(request.prompt_token_ids)
+                if not prompts:
+                    first, num_shared = request.prompt_token_ids, own
+                num_shared = _num_equal(first[:num_shared], request.prompt_token_ids)
                 most = LIKELY_TOKENS if is_assumed else request.max_tokens
                 prompts.append(own)
                 outputs.append(max(1, min(most, (length or _LONG) - own)))
@@ -155,7 +171,14 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
         output_bytes=num_rows * row_bytes,
         is_assumed=is_assumed,
         row_error=row_error,
+        num_shared=num_shared if len(prompts) > 1 else 0,
     )
+
+
+def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:
+    """With how many equal ids both begin."""
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((place for place, (one, two) in pairs if one != two), min(len(first), len(other)))
 
 
 def _once(sampling: SamplingSpec) -> SamplingSpec:

@@ -88,7 +88,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 class Workload:
     """The requests of a job. prompt_tokens, output_tokens: of a request on average. longest_output: of all requests.
 
-    logits: the tokens that the head computes; `none` means that nothing is generated.
+    logits: the tokens that the head computes; `none` means that nothing is generated. cached_tokens: of a prompt, those
+    that vLLM's prefix cache has, because all prompts begin with them.
     """
 
     num_requests: int
@@ -96,6 +97,12 @@ class Workload:
     output_tokens: float
     longest_output: int
     logits: Literal["all", "last", "none"] = "last"
+    cached_tokens: int = 0
+
+    @property
+    def computed_tokens(self) -> float:
+        """Of a prompt, on average."""
+        return max(1.0, self.prompt_tokens - self.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +130,17 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
     def fitting(tokens: float) -> int:
         return max(1, min(limit, int(at.sequences(max(1, round(tokens)), share, degrees.step_bytes) or 1.0)))
 
-    running = fitting(work.prompt_tokens + work.output_tokens / 2)
+    own = work.computed_tokens  # the cache holds the beginning of all prompts once
+    running = fitting(own + work.output_tokens / 2)
     starts = running / max(1.0, work.output_tokens)
     # vLLM takes in as many prompts as the cache holds. While these grow, it drops the newest, and computes them again.
-    dropped = 1 - fitting(work.prompt_tokens + work.output_tokens) / fitting(work.prompt_tokens)
-    again = dropped * (work.prompt_tokens + work.output_tokens / 2)
+    dropped = 1 - fitting(own + work.output_tokens) / fitting(own)
+    again = dropped * (own + work.output_tokens / 2)
     # In a step each running sequence makes a token, and prompts of new ones are computed with it.
-    prompt_tokens, decoded = starts * (work.prompt_tokens + again), running
+    prompt_tokens, decoded = starts * (own + again), running
     if work.output_tokens <= 1:  # all is prefill: a full batch
-        prompt_tokens = min(limits["max_num_batched_tokens"], work.num_requests * work.prompt_tokens)
-        starts = prompt_tokens / max(1.0, work.prompt_tokens)
+        prompt_tokens = min(limits["max_num_batched_tokens"], work.num_requests * own)
+        starts = prompt_tokens / own
         running, decoded = max(1, math.ceil(starts)), 0
     parts = _step(at, shape, gpu, work, prompt_tokens, decoded, running)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
@@ -173,7 +181,7 @@ def _step(
     # Each stage of a pipeline reads its weights for each of as many batches.
     weights = shape.layer_bytes / memory / tensor
     head_tokens = {"all": tokens, "last": float(running), "none": 0.0}[work.logits]
-    seen = work.prompt_tokens / 2
+    seen = work.cached_tokens + work.computed_tokens / 2
     pairs = (shape.attention_width * seen + shape.window_width * min(seen, shape.window)) * prompt_tokens
     others = (2 * shape.head_parameters * head_tokens + 4 * pairs) / plain / tensor / pipeline
     if work.logits == "all":

@@ -26,7 +26,8 @@ LOGITS: dict[str, Literal["all", "last", "none"]] = {"generate": "last", "score"
 class Measured:
     """One job. num_rows: of one replica. tokens_per_s: of the output for `generate`, else of the prompts.
 
-    lengths: tokens of a prompt and of an output; default: `LENGTHS`. engine: more arguments of the engine.
+    lengths: tokens of a prompt and of an output; default: `LENGTHS`. engine: more arguments of the engine. cached:
+    tokens with which all prompts begin.
     """
 
     shape: str
@@ -41,6 +42,7 @@ class Measured:
     cache_gb: float | None = None
     lengths: tuple[int, int] | None = None
     engine: dict[str, Any] = field(default_factory=dict)
+    cached: int = 0
 
 
 def _tokens_in_a_step(number: int) -> dict[str, int]:
@@ -77,6 +79,7 @@ MEASURED = [
         lengths=(129, 1),
         engine={"compilation_config": {"cudagraph_mode": "FULL"}},
     ),
+    Measured("llama-3.1-8b", "generate", 4096, 13_481, None, lengths=(1160, 128), cached=1024),
     Measured("llama-2-7b", "generate", 64, 883, 1_728, cache_gb=0.9),
     Measured("llama-2-7b", "generate", 640, 9_384, 29_168, cache_gb=7.65, tensor=2),
 ]
@@ -134,7 +137,7 @@ def predict(measured: Measured) -> tuple[Prediction, int]:
     fit = fit_on(measured.shape, measured.task, engine, measured.quantization, gpu.memory_bytes)
     degrees = degrees_of(fit, measured.tensor, measured.pipeline, context, SHARE)
     prompt, output = measured.lengths or LENGTHS[measured.task]
-    work = Workload(measured.num_rows, prompt, output, output, LOGITS[measured.task])
+    work = Workload(measured.num_rows, prompt, output, output, LOGITS[measured.task], measured.cached)
     shape = shape_of(fit.needs)
     assert shape is not None
     return prediction_of(fit, degrees, shape, gpu, work, SHARE), degrees.cache_tokens
