@@ -100,10 +100,10 @@ def tune_job(
             f"one trial of {found.base.num_rows:,} rows took {took}, so that the budget of {given} has no time for a "
             "second one; give a larger --budget or fewer --rows"
         )
-    (folder / "tune.svg").write_text(chart(found), encoding="utf-8")
     is_written = wanted.writes and bool(found.best.candidate.settings)
     if is_written:
         write_settings(file.path, found.best.candidate.settings)
+    (folder / "tune.svg").write_text(chart(found), encoding="utf-8")
     return TuneReport(file.path, os.fspath(folder), found, record.spent_s, is_written, warning)
 
 
