@@ -393,8 +393,9 @@ class EngineSettings:
             # Graphs for batches that do not occur any more would only take memory.
             graphs = self._chosen["compilation_config"]
             sizes = graphs["cudagraph_capture_sizes"]
-            kept = [size for size in sizes if size <= self._lowered[limit]]
-            engine["compilation_config"] = {**graphs, "cudagraph_capture_sizes": kept or sizes[:1]}
+            # A full batch or step has a graph of its own.
+            kept = sorted({self._lowered[limit], *(size for size in sizes if size <= self._lowered[limit])})
+            engine["compilation_config"] = {**graphs, "cudagraph_capture_sizes": kept}
         return engine
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:

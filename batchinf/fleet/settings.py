@@ -16,6 +16,7 @@ from typing import Any
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import vllm_version
 from batchinf.model.memory import GIB, Fit, default_limits
+from batchinf.planning.gpus import gpu_like
 from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.base import Task
 
@@ -31,10 +32,12 @@ _SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", 
 _GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "enforce_eager"})
 # With one of these in the spec, vLLM may refuse asynchronous scheduling.
 _NOT_ASYNCHRONOUS = frozenset({"distributed_executor_backend", "speculative_config"})
+_HOPPER = 9  # compute capability
 # With one of these in the spec, a graph of a whole step may not run, or not be for steps of any lengths.
 _NOT_FOR_WHOLE_STEPS = frozenset(
-    {"additional_config", "attention_backend", "attention_config", "speculative_config", "worker_cls"}
-)
+    {"additional_config", "attention_backend", "attention_config", "kv_transfer_config", "speculative_config",
+     "worker_cls"}
+)  # fmt: skip
 # Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
 _SHARED_UTILIZATION = 0.88
 # For tasks that only read prompts, two engines make 1.18 times the tokens of one in scores, and 1.32 times in
@@ -125,7 +128,7 @@ def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) ->
     """Whether several engines on a device are faster than one, if the input is long enough. num_devices: at least 1."""
     if task.draws_tokens or _SIZES_OF_CACHE & spec.engine.keys():
         return False
-    is_overlapped = _overlaps_steps(spec, fit, task) and _can_run_whole_steps(spec)
+    is_overlapped = _overlaps_steps(spec, fit, task) and _can_run_whole_steps(spec, fit)
     if is_overlapped or _only_scores(spec, fit, task):  # one engine keeps the device busy
         return False
     num_cores = len(os.sched_getaffinity(0)) // num_devices
@@ -198,32 +201,42 @@ def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _Wit
 def _for_prompts(spec: JobSpec, fit: Fit, task: Task) -> dict[str, _WithReason]:
     """For a task that only reads prompts, with a small model on a large device."""
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": prompt_graph_sizes(fit.limits["max_num_batched_tokens"])}
-    if not _can_run_whole_steps(spec):
+    if not _can_run_whole_steps(spec, fit):
         return {"compilation_config": (graphs, "CUDA graphs for steps up to max_num_batched_tokens")}
     chosen: dict[str, _WithReason] = {
         "compilation_config": (graphs, "a CUDA graph for a whole step, up to max_num_batched_tokens"),
+        "additional_config": ({WHOLE_STEPS: True}, "these graphs have the attention of all layers too"),
         # Otherwise each graph has memory for 32 parts of a long request's keys, which pay in decoding.
         "attention_config": (
             {"flash_attn_max_num_splits_for_cuda_graph": 1},
             "steps of prompts have enough work without splitting requests",
         ),
     }
-    if task.pooling is None:
+    if task.pooling is None:  # for vectors vLLM would change it
         graphs["cudagraph_mode"] = "FULL"
-    else:  # vLLM would change that mode
-        chosen["additional_config"] = {WHOLE_STEPS: True}, "these graphs have the attention of all layers too"
     return chosen
 
 
 def _only_scores(spec: JobSpec, fit: Fit, task: Task) -> bool:
     """Whether a job only scores prompts, with a small model whose steps wait for the engine's Python."""
-    is_open = not _GRAPHS & spec.engine.keys() and _can_run_whole_steps(spec)
+    is_open = not _GRAPHS & spec.engine.keys() and _can_run_whole_steps(spec, fit)
     return task.only_scores and _is_small(fit) and math.prod(spec.parallel.sizes) == 1 and is_open
 
 
-def _can_run_whole_steps(spec: JobSpec) -> bool:
-    """Whether a CUDA graph of a whole step of prompts is possible; see `engines.vllm.kernels.whole_steps`."""
-    return not _NOT_FOR_WHOLE_STEPS & spec.engine.keys() and spec.model.lora is None
+def _can_run_whole_steps(spec: JobSpec, fit: Fit) -> bool:
+    """Whether a CUDA graph of a whole step of prompts is possible; see `engines.vllm.kernels.whole_steps`.
+
+    It needs FlashAttention 3, which vLLM has for Hopper, and a cache of keys and values in all layers.
+    """
+    config, cache = fit.needs.config, fit.needs.kv_cache
+    gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
+    if gpu is None or gpu.capability[0] != _HOPPER or cache is None:
+        return False
+    has_states = any(one.state is not None for layer in cache.layers for one in layer)
+    # Encoders have no such field, and decoders that see all tokens say so.
+    is_decoder = "num_key_value_heads" in config and config.get("is_causal", True)
+    is_open = not _NOT_FOR_WHOLE_STEPS & spec.engine.keys() and spec.model.lora is None
+    return bool(is_open and is_decoder and not has_states and not config.get("use_bidirectional_attention"))
 
 
 def _is_small(fit: Fit) -> bool:

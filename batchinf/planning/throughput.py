@@ -145,8 +145,8 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
     parts = _step(at, shape, gpu, work, prompt_tokens, decoded, running)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
     num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
-    starts_layers = not decoded and not has_whole_steps(fit.engine)
-    launch_s = shape.num_layers / degrees.pipeline * LAYER_S if starts_layers else 0.0
+    is_one_graph = degrees.num_devices == 1 and has_whole_steps(fit.engine)
+    launch_s = shape.num_layers / degrees.pipeline * LAYER_S if not decoded and not is_one_graph else 0.0
     device_s = sum(parts.values())
     python_s = num_steps * (STEP_S + launch_s) + running * SEQUENCE_S + starts * REQUEST_S
     step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
@@ -163,8 +163,8 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
 
 def has_whole_steps(engine: Mapping[str, Any]) -> bool:
     """Whether engine arguments ask for one CUDA graph for each step of prompts; see `fleet.settings`."""
-    graphs, others = (engine.get(name) or {} for name in ("compilation_config", "additional_config"))
-    return graphs.get("cudagraph_mode") == "FULL" or bool(others.get(WHOLE_STEPS))
+    given = engine.get("additional_config")
+    return isinstance(given, Mapping) and bool(given.get(WHOLE_STEPS))
 
 
 def _step(

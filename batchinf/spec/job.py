@@ -47,8 +47,7 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
     """.split()
 )
 
-# The key in the engine argument `additional_config` that asks for CUDA graphs of whole steps in engines that make
-# vectors. For these, vLLM changes `cudagraph_mode: FULL` to graphs of pieces.
+# The key in the engine argument `additional_config` by which batchinf asks for CUDA graphs of whole steps of prompts.
 WHOLE_STEPS = "batchinf_whole_steps"
 
 # Engine arguments that are refused under `engine` → the field to write instead.

@@ -138,6 +138,7 @@ def test_a_worker_without_a_scheduler_in_its_process_changes_nothing(monkeypatch
     """As with tensor parallelism, where each worker has a process of its own."""
     monkeypatch.setattr(joined, "_schedulers", set())
     worker = RowsExtension()
+    worker.vllm_config = types.SimpleNamespace(instance_id="1")
     front = types.SimpleNamespace(process_outputs=print)
     engine = types.SimpleNamespace(
         output_processor=front,
@@ -148,10 +149,15 @@ def test_a_worker_without_a_scheduler_in_its_process_changes_nothing(monkeypatch
     )
     join_results(engine)
     assert front.process_outputs is print
-    scheduler = types.SimpleNamespace(joins_results=False)
-    monkeypatch.setattr(joined, "_schedulers", [scheduler])
+    other, own = (
+        types.SimpleNamespace(joins_results=False, vllm_config=types.SimpleNamespace(instance_id=name)) for name in "21"
+    )
+    monkeypatch.setattr(joined, "_schedulers", [other])
     join_results(engine)
-    assert front.process_outputs is not print and scheduler.joins_results
+    assert front.process_outputs is print
+    monkeypatch.setattr(joined, "_schedulers", [other, own])
+    join_results(engine)
+    assert front.process_outputs is not print and own.joins_results and not other.joins_results
 
 
 def test_real_texts_scored_together_have_the_scores_of_each_alone(

@@ -11,6 +11,9 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
@@ -33,6 +36,14 @@ class Builder:
         return common.max_query_len, common.max_seq_len, common.seq_lens.tolist(), common_prefix_len, fast_build
 
 
+class Layer:
+    """In place of vLLM's AttentionLayerBase, of which layers with a state are too."""
+
+    def __init__(self, impl: Any = None) -> None:
+        if impl is not None:
+            self.impl = impl
+
+
 class Impl:
     vllm_flash_attn_version = 3
     attn_type = "decoder"
@@ -48,6 +59,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = types.SimpleNamespace(
         FlashAttentionImpl=Impl,
         FlashAttentionMetadataBuilder=type("TheirBuilder", (Builder,), {"build": Builder.build}),
+        AttentionLayerBase=Layer,
     )
     monkeypatch.setattr(whole_steps, "optional", lambda _, name, cost: getattr(module, name, None))
     return module
@@ -66,13 +78,15 @@ def step(*lengths: int) -> Any:
 
 
 def worker_of(
-    mode: CUDAGraphMode, layers: Any, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool = False
+    mode: CUDAGraphMode, layers: Any, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool = True, most: int = 1024
 ) -> CUDAGraphMode:
     """The kind of graphs after our worker has loaded the model."""
     worker: Any = whole_steps.PromptWorker.__new__(whole_steps.PromptWorker)
     worker.vllm_config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(static_forward_context=layers, cudagraph_mode=mode),
         additional_config={WHOLE_STEPS: True} if is_asked else {},
+        scheduler_config=types.SimpleNamespace(max_num_seqs=most, max_num_batched_tokens=16384),
+        model_config=types.SimpleNamespace(max_model_len=512),
     )
     monkeypatch.setattr(whole_steps.Worker, "load_model", lambda self, **named: named, raising=False)
     assert worker.load_model(load_dummy_weights=True) == {"load_dummy_weights": True}
@@ -80,8 +94,9 @@ def worker_of(
     return chosen
 
 
-PLAIN = {"0": types.SimpleNamespace(impl=Impl()), "experts": types.SimpleNamespace()}
-OTHER = {**PLAIN, "1": types.SimpleNamespace(impl=OtherImpl())}
+PLAIN = {"0": Layer(Impl()), "experts": types.SimpleNamespace()}
+OTHER = {**PLAIN, "1": Layer(OtherImpl())}
+WITH_STATE = {**PLAIN, "1": Layer()}
 
 
 def test_all_steps_with_whole_graphs_have_the_plan_of_the_longest(
@@ -95,10 +110,20 @@ def test_all_steps_with_whole_graphs_have_the_plan_of_the_longest(
     assert (common.max_query_len, common.max_seq_len) == (700, 700)  # vLLM's other builders read it
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.NONE])
-def test_other_graphs_keep_vllm_s_plan(mode: CUDAGraphMode, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "is_asked"),
+    [
+        (CUDAGraphMode.PIECEWISE, False),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, True),
+        (CUDAGraphMode.NONE, True),
+        (CUDAGraphMode.NONE, False),
+    ],
+)
+def test_other_graphs_keep_vllm_s_plan(
+    mode: CUDAGraphMode, is_asked: bool, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = backend.FlashAttentionMetadataBuilder.build
-    assert worker_of(mode, PLAIN, monkeypatch) == mode
+    assert worker_of(mode, PLAIN, monkeypatch, is_asked=is_asked) == mode
     assert backend.FlashAttentionMetadataBuilder.build is theirs
     whole_steps.install()  # as another engine of this process would
     assert backend.FlashAttentionMetadataBuilder(mode).build(0, step(5, 3)) == (5, 5, [5, 3], 0, False)
@@ -106,8 +131,23 @@ def test_other_graphs_keep_vllm_s_plan(mode: CUDAGraphMode, backend: Any, monkey
 
 def test_models_that_make_vectors_have_them_if_asked(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has changed FULL to PIECEWISE for them."""
-    assert worker_of(CUDAGraphMode.PIECEWISE, PLAIN, monkeypatch, is_asked=True) == CUDAGraphMode.FULL
-    assert worker_of(CUDAGraphMode.PIECEWISE, OTHER, monkeypatch, is_asked=True) == CUDAGraphMode.PIECEWISE
+    assert worker_of(CUDAGraphMode.PIECEWISE, PLAIN, monkeypatch) == CUDAGraphMode.FULL
+    assert worker_of(CUDAGraphMode.PIECEWISE, OTHER, monkeypatch) == CUDAGraphMode.PIECEWISE
+
+
+def test_a_step_of_few_requests_must_not_be_longer_than_they_can_be(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM captures a step of 16,384 tokens as one of `max_num_seqs` requests, of 512 tokens at most."""
+    assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch, most=32) == CUDAGraphMode.FULL
+    assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch, most=31) == CUDAGraphMode.PIECEWISE
+
+
+def test_a_user_s_own_graphs_stay(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_of(CUDAGraphMode.FULL, OTHER, monkeypatch, is_asked=False) == CUDAGraphMode.FULL
+    assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch, is_asked=False) == CUDAGraphMode.FULL
+    builder = backend.FlashAttentionMetadataBuilder(CUDAGraphMode.FULL)
+    assert builder.build(0, step(3)) == (16384, 4096, [3], 0, False)
 
 
 def test_it_is_installed_once(backend: Any) -> None:
@@ -116,12 +156,12 @@ def test_it_is_installed_once(backend: Any) -> None:
     assert whole_steps.install() and backend.FlashAttentionMetadataBuilder.build is ours
 
 
-@pytest.mark.parametrize("layers", [{}, {"experts": types.SimpleNamespace()}, OTHER])
+@pytest.mark.parametrize("layers", [{}, {"experts": types.SimpleNamespace()}, OTHER, WITH_STATE])
 def test_other_attention_has_graphs_of_pieces(layers: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_of(CUDAGraphMode.FULL, layers, monkeypatch) == CUDAGraphMode.PIECEWISE
 
 
-@pytest.mark.parametrize("missing", ["FlashAttentionImpl", "FlashAttentionMetadataBuilder"])
+@pytest.mark.parametrize("missing", ["FlashAttentionImpl", "FlashAttentionMetadataBuilder", "AttentionLayerBase"])
 def test_so_have_versions_with_other_names(missing: str, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     delattr(backend, missing)
     assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch) == CUDAGraphMode.PIECEWISE
@@ -144,7 +184,8 @@ def test_the_installed_vllm_has_what_whole_steps_need(monkeypatch: pytest.Monkey
     assert issubclass(theirs, AttentionMetadataBuilder)
     known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
     assert {"max_query_len", "max_seq_len"} <= known
-    assert AttentionType.DECODER == "decoder"
+    assert AttentionType.DECODER == "decoder" and issubclass(Attention, AttentionLayerBase)
+    assert issubclass(MambaBase, AttentionLayerBase)
     source = inspect.getsource(flash_attn.FlashAttentionImpl)
     assert "self.vllm_flash_attn_version" in source and "self.attn_type" in source
     assert hasattr(whole_steps.Worker, "load_model")

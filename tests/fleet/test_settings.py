@@ -15,12 +15,16 @@ from batchinf.fleet.local import backend
 from batchinf.fleet.local.devices import place
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, applies_to, effective, kept, step_down
 from batchinf.fleet.settings import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
+from batchinf.model.cache import LayerState, kv_cache_of
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
 from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.registry import task_of
+from benchmarks.shapes import SHAPES
 
-SMALL = Fit(Needs(Weights.of_total(2 * GIB), None), 140 * GIB, "NVIDIA H200", max_model_len=4096)
+CONFIG = SHAPES["qwen3-0.6b"]
+CACHE = kv_cache_of(CONFIG, CONFIG, "bfloat16", "auto")
+SMALL = Fit(Needs(Weights.of_total(2 * GIB), CACHE, config=CONFIG), 140 * GIB, "NVIDIA H200", max_model_len=4096)
 LARGE = dataclasses.replace(SMALL, needs=Needs(Weights.of_total(15 * GIB), None))
 SCORE: dict[str, Any] = {"task": "score", "input": {"text_column": "text"}}
 NO_DEVICE = dataclasses.replace(SMALL, device_bytes=None)
@@ -189,16 +193,53 @@ def test_one_vector_for_each_prompt_is_computed_beside_the_next_step(sections: d
     assert two == {**engine, "gpu_memory_utilization": 0.44}
 
 
-@pytest.mark.parametrize("engine", [{"worker_cls": None}, {"additional_config": {}}, {"attention_config": None}])
-def test_vectors_have_graphs_of_pieces_where_whole_steps_are_not_possible(engine: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [{"worker_cls": None}, {"additional_config": {}}, {"attention_config": None}, {"kv_transfer_config": {}}],
+)
+def test_vectors_have_graphs_of_pieces_with_settings_that_whole_steps_do_not_allow(engine: dict[str, Any]) -> None:
     spec = spec_of(task="embed", engine=engine)
     assert set(chosen_arguments(spec, SMALL, task_of(spec), 1).engine) == {"compilation_config", "async_scheduling"}
+
+
+def with_config(**changed: Any) -> Fit:
+    """The small model, with changes to its config; None leaves a field out."""
+    config = {name: value for name, value in {**CONFIG, **changed}.items() if value is not None}
+    return dataclasses.replace(SMALL, needs=dataclasses.replace(SMALL.needs, config=config))
+
+
+def with_states() -> Fit:
+    """The small model, with a layer that has a state besides."""
+    first = CACHE.layers[0][0]
+    state = dataclasses.replace(first, state=LayerState(*(1 for _ in dataclasses.fields(LayerState))))
+    cache = dataclasses.replace(CACHE, layers=((state,), *CACHE.layers))
+    return dataclasses.replace(SMALL, needs=dataclasses.replace(SMALL.needs, kv_cache=cache))
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        with_config(num_key_value_heads=None),  # an encoder
+        with_config(is_causal=False),
+        with_config(use_bidirectional_attention=True),
+        with_states(),
+        dataclasses.replace(SMALL, device_name="NVIDIA B200", device_bytes=180 * GIB),
+        dataclasses.replace(SMALL, device_name="another", device_bytes=180 * GIB),
+        dataclasses.replace(SMALL, needs=dataclasses.replace(SMALL.needs, kv_cache=None)),
+    ],
+)
+def test_models_and_gpus_without_whole_steps_have_graphs_of_pieces(fit: Fit, large_input: str) -> None:
+    spec, score = spec_of(large_input, task="embed"), spec_of(large_input, **SCORE)
+    assert set(chosen_arguments(spec, fit, task_of(spec), 1).engine) == {"compilation_config", "async_scheduling"}
+    assert not chosen_arguments(score, fit, task_of(score), 1).engine
+    assert number(spec, fit) == number(score, fit) == 2
 
 
 def test_scores_of_a_small_model_have_one_graph_for_a_whole_step() -> None:
     spec = spec_of(**SCORE)
     engine = chosen_arguments(spec, SMALL, task_of(spec), 1, never).engine
     assert engine == {
+        "additional_config": {WHOLE_STEPS: True},
         "compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": prompt_graph_sizes(16384)},
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
     }
@@ -268,7 +309,11 @@ def test_graphs_of_prompts_end_at_a_lowered_step() -> None:
     for sections in ({"task": "embed"}, SCORE):
         spec = spec_of(**sections)
         chosen = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
-        for lowered, most in (({"max_num_seqs": 100}, 16384), ({"max_num_batched_tokens": 4096}, 4096)):
+        for lowered, most in (
+            ({"max_num_seqs": 100}, 16384),
+            ({"max_num_batched_tokens": 4096}, 4096),
+            ({"max_num_batched_tokens": 5000}, 5000),
+        ):
             graphs = EngineSettings(spec, SMALL, lowered, chosen).engine["compilation_config"]
             assert graphs["cudagraph_capture_sizes"][-1] == most
             assert graphs.keys() == chosen["compilation_config"].keys()

@@ -77,7 +77,7 @@ MEASURED = [
         349_114,
         1_186_912,
         lengths=(129, 1),
-        engine={"compilation_config": {"cudagraph_mode": "FULL"}},
+        engine={"additional_config": {WHOLE_STEPS: True}},
     ),
     Measured("llama-3.1-8b", "generate", 4096, 13_481, None, lengths=(1160, 128), cached=1024),
     Measured("llama-2-7b", "generate", 64, 883, 1_728, cache_gb=0.9),

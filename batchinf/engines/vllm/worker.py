@@ -49,6 +49,7 @@ class RowsExtension:
     """A base that vLLM adds to its worker; `collective_rpc` finds its methods."""
 
     model_runner: Any
+    vllm_config: Any
 
     def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
         """Send rows in the order of the vocabulary. False if this version has other names, and vLLM's order is sent."""
@@ -67,7 +68,7 @@ class RowsExtension:
 
     def join_results(self) -> bool:
         """Send the results of all prompts of a step as one. False if the scheduler is in another process."""
-        return start_joining()
+        return start_joining(self.vllm_config)
 
     def install_joined_vectors(self) -> None:
         """Copy the vectors of all requests of a step together."""

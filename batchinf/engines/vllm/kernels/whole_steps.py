@@ -20,23 +20,31 @@ from batchinf.engines.vllm.names import optional
 from batchinf.spec.job import WHOLE_STEPS
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
+_LAYERS = "vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"
 _COST = "steps of prompts start layer by layer, which is slower for small models"
 _ATTRIBUTE = "is_for_any_lengths"
-_VERSION = 3
+_VERSION, _DECODER = 3, "decoder"
 
 
 class PromptWorker(Worker):
     """vLLM's worker for engines that only read prompts. With `cudagraph_mode: FULL`, a graph is for any lengths."""
 
     def load_model(self, *arguments: Any, **named: Any) -> Any:
-        """See vLLM. Decides here, because the layers exist now and vLLM has not chosen its graphs."""
+        """See vLLM. Decides here, because the layers exist now and vLLM has not chosen its graphs.
+
+        For models that make vectors, vLLM has changed FULL to PIECEWISE. A user's own FULL stays.
+        """
         compilation = self.vllm_config.compilation_config
-        if self.vllm_config.additional_config.get(WHOLE_STEPS):
-            compilation.cudagraph_mode = type(compilation.cudagraph_mode).FULL
+        mode = type(compilation.cudagraph_mode)
+        is_ours = bool(self.vllm_config.additional_config.get(WHOLE_STEPS))
+        if is_ours and compilation.cudagraph_mode == mode.PIECEWISE:
+            compilation.cudagraph_mode = mode.FULL
         loaded = super().load_model(*arguments, **named)
-        if has_whole_steps(compilation) and not (is_known(compilation.static_forward_context) and install()):
-            print(_COST, flush=True)
-            compilation.cudagraph_mode = type(compilation.cudagraph_mode).PIECEWISE
+        if has_whole_steps(compilation):
+            can = has_room(self.vllm_config) and is_known(compilation.static_forward_context) and install()
+            if is_ours and not can:
+                print(_COST, flush=True)
+                compilation.cudagraph_mode = mode.PIECEWISE
         return loaded
 
 
@@ -45,13 +53,26 @@ def has_whole_steps(compilation: Any) -> bool:
     return bool(compilation.cudagraph_mode.mixed_mode().name == "FULL")
 
 
+def has_room(config: Any) -> bool:
+    """Whether the requests with which vLLM captures the largest graph are no longer than a request can be.
+
+    vLLM divides the step's tokens by the number of requests. Longer ones would read past the table of their blocks.
+    """
+    limits = config.scheduler_config
+    return bool(limits.max_num_seqs * config.model_config.max_model_len >= limits.max_num_batched_tokens)
+
+
 def is_known(layers: Mapping[str, Any]) -> bool:
-    """Whether FlashAttention 3 does the attention of all layers, over a cache. layers: of the model, by name."""
-    kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
-    found = [layer.impl for layer in layers.values() if hasattr(layer, "impl")]
+    """Whether FlashAttention 3 does the attention of all layers, over a cache. layers: of the model, by name.
+
+    Layers with a state, such as Mamba's, have no such attention.
+    """
+    kind, layer_kind = optional(_BACKEND, "FlashAttentionImpl", _COST), optional(*_LAYERS, _COST)
+    if layer_kind is None:
+        return False
+    found: list[Any] = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
     return bool(found) and all(
-        type(impl) is kind and impl.vllm_flash_attn_version == _VERSION and impl.attn_type == "decoder"
-        for impl in found
+        type(impl) is kind and impl.vllm_flash_attn_version == _VERSION and impl.attn_type == _DECODER for impl in found
     )
 
 

@@ -28,11 +28,15 @@ def register(scheduler: Any) -> None:
     _schedulers.add(scheduler)
 
 
-def start_joining() -> bool:
-    """Let the schedulers of this process join results. False if it has none. The front end must call `split`."""
-    for scheduler in _schedulers if _HAS_PLACES else ():
+def start_joining(config: Any) -> bool:
+    """Let an engine's scheduler join results. False if it is not in this process. The front end must call `split`.
+
+    config: vLLM's, of the engine.
+    """
+    its_own = [one for one in _schedulers if one.vllm_config.instance_id == config.instance_id] if _HAS_PLACES else []
+    for scheduler in its_own:
         scheduler.joins_results = True
-    return _HAS_PLACES and len(_schedulers) > 0
+    return bool(its_own)
 
 
 def join_scores(outputs: list[Any]) -> None:
