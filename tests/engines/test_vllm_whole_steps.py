@@ -78,15 +78,13 @@ def step(*lengths: int) -> Any:
 
 
 def worker_of(
-    mode: CUDAGraphMode, layers: Any, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool = True, most: int = 1024
+    mode: CUDAGraphMode, layers: Any, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool = True
 ) -> CUDAGraphMode:
     """The kind of graphs after our worker has loaded the model."""
     worker: Any = whole_steps.PromptWorker.__new__(whole_steps.PromptWorker)
     worker.vllm_config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(static_forward_context=layers, cudagraph_mode=mode),
         additional_config={WHOLE_STEPS: True} if is_asked else {},
-        scheduler_config=types.SimpleNamespace(max_num_seqs=most, max_num_batched_tokens=16384),
-        model_config=types.SimpleNamespace(max_model_len=512),
     )
     monkeypatch.setattr(whole_steps.Worker, "load_model", lambda self, **named: named, raising=False)
     assert worker.load_model(load_dummy_weights=True) == {"load_dummy_weights": True}
@@ -135,12 +133,16 @@ def test_models_that_make_vectors_have_them_if_asked(backend: Any, monkeypatch: 
     assert worker_of(CUDAGraphMode.PIECEWISE, OTHER, monkeypatch) == CUDAGraphMode.PIECEWISE
 
 
-def test_a_step_of_few_requests_must_not_be_longer_than_they_can_be(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM captures a step of 16,384 tokens as one of `max_num_seqs` requests, of 512 tokens at most."""
-    assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch, most=32) == CUDAGraphMode.FULL
-    assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch, most=31) == CUDAGraphMode.PIECEWISE
+def test_a_capture_reads_no_further_than_the_table_of_blocks(backend: Any) -> None:
+    """vLLM's V1 runner captures a step of 16,384 tokens as if each request had 16,384."""
+    whole_steps.install()
+    common = step(16384, 30, 4096)
+    *_, lengths, _, _ = backend.FlashAttentionMetadataBuilder(CUDAGraphMode.FULL).build(0, common)
+    assert lengths == [4096, 30, 4096]
+    assert common.seq_lens.tolist() == lengths  # the memory that the graph reads
+    pieces = step(16384)
+    backend.FlashAttentionMetadataBuilder(CUDAGraphMode.PIECEWISE).build(0, pieces)
+    assert pieces.seq_lens.tolist() == [16384]
 
 
 def test_a_user_s_own_graphs_stay(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

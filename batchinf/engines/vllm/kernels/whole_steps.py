@@ -2,10 +2,10 @@
 
 vLLM starts a step of prompts in three pieces for each layer. For a small model this takes the engine's Python as long
 as the GPU's work. One graph of a whole step starts at once. vLLM can capture such a graph for prompts
-(`cudagraph_mode: FULL`), but captures it with a few tokens for each request. FlashAttention 3 chooses its tiles by the
-longest request, so steps with other lengths would need another graph: it would read their plan with the wrong tiles, or
-let a token see the tokens after it. Here FlashAttention always gets the largest lengths that a step can have. The real
-lengths are on the GPU, where it reads them.
+(`cudagraph_mode: FULL`), but its V2 runner captures it with a few tokens for each request. FlashAttention 3 chooses its
+tiles by the longest request, so steps with other lengths would need another graph: it would read their plan with the
+wrong tiles, or let a token see the tokens after it. Here FlashAttention always gets the largest lengths that a step can
+have. The real lengths are on the GPU, where it reads them.
 
 Written for the sources of vLLM 0.26.0 and 0.32.0.
 """
@@ -41,7 +41,7 @@ class PromptWorker(Worker):
             compilation.cudagraph_mode = mode.FULL
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
-            can = has_room(self.vllm_config) and is_known(compilation.static_forward_context) and install()
+            can = is_known(compilation.static_forward_context) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
@@ -51,15 +51,6 @@ class PromptWorker(Worker):
 def has_whole_steps(compilation: Any) -> bool:
     """Whether steps that read prompts run as whole graphs."""
     return bool(compilation.cudagraph_mode.mixed_mode().name == "FULL")
-
-
-def has_room(config: Any) -> bool:
-    """Whether the requests with which vLLM captures the largest graph are no longer than a request can be.
-
-    vLLM divides the step's tokens by the number of requests. Longer ones would read past the table of their blocks.
-    """
-    limits = config.scheduler_config
-    return bool(limits.max_num_seqs * config.model_config.max_model_len >= limits.max_num_batched_tokens)
 
 
 def is_known(layers: Mapping[str, Any]) -> bool:
@@ -89,11 +80,11 @@ def install() -> bool:
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *more: Any, **named: Any) -> Any:
         config, common = self.vllm_config, common_attn_metadata
         if has_whole_steps(config.compilation_config):
-            common = dataclasses.replace(
-                common,
-                max_query_len=config.scheduler_config.max_num_batched_tokens,
-                max_seq_len=config.model_config.max_model_len,
-            )
+            longest = config.model_config.max_model_len
+            # vLLM captures large graphs with longer requests, which would read past the table of their blocks.
+            common.seq_lens.clamp_(max=longest)
+            most = config.scheduler_config.max_num_batched_tokens
+            common = dataclasses.replace(common, max_query_len=most, max_seq_len=longest)
         return theirs(self, common_prefix_len, common, *more, **named)
 
     setattr(build, _ATTRIBUTE, True)
