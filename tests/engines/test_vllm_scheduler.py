@@ -235,5 +235,5 @@ def run(engine: VllmEngine, requests: list[Request]) -> tuple[list[Completion], 
         while engine.num_unfinished():
             found.update({completion.request.row_index: completion for completion in engine.step()})
     finally:
-        del engine._engine.output_processor.process_outputs
+        engine._engine.output_processor.process_outputs = own
     return [found[request.row_index] for request in requests], sizes
