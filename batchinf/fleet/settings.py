@@ -128,8 +128,8 @@ def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) ->
     """Whether several engines on a device are faster than one, if the input is long enough. num_devices: at least 1."""
     if task.draws_tokens or _SIZES_OF_CACHE & spec.engine.keys():
         return False
-    is_overlapped = _overlaps_steps(spec, fit, task) and _can_run_whole_steps(spec, fit)
-    if is_overlapped or _only_scores(spec, fit, task):  # one engine keeps the device busy
+    runs_whole_steps = _has_prompt_graphs(spec, fit, task) and _can_run_whole_steps(spec, fit)
+    if runs_whole_steps:  # one engine keeps the device busy
         return False
     num_cores = len(os.sched_getaffinity(0)) // num_devices
     return _is_small(fit) and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
@@ -171,7 +171,7 @@ def chosen_arguments(
         chosen["gpu_memory_utilization"] = share, f"{num_per_device} replicas share each GPU"
     if task.draws_tokens and _is_large(fit):
         chosen |= _for_outputs(spec, fit, num_per_device)
-    if _overlaps_steps(spec, fit, task) or _only_scores(spec, fit, task):
+    if _has_prompt_graphs(spec, fit, task):
         chosen |= _for_prompts(spec, fit, task)
     if _overlaps_steps(spec, fit, task):
         chosen["async_scheduling"] = True, "the engine prepares the next step while the GPU computes"
@@ -215,6 +215,11 @@ def _for_prompts(spec: JobSpec, fit: Fit, task: Task) -> dict[str, _WithReason]:
     if task.pooling is None:  # for vectors vLLM would change it
         graphs["cudagraph_mode"] = "FULL"
     return chosen
+
+
+def _has_prompt_graphs(spec: JobSpec, fit: Fit, task: Task) -> bool:
+    """Whether a job gets CUDA graphs for steps that only read prompts."""
+    return _overlaps_steps(spec, fit, task) or _only_scores(spec, fit, task)
 
 
 def _only_scores(spec: JobSpec, fit: Fit, task: Task) -> bool:
