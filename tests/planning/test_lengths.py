@@ -54,3 +54,9 @@ def test_other_prompts_are_computed_in_full(texts: list[str], sections: dict[str
 def test_equal_prompts_have_something_to_compute(tmp_path: pathlib.Path) -> None:
     work, _ = work_of(tmp_path, ["Why?"] * 5)
     assert 0 < work.computed_tokens <= 16
+
+
+def test_one_row_that_begins_differently_is_enough(tmp_path: pathlib.Path) -> None:
+    texts = [RULES + question for question in QUESTIONS]
+    work, _ = work_of(tmp_path, [*texts[:20], "Why?", *texts[20:]], input={"prompt_template": "{{ text }}"})
+    assert work.cached_tokens == 0
