@@ -36,6 +36,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, name, triton_on_cpu.Launcher(getattr(kernels, name)))
     monkeypatch.setattr(kernels, "_TILE", (16, 8))
     monkeypatch.setattr(kernels, "_SEGMENT", 4)
+    monkeypatch.setattr(kernels, "_GROUP", 2)
     monkeypatch.setattr(torch.Tensor, "topk", topk)
 
 

@@ -20,12 +20,9 @@ from vllm.distributed.parallel_state import get_tp_group
 # FlashAttention needs 1.3 ns for each. With 8 heads of keys, a request with more than 1/26 of all tokens takes longer
 # than FlashAttention takes for all; here the limit is 1/32. `benchmarks/long_requests.py` compares whole steps.
 _PARTS_OF_LONGEST = 256
-# What chooses the graphs of a step, by its name in vLLM's V2 and V1 runners, and the arguments for a step that may also
-# read prompts.
-_CHOOSERS: dict[str, dict[str, Any]] = {
-    "cudagraph_manager": {"uniform_token_count": None, "max_query_len": None},
-    "cudagraph_dispatcher": {"uniform_decode": False},
-}
+# What chooses the graph of a step in vLLM's V2 and V1 runners, and the arguments for a step that may also read prompts.
+_CHOOSERS = ("cudagraph_manager", "cudagraph_dispatcher")
+_OF_ANY_STEP = {"uniform_token_count": None, "max_query_len": None, "uniform_decode": False}
 
 
 def is_even(longest: int, total: int, num_key_heads: int) -> bool:
@@ -34,6 +31,12 @@ def is_even(longest: int, total: int, num_key_heads: int) -> bool:
     longest, total: tokens of the longest request, and of all.
     """
     return longest * _PARTS_OF_LONGEST <= total * num_key_heads
+
+
+def chooser_of(runner: Any) -> Any:
+    """The part of a runner whose `dispatch` chooses the CUDA graph of a step; None if it is not known."""
+    found = (getattr(runner, name, None) for name in _CHOOSERS)
+    return next((each for each in found if hasattr(each, "dispatch")), None)
 
 
 class GraphChoice:
@@ -48,14 +51,13 @@ class GraphChoice:
 
     def install(self, runner: Any) -> bool:
         """Change how vLLM's runner chooses the graph of a step. False if it chooses in a way that is not known."""
-        for name, of_any_step in _CHOOSERS.items():
-            theirs = getattr(getattr(runner, name, None), "dispatch", None)
-            if theirs is not None:
-                known = inspect.signature(theirs).parameters
-                changed = {argument: value for argument, value in of_any_step.items() if argument in known}
-                getattr(runner, name).dispatch = self._choosing(theirs, changed)
-                return bool(changed)
-        return False
+        chooser = chooser_of(runner)
+        if chooser is None:
+            return False
+        known = inspect.signature(chooser.dispatch).parameters
+        of_any_step = {name: value for name, value in _OF_ANY_STEP.items() if name in known}
+        chooser.dispatch = self._choosing(chooser.dispatch, of_any_step)
+        return bool(of_any_step)
 
     def look(self, scheduler_output: Any) -> None:
         """Read the lengths of the requests of a step that comes next."""

@@ -13,8 +13,11 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 
 # Elements of a row in one step of a kernel, and the warps that share them.
 _TILE = (2048, 8)
+# Neighbouring elements that one thread reads at once: 16 bytes of 16-bit numbers.
+_GROUP = 8
 # Neighbouring elements of a row of which the kernel keeps the maximum.
 _SEGMENT = 128
+_LOG2_E = 1.4426950408889634
 _CHECKED_ROWS = 64
 
 
@@ -28,34 +31,39 @@ def one_pass(  # type: ignore[no-untyped-def]
     num_segments,
     SEGMENT: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    LOG2_E: tl.constexpr,  # noqa: N803
 ):
     """The maximum of a row, the log of the sum of exp(element - maximum), the maximum's first place, and own's rank.
 
-    own: an element of the row. SEGMENT: 0, or so many neighbours whose maximum is stored in `maxima`. Each lane keeps
-    the maximum of its elements, where it is, and the sum of exp(element - maximum). The maximum starts at a finite
-    number, because -inf - -inf is not a number.
+    own: an element of the row. SEGMENT: 0, or so many neighbours whose maximum is stored in `maxima`. GROUP: neighbours
+    of which one thread keeps the maximum, the step in which it came, and the sum of exp(element - maximum). The maximum
+    starts at a finite number, because -inf - -inf is not a number.
     """
-    lanes = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], -3.0e38, tl.float32)
-    place = tl.zeros([BLOCK], tl.int32)
-    total = tl.zeros([BLOCK], tl.float32)
-    rank = tl.zeros([BLOCK], tl.int32)
+    groups = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    top = tl.full([BLOCK // GROUP], -3.0e38, tl.float32)
+    step = tl.zeros([BLOCK // GROUP], tl.int32)
+    total = tl.zeros([BLOCK // GROUP], tl.float32)
+    rank = tl.zeros([BLOCK // GROUP], tl.int32)
     for start in range(0, vocab_size, BLOCK):
-        at = start + lanes
+        at = start + groups
         x = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+        highest = tl.max(x, axis=1)
         if SEGMENT > 0:
             segments = start // SEGMENT + tl.arange(0, BLOCK // SEGMENT)
-            highest = tl.max(tl.reshape(x, (BLOCK // SEGMENT, SEGMENT)), axis=1)
-            tl.store(maxima + segments, highest, mask=segments < num_segments)
-        is_above = x > top
-        shrunk = tl.exp(-tl.abs(x - top))
-        total = tl.where(is_above, total * shrunk + 1.0, total + shrunk)
-        place = tl.where(is_above, at, place)
-        top = tl.where(is_above, x, top)
-        rank += ((x >= own) & (at < vocab_size)).to(tl.int32)
+            of_segments = tl.max(tl.reshape(highest, (BLOCK // SEGMENT, SEGMENT // GROUP)), axis=1)
+            tl.store(maxima + segments, of_segments, mask=segments < num_segments)
+        step = tl.where(highest > top, start, step)
+        higher = tl.maximum(top, highest)
+        added = tl.sum(tl.exp2((x - higher[:, None]) * LOG2_E), axis=1)
+        total = total * tl.exp2((top - higher) * LOG2_E) + added
+        top = higher
+        rank += tl.sum(((x >= own) & (at < vocab_size)).to(tl.int32), axis=1)
     most = tl.max(top, axis=0)
-    log_total = tl.log(tl.sum(total * tl.exp(top - most), axis=0))
-    likeliest = tl.min(tl.where(top == most, place, vocab_size), axis=0)
+    log_total = tl.log(tl.sum(total * tl.exp2((top - most) * LOG2_E), axis=0))
+    at = tl.min(tl.where(top == most, step, vocab_size), axis=0) + tl.arange(0, BLOCK)
+    x = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+    likeliest = tl.min(tl.where(x == most, at, vocab_size), axis=0)
     return most, log_total, likeliest, tl.sum(rank, axis=0)
 
 
@@ -70,12 +78,16 @@ def score_kernel(  # type: ignore[no-untyped-def]
     vocab_size,
     WIDTH: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    LOG2_E: tl.constexpr,  # noqa: N803
 ):
     """One program a row. WIDTH: 1, or 2 with the likeliest token."""
     row = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids + row)
     own = tl.load(logits + row * stride + token_id).to(tl.float32)
-    most, log_total, likeliest, rank = one_pass(logits + row * stride, own, vocab_size, ranks, 0, 0, BLOCK)
+    most, log_total, likeliest, rank = one_pass(
+        logits + row * stride, own, vocab_size, ranks, 0, 0, BLOCK, GROUP, LOG2_E
+    )
     tl.store(found_ids + row * WIDTH, token_id)
     tl.store(logprobs + row * WIDTH, own - most - log_total)
     tl.store(ranks + row, rank)
@@ -96,12 +108,16 @@ def maxima_kernel(  # type: ignore[no-untyped-def]
     num_segments,
     SEGMENT: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    LOG2_E: tl.constexpr,  # noqa: N803
 ):
     """One program a row: the log of the sum of exp(element), the token's rank, and the maximum of each segment."""
     row = tl.program_id(0).to(tl.int64)
     own = tl.load(logits + row * stride + tl.load(token_ids + row)).to(tl.float32)
     place = maxima + row * num_segments
-    most, log_total, _, rank = one_pass(logits + row * stride, own, vocab_size, place, num_segments, SEGMENT, BLOCK)
+    most, log_total, _, rank = one_pass(
+        logits + row * stride, own, vocab_size, place, num_segments, SEGMENT, BLOCK, GROUP, LOG2_E
+    )
     tl.store(log_sums + row, most + log_total)
     tl.store(ranks + row, rank)
 
@@ -128,7 +144,7 @@ def token_scores(
         log_sums = torch.empty((num_rows, 1), dtype=torch.float32, device=logits.device)
         maxima_kernel[(num_rows,)](
             log_sums, ranks, maxima, logits, logits.stride(0), token_ids, vocab_size, num_segments,
-            SEGMENT=_SEGMENT, BLOCK=block, num_warps=num_warps,
+            SEGMENT=_SEGMENT, BLOCK=block, GROUP=_GROUP, LOG2_E=_LOG2_E, num_warps=num_warps,
         )  # fmt: skip
         found_ids = torch.cat((token_ids[:, None], _likeliest(logits, maxima, k)), dim=1)
         return found_ids, logits.gather(1, found_ids).float() - log_sums, ranks
@@ -136,7 +152,7 @@ def token_scores(
     logprobs = torch.empty((num_rows, k + 1), dtype=torch.float32, device=logits.device)
     score_kernel[(num_rows,)](
         found_ids, logprobs, ranks, logits, logits.stride(0), token_ids, vocab_size,
-        WIDTH=k + 1, BLOCK=block, num_warps=num_warps,
+        WIDTH=k + 1, BLOCK=block, GROUP=_GROUP, LOG2_E=_LOG2_E, num_warps=num_warps,
     )  # fmt: skip
     return found_ids, logprobs, ranks
 

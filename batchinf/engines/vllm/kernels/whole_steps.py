@@ -15,19 +15,23 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from batchinf.engines.vllm.kernels import fresh_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.whole_prompts import takes_prompts_whole
 from batchinf.spec.job import WHOLE_STEPS
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
 _LAYERS = "vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"
 _COST = "steps of prompts start layer by layer, which is slower for small models"
 _ATTRIBUTE = "is_for_any_lengths"
-_VERSION, _DECODER = 3, "decoder"
+_DECODER = "decoder"
 
 
 class PromptWorker(Worker):
     """vLLM's worker for engines that only read prompts. With `cudagraph_mode: FULL`, a graph is for any lengths."""
+
+    _steps: fresh_steps.FreshSteps | None = None
 
     def load_model(self, *arguments: Any, **named: Any) -> Any:
         """See vLLM. Decides here, because the layers exist now and vLLM has not chosen its graphs.
@@ -41,11 +45,30 @@ class PromptWorker(Worker):
             compilation.cudagraph_mode = mode.FULL
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
-            can = is_known(compilation.static_forward_context) and install()
+            layers = compilation.static_forward_context
+            can = is_known(layers) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
+            impls = attention_of(layers)
+            if can and takes_prompts_whole(self.vllm_config) and fresh_steps.fits(impls):
+                steps = fresh_steps.FreshSteps()
+                self._steps = steps if fresh_steps.install(steps, impls, self.vllm_config.model_config.dtype) else None
         return loaded
+
+    def compile_or_warm_up_model(self) -> Any:
+        """See vLLM, which captures the graphs here."""
+        steps, self._steps = self._steps, None
+        if steps is not None and fresh_steps.leave_others_out_of_graphs(self.model_runner, steps):
+            steps.is_fresh = True
+            self._steps = steps
+        return super().compile_or_warm_up_model()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """See vLLM."""
+        if self._steps is not None:
+            self._steps.look_at(scheduler_output)
+        return super().execute_model(scheduler_output)
 
 
 def has_whole_steps(compilation: Any) -> bool:
@@ -58,13 +81,20 @@ def is_known(layers: Mapping[str, Any]) -> bool:
 
     Layers with a state, such as Mamba's, have no such attention.
     """
-    kind, layer_kind = optional(_BACKEND, "FlashAttentionImpl", _COST), optional(*_LAYERS, _COST)
-    if layer_kind is None:
-        return False
-    found: list[Any] = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
+    kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
+    found = attention_of(layers)
     return bool(found) and all(
-        type(impl) is kind and impl.vllm_flash_attn_version == _VERSION and impl.attn_type == _DECODER for impl in found
+        type(impl) is kind and impl.vllm_flash_attn_version == fresh_steps.VERSION and impl.attn_type == _DECODER
+        for impl in found
     )
+
+
+def attention_of(layers: Mapping[str, Any]) -> list[Any]:
+    """The implementation of each layer with a cache, None for a layer with a state."""
+    layer_kind = optional(*_LAYERS, _COST)
+    if layer_kind is None:
+        return []
+    return [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
 
 
 def install() -> bool:

@@ -12,18 +12,18 @@ not new, such as one whose grammar is still compiled; vLLM gets the next step th
 
 import copy
 import inspect
+import itertools
 from typing import Any
 
 import vllm
 
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.whole_prompts import READ_VERSIONS, takes_prompts_whole
 
 _COST = "vLLM admits each prompt by itself, which is slower for short ones"
 RequestStatus: Any = optional("vllm.v1.request", "RequestStatus", _COST)
 NewRequestData: Any = optional("vllm.v1.core.sched.output", "NewRequestData", _COST)
 
-# Versions whose methods were read for this loop, and for those of `scheduler.py`.
-_READ = ("0.26.0", "0.32.0")
 # Parts of vLLM's scheduler that look at each request of a step. The loops know nothing of them, so they must be off.
 _LOOKS_AT_ALL = (
     *("connector", "ec_connector", "aux_output_connector", "lora_config", "perf_metrics", "use_pp", "num_spec_tokens"),
@@ -40,7 +40,7 @@ def is_plain(made: Any) -> bool:
     """
     managers = made.kv_cache_manager.coordinator.single_type_managers
     return (
-        vllm.__version__.split("+")[0] in _READ
+        vllm.__version__.split("+")[0] in READ_VERSIONS
         and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
         and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
         and made.kv_cache_manager.block_pool.hash_block_size == managers[0].block_size
@@ -49,16 +49,22 @@ def is_plain(made: Any) -> bool:
     )
 
 
+# Waiting prompts among which one is searched that fits into the rest of a step.
+_LOOKS = 64
+
+
 class AdmissionMixin:
     """In front of vLLM's scheduler. `admits_itself` decides whether the loop runs."""
 
     _blocks: Any = None  # the manager of the KV cache's blocks, if the loop runs
+    _is_whole = False  # whether a prompt is not cut if a step has room for it
     # Parts of vLLM's scheduler that are used here.
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
     kv_cache_manager: Any
     scheduler_config: Any
+    vllm_config: Any
     pause_state: Any
     prev_step_scheduled_req_ids: set[str]
     use_v2_model_runner: bool
@@ -80,6 +86,7 @@ class AdmissionMixin:
         if self.kv_cache_manager.enable_caching or getattr(self, "needs_kv_cache_zeroing", False):
             return
         [self._blocks] = self.kv_cache_manager.coordinator.single_type_managers
+        self._is_whole = takes_prompts_whole(self.vllm_config)
         self._tells_mrope = "uses_mrope" in inspect.signature(NewRequestData.from_request).parameters
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -109,7 +116,6 @@ class AdmissionMixin:
         """Move prompts from the queue to the batch and to the step's output. Returns how many tokens each computes."""
         manager, waiting, running = self._blocks, self.waiting, self.running
         size, free = manager.block_size, self.kv_cache_manager.block_pool.get_num_free_blocks()
-        is_whole = not self.scheduler_config.enable_chunked_prefill
         budget = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
         most = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # 0.26 has only the second
         room = most - len(running) - self.num_waiting_for_streaming_input
@@ -117,12 +123,10 @@ class AdmissionMixin:
         deferred: set[Any] = getattr(self, "deferred_waiting", set())  # not in 0.26
         more: dict[str, Any] = {"uses_mrope": self.model_uses_mrope} if self._tells_mrope else {}  # type: ignore[attr-defined]
         admitted: dict[str, int] = {}
-        while budget > 0 and len(admitted) < room and waiting and _is_new(request := waiting.peek_request()):
+        while budget > 0 and len(admitted) < room and (request := self._next(budget)) is not None:
             token_ids = request._all_token_ids
             length = len(token_ids)
             num_tokens = min(length, budget)
-            if is_whole and num_tokens < length:
-                break
             fitting = min(length, self.max_model_len) if self.scheduler_reserve_full_isl else num_tokens
             if max(-(-fitting // size), -(-num_tokens // size)) + (kept if running else 0) > free:
                 break
@@ -130,7 +134,8 @@ class AdmissionMixin:
             blocks = manager.allocate_new_blocks(name, num_tokens, num_tokens)
             free -= len(blocks)
             budget -= num_tokens
-            deferred.discard(waiting.pop_request())
+            waiting.remove_request(request)
+            deferred.discard(request)
             running.append(request)
             request.status = RequestStatus.RUNNING
             if num_tokens < length:
@@ -144,6 +149,23 @@ class AdmissionMixin:
             ids = ([block.block_id for block in blocks],)
             output.scheduled_new_reqs.append(NewRequestData.from_request(request, ids, *known, **more))
         return admitted
+
+    def _next(self, budget: int) -> Any:
+        """The waiting prompt to admit to a step with room for `budget` tokens; None ends the step.
+
+        If prompts are not cut, one that fits may go before those that do not. These are next in a step with more room.
+        """
+        request = self.waiting.peek_request() if self.waiting else None
+        if request is None or not _is_new(request):
+            return None
+        # A step with a part of a prompt has no CUDA graph, so a prompt that must be cut takes whole steps.
+        starts_alone = self._is_whole and budget < self.max_num_scheduled_tokens
+        may_be_cut = self.scheduler_config.enable_chunked_prefill and not starts_alone
+        if may_be_cut or len(request._all_token_ids) <= budget:
+            return request
+        others = itertools.islice(self.waiting, 1, _LOOKS if self._is_whole else 1)
+        new = itertools.takewhile(_is_new, others)
+        return next((other for other in new if len(other._all_token_ids) <= budget), None)
 
     def _count(self, output: Any, admitted: dict[str, int]) -> None:
         """What vLLM does with the requests of a step when all are chosen."""

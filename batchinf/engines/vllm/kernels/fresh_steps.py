@@ -1,0 +1,154 @@
+"""Attention of steps of whole prompts, which reads keys and values where the layer has just written them.
+
+vLLM writes the keys and values of each step into its cache, and FlashAttention reads them there, block by block. A
+prompt that only has to be read is never read again. If all prompts of a step are computed from their first to their
+last token, the step needs no cache: it is not written, and FlashAttention reads whole tiles of keys and values. A step
+with a part of a longer prompt is computed as vLLM does it, without a CUDA graph.
+
+Written for the sources of vLLM 0.26.0 and 0.32.0.
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from batchinf.engines.vllm.kernels.long_requests import chooser_of
+from batchinf.engines.vllm.names import optional
+
+_BACKEND = "vllm.v1.attention.backends.flash_attn"
+_COST = "steps of prompts use the KV cache, which is slower for short ones"
+_ATTRIBUTE = "is_for_fresh_steps"
+_SEAM = ("forward", "do_kv_cache_update")
+VERSION = 3  # FlashAttention's
+# Tokens of the prompts in the comparison at the start.
+_CHECKED_LENGTHS = (1, 7, 64, 65, 300)
+
+
+class FreshSteps:
+    """Which steps of this process need no cache. Graphs are captured for such steps."""
+
+    def __init__(self) -> None:
+        self.is_fresh = False
+
+    def look_at(self, scheduled: Any) -> None:
+        """At what the scheduler gives a step."""
+        tokens = scheduled.num_scheduled_tokens
+        self.is_fresh = not scheduled.scheduled_cached_reqs.req_ids and all(
+            not new.num_computed_tokens and tokens[new.req_id] == len(new.prompt_token_ids or ())
+            for new in scheduled.scheduled_new_reqs
+        )
+
+
+def fits(impls: Iterable[Any]) -> bool:
+    """Whether layers with such attention have all that they need in their own keys and values, unconverted."""
+    return all(
+        tuple(impl.sliding_window) == (-1, -1)
+        and impl.kv_cache_dtype in ("auto", "float16", "bfloat16")
+        and impl.kv_sharing_target_layer_name is None
+        for impl in impls
+    )
+
+
+def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype) -> bool:
+    """Let the attention of fresh steps go without the cache. False if vLLM's code is kept.
+
+    impls: the attention of the model's layers. dtype: the model's.
+    """
+    impl, attend = optional(_BACKEND, "FlashAttentionImpl", _COST), optional(_BACKEND, "flash_attn_varlen_func", _COST)
+    if attend is None or not all(hasattr(impl, name) for name in _SEAM):
+        return False
+    shapes = {(one.num_heads, one.num_kv_heads, one.head_size) for one in impls}
+    if not all(is_right(attend, *shape, dtype) for shape in shapes):
+        return False
+    theirs, their_update = impl.forward, impl.do_kv_cache_update
+    if hasattr(theirs, _ATTRIBUTE):
+        theirs, their_update = (getattr(each, _ATTRIBUTE) for each in (theirs, their_update))
+
+    @functools.wraps(theirs)
+    def forward(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
+        *scales: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        if not steps.is_fresh or attn_metadata is None:
+            return theirs(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
+        num_tokens = attn_metadata.num_actual_tokens
+        starts, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
+        query, key, value, out = (each[:num_tokens] for each in (query, key, value, output))
+        more = {"softcap": self.logits_soft_cap, "s_aux": self.sinks}
+        _attend(attend, query, key, value, out, starts, longest, self.scale, **more)
+        return output
+
+    @functools.wraps(their_update)
+    def do_kv_cache_update(self: Any, *arguments: Any, **named: Any) -> None:
+        if not steps.is_fresh:
+            their_update(self, *arguments, **named)
+
+    for ours, original in ((forward, theirs), (do_kv_cache_update, their_update)):
+        setattr(ours, _ATTRIBUTE, original)
+        setattr(impl, ours.__name__, ours)
+    return True
+
+
+def _attend(
+    attend: Callable[..., Any], query: Any, key: Any, value: Any, out: Any, starts: Any, longest: int, scale: float,
+    **more: Any,
+) -> None:  # fmt: skip
+    """FlashAttention of each token over its prompt up to itself. starts: [n + 1] int32, see vLLM's `cu_seqlens_q`."""
+    attend(
+        q=query, k=key, v=value, out=out, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
+        max_seqlen_k=longest, softmax_scale=scale, causal=True, window_size=[-1, -1], fa_version=VERSION, num_splits=1,
+        **more,
+    )  # fmt: skip
+
+
+def is_right(
+    attend: Callable[..., Any], num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype,
+    device: str = "cuda",
+) -> bool:  # fmt: skip
+    """Whether FlashAttention without a cache does what PyTorch's attention does with random numbers. Prints why not."""
+    starts = [*itertools.accumulate((0, *_CHECKED_LENGTHS, 0, 0))]  # a graph is filled up with empty prompts
+    make = functools.partial(torch.randn, dtype=torch.float32, device=device)
+    query, key, value = (make((starts[-1], heads, head_size)).to(dtype) for heads in (num_heads, *[num_key_heads] * 2))
+    found, scale = torch.empty_like(query), head_size**-0.5
+    group = num_heads // num_key_heads
+    try:
+        places = torch.tensor(starts, dtype=torch.int32, device=device)
+        _attend(attend, query, key, value, found, places, 4 * starts[-1], scale)
+        for start, end in itertools.pairwise(starts[: 1 + len(_CHECKED_LENGTHS)]):
+            mine, keys, values = (
+                one[start:end].float().repeat_interleave(times, dim=1).transpose(0, 1)
+                for one, times in ((query, 1), (key, group), (value, group))
+            )
+            expected = torch.nn.functional.scaled_dot_product_attention(mine, keys, values, is_causal=True, scale=scale)
+            torch.testing.assert_close(found[start:end].float(), expected.transpose(0, 1), rtol=0.02, atol=0.02)
+    except Exception as error:  # a library may fail in any way, and vLLM's own path does the work then
+        print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
+
+
+def leave_others_out_of_graphs(runner: Any, steps: FreshSteps) -> bool:
+    """Let steps that need the cache run without a CUDA graph. False if it is not known how vLLM chooses graphs."""
+    chooser, modes = chooser_of(runner), optional("vllm.config", "CUDAGraphMode", _COST)
+    if chooser is None or modes is None:
+        return False
+    theirs = chooser.dispatch
+
+    @functools.wraps(theirs)
+    def dispatch(*arguments: Any, **named: Any) -> Any:
+        found = theirs(*arguments, **named)
+        if steps.is_fresh:
+            return found
+        given = inspect.signature(theirs).bind(*arguments, **named).arguments
+        if isinstance(found, tuple):  # the V1 runner's: a mode, and the size of the graph
+            return theirs(given["num_tokens"], valid_modes={modes.NONE})
+        sizes = {name: given[name] for name in ("num_reqs", "num_tokens")}
+        return dataclasses.replace(found, cg_mode=modes.NONE, uniform_token_count=None, **sizes)
+
+    chooser.dispatch = dispatch
+    return True

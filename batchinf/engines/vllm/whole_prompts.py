@@ -1,0 +1,32 @@
+"""Whether an engine takes each prompt in one step, and so needs no keys and values of earlier steps.
+
+The scheduler and the worker ask, perhaps in two processes: the first does not cut prompts, and the second does not
+write what no step reads.
+"""
+
+from typing import Any
+
+import vllm
+
+from batchinf.spec.job import WHOLE_STEPS
+
+# Versions whose schedulers were read for the loops of `scheduling`, which alone do not cut prompts.
+READ_VERSIONS = ("0.26.0", "0.32.0")
+_SCHEDULING = f"{__package__}.scheduling."
+# A step has room for most prompts from here on. Longer ones are cut, and their steps have no CUDA graph.
+_LEAST_TOKENS = 8192
+
+
+def takes_prompts_whole(vllm_config: Any) -> bool:
+    """Whether a prompt that fits into a step is computed in one step, from its first token on."""
+    scheduling, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    room = scheduling.max_num_batched_tokens
+    return bool(
+        vllm_config.additional_config.get(WHOLE_STEPS)
+        and str(scheduling.scheduler_cls).startswith(_SCHEDULING)
+        and vllm.__version__.split("+")[0] in READ_VERSIONS
+        and not cache.enable_prefix_caching
+        and room >= min(_LEAST_TOKENS, vllm_config.model_config.max_model_len)
+        and scheduling.policy == "fcfs"
+        and scheduling.long_prefill_token_threshold <= 0
+    )
