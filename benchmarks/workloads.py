@@ -253,12 +253,12 @@ WORKLOADS = {
         # 128-token texts for a small scorer, embedder and classifier, as vLLM comes.
         Workload(
             "small-score", task="score", shape="qwen3-0.6b", num_rows=32768, prompt_tokens=128, max_tokens=1,
-            prompt_logprobs=1, counts_prompts=True, rivals=("raw",), h200={"batchinf": 349114, "raw": 199634},
+            prompt_logprobs=1, counts_prompts=True, rivals=("raw",), h200={"batchinf": 376637, "raw": 194151},
             **_SMALL_BARE,
         ),
         Workload(
             "small-embed", task="embed", shape="qwen3-0.6b", num_rows=65536, prompt_tokens=128, max_tokens=1,
-            counts_prompts=True, rivals=("embed",), h200={"batchinf": 483843, "embed": 262775}, **_SMALL_BARE,
+            counts_prompts=True, rivals=("embed",), h200={"batchinf": 516525, "embed": 212001}, **_SMALL_BARE,
         ),
         Workload(
             "small-classify", task="classify", shape="qwen3-0.6b", num_labels=8, num_rows=65536, prompt_tokens=128,
