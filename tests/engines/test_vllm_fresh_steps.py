@@ -21,6 +21,8 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from batchinf.engines.vllm import whole_prompts
 from batchinf.engines.vllm.kernels import fresh_steps
@@ -52,12 +54,11 @@ def steps_of(scheduler: Any, lengths: list[int]) -> list[tuple[dict[str, int], b
     """The tokens of each request in each step, and whether the step needs no cache."""
     for number, length in enumerate(lengths):
         scheduler.add_request(pooling_request(str(number), [7] * length, False))
-    found, steps, left = [], fresh_steps.FreshSteps(), dict(enumerate(lengths))
+    found, left = [], dict(enumerate(lengths))
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
         assert output.total_num_scheduled_tokens > 0
-        steps.look_at(output)
-        found.append((output.num_scheduled_tokens, steps.is_fresh))
+        found.append((output.num_scheduled_tokens, fresh_steps.is_fresh(output)))
         names = list(output.num_scheduled_tokens)
         for name, num_tokens in output.num_scheduled_tokens.items():
             left[int(name)] -= num_tokens
@@ -120,6 +121,8 @@ def test_the_settings_that_need_no_cache(scheduler: str) -> None:
         {"scheduler_cls": None},
         {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         {"enable_prefix_caching": True},
+        {"cache_dtype": "fp8"},
+        {"kv_transfer_config": "a connector"},  # also made by `kv_offloading_size`
         {"policy": "priority"},
         {"long_prefill_token_threshold": 100},
         {"max_num_batched_tokens": 63},
@@ -138,12 +141,17 @@ def settings(**changed: Any) -> Any:
     """What vLLM's config has of it."""
     given: dict[str, Any] = {
         "additional_config": {WHOLE_STEPS: True}, "scheduler_cls": POOLING_SCHEDULER, "enable_prefix_caching": False,
-        "policy": "fcfs", "long_prefill_token_threshold": 0, "max_num_batched_tokens": 16384, "max_model_len": 32768,
+        "cache_dtype": "auto", "kv_transfer_config": None, "policy": "fcfs", "long_prefill_token_threshold": 0,
+        "max_num_batched_tokens": 16384, "max_model_len": 32768,
         **changed,
     }  # fmt: skip
     every = types.SimpleNamespace(**given)
     return types.SimpleNamespace(
-        additional_config=every.additional_config, scheduler_config=every, cache_config=every, model_config=every
+        additional_config=every.additional_config,
+        scheduler_config=every,
+        cache_config=every,
+        model_config=every,
+        kv_transfer_config=every.kv_transfer_config,
     )
 
 
@@ -173,18 +181,28 @@ def scheduled(new: dict[str, tuple[int, int, int]], cached: list[str]) -> Schedu
 def test_fresh_steps_have_whole_prompts_alone(
     new: dict[str, tuple[int, int, int]], cached: list[str], is_fresh: bool
 ) -> None:
+    assert fresh_steps.is_fresh(scheduled(new, cached)) is is_fresh
+
+
+def test_only_a_step_that_runs_is_fresh() -> None:
     steps = fresh_steps.FreshSteps()
-    steps.look_at(scheduled(new, cached))
-    assert steps.is_fresh is is_fresh
+    seen = []
+
+    def fail() -> None:
+        with steps.running(is_fresh=True):
+            seen.append(steps.is_fresh)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert seen == [True] and not steps.is_fresh
 
 
 def test_prompts_of_embeddings_are_never_fresh() -> None:
     """They have no token ids."""
     output = scheduled({"a": (5, 5, 0)}, [])
     output.scheduled_new_reqs[0].prompt_token_ids = None
-    steps = fresh_steps.FreshSteps()
-    steps.look_at(output)
-    assert not steps.is_fresh
+    assert not fresh_steps.is_fresh(output)
 
 
 class Impl:
@@ -192,7 +210,7 @@ class Impl:
 
     num_heads, num_kv_heads, head_size = 4, 2, 8
     scale, logits_soft_cap, sinks = 0.5, 0, None
-    sliding_window, kv_cache_dtype, kv_sharing_target_layer_name = (-1, -1), "auto", None
+    sliding_window, kv_sharing_target_layer_name = (-1, -1), None
     calls: list[Any]
 
     def forward(
@@ -218,6 +236,7 @@ def impl(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     module = types.SimpleNamespace(FlashAttentionImpl=kind, flash_attn_varlen_func=attend, CUDAGraphMode=CUDAGraphMode)
     monkeypatch.setattr(fresh_steps, "optional", lambda _, name, cost: getattr(module, name, None))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(fresh_steps, "is_right", functools.partial(fresh_steps.is_right, device="cpu"))
     return kind()
 
@@ -240,52 +259,84 @@ def installed(impl: Any, steps: fresh_steps.FreshSteps) -> bool:
 
 
 def run(impl: Any, metadata: Any) -> torch.Tensor:
-    """A layer's attention over six tokens, of which two fill up the graph."""
+    """A layer's attention, which gets more tokens than the graph has."""
     query, key, value, output = torch.randn(6, 4, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 8), torch.zeros(6, 4, 8)
     impl.do_kv_cache_update(None, key, value, None, "slots")
     assert impl.forward(None, query, key, value, None, metadata, output=output, output_scale=None) is output
     return output
 
 
-METADATA = types.SimpleNamespace(num_actual_tokens=4, query_start_loc=torch.tensor([0, 1, 4]), max_query_len=16384)
+@pytest.fixture
+def metadata() -> Any:
+    """Two prompts, and a graph with room for a third one and for five tokens."""
+    starts = torch.tensor([0, 1, 4, 4])
+    return types.SimpleNamespace(num_actual_tokens=5, query_start_loc=starts, max_query_len=16384, causal=True)
 
 
-def test_a_fresh_step_reads_and_writes_no_cache(impl: Any) -> None:
+def test_a_fresh_step_reads_and_writes_no_cache(impl: Any, metadata: Any) -> None:
     steps = fresh_steps.FreshSteps()
     assert installed(impl, steps)
-    steps.is_fresh = True
-    output = run(impl, METADATA)
+    with steps.running(is_fresh=True):
+        output = run(impl, metadata)
     [(how, given)] = impl.calls
     assert how == "direct"
-    assert given["q"].shape == (4, 4, 8) and given["k"].shape == given["v"].shape == (4, 2, 8)
-    assert given["out"].data_ptr() == output.data_ptr() and len(given["out"]) == 4
-    assert given["cu_seqlens_q"] is given["cu_seqlens_k"] is METADATA.query_start_loc
+    assert given["q"].shape == (5, 4, 8) and given["k"].shape == given["v"].shape == (5, 2, 8)
+    assert given["out"].data_ptr() == output.data_ptr() and len(given["out"]) == 5
+    assert given["cu_seqlens_q"] is given["cu_seqlens_k"]
+    assert given["cu_seqlens_q"].tolist() == [0, 1, 4, 4, 5]  # the token behind the prompts is one more
     assert given["max_seqlen_q"] == given["max_seqlen_k"] == 16384
     assert given["causal"] is True and given["fa_version"] == 3 and given["softmax_scale"] == 0.5
     assert given["softcap"] == 0 and given["s_aux"] is None
     assert given["window_size"] == [-1, -1] and given["num_splits"] == 1
 
 
-def test_other_steps_do_both(impl: Any) -> None:
+def test_tokens_behind_the_last_prompt_never_have_what_was_in_the_memory(impl: Any, metadata: Any) -> None:
+    """A tile of the last prompt reaches into them, and 0 times what is not a number is not a number."""
     steps = fresh_steps.FreshSteps()
     assert installed(impl, steps)
-    run(impl, METADATA)
-    assert impl.calls == [("written", "slots"), ("cache", METADATA, None)]
+    tensors = [torch.randn(5, heads, 8) for heads in (4, 2, 2)]
+    output = torch.full((5, 4, 8), torch.nan)
+    with steps.running(is_fresh=True):
+        impl.forward(None, *tensors, None, metadata, output=output)
+    assert output.isfinite().all()
+
+
+def test_all_layers_of_a_step_share_the_starts_but_a_captured_graph_makes_its_own(
+    impl: Any, metadata: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = fresh_steps.FreshSteps()
+    assert installed(impl, steps)
+    with steps.running(is_fresh=True):
+        run(impl, metadata)
+        run(impl, metadata)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        metadata.query_start_loc[1] = 2
+        run(impl, metadata)
+    first, second, third = (given["cu_seqlens_q"] for _, given in impl.calls)
+    assert first is second and third is not first
+    assert third.tolist() == [0, 2, 4, 4, 5]
+
+
+def test_other_steps_do_both(impl: Any, metadata: Any) -> None:
+    steps = fresh_steps.FreshSteps()
+    assert installed(impl, steps)
+    run(impl, metadata)
+    assert impl.calls == [("written", "slots"), ("cache", metadata, None)]
 
 
 def test_vllm_s_measurement_of_memory_has_no_plan(impl: Any) -> None:
     steps = fresh_steps.FreshSteps()
     assert installed(impl, steps)
-    steps.is_fresh = True
-    run(impl, None)
+    with steps.running(is_fresh=True):
+        run(impl, None)
     assert impl.calls == [("cache", None, None)]
 
 
-def test_a_second_engine_of_a_process_has_its_own_steps(impl: Any) -> None:
+def test_a_second_engine_of_a_process_has_its_own_steps(impl: Any, metadata: Any) -> None:
     old, new = fresh_steps.FreshSteps(), fresh_steps.FreshSteps()
     assert installed(impl, old) and installed(impl, new)
-    old.is_fresh = True
-    run(impl, METADATA)
+    with old.running(is_fresh=True):
+        run(impl, metadata)
     assert [how for how, *_ in impl.calls] == ["written", "cache"]
 
 
@@ -293,8 +344,6 @@ def test_a_second_engine_of_a_process_has_its_own_steps(impl: Any) -> None:
     ("changed", "fits"),
     [
         ({}, True),
-        ({"kv_cache_dtype": "bfloat16"}, True),
-        ({"kv_cache_dtype": "fp8"}, False),
         ({"sliding_window": (511, 0)}, False),
         ({"kv_sharing_target_layer_name": "model.layers.3"}, False),
     ],
@@ -303,7 +352,12 @@ def test_attention_that_needs_more_than_a_layer_s_own_numbers_keeps_the_cache(
     changed: dict[str, Any], fits: bool
 ) -> None:
     other = type("Other", (Impl,), changed)()
-    assert fresh_steps.fits([Impl(), other]) is fits
+    assert fresh_steps.fits([Impl(), other], torch.bfloat16) is fits
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_numbers_that_may_overflow_do_too(dtype: torch.dtype) -> None:
+    assert not fresh_steps.fits([Impl()], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -322,11 +376,16 @@ def next_prompt_s_keys(*, cu_seqlens_q: Any, **given: Any) -> None:
     attention(cu_seqlens_q=torch.cat((cu_seqlens_q[:2], cu_seqlens_q[3:])), **given)
 
 
+def nothing_behind_the_prompts(*, cu_seqlens_q: Any, out: Any, **given: Any) -> None:
+    out.fill_(torch.nan)
+    attention(cu_seqlens_q=cu_seqlens_q[:-1], out=out, **given)
+
+
 def fails(**_: Any) -> None:
     raise RuntimeError("no kernel image is available")
 
 
-@pytest.mark.parametrize("wrong", [no_first_key, next_prompt_s_keys, fails, lambda **_: None])
+@pytest.mark.parametrize("wrong", [no_first_key, next_prompt_s_keys, nothing_behind_the_prompts, fails])
 def test_a_wrong_one_is_said_and_left_alone(wrong: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert not fresh_steps.is_right(wrong, 4, 2, 8, torch.float32, "cpu")
     assert capsys.readouterr().out.startswith("steps of prompts use the KV cache, which is slower for short ones: ")
@@ -352,10 +411,16 @@ def test_steps_that_need_the_cache_run_without_a_graph() -> None:
     graph = BatchExecutionDescriptor(CUDAGraphMode.FULL, 16, 16)
     manager._graphs_captured, manager._lora_dispatch_map, manager._max_lora_case = True, {}, 0
     manager._candidates = {(12, 0): [graph]}
-    assert fresh_steps.leave_others_out_of_graphs(types.SimpleNamespace(cudagraph_manager=manager), steps)
+    captured = []
+    runner = types.SimpleNamespace(
+        cudagraph_manager=manager, capture_model=lambda **named: captured.append((steps.is_fresh, named))
+    )
+    assert fresh_steps.capture_fresh_steps(runner, steps)
+    runner.capture_model(profile_only=False)
+    assert captured == [(True, {"profile_only": False})] and not steps.is_fresh
     for is_fresh in (True, False, True):
-        steps.is_fresh = is_fresh
-        found = manager.dispatch(3, 12, None, num_active_loras=0)
+        with steps.running(is_fresh):
+            found = manager.dispatch(3, 12, None, num_active_loras=0)
         assert found == (graph if is_fresh else BatchExecutionDescriptor(CUDAGraphMode.NONE, 12, 3))
 
 
@@ -367,16 +432,19 @@ def test_in_the_v1_runner_too() -> None:
     graphs.max_cudagraph_capture_size, graphs.mode = 16, CompilationMode.VLLM_COMPILE
     dispatcher = CudagraphDispatcher(config)
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL, 1)
-    runner = types.SimpleNamespace(cudagraph_manager=None, cudagraph_dispatcher=dispatcher)
-    assert fresh_steps.leave_others_out_of_graphs(runner, steps)
+    runner = types.SimpleNamespace(cudagraph_manager=None, cudagraph_dispatcher=dispatcher, capture_model=list)
+    assert fresh_steps.capture_fresh_steps(runner, steps)
     for is_fresh in (True, False, True):
-        steps.is_fresh = is_fresh
-        mode, size = dispatcher.dispatch(num_tokens=12, uniform_decode=False, invalid_modes=None)
+        with steps.running(is_fresh):
+            mode, size = dispatcher.dispatch(num_tokens=12, uniform_decode=False, invalid_modes=None)
         assert (mode, size.num_tokens) == ((CUDAGraphMode.FULL, 16) if is_fresh else (CUDAGraphMode.NONE, 12))
 
 
 def test_a_runner_with_other_names_is_left_alone() -> None:
-    assert not fresh_steps.leave_others_out_of_graphs(types.SimpleNamespace(), fresh_steps.FreshSteps())
+    chooser = types.SimpleNamespace(dispatch=len)
+    for runner in (types.SimpleNamespace(cudagraph_manager=chooser), types.SimpleNamespace(capture_model=list)):
+        assert not fresh_steps.capture_fresh_steps(runner, fresh_steps.FreshSteps())
+    assert chooser.dispatch is len
 
 
 def test_the_installed_vllm_has_what_fresh_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,4 +458,6 @@ def test_the_installed_vllm_has_what_fresh_steps_need(monkeypatch: pytest.Monkey
     named = {"scale", "logits_soft_cap", "sinks", "kv_cache_dtype", "kv_sharing_target_layer_name", "sliding_window"}
     assert all(f"self.{name} = " in source for name in named)
     known = {field.name for field in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
-    assert {"num_actual_tokens", "query_start_loc", "max_query_len"} <= known
+    assert {"num_actual_tokens", "query_start_loc", "max_query_len", "causal"} <= known
+    for runner in (GPUModelRunner, GPUModelRunnerV2):
+        assert callable(runner.capture_model)

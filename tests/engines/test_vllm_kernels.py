@@ -92,6 +92,13 @@ def test_impossible_tokens() -> None:
     check(logits, torch.tensor([0, 0, 4, 39]))
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_row_without_numbers_has_a_token_of_the_vocabulary(value: float) -> None:
+    logits = torch.full((1, 20), value)
+    ids, _, _ = kernels.token_scores(logits, torch.tensor([3]), 1)
+    assert ids.tolist() == [[3, 0]]
+
+
 def test_very_large_logits() -> None:
     check(random_logits(3, 60) * 1e4 - 1e5, torch.tensor([1, 2, 3]))
 

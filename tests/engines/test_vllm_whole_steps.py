@@ -49,7 +49,7 @@ class Impl:
     vllm_flash_attn_version = 3
     attn_type = "decoder"
     num_heads, num_kv_heads, head_size = 4, 2, 8
-    sliding_window, kv_cache_dtype, kv_sharing_target_layer_name = (-1, -1), "auto", None
+    sliding_window, kv_sharing_target_layer_name = (-1, -1), None
 
     def forward(self) -> str:
         return "with the cache"
@@ -102,8 +102,9 @@ def loaded_worker(
         scheduler_config=types.SimpleNamespace(
             scheduler_cls=POOLING_SCHEDULER, max_num_batched_tokens=16384, policy="fcfs", long_prefill_token_threshold=0
         ),
-        cache_config=types.SimpleNamespace(enable_prefix_caching=is_caching),
-        model_config=types.SimpleNamespace(max_model_len=4096, dtype=torch.float32),
+        cache_config=types.SimpleNamespace(enable_prefix_caching=is_caching, cache_dtype="auto"),
+        kv_transfer_config=None,
+        model_config=types.SimpleNamespace(max_model_len=4096, dtype=torch.bfloat16),
     )
     monkeypatch.setattr(fresh_steps, "is_right", lambda *shape: True)
     monkeypatch.setattr(whole_steps.Worker, "load_model", lambda self, **named: named, raising=False)
@@ -215,17 +216,18 @@ def test_without_a_prefix_cache_steps_of_whole_prompts_need_none(
     worker = loaded_worker(CUDAGraphMode.FULL, PLAIN, monkeypatch, is_caching=is_caching)
     captured, ran = [], []
     chooser = types.SimpleNamespace(dispatch=lambda num_tokens: None)
-    worker.model_runner = types.SimpleNamespace(cudagraph_manager=chooser) if is_known else None
+    worker.model_runner = types.SimpleNamespace(cudagraph_manager=chooser if is_known else None)
+    worker.model_runner.capture_model = lambda: captured.append(worker._steps is not None and worker._steps.is_fresh)
 
-    def capture(self: Any) -> float:
-        captured.append(self._steps is not None and self._steps.is_fresh)
+    def warm_up(self: Any) -> float:
+        self.model_runner.capture_model()
         return 1.5
 
     def execute(self: Any, scheduler_output: Any) -> str:
         ran.append(self._steps is not None and self._steps.is_fresh)
         return "results"
 
-    monkeypatch.setattr(whole_steps.Worker, "compile_or_warm_up_model", capture, raising=False)
+    monkeypatch.setattr(whole_steps.Worker, "compile_or_warm_up_model", warm_up, raising=False)
     monkeypatch.setattr(whole_steps.Worker, "execute_model", execute, raising=False)
     assert worker.compile_or_warm_up_model() == 1.5
     for num_tokens in (3, 2):

@@ -206,7 +206,7 @@ class VllmEngine:
         return [self._checked(output) for output in outputs if self._came_whole(output)]
 
     def begun(self) -> list[Request]:
-        """See `Engine.begun`. vLLM runs prompts in the order of arrival, so it checks only the oldest."""
+        """See `Engine.begun`. It checks only the oldest: prompts run about in the order of arrival."""
         begun = []
         while self._unbegun and not self._unbegun[0][1].is_prefilling:
             begun.append(self._unbegun.popleft()[0])

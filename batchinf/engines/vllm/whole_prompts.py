@@ -15,6 +15,7 @@ READ_VERSIONS = ("0.26.0", "0.32.0")
 _SCHEDULING = f"{__package__}.scheduling."
 # A step has room for most prompts from here on. Longer ones are cut, and their steps have no CUDA graph.
 _LEAST_TOKENS = 8192
+_EXACT = ("auto", "float16", "bfloat16")  # types of a cache that changes no numbers
 
 
 def takes_prompts_whole(vllm_config: Any) -> bool:
@@ -26,6 +27,8 @@ def takes_prompts_whole(vllm_config: Any) -> bool:
         and str(scheduling.scheduler_cls).startswith(_SCHEDULING)
         and vllm.__version__.split("+")[0] in READ_VERSIONS
         and not cache.enable_prefix_caching
+        and cache.cache_dtype in _EXACT
+        and vllm_config.kv_transfer_config is None  # a connector stores blocks of the cache, for later prompts too
         and room >= min(_LEAST_TOKENS, vllm_config.model_config.max_model_len)
         and scheduling.policy == "fcfs"
         and scheduling.long_prefill_token_threshold <= 0

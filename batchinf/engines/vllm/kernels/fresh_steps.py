@@ -5,14 +5,19 @@ prompt that only has to be read is never read again. If all prompts of a step ar
 last token, the step needs no cache: it is not written, and FlashAttention reads whole tiles of keys and values. A step
 with a part of a longer prompt is computed as vLLM does it, without a CUDA graph.
 
+A tile may reach into the next prompt. What it reads there has weight 0, but 0 times infinity is not a number. So the
+tokens that fill up a graph are one more prompt, whose attention is computed too: otherwise they would have what was in
+the memory before. Models in float16, which may overflow, keep the cache.
+
 Written for the sources of vLLM 0.26.0 and 0.32.0.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,34 +28,43 @@ from batchinf.engines.vllm.names import optional
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
 _COST = "steps of prompts use the KV cache, which is slower for short ones"
 _ATTRIBUTE = "is_for_fresh_steps"
+_STARTS = "starts_of_batchinf"
 _SEAM = ("forward", "do_kv_cache_update")
 VERSION = 3  # FlashAttention's
 # Tokens of the prompts in the comparison at the start.
 _CHECKED_LENGTHS = (1, 7, 64, 65, 300)
+_CHECKED_PADDING, _CHECKED_EMPTY = 20, 1018  # tokens, and prompts without any
 
 
 class FreshSteps:
-    """Which steps of this process need no cache. Graphs are captured for such steps."""
+    """Whether the step that is running needs no cache. Graphs are captured for such steps."""
 
     def __init__(self) -> None:
         self.is_fresh = False
 
-    def look_at(self, scheduled: Any) -> None:
-        """At what the scheduler gives a step."""
-        tokens = scheduled.num_scheduled_tokens
-        self.is_fresh = not scheduled.scheduled_cached_reqs.req_ids and all(
-            not new.num_computed_tokens and tokens[new.req_id] == len(new.prompt_token_ids or ())
-            for new in scheduled.scheduled_new_reqs
-        )
+    @contextlib.contextmanager
+    def running(self, is_fresh: bool) -> Iterator[None]:
+        """Between steps the answer is no, so that a step that nobody looked at keeps the cache."""
+        self.is_fresh = is_fresh
+        try:
+            yield
+        finally:
+            self.is_fresh = False
 
 
-def fits(impls: Iterable[Any]) -> bool:
-    """Whether layers with such attention have all that they need in their own keys and values, unconverted."""
-    return all(
-        tuple(impl.sliding_window) == (-1, -1)
-        and impl.kv_cache_dtype in ("auto", "float16", "bfloat16")
-        and impl.kv_sharing_target_layer_name is None
-        for impl in impls
+def is_fresh(scheduled: Any) -> bool:
+    """Whether a step has whole prompts alone. scheduled: what the scheduler gives the step."""
+    tokens = scheduled.num_scheduled_tokens
+    return not scheduled.scheduled_cached_reqs.req_ids and all(
+        not new.num_computed_tokens and tokens[new.req_id] == len(new.prompt_token_ids or ())
+        for new in scheduled.scheduled_new_reqs
+    )
+
+
+def fits(impls: Iterable[Any], dtype: torch.dtype) -> bool:
+    """Whether layers with such attention have all that they need in their own keys and values."""
+    return dtype == torch.bfloat16 and all(
+        tuple(impl.sliding_window) == (-1, -1) and impl.kv_sharing_target_layer_name is None for impl in impls
     )
 
 
@@ -76,10 +90,15 @@ def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype) -> bool
     ) -> Any:  # fmt: skip
         if not steps.is_fresh or attn_metadata is None:
             return theirs(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
-        num_tokens = attn_metadata.num_actual_tokens
-        starts, longest = attn_metadata.query_start_loc, attn_metadata.max_query_len
+        num_tokens, longest = attn_metadata.num_actual_tokens, attn_metadata.max_query_len
+        # Once for all layers of a step. A graph that is captured has to do it itself.
+        is_captured = torch.cuda.is_current_stream_capturing()
+        was_captured, starts = getattr(attn_metadata, _STARTS, (None, None))
+        if was_captured is not is_captured:
+            starts = with_padding(attn_metadata.query_start_loc, num_tokens)
+            setattr(attn_metadata, _STARTS, (is_captured, starts))
         query, key, value, out = (each[:num_tokens] for each in (query, key, value, output))
-        more = {"softcap": self.logits_soft_cap, "s_aux": self.sinks}
+        more = {"causal": attn_metadata.causal, "softcap": self.logits_soft_cap, "s_aux": self.sinks}
         _attend(attend, query, key, value, out, starts, longest, self.scale, **more)
         return output
 
@@ -94,15 +113,19 @@ def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype) -> bool
     return True
 
 
+def with_padding(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[n + 2] for `starts` [n + 1], see vLLM's `cu_seqlens_q`: the tokens behind the last prompt are one more."""
+    return torch.cat((starts, starts.new_full((1,), num_tokens)))
+
+
 def _attend(
     attend: Callable[..., Any], query: Any, key: Any, value: Any, out: Any, starts: Any, longest: int, scale: float,
     **more: Any,
 ) -> None:  # fmt: skip
-    """FlashAttention of each token over its prompt up to itself. starts: [n + 1] int32, see vLLM's `cu_seqlens_q`."""
+    """FlashAttention of each token over its prompt. starts: [n + 1] int32, see vLLM's `cu_seqlens_q`."""
     attend(
         q=query, k=key, v=value, out=out, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
-        max_seqlen_k=longest, softmax_scale=scale, causal=True, window_size=[-1, -1], fa_version=VERSION, num_splits=1,
-        **more,
+        max_seqlen_k=longest, softmax_scale=scale, window_size=[-1, -1], fa_version=VERSION, num_splits=1, **more,
     )  # fmt: skip
 
 
@@ -111,15 +134,17 @@ def is_right(
     device: str = "cuda",
 ) -> bool:  # fmt: skip
     """Whether FlashAttention without a cache does what PyTorch's attention does with random numbers. Prints why not."""
-    starts = [*itertools.accumulate((0, *_CHECKED_LENGTHS, 0, 0))]  # a graph is filled up with empty prompts
-    make = functools.partial(torch.randn, dtype=torch.float32, device=device)
-    query, key, value = (make((starts[-1], heads, head_size)).to(dtype) for heads in (num_heads, *[num_key_heads] * 2))
-    found, scale = torch.empty_like(query), head_size**-0.5
-    group = num_heads // num_key_heads
+    starts = [*itertools.accumulate((0, *_CHECKED_LENGTHS))]
+    num_tokens, scale, group = starts[-1] + _CHECKED_PADDING, head_size**-0.5, num_heads // num_key_heads
+    # As in a layer: keys and values lie beside the queries, and a graph is filled up with prompts without tokens.
+    mixed = torch.randn((num_tokens, num_heads + 2 * num_key_heads, head_size), device=device, dtype=torch.float32)
+    query, key, value = mixed.to(dtype).split((num_heads, num_key_heads, num_key_heads), dim=1)
+    found = torch.empty(query.shape, dtype=dtype, device=device)
+    filled = starts + starts[-1:] * _CHECKED_EMPTY
     try:
-        places = torch.tensor(starts, dtype=torch.int32, device=device)
-        _attend(attend, query, key, value, found, places, 4 * starts[-1], scale)
-        for start, end in itertools.pairwise(starts[: 1 + len(_CHECKED_LENGTHS)]):
+        places = with_padding(torch.tensor(filled, dtype=torch.int32, device=device), num_tokens)
+        _attend(attend, query, key, value, found, places, 4 * num_tokens, scale, causal=True)
+        for start, end in itertools.pairwise([*starts, num_tokens]):
             mine, keys, values = (
                 one[start:end].float().repeat_interleave(times, dim=1).transpose(0, 1)
                 for one, times in ((query, 1), (key, group), (value, group))
@@ -132,12 +157,21 @@ def is_right(
     return True
 
 
-def leave_others_out_of_graphs(runner: Any, steps: FreshSteps) -> bool:
-    """Let steps that need the cache run without a CUDA graph. False if it is not known how vLLM chooses graphs."""
+def capture_fresh_steps(runner: Any, steps: FreshSteps) -> bool:
+    """Let the CUDA graphs be for fresh steps, and others run without one. False if vLLM does it in an unknown way.
+
+    Call it before the capture.
+    """
     chooser, modes = chooser_of(runner), optional("vllm.config", "CUDAGraphMode", _COST)
-    if chooser is None or modes is None:
+    their_capture = getattr(runner, "capture_model", None)
+    if chooser is None or modes is None or their_capture is None:
         return False
     theirs = chooser.dispatch
+
+    @functools.wraps(their_capture)
+    def capture_model(*arguments: Any, **named: Any) -> Any:
+        with steps.running(is_fresh=True):
+            return their_capture(*arguments, **named)
 
     @functools.wraps(theirs)
     def dispatch(*arguments: Any, **named: Any) -> Any:
@@ -150,5 +184,5 @@ def leave_others_out_of_graphs(runner: Any, steps: FreshSteps) -> bool:
         sizes = {name: given[name] for name in ("num_reqs", "num_tokens")}
         return dataclasses.replace(found, cg_mode=modes.NONE, uniform_token_count=None, **sizes)
 
-    chooser.dispatch = dispatch
+    chooser.dispatch, runner.capture_model = dispatch, capture_model
     return True

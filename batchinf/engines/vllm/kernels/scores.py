@@ -64,6 +64,7 @@ def one_pass(  # type: ignore[no-untyped-def]
     at = tl.min(tl.where(top == most, step, vocab_size), axis=0) + tl.arange(0, BLOCK)
     x = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
     likeliest = tl.min(tl.where(x == most, at, vocab_size), axis=0)
+    likeliest = tl.where(likeliest < vocab_size, likeliest, 0)  # no element of a row without numbers is its maximum
     return most, log_total, likeliest, tl.sum(rank, axis=0)
 
 

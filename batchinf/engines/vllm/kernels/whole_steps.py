@@ -50,25 +50,24 @@ class PromptWorker(Worker):
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
-            impls = attention_of(layers)
-            if can and takes_prompts_whole(self.vllm_config) and fresh_steps.fits(impls):
+            impls, dtype = attention_of(layers), self.vllm_config.model_config.dtype
+            if can and takes_prompts_whole(self.vllm_config) and fresh_steps.fits(impls, dtype):
                 steps = fresh_steps.FreshSteps()
-                self._steps = steps if fresh_steps.install(steps, impls, self.vllm_config.model_config.dtype) else None
+                self._steps = steps if fresh_steps.install(steps, impls, dtype) else None
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM, which captures the graphs here."""
-        steps, self._steps = self._steps, None
-        if steps is not None and fresh_steps.leave_others_out_of_graphs(self.model_runner, steps):
-            steps.is_fresh = True
-            self._steps = steps
+        if self._steps is not None and not fresh_steps.capture_fresh_steps(self.model_runner, self._steps):
+            self._steps = None
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """See vLLM."""
-        if self._steps is not None:
-            self._steps.look_at(scheduler_output)
-        return super().execute_model(scheduler_output)
+        if self._steps is None:
+            return super().execute_model(scheduler_output)
+        with self._steps.running(fresh_steps.is_fresh(scheduler_output)):
+            return super().execute_model(scheduler_output)
 
 
 def has_whole_steps(compilation: Any) -> bool:

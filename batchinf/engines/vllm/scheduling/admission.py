@@ -4,7 +4,8 @@ The Python of vLLM's engine process limits the speed of embeddings. The schedule
 this loop and the one of `pooling_scheduler.py` (`benchmarks/scheduler_steps.py --embed`). For each prompt, vLLM's loop
 asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain` says, a prompt
 needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0 and 0.32.0, step by
-step; on others vLLM admits all prompts.
+step; on others vLLM admits all prompts. If prompts are taken whole (`whole_prompts.py`), it
+does more than vLLM: it cuts no prompt that fits into a step, and a shorter one may go before it.
 
 It leaves out vLLM's event that a request was scheduled, which our front end does not read. It ends at a request that is
 not new, such as one whose grammar is still compiled; vLLM gets the next step then.
@@ -33,7 +34,7 @@ _LOOKS_AT_ALL = (
 
 
 def is_plain(made: Any) -> bool:
-    """Whether a request of this scheduler is only tokens and their blocks, taken in the order of arrival.
+    """Whether a request of this scheduler is only tokens and their blocks, and none has to run before another.
 
     With one group of full attention no block leaves a window, so a token inside a block needs no change of the cache.
     With the policy `fcfs`, a request never preempts one before it in the batch.
