@@ -24,11 +24,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from batchinf.engines.vllm import whole_prompts
 from batchinf.engines.vllm.kernels import fresh_steps
+from batchinf.engines.vllm.scheduling import whole_prompts
 from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER, pooling_scheduler
 from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
-from batchinf.engines.vllm.whole_prompts import takes_prompts_whole
+from batchinf.engines.vllm.scheduling.whole_prompts import takes_prompts_whole
 from batchinf.spec.job import WHOLE_STEPS
 from benchmarks.scheduler_steps import arguments, pooling_request
 
@@ -105,6 +105,17 @@ def test_a_prompt_waits_for_the_next_step_alone() -> None:
         {"1": 63, "4": 1},
         {"3": 62},
     ]
+
+
+def test_a_request_that_is_not_new_is_left_to_vllm() -> None:
+    scheduler = scheduler_of()
+    requests = [
+        pooling_request(name, [7] * length, False) for name, length in (("a", 60), ("b", 60), ("c", 2), ("d", 3))
+    ]
+    for request in requests:
+        scheduler.add_request(request)
+    requests[2].num_computed_tokens = 1  # as after a preemption
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 60, "d": 3}
 
 
 @pytest.mark.parametrize("scheduler", [POOLING_SCHEDULER, SCHEDULER])
@@ -290,8 +301,17 @@ def test_a_fresh_step_reads_and_writes_no_cache(impl: Any, metadata: Any) -> Non
     assert given["window_size"] == [-1, -1] and given["num_splits"] == 1
 
 
+def test_a_prompt_whose_tokens_see_all_others_stays_so(impl: Any, metadata: Any) -> None:
+    steps = fresh_steps.FreshSteps()
+    assert installed(impl, steps)
+    metadata.causal = False
+    with steps.running(is_fresh=True):
+        run(impl, metadata)
+    assert impl.calls[0][1]["causal"] is False
+
+
 def test_tokens_behind_the_last_prompt_never_have_what_was_in_the_memory(impl: Any, metadata: Any) -> None:
-    """A tile of the last prompt reaches into them, and 0 times what is not a number is not a number."""
+    """FlashAttention reads them with weight 0 beside the last prompt. If one is NaN, the prompt's result is NaN too."""
     steps = fresh_steps.FreshSteps()
     assert installed(impl, steps)
     tensors = [torch.randn(5, heads, 8) for heads in (4, 2, 2)]

@@ -5,9 +5,10 @@ prompt that only has to be read is never read again. If all prompts of a step ar
 last token, the step needs no cache: it is not written, and FlashAttention reads whole tiles of keys and values. A step
 with a part of a longer prompt is computed as vLLM does it, without a CUDA graph.
 
-A tile may reach into the next prompt. What it reads there has weight 0, but 0 times infinity is not a number. So the
-tokens that fill up a graph are one more prompt, whose attention is computed too: otherwise they would have what was in
-the memory before. Models in float16, which may overflow, keep the cache.
+FlashAttention reads the keys and values of a whole tile, which may reach into the next prompt. Their weight is 0, but
+0 times infinity is not a number. For this reason models in float16, which may overflow, keep the cache. The tokens that
+fill up a CUDA graph are treated as one more prompt, so that their attention is computed too. Otherwise it would be
+whatever the memory held before.
 
 Written for the sources of vLLM 0.26.0 and 0.32.0.
 """
@@ -30,7 +31,7 @@ _COST = "steps of prompts use the KV cache, which is slower for short ones"
 _ATTRIBUTE = "is_for_fresh_steps"
 _STARTS = "starts_of_batchinf"
 _SEAM = ("forward", "do_kv_cache_update")
-VERSION = 3  # FlashAttention's
+FLASH_ATTENTION = 3  # the version
 # Tokens of the prompts in the comparison at the start.
 _CHECKED_LENGTHS = (1, 7, 64, 65, 300)
 _CHECKED_PADDING, _CHECKED_EMPTY = 20, 1018  # tokens, and prompts without any
@@ -44,7 +45,7 @@ class FreshSteps:
 
     @contextlib.contextmanager
     def running(self, is_fresh: bool) -> Iterator[None]:
-        """Between steps the answer is no, so that a step that nobody looked at keeps the cache."""
+        """Set the answer for one step. Between steps it is False, so a step that comes another way keeps the cache."""
         self.is_fresh = is_fresh
         try:
             yield
@@ -53,12 +54,11 @@ class FreshSteps:
 
 
 def is_fresh(scheduled: Any) -> bool:
-    """Whether a step has whole prompts alone. scheduled: what the scheduler gives the step."""
+    """Whether a step has whole prompts, and nothing else. scheduled: what the scheduler gives the step."""
     tokens = scheduled.num_scheduled_tokens
-    return not scheduled.scheduled_cached_reqs.req_ids and all(
-        not new.num_computed_tokens and tokens[new.req_id] == len(new.prompt_token_ids or ())
-        for new in scheduled.scheduled_new_reqs
-    )
+    new = scheduled.scheduled_new_reqs
+    are_whole = all(tokens[one.req_id] == len(one.prompt_token_ids or ()) for one in new)
+    return are_whole and not scheduled.scheduled_cached_reqs.req_ids
 
 
 def fits(impls: Iterable[Any], dtype: torch.dtype) -> bool:
@@ -99,7 +99,7 @@ def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype) -> bool
             setattr(attn_metadata, _STARTS, (is_captured, starts))
         query, key, value, out = (each[:num_tokens] for each in (query, key, value, output))
         more = {"causal": attn_metadata.causal, "softcap": self.logits_soft_cap, "s_aux": self.sinks}
-        _attend(attend, query, key, value, out, starts, longest, self.scale, **more)
+        fresh_attention(attend, query, key, value, out, starts, longest, self.scale, **more)
         return output
 
     @functools.wraps(their_update)
@@ -114,18 +114,19 @@ def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype) -> bool
 
 
 def with_padding(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[n + 2] for `starts` [n + 1], see vLLM's `cu_seqlens_q`: the tokens behind the last prompt are one more."""
+    """[n + 2] for `starts` [n + 1], see vLLM's `cu_seqlens_q`. The tokens behind the last prompt become one more."""
     return torch.cat((starts, starts.new_full((1,), num_tokens)))
 
 
-def _attend(
+def fresh_attention(
     attend: Callable[..., Any], query: Any, key: Any, value: Any, out: Any, starts: Any, longest: int, scale: float,
     **more: Any,
 ) -> None:  # fmt: skip
     """FlashAttention of each token over its prompt. starts: [n + 1] int32, see vLLM's `cu_seqlens_q`."""
     attend(
         q=query, k=key, v=value, out=out, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
-        max_seqlen_k=longest, softmax_scale=scale, window_size=[-1, -1], fa_version=VERSION, num_splits=1, **more,
+        max_seqlen_k=longest, softmax_scale=scale, window_size=[-1, -1], fa_version=FLASH_ATTENTION, num_splits=1,
+        **more,
     )  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def is_right(
     filled = starts + starts[-1:] * _CHECKED_EMPTY
     try:
         places = with_padding(torch.tensor(filled, dtype=torch.int32, device=device), num_tokens)
-        _attend(attend, query, key, value, found, places, 4 * num_tokens, scale, causal=True)
+        fresh_attention(attend, query, key, value, found, places, 4 * num_tokens, scale, causal=True)
         for start, end in itertools.pairwise([*starts, num_tokens]):
             mine, keys, values = (
                 one[start:end].float().repeat_interleave(times, dim=1).transpose(0, 1)
@@ -158,9 +159,9 @@ def is_right(
 
 
 def capture_fresh_steps(runner: Any, steps: FreshSteps) -> bool:
-    """Let the CUDA graphs be for fresh steps, and others run without one. False if vLLM does it in an unknown way.
+    """Capture CUDA graphs for fresh steps, and run other steps without a graph. Call it before the capture.
 
-    Call it before the capture.
+    False if vLLM captures or chooses graphs in a way that is not known.
     """
     chooser, modes = chooser_of(runner), optional("vllm.config", "CUDAGraphMode", _COST)
     their_capture = getattr(runner, "capture_model", None)

@@ -18,7 +18,7 @@ from typing import Any
 from batchinf.engines.vllm.kernels import fresh_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.whole_prompts import takes_prompts_whole
+from batchinf.engines.vllm.scheduling.whole_prompts import takes_prompts_whole
 from batchinf.spec.job import WHOLE_STEPS
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
@@ -63,7 +63,7 @@ class PromptWorker(Worker):
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """See vLLM."""
+        """See vLLM. Tells the attention whether this step needs the cache."""
         if self._steps is None:
             return super().execute_model(scheduler_output)
         with self._steps.running(fresh_steps.is_fresh(scheduler_output)):
@@ -83,7 +83,9 @@ def is_known(layers: Mapping[str, Any]) -> bool:
     kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
     found = attention_of(layers)
     return bool(found) and all(
-        type(impl) is kind and impl.vllm_flash_attn_version == fresh_steps.VERSION and impl.attn_type == _DECODER
+        type(impl) is kind
+        and impl.vllm_flash_attn_version == fresh_steps.FLASH_ATTENTION
+        and impl.attn_type == _DECODER
         for impl in found
     )
 

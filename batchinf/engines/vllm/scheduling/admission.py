@@ -4,8 +4,8 @@ The Python of vLLM's engine process limits the speed of embeddings. The schedule
 this loop and the one of `pooling_scheduler.py` (`benchmarks/scheduler_steps.py --embed`). For each prompt, vLLM's loop
 asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain` says, a prompt
 needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0 and 0.32.0, step by
-step; on others vLLM admits all prompts. If prompts are taken whole (`whole_prompts.py`), it
-does more than vLLM: it cuts no prompt that fits into a step, and a shorter one may go before it.
+step; on others vLLM admits all prompts. If prompts are taken whole (`whole_prompts.py`), the loop differs from vLLM's:
+it does not cut a prompt that fits into a step, and a shorter prompt may go before it.
 
 It leaves out vLLM's event that a request was scheduled, which our front end does not read. It ends at a request that is
 not new, such as one whose grammar is still compiled; vLLM gets the next step then.
@@ -16,10 +16,8 @@ import inspect
 import itertools
 from typing import Any
 
-import vllm
-
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.whole_prompts import READ_VERSIONS, takes_prompts_whole
+from batchinf.engines.vllm.scheduling.whole_prompts import has_known_order, takes_prompts_whole
 
 _COST = "vLLM admits each prompt by itself, which is slower for short ones"
 RequestStatus: Any = optional("vllm.v1.request", "RequestStatus", _COST)
@@ -32,6 +30,9 @@ _LOOKS_AT_ALL = (
     *("is_encoder_decoder", "is_mm_encoder_only"),
 )
 
+# If the next prompt does not fit into the rest of a step, one of so many waiting prompts may take its place.
+_LOOKS = 64
+
 
 def is_plain(made: Any) -> bool:
     """Whether a request of this scheduler is only tokens and their blocks, and none has to run before another.
@@ -41,24 +42,18 @@ def is_plain(made: Any) -> bool:
     """
     managers = made.kv_cache_manager.coordinator.single_type_managers
     return (
-        vllm.__version__.split("+")[0] in READ_VERSIONS
+        has_known_order(made.scheduler_config)
         and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
         and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
         and made.kv_cache_manager.block_pool.hash_block_size == managers[0].block_size
-        and made.policy.value == "fcfs"
-        and made.scheduler_config.long_prefill_token_threshold <= 0
     )
-
-
-# Waiting prompts among which one is searched that fits into the rest of a step.
-_LOOKS = 64
 
 
 class AdmissionMixin:
     """In front of vLLM's scheduler. `admits_itself` decides whether the loop runs."""
 
     _blocks: Any = None  # the manager of the KV cache's blocks, if the loop runs
-    _is_whole = False  # whether a prompt is not cut if a step has room for it
+    _takes_whole = False  # whether a prompt is not cut if a step has room for it
     # Parts of vLLM's scheduler that are used here.
     requests: dict[str, Any]
     running: list[Any]
@@ -87,7 +82,7 @@ class AdmissionMixin:
         if self.kv_cache_manager.enable_caching or getattr(self, "needs_kv_cache_zeroing", False):
             return
         [self._blocks] = self.kv_cache_manager.coordinator.single_type_managers
-        self._is_whole = takes_prompts_whole(self.vllm_config)
+        self._takes_whole = takes_prompts_whole(self.vllm_config)
         self._tells_mrope = "uses_mrope" in inspect.signature(NewRequestData.from_request).parameters
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -159,14 +154,14 @@ class AdmissionMixin:
         request = self.waiting.peek_request() if self.waiting else None
         if request is None or not _is_new(request):
             return None
-        # A step with a part of a prompt has no CUDA graph, so a prompt that must be cut takes whole steps.
-        starts_alone = self._is_whole and budget < self.max_num_scheduled_tokens
-        may_be_cut = self.scheduler_config.enable_chunked_prefill and not starts_alone
-        if may_be_cut or len(request._all_token_ids) <= budget:
+        if len(request._all_token_ids) <= budget:
             return request
-        others = itertools.islice(self.waiting, 1, _LOOKS if self._is_whole else 1)
-        new = itertools.takewhile(_is_new, others)
-        return next((other for other in new if len(other._all_token_ids) <= budget), None)
+        # A step with a part of a prompt has no CUDA graph, so a prompt that must be cut takes whole steps.
+        starts_alone = self._takes_whole and budget < self.max_num_scheduled_tokens
+        if self.scheduler_config.enable_chunked_prefill and not starts_alone:
+            return request
+        others = itertools.islice(self.waiting, 1, _LOOKS) if self._takes_whole else ()
+        return next((each for each in others if _is_new(each) and len(each._all_token_ids) <= budget), None)
 
     def _count(self, output: Any, admitted: dict[str, int]) -> None:
         """What vLLM does with the requests of a step when all are chosen."""

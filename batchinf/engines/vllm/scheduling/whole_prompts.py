@@ -10,12 +10,18 @@ import vllm
 
 from batchinf.spec.job import WHOLE_STEPS
 
-# Versions whose schedulers were read for the loops of `scheduling`, which alone do not cut prompts.
-READ_VERSIONS = ("0.26.0", "0.32.0")
-_SCHEDULING = f"{__package__}.scheduling."
+# Versions whose schedulers were read for the loops of this package, which alone do not cut prompts.
+_READ_VERSIONS = ("0.26.0", "0.32.0")
+_SCHEDULING = f"{__package__}."
 # A step has room for most prompts from here on. Longer ones are cut, and their steps have no CUDA graph.
 _LEAST_TOKENS = 8192
 _EXACT = ("auto", "float16", "bfloat16")  # types of a cache that changes no numbers
+
+
+def has_known_order(scheduling: Any) -> bool:
+    """Whether prompts run in an order for which the loops of this package were written. scheduling: vLLM's config."""
+    is_read = vllm.__version__.split("+")[0] in _READ_VERSIONS
+    return is_read and scheduling.policy == "fcfs" and scheduling.long_prefill_token_threshold <= 0
 
 
 def takes_prompts_whole(vllm_config: Any) -> bool:
@@ -25,11 +31,9 @@ def takes_prompts_whole(vllm_config: Any) -> bool:
     return bool(
         vllm_config.additional_config.get(WHOLE_STEPS)
         and str(scheduling.scheduler_cls).startswith(_SCHEDULING)
-        and vllm.__version__.split("+")[0] in READ_VERSIONS
+        and has_known_order(scheduling)
         and not cache.enable_prefix_caching
         and cache.cache_dtype in _EXACT
         and vllm_config.kv_transfer_config is None  # a connector stores blocks of the cache, for later prompts too
         and room >= min(_LEAST_TOKENS, vllm_config.model_config.max_model_len)
-        and scheduling.policy == "fcfs"
-        and scheduling.long_prefill_token_threshold <= 0
     )
