@@ -6,12 +6,15 @@
         --compare 'chosen={}' --compare 'flash={"engine": {"worker_cls": null}}' \
         --compare 'other={"engine": {"worker_cls": null, "max_num_seqs": 1500}}'
     python benchmarks/same_outputs.py results/bare-lognormal/batchinf-chosen-1 results/bare-lognormal/batchinf-flash-1
+    python benchmarks/same_outputs.py --rounding qwen3-0.6b --out results      # what rounding alone does; on a CPU
 
 vLLM's dummy weights are so small that attention changes nothing. Rounding alone makes two jobs choose different tokens
-sooner or later, so the third job above shows how soon. The jobs need `logprobs`.
+sooner or later, so the third job above shows how soon. The jobs need `logprobs`. `--rounding` scores texts with two
+attentions of PyTorch in bfloat16, and with one in float32.
 """
 
 import argparse
+import itertools
 import pathlib
 
 import numpy as np
@@ -23,20 +26,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import batchinf
 
 _SPREAD = 0.08  # standard deviation of the weights
+_TEXT_LENGTHS = (10, 20, 20, 40, 100, 100, 300)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="*", metavar="job", help="two finished jobs")
     parser.add_argument("--make-weights", choices=sorted(SHAPES), metavar="SHAPE", help="write this model, and end")
+    parser.add_argument("--rounding", choices=sorted(SHAPES), metavar="SHAPE", help="score with this model, and end")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     args = parser.parse_args()
     if args.make_weights:
         make_weights(args.make_weights, args.out / "models" / args.make_weights)
+    elif args.rounding:
+        print(rounding(args.rounding, args.out / "models" / args.rounding))
     elif len(args.jobs) == 2:
         print(compared(*args.jobs))
     else:
-        parser.error(f"got {len(args.jobs)} jobs; give two, or --make-weights SHAPE")
+        parser.error(f"got {len(args.jobs)} jobs; give two, or --make-weights or --rounding with a SHAPE")
 
 
 def make_weights(shape: str, folder: pathlib.Path) -> None:
@@ -51,6 +58,27 @@ def make_weights(shape: str, folder: pathlib.Path) -> None:
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items() if name not in tied}
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def rounding(shape: str, folder: pathlib.Path) -> str:
+    """The largest differences of a text's logprobs between two attentions in bfloat16, and from float32."""
+    if not (folder / "model.safetensors").exists():
+        make_weights(shape, folder)
+    chance = torch.Generator().manual_seed(0)
+    texts = [torch.randint(SHAPES[shape]["vocab_size"], (1, length), generator=chance) for length in _TEXT_LENGTHS]
+    found = {}
+    for dtype, attention in ((torch.bfloat16, "eager"), (torch.bfloat16, "sdpa"), (torch.float32, "sdpa")):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+        with torch.inference_mode():
+            logprobs = [model(ids).logits[0, :-1].float().log_softmax(-1) for ids in texts]
+        scores = [each.gather(1, ids[0, 1:, None]) for each, ids in zip(logprobs, texts, strict=True)]
+        found[f"{str(dtype).removeprefix('torch.')} {attention}"] = scores
+    names = list(found)
+    lines = [f"standard deviation of the logprobs: {torch.cat(found[names[-1]]).std():.2f}"]
+    for one, other in itertools.combinations(names, 2):
+        far = [(a - b).abs().max().item() for a, b in zip(found[one], found[other], strict=True)]
+        lines.append(f"{one} and {other}: {', '.join(f'{each:.2f}' for each in far)}")
+    return "\n".join(lines)
 
 
 def compared(job: str, other: str) -> str:
