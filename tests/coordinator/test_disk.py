@@ -167,7 +167,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     finished_unhurt(spec, out)
 
 
-@pytest.mark.parametrize("limit", [24, *jobs.slowly(16, 32, 40, 48, 64)])
+@pytest.mark.parametrize("limit", jobs.slowly(16, 24, 32, 40, 48, 64))
 def test_a_limit_on_open_files(limit: int, tmp_path: pathlib.Path) -> None:
     (tmp_path / "in").mkdir()
     for number, line in enumerate(jobs.PROMPTS.read_text().rstrip("\n").split("\n")):

@@ -249,6 +249,7 @@ def test_json_lines(tmp_path: Any) -> None:
     assert "sampling.max_tokens" in error["message"]
 
 
+@pytest.mark.slow
 def test_errors_are_counted_by_kind_though_a_replica_dies(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"id": str(i), "prompt": "" if i % 10 == 0 else "word " * (900 if i % 10 == 1 else 2)} for i in range(100)]
     data = tmp_path / "rows.jsonl"

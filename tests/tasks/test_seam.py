@@ -112,6 +112,7 @@ def test_the_rule_sees_what_it_forbids(code: str, found: list[str]) -> None:
     assert [*knowledge(code)] == found
 
 
+@pytest.mark.slow
 def test_a_new_task_is_one_class_and_one_line(tmp_path: pathlib.Path) -> None:
     (tmp_path / "site").mkdir()
     # Imported by each process when it starts, those of the replicas too.

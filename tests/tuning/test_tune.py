@@ -19,6 +19,7 @@ def spec_of(folder: pathlib.Path, **scripted: Any) -> pathlib.Path:
     return jobs.spec_of(folder, scripted={"step_s": 0.02, **scripted}, parallel={"data_parallel_size": 1})
 
 
+@pytest.mark.slow
 def test_the_faster_batch_is_found_and_a_stop_loses_one_trial(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
