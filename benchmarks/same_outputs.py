@@ -7,26 +7,34 @@
         --compare 'other={"engine": {"worker_cls": null, "max_num_seqs": 1500}}'
     python benchmarks/same_outputs.py results/bare-lognormal/batchinf-chosen-1 results/bare-lognormal/batchinf-flash-1
     python benchmarks/same_outputs.py --rounding qwen3-0.6b --out results      # what rounding alone does; on a CPU
+    python benchmarks/same_outputs.py --make-texts qwen3-0.6b --out results    # results/texts.parquet
 
 vLLM's dummy weights are so small that attention changes nothing. Rounding alone makes two jobs choose different tokens
 sooner or later, so the third job above shows how soon. The jobs need `logprobs`. `--rounding` scores texts with two
-attentions of PyTorch in bfloat16, and with one in float32.
+attentions of PyTorch in bfloat16, and with one in float32. `--make-texts` writes texts of many lengths; a few are
+longer than a step.
 """
 
 import argparse
 import itertools
 import pathlib
+import random
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
-from shapes import SHAPES, make_model
+from shapes import SHAPES, make_model, words
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import batchinf
 
 _SPREAD = 0.08  # standard deviation of the weights
 _TEXT_LENGTHS = (10, 20, 20, 40, 100, 100, 300)
+# Of the texts that are written: a share of them, and their fewest and most tokens.
+_TEXT_SHARES = ((0.4, 1, 40), (0.5, 41, 700), (0.0975, 701, 3500), (0.0025, 16_500, 24_000))
+_NUM_TEXTS = 1600
 
 
 def main() -> None:
@@ -34,16 +42,19 @@ def main() -> None:
     parser.add_argument("jobs", nargs="*", metavar="job", help="two finished jobs")
     parser.add_argument("--make-weights", choices=sorted(SHAPES), metavar="SHAPE", help="write this model, and end")
     parser.add_argument("--rounding", choices=sorted(SHAPES), metavar="SHAPE", help="score with this model, and end")
+    parser.add_argument("--make-texts", choices=sorted(SHAPES), metavar="SHAPE", help="write texts for it, and end")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     args = parser.parse_args()
     if args.make_weights:
         make_weights(args.make_weights, args.out / "models" / args.make_weights)
     elif args.rounding:
         print(rounding(args.rounding, args.out / "models" / args.rounding))
+    elif args.make_texts:
+        make_texts(args.make_texts, args.out / "texts.parquet")
     elif len(args.jobs) == 2:
         print(compared(*args.jobs))
     else:
-        parser.error(f"got {len(args.jobs)} jobs; give two, or --make-weights or --rounding with a SHAPE")
+        parser.error(f"got {len(args.jobs)} jobs; give two, or another option with a SHAPE")
 
 
 def make_weights(shape: str, folder: pathlib.Path) -> None:
@@ -58,6 +69,19 @@ def make_weights(shape: str, folder: pathlib.Path) -> None:
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items() if name not in tied}
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def make_texts(shape: str, path: pathlib.Path) -> None:
+    """Write rows `id` and `prompt`, in a random order of lengths."""
+    chance = random.Random(0)
+    lengths = [
+        chance.randint(fewest, most) for share, fewest, most in _TEXT_SHARES for _ in range(round(share * _NUM_TEXTS))
+    ]
+    chance.shuffle(lengths)
+    vocabulary = words(SHAPES[shape]["vocab_size"])
+    texts = [" " + " ".join(chance.choices(vocabulary, k=length)) for length in lengths]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"id": range(len(texts)), "prompt": texts}), path)
 
 
 def rounding(shape: str, folder: pathlib.Path) -> str:
