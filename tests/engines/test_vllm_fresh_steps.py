@@ -92,6 +92,17 @@ def test_a_longer_prompt_begins_with_a_step_of_its_own() -> None:
     ]
 
 
+def test_longer_prompts_fill_the_steps_of_each_other() -> None:
+    """A step with a part needs the cache anyway. Prompts that fit into a step stay whole."""
+    assert steps_of(scheduler_of(), [100, 100, 40, 60]) == [
+        ({"0": 64}, False),
+        ({"0": 36, "1": 28}, False),
+        ({"1": 64}, False),
+        ({"1": 8, "2": 40}, False),
+        ({"3": 60}, True),
+    ]
+
+
 def test_only_a_few_prompts_are_looked_at() -> None:
     lengths = [40, *[30] * 70, 1]
     first, _ = steps_of(scheduler_of(max_num_seqs=100), lengths)[0]

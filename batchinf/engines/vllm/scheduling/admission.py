@@ -119,7 +119,9 @@ class AdmissionMixin:
         deferred: set[Any] = getattr(self, "deferred_waiting", set())  # not in 0.26
         more: dict[str, Any] = {"uses_mrope": self.model_uses_mrope} if self._tells_mrope else {}  # type: ignore[attr-defined]
         admitted: dict[str, int] = {}
-        while budget > 0 and len(admitted) < room and (request := self._next(budget)) is not None:
+        # A step with a part of a prompt needs the KV cache and has no CUDA graph. Another part costs it nothing more.
+        has_part = output.total_num_scheduled_tokens > 0
+        while budget > 0 and len(admitted) < room and (request := self._next(budget, has_part)) is not None:
             token_ids = request._all_token_ids
             length = len(token_ids)
             num_tokens = min(length, budget)
@@ -146,19 +148,20 @@ class AdmissionMixin:
             output.scheduled_new_reqs.append(NewRequestData.from_request(request, ids, *known, **more))
         return admitted
 
-    def _next(self, budget: int) -> Any:
+    def _next(self, budget: int, has_part: bool) -> Any:
         """The waiting prompt to admit to a step with room for `budget` tokens; None ends the step.
 
-        If prompts are not cut, one that fits may go before those that do not. These are next in a step with more room.
+        has_part: of another prompt. If prompts are not cut, one that fits may go before those that do not. These are
+        next in a step with more room. A prompt that fits into no step begins a step, or fills one that has a part.
         """
         request = self.waiting.peek_request() if self.waiting else None
         if request is None or not _is_new(request):
             return None
-        if len(request._all_token_ids) <= budget:
+        length, most = len(request._all_token_ids), self.max_num_scheduled_tokens
+        if length <= budget:
             return request
-        # A step with a part of a prompt has no CUDA graph, so a prompt that must be cut takes whole steps.
-        starts_alone = self._takes_whole and budget < self.max_num_scheduled_tokens
-        if self.scheduler_config.enable_chunked_prefill and not starts_alone:
+        is_cut = not self._takes_whole or (length > most and (has_part or budget == most))
+        if self.scheduler_config.enable_chunked_prefill and is_cut:
             return request
         others = itertools.islice(self.waiting, 1, _LOOKS) if self._takes_whole else ()
         return next((each for each in others if _is_new(each) and len(each._all_token_ids) <= budget), None)
