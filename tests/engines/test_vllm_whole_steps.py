@@ -211,7 +211,7 @@ def test_attention_without_a_cache_has_graphs_of_pieces(backend: Any, monkeypatc
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("is_caching", [True, False])
 def test_without_a_prefix_cache_steps_of_whole_prompts_need_none(
-    is_caching: bool, is_known: bool, backend: Any, monkeypatch: pytest.MonkeyPatch
+    is_caching: bool, is_known: bool, backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = loaded_worker(CUDAGraphMode.FULL, PLAIN, monkeypatch, is_caching=is_caching)
     captured, ran = [], []
@@ -239,6 +239,7 @@ def test_without_a_prefix_cache_steps_of_whole_prompts_need_none(
         assert worker.execute_model(output) == "results"
     has = not is_caching and is_known
     assert captured == [has] and ran == [has, False]
+    assert ("steps of whole prompts do without the KV cache" in capsys.readouterr().out) is has
 
 
 def test_a_layer_with_a_window_keeps_the_cache(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

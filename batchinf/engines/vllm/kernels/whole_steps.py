@@ -60,6 +60,8 @@ class PromptWorker(Worker):
         """See vLLM, which captures the graphs here."""
         if self._steps is not None and not fresh_steps.capture_fresh_steps(self.model_runner, self._steps):
             self._steps = None
+        if self._steps is not None:
+            print("steps of whole prompts do without the KV cache", flush=True)
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
