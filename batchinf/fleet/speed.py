@@ -39,10 +39,12 @@ _MOST_UTILIZATION = 0.95
 # -- predicted ---------------------------------------------------------------------------------------------------------
 
 
-def expected_speed(job: Job, state: State, settings: EngineSettings, num_replicas: int) -> ExpectedSpeed | None:
+def expected_speed(
+    job: Job, state: State, settings: EngineSettings, num_replicas: int, sharers: int = 1
+) -> ExpectedSpeed | None:
     """The prediction for the rows that are left; None without GPUs that the table knows.
 
-    Reads a sample of the rows. settings: of the engines.
+    Reads a sample of the rows. settings: of the engines. sharers: replicas on a device.
     """
     fit = dataclasses.replace(settings.fit, engine=settings.engine)
     gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
@@ -58,7 +60,7 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, num_replica
     share = float(fit.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     context = fit.max_model_len or lengths.longest
     degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context, share)
-    found = prediction_of(fit, degrees, shape, gpu, work, share)
+    found = prediction_of(fit, degrees, shape, gpu, work, share, sharers)
     return ExpectedSpeed(
         round(found.seconds, 1),
         round(found.prompt_tokens_per_s * num_replicas, 1),

@@ -28,6 +28,9 @@ STEP_S, SEQUENCE_S, REQUEST_S = 6e-3, 6e-6, 150e-6
 LAYER_S = 0.55e-3
 # The share of the shorter of device and Python that the longer one does not hide.
 _NOT_HIDDEN = 0.25
+# Several engines on a device take longer by this factor than the peaks' shares say: they take turns, and the small
+# kernels, which the Python of one engine hides, add up.
+_TURNS = 1.4
 # Memory that the logprobs of a prompt's token read and write, for each entry of the vocabulary, in one pass.
 _LOGPROB_BYTES = 8
 _PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
@@ -121,8 +124,10 @@ class Prediction:
         return self.prompt_tokens_per_s + self.output_tokens_per_s
 
 
-def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Workload, share: float) -> Prediction:
-    """Time of the work on one replica."""
+def prediction_of(
+    fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Workload, share: float, sharers: int = 1
+) -> Prediction:
+    """Time of the work on one replica. sharers: replicas on each of its devices, all with as much work."""
     at = dataclasses.replace(fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
     limits = at.limits
     limit = min(limits["max_num_seqs"], work.num_requests)
@@ -150,6 +155,9 @@ def prediction_of(fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Work
     device_s = sum(parts.values())
     python_s = num_steps * (STEP_S + launch_s) + running * SEQUENCE_S + starts * REQUEST_S
     step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
+    if sharers > 1:  # the device does a step of each in turn, or waits for the Python of all
+        device_s *= sharers * _TURNS
+        step_s = max(step_s, device_s)
     seconds = work.num_requests * step_s / starts
     if decoded:  # the last sequences end alone
         weights_s = shape.layer_bytes / degrees.tensor / gpu.bandwidth / _MEMORY_SHARE

@@ -156,6 +156,8 @@ def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> 
     assert whole.cache_tokens == both.cache_tokens > 10**6
     assert both.output_tokens_per_s > 1.2 * whole.output_tokens_per_s
     assert whole.work_s * whole.output_tokens_per_s == pytest.approx(657 * 32, rel=0.06)
+    shared = expected_speed(job, state, settings, 2, sharers=2)
+    assert shared is not None and shared.output_tokens_per_s <= both.output_tokens_per_s
     state.committed[: len(state.committed) // 2] = True
     half = expected_speed(job, state, settings, 1)
     assert half is not None and half.work_s < 0.8 * whole.work_s
