@@ -29,17 +29,16 @@ class Workload:
     """Rows with `prompt_tokens` tokens in and `max_tokens` out (the end-of-sequence token is ignored).
 
     slow_rows: rows for the rivals in `SLOW`, which are several times slower. rivals: the kinds to compare with. h200:
-    tokens a second measured on one H200, by kind, only for planning. guess: of the job, where nothing is measured.
-    counts_prompts: tokens a second are of the prompts, not of the outputs. chunk_rows: rows for one call of the rival
-    `chunks`. order: the job's `input.order`. task: the job's; a scoring task scores each prompt. scripted_step_s: run
-    on the scripted engine, with at least this time a step. prefix_tokens: the beginning of the prompt that
-    `rows_per_prefix` rows share, shuffled. The KV cache then holds a third of all prefixes. ends: an end-of-sequence
-    token ends a row. schema: the JSON schema of the text; a row then has about `mean_tokens` tokens. system_tokens: of
-    the system prompt that all rows share; each prompt is then a user message. first_tokens: of the first prompt, which
-    may be longer than the others. num_labels: classes of a classifier. lora_rank: of one adapter for all rows.
-    own_engine: engine arguments of job and rivals in place of those that follow from the other fields; an empty one
-    leaves them to vLLM and batchinf. job_engine: of the job alone. job_parallel: more fields of the job's section
-    `parallel`.
+    tokens a second measured on one H200, by kind, only for planning. counts_prompts: tokens a second are of the
+    prompts, not of the outputs. chunk_rows: rows for one call of the rival `chunks`. order: the job's `input.order`.
+    task: the job's; a scoring task scores each prompt. scripted_step_s: run on the scripted engine, with at least this
+    time a step. prefix_tokens: the beginning of the prompt that `rows_per_prefix` rows share, shuffled. The KV cache
+    then holds a third of all prefixes. ends: an end-of-sequence token ends a row. schema: the JSON schema of the text;
+    a row then has about `mean_tokens` tokens. system_tokens: of the system prompt that all rows share; each prompt is
+    then a user message. first_tokens: of the first prompt, which may be longer than the others. num_labels: classes of
+    a classifier. lora_rank: of one adapter for all rows. own_engine: engine arguments of job and rivals in place of
+    those that follow from the other fields; an empty one leaves them to vLLM and batchinf. job_engine: of the job
+    alone. job_parallel: more fields of the job's section `parallel`.
     """
 
     name: str
@@ -81,7 +80,6 @@ class Workload:
     job_parallel: dict[str, Any] = field(default_factory=dict)
     rivals: tuple[str, ...] = ("ceiling",)
     h200: Mapping[str, float] = field(default_factory=dict)
-    guess: float | None = None
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -171,7 +169,7 @@ class Workload:
         num_tokens = self.num_tokens(kind)
         if kind in self.h200:
             return num_tokens / self.h200[kind], False
-        job = self.h200.get("batchinf", self.guess or 10_000.0)
+        job = self.h200.get("batchinf", 10_000.0)
         return num_tokens / (job * SHARES.get(kind, 1.0)), True
 
     def sized(
@@ -310,8 +308,8 @@ WORKLOADS = {
             rivals=("raw", "ceiling"), h200={"batchinf": 14071, "raw": 12757, "ceiling": 18403}, **_BARE,
         ),
         Workload(
-            "long-out", num_rows=96, prompt_tokens=128, max_tokens=8000, logprobs=20, rivals=("flat",), guess=6000,
-            **_BARE,
+            "long-out", num_rows=96, prompt_tokens=128, max_tokens=8000, logprobs=20, rivals=("flat",),
+            h200={"batchinf": 5427, "flat": 5442}, **_BARE,
         ),
         # A batch of prompts with 512 tokens, beside one with 32,768.
         Workload(
@@ -337,12 +335,16 @@ WORKLOADS = {
             h200={"batchinf": 23312, "raw": 16223}, **_BARE,
         ),
         Workload(
-            "moe", shape="qwen3-30b-a3b", num_rows=4096, logprobs=5, rivals=("raw", "ceiling"), guess=15_000, **_BARE
+            "moe", shape="qwen3-30b-a3b", num_rows=4096, logprobs=5, rivals=("raw", "ceiling"),
+            h200={"batchinf": 14794, "raw": 6926, "ceiling": 8610}, **_BARE,
         ),
-        Workload("lora", num_rows=4096, logprobs=5, lora_rank=16, rivals=("raw",), guess=9_000, **_BARE),
+        Workload(
+            "lora", num_rows=4096, logprobs=5, lora_rank=16, rivals=("raw",), h200={"batchinf": 10010, "raw": 7097},
+            **_BARE,
+        ),
         # Greedy outputs of random weights repeat themselves, so more proposals are accepted than in real text.
         Workload(
-            "ngram", num_rows=2048, prompt_tokens=256, rivals=("ceiling",), guess=12_000,
+            "ngram", num_rows=2048, prompt_tokens=256, rivals=("ceiling",), h200={"batchinf": 11648, "ceiling": 11443},
             own_engine={
                 "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
             },

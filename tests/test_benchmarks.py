@@ -95,7 +95,7 @@ def test_rivals_beside_a_job(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_estimate_has_each_job_and_rival_of_a_round_on_one_lane(tmp_path: pathlib.Path) -> None:
-    printed = run("run.py bare-top20 moe bare-fp8 --repeat 3 --devices 0,1 --estimate", tmp_path)
+    printed = run("run.py bare-top20 uneven bare-fp8 --repeat 3 --devices 0,1 --estimate", tmp_path)
     lines = re.findall(r"^ *[\d.]+ +(\d) +(\d)  (.*)$", printed, re.MULTILINE)
     lanes: dict[tuple[str, str], set[str]] = {}
     for number, lane, shown in lines:
@@ -103,7 +103,7 @@ def test_the_estimate_has_each_job_and_rival_of_a_round_on_one_lane(tmp_path: pa
             lanes.setdefault((run_of.split()[0], number), set()).add(lane)
     assert {key for key, found in lanes.items() if len(found) != 1} == set()
     assert [lanes["bare-top20", number] for number in "123"] == [{"0"}, {"1"}, {"0"}]
-    assert "moe batchinf (guess)" in printed and "bare-top20 batchinf\n" in printed
+    assert "uneven ceiling (guess)" in printed and "bare-top20 batchinf\n" in printed
 
 
 def run(command: str, tmp_path: pathlib.Path) -> str:

@@ -21,6 +21,8 @@ from batchinf.spec.job import WHOLE_STEPS
 # Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200 (benchmarks/RESULTS.md). They are
 # the same for all models and GPUs.
 _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
+# Of that share, what the matrices of experts reach: each has few of a step's tokens, which do not fill its tiles.
+_EXPERTS_SHARE = 0.40
 _MEMORY_SHARE, _LINK_SHARE = 0.80, 0.60
 # Seconds: of a step, of each sequence in it, and of each request once.
 STEP_S, SEQUENCE_S, REQUEST_S = 6e-3, 6e-6, 150e-6
@@ -40,12 +42,13 @@ _PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
 class Shape:
     """The cost of a token: the parameters of the matrices that compute it, in all layers and the head.
 
-    layer_parameters: with the chosen experts only. layer_bytes: of all weights of the layers. attention_width: heads ×
-    head size, summed over all layers that see all tokens. window_width: the same for layers with a window. window:
-    their window in tokens. hidden: the hidden size.
+    layer_parameters: without experts. expert_parameters: of the chosen experts. layer_bytes: of all weights of the
+    layers. attention_width: heads × head size, summed over all layers that see all tokens. window_width: the same for
+    layers with a window. window: their window in tokens. hidden: the hidden size.
     """
 
     layer_parameters: float
+    expert_parameters: float
     head_parameters: float
     layer_bytes: float
     attention_width: int
@@ -71,7 +74,8 @@ def shape_of(needs: Needs) -> Shape | None:
     width = (heads or 0) * (head_dim or 0)
     windows = [window for window in kinds if window is not None]
     return Shape(
-        counts.get("linear", 0) + experts,
+        counts.get("linear", 0),
+        experts,
         # With tied embeddings there is no head of its own.
         counts.get("head") or counts.get("embedding", 0),
         sum(weights.layers),
@@ -185,7 +189,8 @@ def _step(
     memory = gpu.bandwidth * _MEMORY_SHARE
     plain = (gpu.bf16 or gpu.fp16) * _MATRIX_SHARE["other"]
     matrices = gpu.flops(shape.dtype) * _MATRIX_SHARE.get(shape.dtype, _MATRIX_SHARE["other"])
-    linear = 2 * shape.layer_parameters * tokens / matrices / tensor / pipeline
+    parameters = shape.layer_parameters + shape.expert_parameters / _EXPERTS_SHARE
+    linear = 2 * parameters * tokens / matrices / tensor / pipeline
     # Each stage of a pipeline reads its weights for each of as many batches.
     weights = shape.layer_bytes / memory / tensor
     head_tokens = {"all": tokens, "last": float(running), "none": 0.0}[work.logits]
