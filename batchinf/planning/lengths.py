@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import pathlib
+import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from batchinf.job.sample import RUN_ROWS, sample_rows
 from batchinf.model.cache import BLOCK_TOKENS
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.source.rows import Row
 from batchinf.source.sample import is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
 from batchinf.spec.sampling import SamplingSpec
@@ -25,6 +27,9 @@ from batchinf.tasks.base import LIKELY_TOKENS
 from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30
+# Tokenising a thousand long prompts takes minutes, in which a starting job would do nothing else. With this many tokens
+# and rows, the mean is known well enough.
+_ENOUGH_TOKENS, _ENOUGH_ROWS = 2_000_000, 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,10 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
 
 
 def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
-    """Read a sample of the rows at these positions. num_rows: the number of rows that the positions stand for."""
+    """Read a sample of the rows at these positions: at most 1,000, and fewer if their prompts are long.
+
+    num_rows: the number of rows that the positions stand for.
+    """
     sampling = job.spec.sampling
     task = task_of(job.spec.model_copy(update={"sampling": _once(sampling)}))
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
@@ -141,13 +149,13 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
     outputs, num_sampled, built = [], 0, []
     first: Sequence[int] = ()
     num_shared = 0
-    row_error: RowError | None = None
+    errors: dict[int, RowError] = {}
     is_assumed = job.task.draws_tokens and sampling.max_tokens is None
-    for rows in sample_rows(positions, 0):
-        for prompt in builder.build(job.source.read_rows(np.sort(np.asarray(rows, np.int64)), builder.columns), length):
+    for places, rows in _short_runs(job, positions, builder.columns):
+        for place, prompt in zip(places, builder.build(rows, length), strict=True):
             num_sampled += 1
             if prompt.error is not None:
-                row_error = row_error or prompt.error
+                errors[place] = prompt.error
                 continue
             built.append(prompt)
             own_sampling = None if prompt.sampling is None else _once(prompt.sampling)
@@ -159,6 +167,8 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
                 most = LIKELY_TOKENS if is_assumed else request.max_tokens
                 prompts.append(own)
                 outputs.append(max(1, min(most, (length or _LONG) - own)))
+        if sum(prompts) >= _ENOUGH_TOKENS and num_sampled >= _ENOUGH_ROWS:
+            break
     per_row = len(prompts) / max(1, num_sampled) * (sampling.n if job.task.draws_tokens else 1)
     row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
     return Lengths(
@@ -170,9 +180,20 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
         requests_per_row=per_row,
         output_bytes=num_rows * row_bytes,
         is_assumed=is_assumed,
-        row_error=row_error,
+        row_error=errors[min(errors)] if errors else None,
         num_shared=num_shared if len(prompts) > 1 else 0,
     )
+
+
+def _short_runs(job: Job, positions: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[list[int], list[Row]]]:
+    """Positions and rows of a sample, a few rows at a time. In a random order, so that any number of them is even."""
+    chance = random.Random(0)
+    groups = [np.sort(np.asarray(places, np.int64)) for places in sample_rows(positions, 0)]
+    for places in chance.sample(groups, len(groups)):
+        rows = job.source.read_rows(places, columns)
+        starts = range(0, len(rows), RUN_ROWS)
+        for at in chance.sample(starts, len(starts)):
+            yield places[at : at + RUN_ROWS].tolist(), rows[at : at + RUN_ROWS]
 
 
 def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import jobs
-from batchinf.planning.lengths import lengths_of, opened
+from batchinf.planning import lengths
+from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
@@ -60,3 +61,42 @@ def test_one_row_that_begins_differently_is_enough(tmp_path: pathlib.Path) -> No
     texts = [RULES + question for question in QUESTIONS]
     work, _ = work_of(tmp_path, [*texts[:20], "Why?", *texts[20:]], input={"prompt_template": "{{ text }}"})
     assert work.cached_tokens == 0
+
+
+def sampled(folder: pathlib.Path, texts: Sequence[str]) -> Lengths:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = {"path": str(path), "id_column": None, "prompt_column": "text"}
+    file = read_spec(jobs.spec_of(folder, input=given, output={"keep_columns": []}, scripted=None))
+    with opened(file) as found:
+        assert found is not None
+        return lengths_of(found[0], file, found[1])
+
+
+@pytest.mark.parametrize("num_rows", [900, 3000])
+def test_few_of_many_long_prompts_tell_their_mean(
+    num_rows: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["word " * (300 if number < num_rows // 2 else 100) for number in range(num_rows)]
+    whole = sampled(tmp_path, texts)
+    monkeypatch.setattr(lengths, "_ENOUGH_TOKENS", sum(whole.prompts) // 5)
+    few = sampled(tmp_path, texts)
+    assert 50 <= few.num_sampled < whole.num_sampled / 3
+    mean, true = (sum(each.prompts) / len(each.prompts) for each in (few, whole))
+    assert mean == pytest.approx(true, rel=0.15)
+    assert few.error > whole.error
+
+
+def test_a_few_very_long_prompts_are_all_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "_ENOUGH_TOKENS", 100)
+    assert sampled(tmp_path, ["word " * 300] * 40).num_sampled == 40
+
+
+def test_the_first_error_of_a_sample_is_that_of_its_first_row(tmp_path: pathlib.Path) -> None:
+    texts = ["Why?"] * 100
+    texts[35], texts[82] = "", "word " * 10_000
+    assert (error := sampled(tmp_path, texts).row_error) is not None
+    assert error.error_type == "empty_prompt"
+    texts[35], texts[82] = texts[82], texts[35]
+    assert (error := sampled(tmp_path, texts).row_error) is not None
+    assert error.error_type == "prompt_too_long"
