@@ -1,7 +1,7 @@
 """Steps whose requests are not all for the kernel: some read their prompts, or one of them is very long.
 
-vLLM gives all of a step with prompts to one call of FlashAttention in each layer, which then decodes two to three times
-as slowly as the kernel. Here the kernel handles the requests that decode and are the first of the batch, and
+vLLM gives all of a step with prompts to one call of FlashAttention in each layer, which then decodes up to 2.8 times as
+slowly as the kernel. Here the kernel handles the requests that decode and are the first of the batch, and
 FlashAttention the others. With vLLM's V2 runner, which sorts them, these are all that decode. With its V1 runner, which
 0.26 has for models with experts, they are those before the first prompt. FlashAttention needs a plan for the others.
 vLLM's own builder makes it once a step for all layers, and a tensor of the step's metadata carries it to them. A step
