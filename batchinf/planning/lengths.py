@@ -28,8 +28,8 @@ from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30
 # Tokenising a thousand long prompts takes minutes, in which a starting job would do nothing else. With this many tokens
-# and rows, the mean is known well enough.
-_ENOUGH_TOKENS, _ENOUGH_ROWS = 2_000_000, 50
+# and rows, the mean is known well enough. Of very long prompts, fewer rows have to do.
+_ENOUGH_TOKENS, _ENOUGH_ROWS, _MOST_TOKENS = 2_000_000, 50, 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,8 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
                 most = LIKELY_TOKENS if is_assumed else request.max_tokens
                 prompts.append(own)
                 outputs.append(max(1, min(most, (length or _LONG) - own)))
-        if sum(prompts) >= _ENOUGH_TOKENS and num_sampled >= _ENOUGH_ROWS:
+        num_tokens = sum(prompts)
+        if num_tokens >= _MOST_TOKENS or (num_tokens >= _ENOUGH_TOKENS and num_sampled >= _ENOUGH_ROWS):
             break
     per_row = len(prompts) / max(1, num_sampled) * (sampling.n if job.task.draws_tokens else 1)
     row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)

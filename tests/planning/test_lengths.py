@@ -87,9 +87,14 @@ def test_few_of_many_long_prompts_tell_their_mean(
     assert few.error > whole.error
 
 
-def test_a_few_very_long_prompts_are_all_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_few_long_prompts_all_are_read_unless_they_are_very_long(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["word " * 300] * 40
     monkeypatch.setattr(lengths, "_ENOUGH_TOKENS", 100)
-    assert sampled(tmp_path, ["word " * 300] * 40).num_sampled == 40
+    assert sampled(tmp_path, texts).num_sampled == 40
+    monkeypatch.setattr(lengths, "_MOST_TOKENS", 100)
+    assert sampled(tmp_path, texts).num_sampled == 10
 
 
 def test_the_first_error_of_a_sample_is_that_of_its_first_row(tmp_path: pathlib.Path) -> None:
