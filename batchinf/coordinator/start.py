@@ -242,7 +242,7 @@ def _note_expected(job: Job, state: State, launcher: Launcher, manifest: Manifes
     if job.spec.scripted is not None:
         return
     try:
-        expected = expected_speed(job, state, launcher.settings, len(launcher.slots), launcher.slots[0].sharers)
+        expected = expected_speed(job, state, launcher.settings, [slot.sharers for slot in launcher.slots])
     except Exception as error:  # the job does not depend on it
         display.say(f"note: the speed could not be predicted: {describe_error(error)}")
         return

@@ -39,12 +39,10 @@ _MOST_UTILIZATION = 0.95
 # -- predicted ---------------------------------------------------------------------------------------------------------
 
 
-def expected_speed(
-    job: Job, state: State, settings: EngineSettings, num_replicas: int, sharers: int = 1
-) -> ExpectedSpeed | None:
+def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Sequence[int]) -> ExpectedSpeed | None:
     """The prediction for the rows that are left; None without GPUs that the table knows.
 
-    Reads a sample of the rows. settings: of the engines. sharers: replicas on a device.
+    Reads a sample of the rows. settings: of the engines. sharers: for each replica, the replicas on its device.
     """
     fit = dataclasses.replace(settings.fit, engine=settings.engine)
     gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
@@ -56,17 +54,21 @@ def expected_speed(
     if not lengths.prompts:
         return None
     work = lengths.workload(job)
-    work = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // num_replicas)))
+    work = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // len(sharers))))
     share = float(fit.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     context = fit.max_model_len or lengths.longest
     degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context, share)
-    found = prediction_of(fit, degrees, shape, gpu, work, share, sharers)
+    each = {number: prediction_of(fit, degrees, shape, gpu, work, share, number) for number in sharers}
+    # Each replica takes rows at its own speed.
+    slowest = each[max(sharers)]
+    in_all = sum(each[number].tokens_per_s for number in sharers)
+    ratio = in_all / max(1e-9, slowest.tokens_per_s)
     return ExpectedSpeed(
-        round(found.seconds, 1),
-        round(found.prompt_tokens_per_s * num_replicas, 1),
-        round(found.output_tokens_per_s * num_replicas, 1),
+        round(slowest.seconds * len(sharers) / max(1.0, ratio), 1),
+        round(slowest.prompt_tokens_per_s * ratio, 1),
+        round(slowest.output_tokens_per_s * ratio, 1),
         degrees.cache_tokens,
-        found.limited_by,
+        slowest.limited_by,
     )
 
 

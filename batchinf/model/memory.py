@@ -267,7 +267,8 @@ def _counts(tensors: Sequence[Tensor]) -> dict[Part, int]:
     counts: dict[Part, int] = {}
     for tensor in tensors:
         if not tensor.is_other:
-            counts[tensor.part] = counts.get(tensor.part, 0) + tensor.num_parameters
+            packed = 2 if tensor.name.endswith("_blocks") else 1  # numbers in a byte of MXFP4
+            counts[tensor.part] = counts.get(tensor.part, 0) + packed * tensor.num_parameters
     return counts
 
 
@@ -311,6 +312,20 @@ def _weights(
     return weigh(tensors, num_layers, item_bytes, quantization_of(model.config, spec.quantization), is_tied=is_tied)
 
 
+# Keys of models' configs for the experts of a layer, and for those that compute a token.
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+
+
+def named_number(config: Mapping[str, Any], keys: Sequence[str]) -> float:
+    """The number under the first of these keys; of a list, one for each layer, the mean. 0 without one."""
+    for key in keys:
+        each = given if isinstance(given := config.get(key), list) else [given]
+        if each and all(isinstance(number, int) for number in each):
+            return sum(each) / len(each)
+    return 0.0
+
+
 def _step_width(config: Mapping[str, Any]) -> tuple[int, int]:
     """Numbers of a token's activations at the widest place of a layer: the MLP's input and output and three inside.
 
@@ -319,8 +334,7 @@ def _step_width(config: Mapping[str, Any]) -> tuple[int, int]:
     hidden = int(config.get("hidden_size") or config.get("n_embd") or 0)
     inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
     inner = max(inner) if isinstance(inner, list) else int(inner)
-    chosen = config.get("num_experts_per_tok")
-    if isinstance(chosen, int) and chosen:
+    if chosen := math.ceil(named_number(config, CHOSEN_EXPERTS)):
         expert = config.get("moe_intermediate_size") or inner
         return hidden * (2 + chosen), 3 * chosen * int(max(expert) if isinstance(expert, list) else expert)
     return 2 * hidden, 3 * inner

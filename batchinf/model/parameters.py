@@ -81,8 +81,8 @@ def stored(folder: pathlib.Path, load_format: str, *, is_tied: bool) -> tuple[Te
         ]
     except (OSError, ValueError, AttributeError, ModelError):
         return ()
-    return _merged((name, shape, dtype, len(shape) == 2 and _LAYER.search(name) is not None)
-                   for name, shape, dtype in each)  # fmt: skip
+    return _merged((name, shape, dtype, (len(shape) == 2 and _LAYER.search(name) is not None)
+                    or _is_fused_expert(name, shape)) for name, shape, dtype in each)  # fmt: skip
 
 
 def _merged(each: Iterable[tuple[str, tuple[int, ...], str, bool]]) -> tuple[Tensor, ...]:
@@ -159,7 +159,8 @@ def _is_linear(module: Any, torch: Any) -> bool:
 
 
 def _is_fused_expert(name: str, shape: Any) -> bool:
-    return len(shape) == 3 and _EXPERTS.search(name) is not None
+    """Whether a tensor has a matrix for each expert. MXFP4 files have these in blocks, and scales for the blocks."""
+    return len(shape) in (3, 4) and not name.endswith("_scales") and _EXPERTS.search(name) is not None
 
 
 def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: str | None = None) -> Described:

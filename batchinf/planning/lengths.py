@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from batchinf.job.sample import RUN_ROWS, sample_rows
 from batchinf.model.cache import BLOCK_TOKENS
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.sample import is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
@@ -27,9 +27,9 @@ from batchinf.tasks.base import LIKELY_TOKENS
 from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30
-# Tokenising a thousand long prompts takes minutes, in which a starting job would do nothing else. With this many tokens
-# and rows, the mean is known well enough. Of very long prompts, fewer rows have to do.
-_ENOUGH_TOKENS, _ENOUGH_ROWS, _MOST_TOKENS = 2_000_000, 50, 8_000_000
+# About two million tokens. Tokenising a thousand long prompts takes minutes, in which a starting job would do nothing
+# else.
+_MOST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class Lengths:
     """Token lengths of a sample of rows.
 
     num_rows: rows that run. is_estimated: num_rows is an estimate, because the input was not scanned. num_sampled: rows
-    of the sample, with error rows. prompts, outputs: tokens of each request of the sample, without error rows.
+    of the sample, with error rows. prompts, outputs: tokens of each request of the sample, without error rows. If its
+    texts are long, some rows are tokenised, and the others have lengths in proportion. longest: the most tokens of a
+    prompt and its output together.
     requests_per_row: on average, over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no
     `max_tokens`. row_error: of the first row of the sample that has one. num_shared: tokens with which all prompts of
     the sample begin.
@@ -51,6 +53,7 @@ class Lengths:
     requests_per_row: float
     output_bytes: int
     is_assumed: bool
+    longest: int
     row_error: RowError | None = None
     num_shared: int = 0
 
@@ -63,12 +66,7 @@ class Lengths:
         mean = sum(self.prompts) / number
         # Rows are read in runs, and rows of a run may be alike: each run counts once.
         deviation = float(np.std(self.prompts, ddof=1))
-        return 1.96 * deviation / math.sqrt(max(1.0, number / RUN_ROWS)) / max(mean, 1e-9)
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a prompt and its output together."""
-        return max(map(sum, zip(self.prompts, self.outputs, strict=True)), default=1)
+        return 1.96 * deviation / math.sqrt(max(1.0, self.num_sampled / RUN_ROWS)) / max(mean, 1e-9)
 
     def workload(self, job: Job, output_tokens: float | None = None) -> Workload:
         """All requests of the job, on average. output_tokens: of a request; None: each reaches its `max_tokens`."""
@@ -137,7 +135,7 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
 
 
 def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
-    """Read a sample of the rows at these positions: at most 1,000, and fewer if their prompts are long.
+    """Read a sample of at most 1,000 of the rows at these positions.
 
     num_rows: the number of rows that the positions stand for.
     """
@@ -145,56 +143,94 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
     task = task_of(job.spec.model_copy(update={"sampling": _once(sampling)}))
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder, length = job.task.prompt_builder(tokenizer, job.model.vocab_size), max_model_len(job)
+    sample = _Sample.of(job, positions, builder.columns, length)
     prompts: list[int] = []
-    outputs, num_sampled, built = [], 0, []
+    outputs: list[int] = []
+    built: list[Prompt] = []
     first: Sequence[int] = ()
-    num_shared = 0
-    errors: dict[int, RowError] = {}
+    num_shared, longest = 0, 1
+    row_error: RowError | None = None
     is_assumed = job.task.draws_tokens and sampling.max_tokens is None
-    for places, rows in _short_runs(job, positions, builder.columns):
-        for place, prompt in zip(places, builder.build(rows, length), strict=True):
-            num_sampled += 1
+
+    def requests_of(prompt: Prompt) -> Iterator[tuple[Sequence[int], int]]:
+        own_sampling = None if prompt.sampling is None else _once(prompt.sampling)
+        for request in task.expand(dataclasses.replace(prompt, sampling=own_sampling), length or _LONG):
+            ids, most = request.prompt_token_ids, LIKELY_TOKENS if is_assumed else request.max_tokens
+            yield ids, max(1, min(most, (length or _LONG) - len(ids)))
+
+    for rows, shares in sample.runs:
+        for prompt, ratios in zip(builder.build(rows, length), shares, strict=True):
             if prompt.error is not None:
-                errors[place] = prompt.error
+                row_error = row_error or prompt.error
                 continue
             built.append(prompt)
-            own_sampling = None if prompt.sampling is None else _once(prompt.sampling)
-            for request in task.expand(dataclasses.replace(prompt, sampling=own_sampling), length or _LONG):
-                own = len(request.prompt_token_ids)
+            for ids, output in requests_of(prompt):
                 if not prompts:
-                    first, num_shared = request.prompt_token_ids, own
-                num_shared = _num_equal(first[:num_shared], request.prompt_token_ids)
-                most = LIKELY_TOKENS if is_assumed else request.max_tokens
-                prompts.append(own)
-                outputs.append(max(1, min(most, (length or _LONG) - own)))
-        num_tokens = sum(prompts)
-        if num_tokens >= _MOST_TOKENS or (num_tokens >= _ENOUGH_TOKENS and num_sampled >= _ENOUGH_ROWS):
-            break
-    per_row = len(prompts) / max(1, num_sampled) * (sampling.n if job.task.draws_tokens else 1)
+                    first, num_shared = ids, len(ids)
+                num_shared, longest = _num_equal(first[:num_shared], ids), max(longest, len(ids) + output)
+                prompts += [min(length or _LONG, round(len(ids) * ratio)) for ratio in ratios]
+                outputs += [output] * len(ratios)
+    for prompt in builder.build(sample.largest, length):
+        if prompt.error is None:
+            longest = max(longest, *(len(ids) + output for ids, output in requests_of(prompt)))
+    per_row = len(prompts) / max(1, sample.num_rows) * (sampling.n if job.task.draws_tokens else 1)
     row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
     return Lengths(
         num_rows=num_rows,
         is_estimated=is_estimated,
-        num_sampled=num_sampled,
+        num_sampled=sample.num_rows,
         prompts=tuple(prompts),
         outputs=tuple(outputs),
         requests_per_row=per_row,
         output_bytes=num_rows * row_bytes,
         is_assumed=is_assumed,
-        row_error=errors[min(errors)] if errors else None,
+        longest=longest,
+        row_error=row_error,
         num_shared=num_shared if len(prompts) > 1 else 0,
     )
 
 
-def _short_runs(job: Job, positions: Sequence[int], columns: Sequence[str]) -> Iterator[tuple[list[int], list[Row]]]:
-    """Positions and rows of a sample, a few rows at a time. In a random order, so that any number of them is even."""
-    chance = random.Random(0)
-    groups = [np.sort(np.asarray(places, np.int64)) for places in sample_rows(positions, 0)]
-    for places in chance.sample(groups, len(groups)):
-        rows = job.source.read_rows(places, columns)
-        starts = range(0, len(rows), RUN_ROWS)
-        for at in chance.sample(starts, len(starts)):
-            yield places[at : at + RUN_ROWS].tolist(), rows[at : at + RUN_ROWS]
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Rows to tokenise, some at a time: all of the sample. If these have much text, one of each few of about its size.
+
+    num_rows: of the sample. runs: rows, and for each of them the sizes of the rows that it stands for, as ratios to its
+    own. largest: the largest row, if `runs` are not all.
+    """
+
+    num_rows: int
+    runs: Iterable[tuple[list[Row], list[list[float]]]]
+    largest: list[Row]
+
+    @classmethod
+    def of(cls, job: Job, positions: Sequence[int], columns: Sequence[str], length: int | None) -> "_Sample":
+        """length: tokens that a prompt has at most. Of a longer text only a piece is tokenised."""
+        most, read = 8 * (length or _LONG), job.source.read_rows
+        sizes: list[tuple[int, int]] = []  # in bytes, and the position
+        groups: list[list[Row]] = []
+        num_bytes = 0
+        for group in sample_rows(positions, 0):
+            places = np.sort(np.asarray(group, np.int64))
+            rows = read(places, columns)
+            own = [min(most, len(repr(row.values).encode(errors="replace"))) for row in rows]
+            sizes += zip(own, places.tolist(), strict=True)
+            num_bytes += sum(own)
+            groups.append(rows)
+            if num_bytes > _MOST_BYTES:
+                groups.clear()
+        if num_bytes <= _MOST_BYTES:
+            return cls(len(sizes), [(rows, [[1.0]] * len(rows)) for rows in groups], [])
+        sizes.sort()
+        step = -(-num_bytes // _MOST_BYTES)
+        ratios: dict[int, list[float]] = {}
+        for at in range(0, len(sizes), step):
+            alike = sizes[at : at + step]
+            middle, place = alike[len(alike) // 2]
+            ratios[place] = [size / middle for size, _ in alike]
+        chosen = np.sort(np.array(list(ratios), np.int64))
+        parts = (chosen[at : at + RUN_ROWS] for at in range(0, len(chosen), RUN_ROWS))
+        runs = ((read(part, columns), [ratios[place] for place in part.tolist()]) for part in parts)
+        return cls(len(sizes), runs, read(np.array([sizes[-1][1]], np.int64), columns))
 
 
 def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.model.cache import head_dim_of, num_attention_heads
-from batchinf.model.memory import Fit, Needs
+from batchinf.model.memory import CHOSEN_EXPERTS, NUM_EXPERTS, Fit, Needs, named_number
 from batchinf.planning.degrees import Degrees
 from batchinf.planning.gpus import Gpu
 from batchinf.spec.job import WHOLE_STEPS
@@ -21,7 +21,8 @@ from batchinf.spec.job import WHOLE_STEPS
 # Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200 (benchmarks/RESULTS.md). They are
 # the same for all models and GPUs.
 _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
-# Of that share, what the matrices of experts reach: each has few of a step's tokens, which do not fill its tiles.
+# Of that share, what the matrices of experts reach, measured with 8 of 128: each has few tokens of a step, which do not
+# fill its tiles.
 _EXPERTS_SHARE = 0.40
 _MEMORY_SHARE, _LINK_SHARE = 0.80, 0.60
 # Seconds: of a step, of each sequence in it, and of each request once.
@@ -66,9 +67,10 @@ def shape_of(needs: Needs) -> Shape | None:
     if weights is None or cache is None or not counts or not isinstance(hidden, int):
         return None
     experts = float(counts.get("expert", 0))
-    number = next((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), 0)
-    chosen = config.get("num_experts_per_tok")
-    if experts and number and isinstance(chosen, int):
+    if experts:
+        number, chosen = named_number(config, NUM_EXPERTS), named_number(config, CHOSEN_EXPERTS)
+        if not number or not chosen:
+            return None
         experts *= chosen / number
     kinds = [one.window for layer in cache.layers for one in layer if one.state is None]
     width = (heads or 0) * (head_dim or 0)
@@ -86,9 +88,6 @@ def shape_of(needs: Needs) -> Shape | None:
         needs.num_layers,
         "fp8" if needs.quantization == "fp8" else needs.dtype,
     )
-
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)

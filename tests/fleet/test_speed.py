@@ -151,17 +151,37 @@ def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> 
     job = open_job(file, tmp_path / "scan")
     state.committed[:] = False
     settings = EngineSettings(job.spec, fit)
-    whole, both = (expected_speed(job, state, settings, number) for number in (1, 2))
+    whole, both = (expected_speed(job, state, settings, [1] * number) for number in (1, 2))
     assert whole is not None and both is not None
     assert whole.cache_tokens == both.cache_tokens > 10**6
     assert both.output_tokens_per_s > 1.2 * whole.output_tokens_per_s
     assert whole.work_s * whole.output_tokens_per_s == pytest.approx(657 * 32, rel=0.06)
-    shared = expected_speed(job, state, settings, 2, sharers=2)
-    assert shared is not None and shared.output_tokens_per_s <= both.output_tokens_per_s
     state.committed[: len(state.committed) // 2] = True
-    half = expected_speed(job, state, settings, 1)
+    half = expected_speed(job, state, settings, [1])
     assert half is not None and half.work_s < 0.8 * whole.work_s
-    assert expected_speed(job, state, EngineSettings(job.spec, dataclasses.replace(fit, device_name="X1")), 1) is None
+    assert expected_speed(job, state, EngineSettings(job.spec, dataclasses.replace(fit, device_name="X1")), [1]) is None
+    job.source.close()
+
+
+def test_replicas_that_share_a_gpu_are_slower_than_those_that_have_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
+    state, gpu = jobs.state_of(tmp_path / "out"), gpu_named("h200")
+    state.committed[:] = False
+    file = read_spec(jobs.spec_of(tmp_path, scripted=None, model={"name": str(jobs.MODEL), "load_format": "dummy"},
+                                  engine={"max_model_len": 512}))  # fmt: skip
+    fit = fit_of(resolve(file.spec.model), file.spec, gpu.memory_bytes, "NVIDIA H200")
+    job = open_job(file, tmp_path / "scan")
+    # One tiny model waits for Python, however many share a GPU. So the device is made slow.
+    monkeypatch.setattr("batchinf.fleet.speed.gpu_like", lambda *_: dataclasses.replace(gpu, bf16=2e9, fp16=2e9))
+    settings = EngineSettings(job.spec, fit)
+    own, mixed, shared = (expected_speed(job, state, settings, each) for each in ([1, 1, 1], [2, 1, 2], [3, 3, 3]))
+    assert own is not None and mixed is not None and shared is not None
+    assert shared.output_tokens_per_s < 0.4 * own.output_tokens_per_s
+    assert shared.output_tokens_per_s < mixed.output_tokens_per_s < 0.8 * own.output_tokens_per_s
+    assert own.work_s < mixed.work_s < shared.work_s
+    assert mixed.work_s * mixed.output_tokens_per_s == pytest.approx(657 * 32, rel=0.1)
     job.source.close()
 
 

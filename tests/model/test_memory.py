@@ -182,6 +182,25 @@ def test_weights_by_their_files(tmp_path: pathlib.Path) -> None:
     assert needs_of({}, path).weight_bytes is None
 
 
+def test_experts_in_one_tensor_by_their_files(tmp_path: pathlib.Path) -> None:
+    path, layer = str(tmp_path), "model.layers.0.mlp."
+    tensors = {layer + "experts.gate_up_proj": np.zeros((4, 8, 16), np.float32),
+               layer + "router.weight": np.zeros((4, 8), np.float32)}  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    needs = needs_of({}, path)
+    assert needs.parameters == {"expert": 4 * 8 * 16, "other": 4 * 8}
+    assert needs.weight_bytes == 2 * (4 * 8 * 16 + 4 * 8)
+    by_fp8 = needs_of({}, path, quantization="fp8").weight_bytes
+    assert by_fp8 is not None and 4 * 8 * 16 < by_fp8 - 2 * 4 * 8 < 1.1 * 4 * 8 * 16
+    # Two numbers of 4 bits in each byte, and a scale for 32 of them.
+    blocks = {layer + "experts.gate_up_proj_blocks": np.zeros((4, 8, 2, 16), np.uint8),
+              layer + "experts.gate_up_proj_scales": np.zeros((4, 8, 2), np.uint8)}  # fmt: skip
+    save_file(blocks, tmp_path / "model.safetensors")
+    needs = needs_of({"quantization_config": {"quant_method": "mxfp4"}}, path)
+    assert needs.parameters == {"expert": 4 * 8 * 64, "other": 4 * 8 * 2}
+    assert needs.weight_bytes == 4 * 8 * 2 * 16 + 4 * 8 * 2
+
+
 def fit(name: str = "llama-3.1-8b", **fields: Any) -> Fit:
     length = fields.pop("max_model_len", 131_072)
     return Fit(needs_of(SHAPES[name]), fields.pop("device_bytes", H100_BYTES), max_model_len=length, **fields)

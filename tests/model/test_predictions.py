@@ -1,5 +1,6 @@
 """Predicted tokens a second and caches beside those measured on H200s (benchmarks/RESULTS.md)."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ import torch  # noqa: F401  # with these two here, models are counted in this pr
 import transformers  # noqa: F401
 
 from batchinf.model.identity import Model
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.model.memory import CHOSEN_EXPERTS, DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
 from batchinf.planning.choose import Machine, best, options
 from batchinf.planning.degrees import degrees_of
 from batchinf.planning.gpus import gpu_named
@@ -149,3 +150,27 @@ def predict(measured: Measured) -> tuple[Prediction, int]:
     shape = shape_of(fit.needs)
     assert shape is not None
     return prediction_of(fit, degrees, shape, gpu, work, SHARE, measured.sharers), degrees.cache_tokens
+
+
+_TINY = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "vocab_size": 1000, "moe_intermediate_size": 128, "head_dim": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512}, 1 / 4),
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 64, "moe_k": 6, "intermediate_size": 512}, 6 / 64),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 16, "moe_topk": [2, 4], "intermediate_size": 256}, 3 / 16),
+    ],
+    ids=["one number", "another name", "a number for each layer"],
+)
+def test_only_the_experts_that_compute_a_token_count(config: dict[str, Any], share: float) -> None:
+    spec = JobSpec(model={"name": "m", "load_format": "dummy", "dtype": "bfloat16"}, task="embed",
+                   input={"path": "x", "prompt_column": "p"}, output={"path": "y"})  # fmt: skip
+    model = Model("m", "org/m", None, "", {**_TINY, **config}, {}, False, None, None, "org/m")
+    needs = fit_of(model, spec, 80 << 30, "NVIDIA H100").needs
+    shape = shape_of(needs)
+    assert shape is not None and needs.parameters["expert"] > 0
+    assert shape.expert_parameters == pytest.approx(share * needs.parameters["expert"])
+    assert shape_of(dataclasses.replace(needs, config={**needs.config, **dict.fromkeys(CHOSEN_EXPERTS)})) is None

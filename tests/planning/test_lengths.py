@@ -11,6 +11,7 @@ import jobs
 from batchinf.planning import lengths
 from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.planning.throughput import Workload
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
 
@@ -74,27 +75,42 @@ def sampled(folder: pathlib.Path, texts: Sequence[str]) -> Lengths:
 
 
 @pytest.mark.parametrize("num_rows", [900, 3000])
-def test_few_of_many_long_prompts_tell_their_mean(
-    num_rows: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("order", ["halves", "few large ones", "growing"])
+def test_some_rows_of_each_size_stand_for_many_long_ones(
+    num_rows: int, order: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = ["word " * (300 if number < num_rows // 2 else 100) for number in range(num_rows)]
+    words = {
+        "halves": lambda at: 300 if at < num_rows // 2 else 30,
+        "few large ones": lambda at: 400 if at // 10 == num_rows // 23 else 30,
+        "growing": lambda at: 10 + 300 * at // num_rows,
+    }[order]
+    texts = ["word " * words(number) for number in range(num_rows)]
     whole = sampled(tmp_path, texts)
-    monkeypatch.setattr(lengths, "_ENOUGH_TOKENS", sum(whole.prompts) // 5)
+    assert len(whole.prompts) == whole.num_sampled
+    tokenised: list[int] = []
+    build = PromptBuilder.build
+    note = lambda self, rows, length: tokenised.append(len(rows)) or build(self, rows, length)  # noqa: E731
+    monkeypatch.setattr(PromptBuilder, "build", note)
+    monkeypatch.setattr(lengths, "_MOST_BYTES", sum(map(len, texts)) // num_rows * 100)
     few = sampled(tmp_path, texts)
-    assert 50 <= few.num_sampled < whole.num_sampled / 3
+    assert sum(tokenised) < 150
     mean, true = (sum(each.prompts) / len(each.prompts) for each in (few, whole))
-    assert mean == pytest.approx(true, rel=0.15)
-    assert few.error > whole.error
+    assert mean == pytest.approx(true, rel=0.05)
+    assert few.error == pytest.approx(whole.error, abs=0.02)
+    assert (len(few.prompts), few.num_sampled) == (len(whole.prompts), whole.num_sampled)
+    assert (few.longest, few.requests_per_row) == (whole.longest, 1)
 
 
-def test_of_few_long_prompts_all_are_read_unless_they_are_very_long(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = ["word " * 300] * 40
-    monkeypatch.setattr(lengths, "_ENOUGH_TOKENS", 100)
-    assert sampled(tmp_path, texts).num_sampled == 40
-    monkeypatch.setattr(lengths, "_MOST_TOKENS", 100)
-    assert sampled(tmp_path, texts).num_sampled == 10
+def test_one_very_long_text_does_not_stand_for_others(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "_MOST_BYTES", 50_000)
+    found = sampled(tmp_path, ["Why?"] * 30 + ["word " * 300_000])
+    assert len(found.prompts) == 30 and found.row_error is not None  # max_model_len is 2,048
+
+
+def test_one_of_two_huge_texts_stands_for_both(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "_MOST_BYTES", 100)
+    found = sampled(tmp_path, ["word " * 300, "word " * 500])
+    assert sum(found.prompts) == pytest.approx(800, rel=0.05) and found.longest > 500
 
 
 def test_the_first_error_of_a_sample_is_that_of_its_first_row(tmp_path: pathlib.Path) -> None:
