@@ -197,7 +197,7 @@ def _job(file: SpecFile, wanted: PlanWanted, notes: list[str]) -> tuple[JobPlan,
         return None
     if not lengths.prompts:
         why = "" if (first := lengths.row_error) is None else f"; the first: {first.error_type}: {first.error_message}"
-        notes.append(f"without lengths of rows, as all {lengths.num_sampled:,} that were read have errors{why}")
+        notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None
     by = "--output-tokens" if wanted.output_tokens is not None else "each output has its max_tokens"
     return JobPlan(
