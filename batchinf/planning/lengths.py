@@ -38,11 +38,10 @@ class Lengths:
 
     num_rows: rows that run. is_estimated: num_rows is an estimate, because the input was not scanned. num_sampled: rows
     of the sample, with error rows. prompts, outputs: tokens of each request of the sample, without error rows. If its
-    texts are long, some rows are tokenised, and the others have lengths in proportion. longest: the most tokens of a
-    prompt and its output together.
-    requests_per_row: on average, over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no
-    `max_tokens`. row_error: of the first row of the sample that has one. num_shared: tokens with which all prompts of
-    the sample begin.
+    texts are long, some rows are tokenised, and the others have lengths in proportion. requests_per_row: on average,
+    over all rows. output_bytes: estimated, of all rows. is_assumed: the spec gives no `max_tokens`. longest: the most
+    tokens of a prompt and its output together. row_error: of the first tokenised row that has one. num_shared: tokens
+    with which all tokenised prompts begin.
     """
 
     num_rows: int
@@ -192,10 +191,10 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Rows to tokenise, some at a time: all of the sample. If these have much text, one of each few of about its size.
+    """Rows to tokenise, some at a time: all of the sample. If they have much text, one row stands for several as large.
 
     num_rows: of the sample. runs: rows, and for each of them the sizes of the rows that it stands for, as ratios to its
-    own. largest: the largest row, if `runs` are not all.
+    own. largest: the largest row, if `runs` do not have all rows.
     """
 
     num_rows: int

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import batchinf
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.text.status import status_lines
+from batchinf.coordinator import start
 from batchinf.coordinator.ending import Summary
 from batchinf.fleet.out_of_memory import EngineSettings
 from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed
@@ -183,6 +185,16 @@ def test_replicas_that_share_a_gpu_are_slower_than_those_that_have_one(
     assert own.work_s < mixed.work_s < shared.work_s
     assert mixed.work_s * mixed.output_tokens_per_s == pytest.approx(657 * 32, rel=0.1)
     job.source.close()
+
+
+def test_the_start_of_a_job_says_which_replicas_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(start, "expected_speed", lambda *given: asked.append(given[-1]))
+    launcher: Any = SimpleNamespace(slots=[SimpleNamespace(sharers=each) for each in (2, 1, 2)], settings=None)
+    job: Any = SimpleNamespace(spec=SimpleNamespace(scripted=None))
+    unused: Any = None
+    start._note_expected(job, unused, launcher, unused, unused)
+    assert asked == [[2, 1, 2]]
 
 
 def test_lines_compare_measured_with_predicted() -> None:
