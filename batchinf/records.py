@@ -142,22 +142,43 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Places `start` to `stop` (exclusive) of the run order: the unit that is assigned, written and resumed.
+    """Places `start` to `stop` (exclusive) of the run order: the rows of one part."""
 
-    num_chosen: how many of its rows run in a retry; None if all run.
-    """
-
-    index: int
-    start: int
-    stop: int
-    num_chosen: int | None = None
+    index: Count
+    start: Count
+    stop: Count
 
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
 
+
+@dataclass(frozen=True, slots=True)
+class Lease(Shard):
+    """Rows of one shard that a replica is given: all of them, or consecutive places of them.
+
+    index: the shard's.
+    """
+
+    num_chosen: Count | None = None
+    """How many of these rows run in a retry; None if all run."""
+    is_whole: Flag = True
+    """Whether these are all rows of the shard: the replica then makes the part. Otherwise it journals their results."""
+    is_stored: Flag = False
+    """Whether the journal has the results of all rows, by replicas that ran parts of the shard."""
+    attempts: PositiveCount = 1
+    """The number of the try, from 1."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Names it among the leases that replicas hold at one time: no two of them have a row in common."""
+        return self.index, self.start
+
     @property
     def num_to_run(self) -> int:
+        """Rows that have to run, as far as is known without the journal."""
+        if self.is_stored:
+            return 0
         return self.num_rows if self.num_chosen is None else self.num_chosen
 
 

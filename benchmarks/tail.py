@@ -1,184 +1,390 @@
-"""Simulates the end of a job on several replicas, with the real decisions of `batchinf.schedule.shards`.
+"""Simulates a job on several replicas, with the coordinator's own decisions, beside even splits of its rows.
 
-    python benchmarks/tail.py --rows 6000 --replicas 1,2,4,8
-    python benchmarks/tail.py --rows 6000 --replicas 4 --order input --speeds 1,1,1,0.8
+    python benchmarks/tail.py                                      # all cases, some minutes; the table of RESULTS.md
+    python benchmarks/tail.py --rows 4000 --replicas 8 --skews 0.2 --list     # some of them, a line each
 
-`--rows` is the number for each replica. Lengths are log-normal (mean 179, at most 1,500). A step takes `--step-ms` plus
-`--request-us` for each request: by default 85 ms with 1,024 requests, as for Llama-3.1-8B's shape on an H200. The
-coordinator decides every 0.2 s and learns of finished rows once a second. The script prints the job's time, its share
-of linear speed-up, and the replicas' idle time at the end.
+A case is a number of rows and of replicas, the skew (seconds from the first replica that is up to the last; `never`: the
+last one does not come), the lengths of outputs and the time of a step. It measures the seconds from the first replica
+that is up to the last row, and compares them with `LLM.generate` over a file for each replica that comes up: the better
+of two splits, by consecutive rows and by stripes. `bound` is 1.05 of that and half a second.
 
-Orders: `input`; `sorted`, by length; `longest`, as with `input.order: longest`.
+The engine admits what has room, a step takes `constant` 33 ms or `growing` 10.6 ms and 21.9 µs for each request, and
+replicas report as `replica/incarnation.py` does. The decisions are those of `fleet/assignment.py`.
 """
 
 import argparse
 import heapq
-import statistics
+import itertools
+import math
+import multiprocessing
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from workloads import log_normal_lengths
 
-from batchinf.job.ordering import WAVES_AND_HANDS
-from batchinf.records import Extent, Shard
+from batchinf.fleet.assignment import Assignment
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.fleet import FleetReplica, update
+from batchinf.fleet.intake import Intake, Report
+from batchinf.records import EngineInfo, EngineStats, Extent, Lease
+from batchinf.replica.messages import Begin, LeaseBegun, LeaseStored, Progress, Revoke
 from batchinf.replica.worker import window
-from batchinf.schedule.shards import (
-    PendingShards,
-    ReplicaLoad,
-    choose_rows_per_shard,
-    next_shards,
-    revocations,
-    total_shards,
-)
+from batchinf.schedule.leases import PendingRows
+from batchinf.schedule.shards import choose_rows_per_shard, total_shards
 
-TURN_S, PROGRESS_S = 0.2, 1.0
+ROWS = (1, 3, 8, 100, 300, 1_000, 4_000, 20_000, 1_000_000)
+REPLICAS = (1, 2, 4, 8, 64)
+SKEWS = ("0", "0.2", "0.5", "1", "2", "5", "60", "never")
+LENGTHS = ("equal", "log-normal", "one long", "ascending", "descending")
+STEPS = ("constant", "growing")
+MEAN_TOKENS, MOST_TOKENS, LONG_TOKENS = 200, 1_500, 4_000
+FACTOR, SLACK_S, MOST = 1.05, 0.5, 1.3
+# A decision comes so often at least, and reaches the replica so much later.
+TURN_S, DELAY_S = 0.05, 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """One simulated job."""
+
+    num_rows: int
+    num_replicas: int
+    skew: str
+    lengths: str
+    step: str
+    max_num_seqs: int = 1024
+    num_cached: int = 1 << 30
+
+    @property
+    def starts(self) -> list[float]:
+        """When each replica is up, in seconds; infinity if never."""
+        last = self.num_replicas - 1
+        if self.skew == "never":
+            return [0.0] * max(1, last) + [math.inf] * min(1, last)
+        return [float(self.skew) * number / max(1, last) for number in range(self.num_replicas)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Output tokens of each row."""
+        if self.lengths == "equal":
+            return [MEAN_TOKENS] * self.num_rows
+        if self.lengths == "one long":
+            return [LONG_TOKENS if row == self.num_rows // 2 else MEAN_TOKENS for row in range(self.num_rows)]
+        drawn = log_normal_lengths(self.num_rows, seed=0)
+        return drawn if self.lengths == "log-normal" else sorted(drawn, reverse=self.lengths == "descending")
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_tokens` of the job."""
+        return {"equal": MEAN_TOKENS, "one long": LONG_TOKENS}.get(self.lengths, MOST_TOKENS)
+
+    def step_s(self, num_running: int) -> float:
+        return 0.033 if self.step == "constant" else 10.6e-3 + 21.9e-6 * num_running
 
 
 @dataclass
-class Replica:
-    """An engine with its waiting requests."""
+class Engine:
+    """Continuous batching: at most `max_num_seqs` requests run, and the others wait."""
 
-    index: int
-    max_num_seqs: int
-    speed: float
-    assigned: deque[Shard] = field(default_factory=deque)
-    ready: deque[int] = field(default_factory=deque)
+    case: Case
+    time: float
+    steps: int = 0
     waiting: deque[int] = field(default_factory=deque)
-    ends: list[tuple[int, int]] = field(default_factory=list)  # (step at which the row is finished, row)
-    held: dict[int, Shard] = field(default_factory=dict)
-    step: int = 0
+    ends: list[int] = field(default_factory=list)  # the steps at which running requests are finished
     num_finished: int = 0
-    num_said: int = 0
-    num_given: int = 0
-    time: float = 0.0
-    busy_until: float = 0.0
+    last_at: float = 0.0
 
-    def load(self) -> ReplicaLoad:
-        """The load that the coordinator knows."""
-        unbegun = tuple(shard.index for shard in self.assigned)
-        return ReplicaLoad(
-            self.index, window(self.max_num_seqs), max(0, self.num_given - self.num_said), unbegun, is_accepting=True
-        )
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.ends)
 
-    def turn(self, until: float, lengths: list[int], order: list[int], step_s: float, request_s: float) -> None:
-        """Run steps until the time `until`."""
-        while self.time < until:
-            while self.assigned and len(self.ready) < window(self.max_num_seqs) // 2:
-                shard = self.assigned.popleft()
-                self.ready.extend(order[shard.start : shard.stop])
-            while self.ready and len(self.waiting) + len(self.ends) < window(self.max_num_seqs):
-                self.waiting.append(self.ready.popleft())
-            while self.waiting and len(self.ends) < self.max_num_seqs:
-                row = self.waiting.popleft()
-                heapq.heappush(self.ends, (self.step + lengths[row], row))
-            if not self.ends:
-                self.time = until
+    def add(self, tokens: int) -> None:
+        self.waiting.append(tokens)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.ends) < min(self.case.max_num_seqs, self.case.num_cached):
+            heapq.heappush(self.ends, self.steps + self.waiting.popleft())
+
+    def advance(self, until: float) -> bool:
+        """Run steps up to a time, or until requests are finished. Returns whether the time is reached."""
+        if not self.ends:
+            self.time = max(self.time, until)
+            return True
+        step_s = self.case.step_s(len(self.ends))
+        steps = self.ends[0] - self.steps
+        if self.time + steps * step_s > until:
+            steps = max(0, math.floor((until - self.time) / step_s))
+            self.steps += steps
+            self.time += steps * step_s
+            return True
+        self.steps += steps
+        self.time += steps * step_s
+        while self.ends and self.ends[0] <= self.steps:
+            heapq.heappop(self.ends)
+            self.num_finished += 1
+        self.last_at = self.time
+        self._admit()
+        return False
+
+
+def seconds_alone(case: Case, tokens: list[int], start: float) -> float:
+    """When one replica has finished these rows, which it got at its start."""
+    engine = Engine(case, start)
+    for row in tokens:
+        engine.add(row)
+    while engine.num_unfinished:
+        engine.advance(math.inf)
+    return engine.last_at
+
+
+def seconds_split(case: Case) -> float:
+    """The better of two even splits over the replicas that come up."""
+    starts = [start for start in case.starts if start < math.inf]
+    number, tokens = len(starts), case.tokens
+    bounds = [len(tokens) * place // number for place in range(number + 1)]
+    consecutive = [tokens[start:stop] for start, stop in itertools.pairwise(bounds)]
+    stripes = [tokens[place::number] for place in range(number)]
+    return min(
+        max(seconds_alone(case, own, start) for own, start in zip(split, starts, strict=True) if own)
+        for split in (consecutive, stripes)
+    )
+
+
+class Replica:
+    """A feeder and an engine, and what the coordinator knows of them."""
+
+    def __init__(self, case: Case, number: int, tokens: list[int]) -> None:
+        self.start = case.starts[number]
+        self.known = FleetReplica(Slot(number, (), ()), requests_per_row=1)
+        self.known.handle = self  # type: ignore[assignment]
+        self.known.early_window = window(case.max_num_seqs)
+        self.engine = Engine(case, max(0.0, self.start))
+        self.case = case
+        self.assigned: deque[Lease] = deque()
+        self.ready: deque[int] = deque()
+        self.open: deque[tuple[Lease, int]] = deque()  # begun leases, each with the row at which it ends
+        self.num_begun = 0
+        self.num_answered = 0
+        self.progress_s = 1.0
+        self.reported_at = 0.0
+        self.report: tuple[int, int, int] = (0, 0, 0)
+        self.has_begun = False
+        self._tokens = tokens
+
+    def send(self, command: Any) -> None:
+        """The coordinator's `Begin` and `Revoke`."""
+        if isinstance(command, Begin):
+            self.has_begun = True
+        elif isinstance(command, Revoke):
+            self.assigned = deque(lease for lease in self.assigned if lease.key not in command.leases)
+
+    def turn(self, until: float) -> None:
+        """Run up to a time."""
+        if not self.has_begun:
+            return
+        while True:
+            self._feed()
+            if self.engine.advance(until):
                 return
-            self.time += (step_s + request_s * len(self.ends)) / self.speed
-            self.step += 1
-            while self.ends and self.ends[0][0] <= self.step:
-                heapq.heappop(self.ends)
-                self.num_finished += 1
-                self.busy_until = self.time
+
+    def _feed(self) -> None:
+        most = window(self.case.max_num_seqs)
+        while True:
+            while self.ready and self.engine.num_unfinished < most:
+                self.engine.add(self.ready.popleft())
+            if not self.assigned or len(self.ready) >= most // 2:
+                return
+            lease = self.assigned.popleft()
+            update(self.known, LeaseBegun(lease.key, 0, 0))
+            self.ready.extend(self._tokens[lease.start : lease.stop])
+            self.num_begun += lease.num_rows
+            self.open.append((lease, self.num_begun))
+
+    def tell(self, now: float, assignment: Assignment) -> None:
+        """Report to the coordinator, as a replica does."""
+        # Rows finish in another order, but a lease is stored once as many rows are finished as it and those before have.
+        while self.open and self.open[0][1] <= self.engine.num_finished:
+            lease, _ = self.open.popleft()
+            event = LeaseStored(lease.key, lease.num_rows)
+            self.known.leases.pop(lease.key)
+            self.known.begun.discard(lease.key)
+            self.known.closed_rows += event.num_rows
+            if not lease.is_whole:
+                assignment.note_stored(lease)
+        engine = self.engine
+        said = (engine.num_finished, len(engine.ends), len(engine.waiting))
+        since_s = now - self.reported_at
+        if since_s >= 1.0 or (since_s >= self.progress_s and said != self.report):
+            self.reported_at, self.report = now, said
+            stats = EngineStats(len(engine.ends), len(engine.waiting))
+            self.known.progress = Progress(
+                engine.num_finished, {}, 0, 0, engine.steps, engine.num_unfinished, 0.0, stats, 0, engine.num_finished
+            )
+            assert self.known.intake is not None
+            usage = len(engine.ends) / min(self.case.num_cached, 1 << 20)
+            self.known.intake.note(Report(now, engine.steps, *said, usage))
 
 
-def simulate(
-    lengths: list[int],
-    order: list[int],
-    is_dealt: bool,
-    speeds: list[float],
-    starts: list[float],
-    max_num_seqs: int,
-    step_s: float,
-    request_s: float,
-) -> tuple[float, list[float]]:
-    """Seconds of the job, and each replica's idle seconds at its end. is_dealt: the job has an `input.order`."""
-    num_rows = len(lengths)
-    rows_per_shard = choose_rows_per_shard(num_rows, len(speeds), 179 * 36, is_longest_first=is_dealt)
-    extent = Extent(0, num_rows, rows_per_shard, 0, 0, num_rows)
-    pending = PendingShards([extent], np.zeros(total_shards([extent]), np.bool_))
-    replicas = [Replica(index, max_num_seqs, speed) for index, speed in enumerate(speeds)]
-    now, told = 0.0, 0.0
-    while sum(replica.num_finished for replica in replicas) < num_rows:
-        is_up = [start <= now for start in starts]
-        loads = [replica.load() for replica in replicas if is_up[replica.index]]
-        for index, shard in next_shards(pending, loads, is_gathering=is_dealt and not all(is_up)):
-            replicas[index].assigned.append(shard)
-            replicas[index].num_given += shard.num_rows
-        loads = [replica.load() for replica in replicas if is_up[replica.index]]
-        for index, shards in revocations(pending, loads).items():
-            owner = replicas[index]
-            back = [shard for shard in owner.assigned if shard.index in shards]
-            owner.assigned = deque(shard for shard in owner.assigned if shard.index not in shards)
-            owner.num_given -= sum(shard.num_rows for shard in back)
-            pending.give_back(shard.index for shard in back)
-        now += TURN_S
+class Fleet:
+    """What `Assignment` needs of a fleet."""
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        self.by_number = replicas
+        self.replicas = [replica.known for replica in replicas]
+        self.stall_timeout_s = 300.0
+        self.requests_per_row = 1
+
+    def assign(self, replica: FleetReplica, leases: list[Lease], condemned: Any, *, progress_s: float) -> None:
+        own = self.by_number[replica.number]
+        own.progress_s = progress_s
+        for lease in leases:
+            replica.leases[lease.key] = lease
+            if lease.is_stored:  # no time is counted for a part
+                replica.leases.pop(lease.key)
+            else:
+                own.assigned.append(lease)
+
+    def revoke(self, replica: FleetReplica, leases: list[Lease]) -> None:
+        own = self.by_number[replica.number]
+        keys = {lease.key for lease in leases}
+        self.revoked.append((replica, [lease.key for lease in own.assigned if lease.key in keys]))
+        own.assigned = deque(lease for lease in own.assigned if lease.key not in keys)
+
+    @property
+    def revoked(self) -> list[tuple[FleetReplica, list[tuple[int, int]]]]:
+        return self.__dict__.setdefault("_revoked", [])
+
+
+class NoTrials:
+    """A job without suspected rows."""
+
+    leases: dict[tuple[int, int], Lease] = {}
+
+    def give(self) -> None: ...
+
+    def has_case(self, replica: FleetReplica) -> bool:
+        return False
+
+    is_on_trial = has_case
+
+    def movable(self, replica: FleetReplica) -> tuple[Lease, ...]:
+        return replica.unbegun
+
+    def condemned_in(self, lease: Lease) -> tuple[tuple[int, str], ...]:
+        return ()
+
+    def note_stored(self, lease: Lease) -> None: ...
+
+
+def seconds_shared(case: Case) -> tuple[float, list[int]]:
+    """When the last row is finished, and how many rows each replica finished."""
+    tokens = case.tokens
+    rows_per_shard = choose_rows_per_shard(case.num_rows, case.num_replicas, MEAN_TOKENS * 36)
+    extent = Extent(0, case.num_rows, rows_per_shard, 0, 0, case.num_rows)
+    pending = PendingRows([extent], np.zeros(total_shards([extent]), np.bool_))
+    replicas = [Replica(case, number, tokens) for number in range(case.num_replicas)]
+    fleet, clock = Fleet(replicas), [-1.0]
+    assignment = Assignment(
+        fleet, pending, NoTrials(), most_tokens=case.most_tokens, clock=lambda: clock[0]  # type: ignore[arg-type]
+    )
+    assignment.assign()
+    now = 0.0
+    info = EngineInfo(8192, case.max_num_seqs, 1, "", {})
+    while sum(replica.engine.num_finished for replica in replicas) < case.num_rows:
+        clock[0] = now
         for replica in replicas:
-            replica.turn(now, lengths, order, step_s, request_s)
-        if now - told >= PROGRESS_S:
-            told = now
-            for replica in replicas:
-                replica.num_said = replica.num_finished
-    end = max(replica.busy_until for replica in replicas)
-    return end, [end - replica.busy_until for replica in replicas]
+            known = replica.known
+            if replica.start <= now and known.info is None:
+                known.info, known.intake, known.state = info, Intake(case.max_num_seqs, now), "running"
+                assignment.begin(known)
+            if replica.has_begun:
+                replica.tell(now, assignment)
+        for known, keys in fleet.revoked:
+            assignment.take_back(known, keys)
+        fleet.revoked.clear()
+        assignment.assign()
+        for replica in replicas:
+            replica.engine.time = max(replica.engine.time, now) if not replica.engine.ends else replica.engine.time
+            replica.turn(now + TURN_S)
+        now += TURN_S
+    return max(replica.engine.last_at for replica in replicas), [replica.engine.num_finished for replica in replicas]
 
 
-def in_order(lengths: list[int], order: str) -> list[int]:
-    rows = list(range(len(lengths)))
-    if order == "input":
-        return rows
-    rows.sort(key=lambda row: -lengths[row])
-    if order == "sorted":
-        return rows
-    num_waves, num_hands = WAVES_AND_HANDS
-    size = -(-len(rows) // num_waves)
-    waves = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return [row for wave in waves for hand in range(num_hands) for row in wave[hand::num_hands]]
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds to the last row: shared by the coordinator, and by the better even split. rows: of each replica."""
+
+    case: Case
+    shared_s: float
+    split_s: float
+    rows: list[int]
+
+    @property
+    def ratio(self) -> float:
+        return self.shared_s / self.split_s
+
+    @property
+    def is_within(self) -> bool:
+        return self.shared_s <= FACTOR * self.split_s + SLACK_S
+
+
+def run(case: Case) -> Outcome:
+    shared_s, rows = seconds_shared(case)
+    return Outcome(case, shared_s, seconds_split(case), rows)
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    numbers = map(int, args.rows.split(",")) if args.rows else ROWS
+    replicas = [int(number) for number in args.replicas.split(",")] if args.replicas else REPLICAS
+    skews = args.skews.split(",") if args.skews else SKEWS
+    lengths = args.lengths.split(",") if args.lengths else LENGTHS
+    for case in itertools.starmap(Case, itertools.product(numbers, replicas, skews, lengths, STEPS)):
+        if case.num_rows > 100_000 and case.lengths != "equal":
+            continue
+        if case.num_replicas == 1 and case.skew != "0":
+            continue
+        yield Case(*(getattr(case, name) for name in ("num_rows", "num_replicas", "skew", "lengths", "step")),
+                   args.max_num_seqs, args.num_cached)  # fmt: skip
+
+
+def summary(name: str, outcomes: list[Outcome]) -> str:
+    ratios = sorted(outcome.ratio for outcome in outcomes)
+    within = sum(outcome.is_within for outcome in outcomes) / len(outcomes)
+    p95 = ratios[min(len(ratios) - 1, math.ceil(0.95 * len(ratios)) - 1)]
+    return f"| {name} | {len(outcomes):,} | {ratios[len(ratios) // 2]:.3f} | {p95:.3f} | {ratios[-1]:.2f} | {within:.1%} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=6000, help="a replica")
-    parser.add_argument("--replicas", default="1,2,4,8")
-    parser.add_argument("--order", choices=("input", "sorted", "longest", "all"), default="all")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", help="with commas between them")
+    parser.add_argument("--replicas")
+    parser.add_argument("--skews")
+    parser.add_argument("--lengths")
     parser.add_argument("--max-num-seqs", type=int, default=1024)
-    parser.add_argument("--step-ms", type=float, default=8.0)
-    parser.add_argument("--request-us", type=float, default=75.0)
-    parser.add_argument("--speeds", help="of each replica, with commas between them; all alike by default")
-    parser.add_argument("--starts", default="0", help="when replicas are up, in turn, in seconds")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--num-cached", type=int, default=1 << 30, help="requests that the cache holds")
+    parser.add_argument("--list", action="store_true", help="a line for each case")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
-    print("| order | replicas | seconds | of linear | idle at the end, mean and most, s |\n" + "| --- " * 5 + "|")
-    for order in ("input", "sorted", "longest") if args.order == "all" else (args.order,):
-        one = 0.0
-        for number in map(int, args.replicas.split(",")):
-            speeds = [float(speed) for speed in args.speeds.split(",")] if args.speeds else [1.0] * number
-            late = [float(start) for start in args.starts.split(",")]
-            starts = [late[index % len(late)] for index in range(number)]
-            seconds, idle, rates = [], [], []
-            for seed in range(args.seeds):
-                lengths = log_normal_lengths(args.rows * number, seed=seed)
-                rows = in_order(lengths, order)
-                took, idles = simulate(
-                    lengths,
-                    rows,
-                    order != "input",
-                    speeds,
-                    starts,
-                    args.max_num_seqs,
-                    args.step_ms / 1e3,
-                    args.request_us / 1e6,
-                )
-                seconds.append(took)
-                idle += idles
-                rates.append(sum(lengths) / took)
-            rate = statistics.mean(rates)
-            one = one or rate / sum(speeds)
+    with multiprocessing.Pool(args.jobs) as pool:
+        outcomes = list(pool.imap(run, cases(args), chunksize=8))
+    if args.list:
+        for it in outcomes:
+            case = it.case
             print(
-                f"| {order} | {number} | {statistics.mean(seconds):.1f} | {rate / (one * sum(speeds)):.3f} | "
-                f"{statistics.mean(idle):.1f}, {max(idle):.1f} |"
+                f"{case.num_rows:>9,} rows, {case.num_replicas:>2} replicas, skew {case.skew:>5}, {case.lengths:>10}, "
+                f"{case.step:>8}: {it.shared_s:8.2f} s, split {it.split_s:8.2f} s, {it.ratio:.3f}"
+                f"{'' if it.is_within else ' out'}{' MOST' if it.ratio > MOST else ''}  {it.rows if len(it.rows) <= 8 else ''}"
             )
+    print("| cases | number | median | 95 % | most | within the bound |\n" + "| --- " * 6 + "|")
+    print(summary("all", outcomes))
+    for name, values in (("num_rows", ROWS), ("num_replicas", REPLICAS), ("skew", SKEWS), ("lengths", LENGTHS), ("step", STEPS)):
+        for value in values:
+            if some := [it for it in outcomes if getattr(it.case, name) == value]:
+                print(summary(f"{name.removeprefix('num_')} {value}", some))
 
 
 if __name__ == "__main__":

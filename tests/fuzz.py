@@ -60,9 +60,9 @@ from batchinf.manifest.names import parse_part_name
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.output import journal, parts
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenShard, verify_part
+from batchinf.output.parts import OpenLease, verify_part
 from batchinf.prompts.builder import Renderer
-from batchinf.records import Shard
+from batchinf.records import Lease
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.schedule.shards import total_shards
 from batchinf.source.files import InputLocation
@@ -660,9 +660,9 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> bool:
     spec = JobSpec.model_validate(state.header.spec)
     task = task_of(spec)
     index = int(name.split("-")[0])
-    shard = OpenShard(jobs_shard(state, index), task, Journal(own, "fuzz", task.result_schema))
+    shard = OpenLease(jobs_shard(state, index), task, Journal(own, "fuzz", task.result_schema))
     shard.recover()
-    shard.are_finished(0, shard.shard.num_rows)
+    shard.are_finished(0, shard.lease.num_rows)
     if shard.segments:
         # What closing the shard does with recovered results.
         parts._Merged(shard).take(0, min(shard.num_results, 3)) if shard.is_complete else [
@@ -673,11 +673,12 @@ def _run_journal(folder: pathlib.Path, made: pathlib.Path, case: Any) -> bool:
     return bool(shard.damaged)
 
 
-def jobs_shard(state: Any, index: int) -> Shard:
+def jobs_shard(state: Any, index: int) -> Lease:
     from batchinf.schedule.shards import shard_at
 
     assert index < total_shards(state.extents)
-    return shard_at(state.extents, index)
+    shard = shard_at(state.extents, index)
+    return Lease(index, shard.start, shard.stop)
 
 
 def _part_case(draw: Draw, out: pathlib.Path) -> Any:
@@ -729,7 +730,7 @@ def _channel_base(folder: pathlib.Path) -> list[Any]:
     from batchinf.records import EngineStats
 
     messages = [
-        Assign((Shard(0, 0, 4), Shard(1, 4, 9)), 2),
+        Assign((Lease(0, 0, 4, attempts=2), Lease(1, 4, 9)), ((3, "it kills"),)),
         Failed("InputError", "x", 2),
         Progress(1, {"refused": 2}, 3, 4, 5, 6, 0.5, EngineStats()),
     ]

@@ -1,13 +1,13 @@
-"""The coordinator's loop, in one thread: assigns shards, supervises replicas, publishes and commits parts.
+"""The coordinator's loop, in one thread: assigns leases, supervises replicas, publishes and commits parts.
 
-Messages of a replica about a shard count only while the replica holds the shard.
+Messages of a replica about a lease count only while the replica holds the lease.
 """
 
 import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from batchinf.base import faults
 from batchinf.base.errors import (
@@ -25,7 +25,7 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Platforms, kept_as
-from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
+from batchinf.fleet.fleet import Ended, Fleet, FleetReplica, Key
 from batchinf.fleet.launcher import note_end, note_started
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
@@ -35,9 +35,20 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed
 from batchinf.output.journal import drop
-from batchinf.records import Part
-from batchinf.replica.messages import DISK_ERROR, Event, Ready, Revoked, ShardBegun, ShardClosed, Stop, Stopped, Tried
-from batchinf.schedule.shards import PendingShards
+from batchinf.records import Lease, Part
+from batchinf.replica.messages import (
+    DISK_ERROR,
+    Event,
+    LeaseBegun,
+    LeaseStored,
+    Ready,
+    Revoked,
+    ShardClosed,
+    Stop,
+    Stopped,
+    Tried,
+)
+from batchinf.schedule.leases import PendingRows
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
@@ -46,6 +57,11 @@ _LONGEST_PAUSE_S = 0.1  # because a look that ends a replica takes long
 _MOST_LINES = 8  # of replicas that come up at once
 # Errors of a replica that no restart mends.
 _FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
+
+
+def whole_lease(leases: Iterable[Lease], shard: int) -> Lease | None:
+    """The lease of a whole shard, if it is among these."""
+    return next((lease for lease in leases if lease.index == shard and lease.is_whole), None)
 
 
 class Coordinator:
@@ -57,7 +73,7 @@ class Coordinator:
         manifest: Manifest,
         lock: JobLock,
         fleet: Fleet,
-        pending: PendingShards,
+        pending: PendingRows,
         display: ProgressDisplay,
         num_rows: int,
         num_shards: int,
@@ -66,13 +82,17 @@ class Coordinator:
         trials: Trials,
         telemetry: Telemetry,
         *,
+        most_tokens: int | None = None,
         begins_together: bool = False,
     ) -> None:
+        """most_tokens, begins_together: see `Assignment`."""
         self._job = job
         self._manifest = manifest
         self._lock = lock
         self._fleet = fleet
-        self._assignment = Assignment(fleet, pending, trials, begins_together=begins_together)
+        self._assignment = Assignment(
+            fleet, pending, trials, most_tokens=most_tokens, begins_together=begins_together
+        )
         self._display = display
         self._num_rows = num_rows
         self._num_shards = num_shards
@@ -81,7 +101,9 @@ class Coordinator:
         self._telemetry = telemetry
         self._rates = Rates()
         self._is_measuring = False
-        self._errors: Counter[str] = Counter()  # of committed parts, since the start
+        self._errors: Counter[str] = Counter()  # of stored leases and committed parts, since the start
+        # Finished output rows, and errors among them, that the journal keeps for shards whose part is not made yet.
+        self._stored: dict[int, tuple[int, int]] = {}
         self._next_status = 0.0
         self._next_round = 0.0
         # Finished output rows of open shards that stopped replicas had: the journal keeps them.
@@ -188,16 +210,17 @@ class Coordinator:
         ready: list[tuple[FleetReplica, Ready]] = []
         for replica, event in events:
             match event:
-                case ShardClosed(part, errors) if part.shard in replica.shards and replica.handle is not None:
-                    replica.shards.pop(part.shard)
-                    replica.closed_rows += part.num_rows - part.num_kept
-                    replica.closed_errors.update(errors)
-                    self._errors.update(errors)
-                    replica.begun.discard(part.shard)
-                    parts.append((replica.number, replica.handle.incarnation, part))
-                case Revoked(shards):
-                    self._assignment.take_back(replica, shards)
-                case ShardBegun():
+                case ShardClosed(part, num_rows, errors) if replica.handle is not None:
+                    if self._release(replica, whole_lease(replica.leases.values(), part.shard), num_rows, errors):
+                        parts.append((replica.number, replica.handle.incarnation, part))
+                case LeaseStored(key, num_rows, errors):
+                    if lease := self._release(replica, replica.leases.get(key), num_rows, errors):
+                        stored, num_errors = self._stored.get(lease.index, (0, 0))
+                        self._stored[lease.index] = stored + num_rows, num_errors + sum(errors.values())
+                        self._assignment.note_stored(lease)
+                case Revoked(keys):
+                    self._assignment.take_back(replica, keys)
+                case LeaseBegun():
                     self._note_begun(event)
                 case Ready():
                     ready.append((replica, event))
@@ -214,14 +237,29 @@ class Coordinator:
         if parts:
             self._commit(parts)
 
-    def _note_begun(self, event: ShardBegun) -> None:
+    def _release(
+        self, replica: FleetReplica, lease: Lease | None, num_rows: int, errors: Mapping[str, int]
+    ) -> Lease | None:
+        """Remove a lease that a replica has finished. Returns it; None if the replica does not hold it."""
+        if lease is None:
+            return None
+        replica.leases.pop(lease.key)
+        replica.begun.discard(lease.key)
+        replica.revoking.discard(lease.key)
+        replica.closed_rows += num_rows
+        replica.closed_errors.update(errors)
+        self._errors.update(errors)
+        return lease
+
+    def _note_begun(self, event: LeaseBegun) -> None:
+        shard, _ = event.lease
         if not self._has_begun:
             self._has_begun = True
-            self._manifest.event("first_request", shard=event.shard)
+            self._manifest.event("first_request", shard=shard)
         if event.num_recovered:
-            self._manifest.event("recovered", shard=event.shard, num_requests=event.num_recovered)
+            self._manifest.event("recovered", shard=shard, num_requests=event.num_recovered)
         for name in event.damaged:
-            self._keep_damaged(event.shard, f"journal/{name}")
+            self._keep_damaged(shard, f"journal/{name}")
 
     def _keep_damaged(self, shard: int, name: str) -> None:
         self._lock.check()
@@ -246,6 +284,7 @@ class Coordinator:
             folder.delete(f"staging/{part.file}")
             self._manifest.part(part, replica, incarnation)
             self._committed.add(part)
+            self._stored.pop(part.shard, None)
             self._trials.forget(part.shard)
         if parts and self._committed.num_shards == self._num_shards:
             self._manifest.event("all_committed")
@@ -313,7 +352,7 @@ class Coordinator:
                 self.num_kept_rows += max(0, end.num_open_rows - closed_rows)
             note_end(self._manifest, end)
             suspicion = self._trials.note_death(end)
-            self._assignment.note_ended(end, self._trials.shards | closed)
+            self._assignment.note_ended(end, {*self._trials.leases, *closed})
             if (step := end.lowered) is not None:
                 replica, name = end.replica.number, "oom_step_down"
                 self._manifest.event(name, kept_as=name, replica=replica, incarnation=end.incarnation, **step.fields())
@@ -327,16 +366,15 @@ class Coordinator:
         if ended:
             self._manifest.commit()
 
-    def _close_last(self, end: Ended) -> tuple[set[int], int]:
-        """Commit the parts in an incarnation's last events. Returns their shards, and the number of their new rows."""
-        held = {shard.index for shard in end.shards}
-        closed = [event for event in end.events if isinstance(event, ShardClosed) and event.part.shard in held]
+    def _close_last(self, end: Ended) -> tuple[set[Key], int]:
+        """Commit the parts in an incarnation's last events. Returns their leases, and the number of their new rows."""
+        events = [event for event in end.events if isinstance(event, ShardClosed)]
+        closed = [(lease.key, event) for event in events if (lease := whole_lease(end.leases, event.part.shard))]
         if closed:
-            self._commit([(end.replica.number, end.incarnation, event.part) for event in closed])
-        for event in closed:
+            self._commit([(end.replica.number, end.incarnation, event.part) for _, event in closed])
+        for _, event in closed:
             self._errors.update(event.errors)
-        num_rows = sum(event.part.num_rows - event.part.num_kept for event in closed)
-        return {event.part.shard for event in closed}, num_rows
+        return {key for key, _ in closed}, sum(event.num_rows for _, event in closed)
 
     def _give_up(self) -> None:
         causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
@@ -370,12 +408,18 @@ class Coordinator:
     def _num_finished(self) -> tuple[int, int]:
         """Numbers of finished output rows and of errors among them, from commits and from replicas' progress."""
         replicas = self._fleet.replicas
-        rows = self.num_kept_rows + sum(replica.num_open_rows for replica in replicas)
-        num_errors = self._committed.num_errors + self._open_errors().total()
+        rows = self.num_kept_rows + self.num_stored_rows + sum(replica.num_open_rows for replica in replicas)
+        num_stored_errors = sum(num_errors for _, num_errors in self._stored.values())
+        num_errors = self._committed.num_errors + num_stored_errors + self._open_errors().total()
         return min(self._num_rows, self._committed.num_rows + rows), num_errors
 
+    @property
+    def num_stored_rows(self) -> int:
+        """Finished output rows of leases that the journal keeps until their shards are parts."""
+        return sum(num_rows for num_rows, _ in self._stored.values())
+
     def _open_errors(self) -> Counter[str]:
-        """Errors of rows that are in no committed part, by type."""
+        """Errors of rows that are in no stored lease and no committed part, by type."""
         failing = (replica for replica in self._fleet.replicas if replica.progress.errors)
         return sum((Counter(one.progress.errors) - one.closed_errors for one in failing), Counter())
 

@@ -1,6 +1,7 @@
 """Runs a job: takes the lock, starts the job, runs its rows and its retries, and makes the summary."""
 
 import contextlib
+import functools
 import time
 from dataclasses import asdict
 
@@ -29,8 +30,9 @@ from batchinf.manifest.lines import SPEED
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.output.proof import changed_parts
-from batchinf.schedule.positions import RunOrder
-from batchinf.schedule.shards import PendingShards, total_rows, total_shards
+from batchinf.schedule.leases import PendingRows
+from batchinf.schedule.positions import RunOrder, chosen_in_order
+from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.file import SpecFile
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -139,15 +141,16 @@ def _run_shards(
     num_shards = total_shards(state.extents)
     num_rows = total_rows(state.extents) * job.task.num_rows_per_input
     is_done = state.committed
-    num_chosen = None
+    num_chosen = chosen_of = None
+    order = RunOrder(job.folder, state.extents)
     if phase is not None:
         num_rows = int(phase.num_chosen.sum()) * job.task.num_rows_per_input
         is_done = phase.num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
-        num_chosen = phase.num_chosen
-    pending = PendingShards(state.extents, is_done, num_chosen, is_in_order=state.is_in_order)
-    trials = Trials(RunOrder(job.folder, state.extents), state, is_done, fleet, begun.manifest)
-    pending.withhold(trials.shards)
+        num_chosen, chosen_of = phase.num_chosen, functools.partial(chosen_in_order, order, phase.chosen)
+    pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
+    trials = Trials(order, state, is_done, fleet, begun.manifest)
+    pending.withhold(trials.leases.values())
     platforms = Platforms(state, job.spec.same_device)
     telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
     coordinator = Coordinator(
@@ -163,6 +166,7 @@ def _run_shards(
         platforms,
         trials,
         telemetry,
+        most_tokens=_most_tokens(job),
         begins_together=begins_together,
     )
     try:
@@ -174,7 +178,7 @@ def _run_shards(
             num_rows,
             committed.num_rows,
             committed.num_shards - int(is_done.sum()) if phase else len(found.parts),
-            coordinator.num_kept_rows,
+            coordinator.num_kept_rows + coordinator.num_stored_rows,
             job.task.joins_requests,
             phase.retry.number if phase else None,
         )
@@ -187,6 +191,13 @@ def _run_shards(
     finally:
         telemetry.close()
     launcher.note_warm(fleet)
+
+
+def _most_tokens(job: Job) -> int | None:
+    """The most tokens that a row generates; None if the job's spec does not say."""
+    sampling = job.spec.sampling
+    has_own = "max_tokens" in (sampling.columns or {})
+    return sampling.max_tokens if job.task.draws_tokens and not has_own else None
 
 
 def _run_retries(begun: StartedJob, lock: JobLock, display: ProgressDisplay) -> None:

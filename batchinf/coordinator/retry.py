@@ -47,12 +47,14 @@ class RetryRequest:
 class RetryPhase:
     """The rest of a retry.
 
-    job: with the retry's sampling. num_chosen: int64 [total_shards], rows to run in each shard.
+    job: with the retry's sampling. num_chosen: int64 [total_shards], rows to run in each shard. chosen: the rows that
+    the retry chose.
     """
 
     retry: Retry
     job: Job
     num_chosen: npt.NDArray[np.int64]
+    chosen: Positions
 
 
 def as_begun(prepared: PreparedJob, header: Header) -> tuple[PreparedJob, dict[str, Any]]:
@@ -126,7 +128,7 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
             continue
         num_chosen = np.where(behind, chosen.counts(order.shards()), 0)
         if num_chosen.any():
-            return RetryPhase(retry, _with_overrides(job, retry.overrides), num_chosen)
+            return RetryPhase(retry, _with_overrides(job, retry.overrides), num_chosen, chosen)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Manages all replicas of a job: starts, watches, restarts and gives them up, and knows the shards of each."""
+"""Manages all replicas of a job: starts, watches, restarts and gives them up, and knows the leases of each."""
 
 import pathlib
 import re
@@ -11,10 +11,11 @@ from batchinf.base.errors import EngineDeadError, UserError
 from batchinf.engines.vllm.start_log import start_detail
 from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
+from batchinf.fleet.intake import Intake, Report
 from batchinf.fleet.out_of_memory import EngineSettings, Lowered, Verdict, recognise
 from batchinf.fleet.status import ReplicaStatus, Totals
 from batchinf.manifest.names import incarnation_name
-from batchinf.records import EngineInfo, EngineStats, Shard
+from batchinf.records import EngineInfo, EngineStats, Lease
 from batchinf.replica import messages
 from batchinf.replica.messages import (
     Assign,
@@ -83,6 +84,7 @@ def error_lines(log: list[str]) -> list[str]:
 # How long a replica may take to end after its `Failed` message, and after `Stopped` while others work. By `Stopped` all
 # its rows are stored, and only its engine has to end. Left alone, vLLM took 6 s for one rank on a busy CPU.
 _LAST_WORDS_S, _ENGINE_ENDS_S = 10.0, 1.0
+Key = tuple[int, int]  # of a lease
 NOTHING = Progress(0, {}, 0, 0, 0, 0, 0.0, EngineStats())
 
 
@@ -91,8 +93,9 @@ class FleetReplica:
     """One replica, over all of its incarnations.
 
     handle: of the running incarnation, if there is one.
-    shards: assigned to the running incarnation and not closed, oldest first.
-    early_window: the expected window of an engine that is not up yet, if the replica prepares shards for it.
+    leases: of the running incarnation, by key, oldest first, until they are stored or closed. begun, revoking: keys.
+    early_window: the expected window of an engine that is not up yet, if the replica prepares leases for it.
+    intake: of the engine that is up.
     failures: ends since it last finished a row. recovered_rows: output rows from the journal.
     host: where its last incarnation ran; "" before it has said so. heard_at: when its last event came, in seconds since
     1970; None before the first.
@@ -104,11 +107,12 @@ class FleetReplica:
     requests_per_row: int
     handle: ReplicaHandle | None = None
     state: str = "waiting"
-    shards: dict[int, Shard] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
-    revoking: set[int] = field(default_factory=set)
+    leases: dict[Key, Lease] = field(default_factory=dict)
+    begun: set[Key] = field(default_factory=set)
+    revoking: set[Key] = field(default_factory=set)
     info: EngineInfo | None = None
     early_window: int | None = None
+    intake: Intake | None = None
     progress: Progress = NOTHING
     recovered_rows: int = 0
     closed_rows: int = 0
@@ -138,20 +142,20 @@ class FleetReplica:
         return self.handle is not None and self.info is not None and self.failed is None
 
     @property
-    def takes_shards(self) -> bool:
-        """Whether it can use shards: its engine is up, or its feeder prepares them already."""
+    def takes_leases(self) -> bool:
+        """Whether it can use leases: its engine is up, or its feeder prepares them already."""
         return self.is_running or (self.handle is not None and self.failed is None and self.early_window is not None)
 
     @property
     def num_open_rows(self) -> int:
-        """Finished output rows of shards that are not closed, by its latest report."""
+        """Finished output rows of leases that are neither stored nor closed, by its latest report."""
         return max(0, self.progress.num_rows - self.closed_rows)
 
     @property
     def outstanding_rows(self) -> int:
         """Rows assigned and not finished, by its latest report."""
         finished = self.num_open_rows
-        held = sum(shard.num_to_run for index, shard in self.shards.items() if index not in self.revoking)
+        held = sum(lease.num_to_run for key, lease in self.leases.items() if key not in self.revoking)
         return max(0, held - finished // self.requests_per_row)
 
     @property
@@ -161,9 +165,9 @@ class FleetReplica:
         return max(1, requests // self.requests_per_row)
 
     @property
-    def unbegun(self) -> tuple[int, ...]:
-        """Shards that can still be taken back, oldest first."""
-        return tuple(index for index in self.shards if index not in self.begun and index not in self.revoking)
+    def unbegun(self) -> tuple[Lease, ...]:
+        """Leases that can still be taken back, oldest first."""
+        return tuple(lease for key, lease in self.leases.items() if key not in self.begun and key not in self.revoking)
 
     @property
     def totals(self) -> Totals:
@@ -193,18 +197,18 @@ class FleetReplica:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An incarnation that has ended. Its shards have to be assigned again, unless its last events close them.
+    """An incarnation that has ended. Its leases have to be assigned again, unless its last events close them.
 
     in_flight: requests that were in its engine; empty if no row can be the cause. num_unfinished: all of them, whatever
-    the cause. num_open_rows: finished output rows of shards that are not closed. was_killed: from outside, as far as
-    known. was_host_lost: its host was lost; its rows count as not tried.
+    the cause. num_open_rows: finished output rows of leases that are neither stored nor closed. was_killed: from
+    outside, as far as known. was_host_lost: its host was lost; its rows count as not tried.
     out_of_memory: what happens to its replica if memory ran out, else None.
     """
 
     replica: FleetReplica
     incarnation: str
     lifetime_s: float
-    shards: tuple[Shard, ...]
+    leases: tuple[Lease, ...]
     events: tuple[Event, ...]
     cause: str
     was_asked: bool
@@ -227,25 +231,36 @@ def update(replica: FleetReplica, event: Event) -> None:
     match event:
         case messages.StartPhase(name, host):
             replica.state, replica.host, replica.start_detail = name, host or replica.host, ""
-        case messages.TakesShards(size):
+        case messages.TakesLeases(size):
             replica.early_window = size
         case Ready(engine, _):
             replica.info, replica.state, replica.start_detail = engine, "running", ""
             replica.steps_changed_at = time.monotonic()
+            replica.intake = Intake(max(1, engine.max_num_seqs // replica.requests_per_row), time.monotonic())
         case Progress():
             if event.steps != replica.progress.steps or not event.in_flight:
                 replica.steps_changed_at = time.monotonic()
             replica.progress = event
-        case messages.ShardBegun(shard, _, num_recovered_rows, _):
-            replica.begun.add(shard)
+            _note_report(replica)
+        case messages.LeaseBegun(lease, _, num_recovered_rows, _):
+            replica.begun.add(lease)
             replica.recovered_rows += num_recovered_rows
-        case messages.Revoked(shards):
-            for index in shards:
-                replica.begun.discard(index)
+        case messages.Revoked(leases):
+            replica.begun.difference_update(leases)
         case Failed():
             replica.failed, replica.failed_at = event, time.monotonic()
         case messages.Stopped():
             replica.state, replica.stopped_at = "ended", time.monotonic()
+
+
+def _note_report(replica: FleetReplica) -> None:
+    if replica.intake is not None:
+        progress, per_row = replica.progress, replica.requests_per_row
+        engine = progress.engine
+        running, waiting = -(-engine.num_running // per_row), -(-engine.num_waiting // per_row)
+        num_rows = progress.num_rows // per_row
+        usage = engine.kv_cache_usage
+        replica.intake.note(Report(time.monotonic(), progress.steps, num_rows, running, waiting, usage))
 
 
 def is_overdue(replica: FleetReplica) -> bool:
@@ -297,6 +312,7 @@ class Fleet:
         num_before: incarnations that this epoch has already started for it.
         """
         self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
+        self.requests_per_row = requests_per_row
         self._launch = launch
         self._work: Work | None = None
         self._epoch = epoch
@@ -349,6 +365,7 @@ class Fleet:
         if self._work is not None:
             replica.handle.send(self._work)
         replica.state, replica.info, replica.failed, replica.early_window = "starting", None, None, None
+        replica.intake = None
         replica.stopped_at = None
         replica.progress, replica.recovered_rows, replica.closed_rows = NOTHING, 0, 0
         replica.closed_errors = Counter()
@@ -410,7 +427,7 @@ class Fleet:
             replica,
             handle.incarnation,
             ending.lifetime_s,
-            tuple(replica.shards.values()),
+            tuple(replica.leases.values()),
             ending.events,
             replica.cause,
             was_asked,
@@ -458,7 +475,7 @@ class Fleet:
         replica.restarts += 0 if replica.is_given_up else 1
         replica.handle = None
         replica.progress = NOTHING
-        replica.shards.clear()
+        replica.leases.clear()
         replica.begun.clear()
         replica.revoking.clear()
 
@@ -471,25 +488,33 @@ class Fleet:
         replica.start_at = time.monotonic() + _BACK_OFF_S
 
     def assign(
-        self, replica: FleetReplica, shards: Iterable[Shard], attempts: int, condemned: tuple[tuple[int, str], ...] = ()
+        self,
+        replica: FleetReplica,
+        leases: Iterable[Lease],
+        condemned: tuple[tuple[int, str], ...] = (),
+        *,
+        progress_s: float = 1.0,
     ) -> None:
-        """Give shards to a replica. condemned: their rows that must not reach an engine, with error messages."""
-        given = tuple(shards)
-        replica.shards.update((shard.index, shard) for shard in given)
-        self._send(replica, Assign(given, attempts, condemned))
+        """Give leases to a replica. condemned: their rows that must not reach an engine, with error messages.
+
+        progress_s: see `Assign`.
+        """
+        given = tuple(leases)
+        replica.leases.update((lease.key, lease) for lease in given)
+        self._send(replica, Assign(given, condemned, progress_s))
 
     def try_rows(self, replica: FleetReplica, trial: Trial) -> None:
-        """Give a replica a trial with its shards."""
-        replica.shards.update((shard.index, shard) for shard in trial.shards)
+        """Give a replica a trial with its leases."""
+        replica.leases.update((lease.key, lease) for lease in trial.leases)
         self._send(replica, trial)
 
     def _send(self, replica: FleetReplica, message: Command) -> None:
         if replica.handle is not None:
             replica.handle.send(message)
 
-    def revoke(self, replica: FleetReplica, shards: Iterable[int]) -> None:
-        """Ask for shards back. A `Revoked` event says which ones the replica had not begun."""
-        replica.revoking.update(shards)
+    def revoke(self, replica: FleetReplica, leases: Iterable[Lease]) -> None:
+        """Ask for leases back. A `Revoked` event says which ones the replica had not begun."""
+        replica.revoking.update(lease.key for lease in leases)
         self._send(replica, Revoke(tuple(sorted(replica.revoking))))
 
     def stop(self, command: Command) -> list[Ended]:

@@ -8,7 +8,7 @@
    request in the engine.
 
 A row that kills at its prompt costs at most 4 restarts, any other at most log2(window) + 2, or + 3 with signals from
-outside. That holds only if the suspects' shards stay with their replica, even if another one is idle.
+outside. That holds only if the suspects' leases stay with their replica, even if another one is idle.
 
 If a replica is lost with its host, its rows count as not tried, and any replica may run them. Rows that were in the
 engines of two lost hosts are accused, as after step 2.
@@ -25,7 +25,7 @@ from batchinf.base.text import counted
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.records import Shard
+from batchinf.records import Lease, Shard
 from batchinf.replica.messages import InFlightRequest, Trial
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at
@@ -39,7 +39,7 @@ _LONGEST_CAUSE = 300
 class Case:
     """Deaths of one replica that may have one cause.
 
-    origin: the incarnation that died first. shards: those with suspects; they stay with the replica. suspects: rows
+    origin: the incarnation that died first. leases: those with suspects; they stay with the replica. suspects: rows
     that were in the engine at every death so far. accused: suspects to try now, in this order. later: groups to try
     afterwards. is_found: a row was condemned since the last full run. doubted: the row that was alone in the engine at
     the last death, if that death may have had another cause. The stage `lost` only remembers the rows of a lost host.
@@ -47,7 +47,7 @@ class Case:
 
     origin: str
     replica: int
-    shards: RowIndices
+    leases: tuple[Lease, ...]
     suspects: RowIndices
     stage: Literal["replay", "probe", "halve", "lost"] = "replay"
     accused: RowIndices = ()
@@ -60,8 +60,9 @@ class Case:
     def of(cls, fields: Mapping[str, Any]) -> "Case":
         """A case from JSON."""
         own = {name: fields[name] for name in cls.__slots__}
-        tuples = {name: tuple(own[name]) for name in ("shards", "suspects", "accused")}
-        return cls(**{**own, **tuples, "later": tuple(map(tuple, own["later"]))})
+        tuples = {name: tuple(own[name]) for name in ("suspects", "accused")}
+        leases = tuple(Lease(**fields) for fields in own["leases"])
+        return cls(**{**own, **tuples, "leases": leases, "later": tuple(map(tuple, own["later"]))})
 
     def fields(self) -> dict[str, Any]:
         """The case as JSON values."""
@@ -148,9 +149,10 @@ class Quarantine:
         self.condemned = dict(condemned or {})
 
     @property
-    def shards(self) -> set[int]:
-        """Shards that only their case's replica may run."""
-        return {shard for case in self._cases.values() if case.stage != "lost" for shard in case.shards}
+    def leases(self) -> dict[tuple[int, int], Lease]:
+        """Leases that only their case's replica may run, by key."""
+        own = (lease for case in self._cases.values() if case.stage != "lost" for lease in case.leases)
+        return {lease.key: lease for lease in own}
 
     def of(self, replica: int) -> Case | None:
         """The oldest open case of a replica."""
@@ -161,17 +163,17 @@ class Quarantine:
         self,
         replica: int,
         incarnation: str,
-        shards: Iterable[Shard],
+        leases: Iterable[Lease],
         in_flight: Sequence[InFlightRequest],
         is_fresh: bool = True,
         is_outside: bool = False,
-        rows_of: Callable[[Shard], Container[int]] = lambda shard: range(shard.start, shard.stop),
+        rows_of: Callable[[Lease], Container[int]] = lambda lease: range(lease.start, lease.stop),
         *,
         is_host_lost: bool = False,
     ) -> tuple[Case, int | None]:
-        """The case of a replica after its death, and the row that is condemned, if any. shards: those that it held.
+        """The case of a replica after its death, and the row that is condemned, if any. leases: those that it held.
 
-        is_fresh, is_outside: see `Case.died`. rows_of: the rows of a shard. is_host_lost: its host was lost with it.
+        is_fresh, is_outside: see `Case.died`. rows_of: the rows of a lease. is_host_lost: its host was lost with it.
         """
         case, row = self.of(replica), None
         if case is None and is_host_lost:
@@ -181,9 +183,11 @@ class Quarantine:
         else:
             case, row = case.died(in_flight, is_fresh, is_outside)
         rows = _rows(in_flight)
-        held = ((shard.index, rows_of(shard)) for shard in shards)
-        hit = [index for index, own in held if any(row in own for row in rows)]
-        case = replace(case, shards=tuple(sorted({*case.shards, *hit})))
+        held = {lease.key: lease for lease in leases}
+        own = ((lease, rows_of(lease)) for lease in held.values())
+        hit = {lease.key: lease for lease, its in own if any(row in its for row in rows)}
+        by_key = {lease.key: held.get(lease.key, lease) for lease in case.leases} | hit
+        case = replace(case, leases=tuple(by_key[key] for key in sorted(by_key)))
         self._cases[case.origin] = case
         return case, row
 
@@ -202,12 +206,13 @@ class Quarantine:
             case = self._cases[case.origin] = case.survived(rows)
         return case
 
-    def committed(self, shard: int) -> list[str]:
-        """Remove a committed shard. Returns the names of the cases that this closes."""
+    def finished(self, is_finished: Callable[[Lease], bool]) -> list[str]:
+        """Remove leases that have run. Returns the names of the cases that this closes."""
         closed = []
-        for case in [case for case in self._cases.values() if shard in case.shards]:
-            left = self._cases[case.origin] = replace(case, shards=tuple(s for s in case.shards if s != shard))
-            if not left.shards:
+        for case in [case for case in self._cases.values() if any(map(is_finished, case.leases))]:
+            leases = tuple(lease for lease in case.leases if not is_finished(lease))
+            left = self._cases[case.origin] = replace(case, leases=leases)
+            if not left.leases:
                 del self._cases[case.origin]
                 closed.append(case.origin)
         return closed
@@ -222,7 +227,7 @@ class Quarantine:
 class Trials:
     """Runs the trials of a quarantine. Each death is in the manifest before anything runs again.
 
-    While a case is on trial, its replica runs nothing else. Other replicas run the shards without suspects.
+    While a case is on trial, its replica runs nothing else. Other replicas run the leases without suspects.
     """
 
     def __init__(
@@ -249,24 +254,23 @@ class Trials:
         self._given: dict[int, tuple[str, str]] = {}
         self._tried_in: set[str] = set()  # incarnations that have survived a trial
         self._num_tried: dict[int, int] = {}  # by replica: probes survived since the last row was condemned
-        for case in cases:
-            for shard in case.shards:
-                if is_done[shard]:
-                    self.forget(shard)
+        for shard in {lease.index for case in cases for lease in case.leases}:
+            if is_done[shard]:
+                self.forget(shard)
         self._quarantine.hand_over([replica.number for replica in fleet.replicas])
 
     @property
-    def shards(self) -> set[int]:
-        """Shards that only the replica of their case may run."""
-        return self._quarantine.shards
+    def leases(self) -> dict[tuple[int, int], Lease]:
+        """Leases that only the replica of their case may run, by key."""
+        return self._quarantine.leases
 
-    def movable(self, replica: FleetReplica) -> tuple[int, ...]:
-        """Shards that another replica may run instead of this one, oldest first.
+    def movable(self, replica: FleetReplica) -> tuple[Lease, ...]:
+        """Leases that another replica may run instead of this one, oldest first.
 
         A suspect that kills another replica would start a new search there, without what is known here.
         """
-        held = self.shards
-        return tuple(shard for shard in replica.unbegun if shard not in held)
+        held = self.leases
+        return tuple(lease for lease in replica.unbegun if lease.key not in held)
 
     def is_on_trial(self, replica: FleetReplica) -> bool:
         """Whether only suspects may run on a replica."""
@@ -274,13 +278,13 @@ class Trials:
         return case is not None and case.is_on_trial
 
     def has_case(self, replica: FleetReplica) -> bool:
-        """Whether a replica has shards of an open case to run."""
+        """Whether a replica has leases of an open case to run."""
         return self._quarantine.of(replica.number) is not None
 
-    def condemned_in(self, shard: Shard) -> tuple[tuple[int, str], ...]:
-        """Rows of a shard that must not reach an engine, each with its error message."""
+    def condemned_in(self, places: Shard) -> tuple[tuple[int, str], ...]:
+        """Rows of a shard or a lease that must not reach an engine, each with its error message."""
         condemned = self._quarantine.condemned
-        rows = self._order.of(shard) if condemned else ()
+        rows = self._order.of(places) if condemned else ()
         return tuple(item for item in condemned.items() if item[0] in rows)
 
     def note_death(self, end: Ended) -> str:
@@ -294,7 +298,7 @@ class Trials:
         case, row = self._quarantine.died(
             number,
             end.incarnation,
-            end.shards,
+            end.leases,
             end.in_flight,
             is_fresh,
             end.was_killed,
@@ -339,8 +343,8 @@ class Trials:
         if left:
             self._quarantine.hand_over(left)
 
-    def give(self, next_attempt: Callable[[Iterable[Shard]], int]) -> None:
-        """Give each running replica the shards of its case, or its next trial, unless it has them already."""
+    def give(self) -> None:
+        """Give each running replica the leases of its case, or its next trial, unless it has them already."""
         for replica in self._fleet.replicas:
             case = self._quarantine.of(replica.number)
             if case is None or not replica.is_running or replica.handle is None:
@@ -349,13 +353,11 @@ class Trials:
             if self._given.get(replica.number) == given:
                 continue
             self._given[replica.number] = given
-            shards = tuple(shard_at(self._order.extents, index) for index in case.shards)
+            leases = tuple(replace(lease, attempts=lease.attempts + 1) for lease in case.leases)
             if case.is_on_trial:
-                trial = Trial(shards, case.groups, case.stage == "probe", next_attempt(shards))
-                self._fleet.try_rows(replica, trial)
+                self._fleet.try_rows(replica, Trial(leases, case.groups, case.stage == "probe"))
             else:
-                for shard in shards:
-                    self._fleet.assign(replica, [shard], next_attempt([shard]), self.condemned_in(shard))
+                self._fleet.assign(replica, leases, tuple(item for lease in leases for item in self.condemned_in(lease)))
 
     def survived(self, replica: FleetReplica, rows: Iterable[int]) -> None:
         """A replica's engine survived a trial of these rows."""
@@ -371,8 +373,15 @@ class Trials:
 
     def forget(self, shard: int) -> None:
         """Forget the cases and condemned rows of a committed shard."""
-        for name in self._quarantine.committed(shard):
-            self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")
+        self._forget_leases(lambda lease: lease.index == shard)
         for row, _ in self.condemned_in(shard_at(self._order.extents, shard)):
             del self._quarantine.condemned[row]
             self._manifest.event("forgotten", kept_as=f"{_CONDEMNED}{row}")
+
+    def note_stored(self, lease: Lease) -> None:
+        """The results of a lease are in the journal: no row of it runs again."""
+        self._forget_leases(lambda other: other.key == lease.key)
+
+    def _forget_leases(self, is_finished: Callable[[Lease], bool]) -> None:
+        for name in self._quarantine.finished(is_finished):
+            self._manifest.event("forgotten", kept_as=f"{_CASE}{name}")

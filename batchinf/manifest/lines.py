@@ -15,6 +15,7 @@ from batchinf.records import (
     Extent,
     Flag,
     JsonText,
+    Lease,
     Part,
     PositiveCount,
     Seconds,
@@ -119,7 +120,7 @@ class _Ready(_Event):
 class _Death(_Event):
     origin: JsonText
     replica: Count
-    shards: list[Count]
+    leases: list[Lease]
     suspects: list[Count]
     stage: Literal["replay", "probe", "halve", "lost"]
     accused: list[Count]

@@ -1,4 +1,4 @@
-"""Collects a shard's results and writes its part. Replicas and the coordinator use it."""
+"""Collects the results of leases, and writes the part of a whole shard. Replicas and the coordinator use it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from batchinf.output.journal import (
     row_bytes,
 )
 from batchinf.prompts import encoder
-from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, BoolArray, Int64Array, Part, PartCounts, Shard
+from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, BoolArray, Int64Array, Lease, Part, PartCounts, Shard
 from batchinf.schedule.positions import ShardRows
 from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
@@ -35,23 +35,23 @@ from batchinf.tasks.score.compare import ANSWER
 _MOST_REQUESTS = 1 << 20
 
 
-class OpenShard:
-    """The results of a shard that are finished. In memory: the newest results, and one byte for each request.
+class OpenLease:
+    """The results of a lease that are finished. In memory: the newest results, and one byte for each request.
 
     Only one thread at a time may call `recover`, `add`, `tick` and `close`. Any thread may ask what is finished.
     """
 
     def __init__(
         self,
-        shard: Shard,
+        lease: Lease,
         task: Task,
         journal: Journal,
         chosen: BoolArray | None = None,
         rows: ShardRows | None = None,
     ) -> None:
-        """chosen: bool [shard.num_rows], the rows to run; None: all. rows: None: `start` to `stop`."""
-        self.shard = shard
-        self.rows = rows or ShardRows(shard.start, shard.stop)
+        """chosen: bool [lease.num_rows], the rows to run; None: all. rows: None: `start` to `stop`."""
+        self.lease = lease
+        self.rows = rows or ShardRows(lease.start, lease.stop)
         self.task = task
         self.segments: list[Segment] = []
         self.damaged: tuple[str, ...] = ()
@@ -60,25 +60,42 @@ class OpenShard:
         self.num_results = self.num_finished_inputs = 0
         self.errors: Counter[str] = Counter()  # results with an error, by its type
         self.is_given_back = False  # another replica runs it; its prompts here are dropped
-        self.num_requests = np.zeros(shard.num_rows, np.int32)
+        self.num_requests = np.zeros(lease.num_rows, np.int32)
         self._journal = journal
         # A row's requests get consecutive numbers when its first result comes. -1: no result yet.
-        self.chosen = np.ones(shard.num_rows, np.bool_) if chosen is None else chosen
+        self.chosen = np.ones(lease.num_rows, np.bool_) if chosen is None else chosen
         self._first_request = np.where(self.chosen, np.int64(-1), np.int64(0))
         self._num_rows = int(np.count_nonzero(self.chosen))
-        self._num_done = np.zeros(shard.num_rows, np.int32)
-        self._is_done = np.zeros(shard.num_rows, np.bool_)
+        self._num_done = np.zeros(lease.num_rows, np.int32)
+        self._is_done = np.zeros(lease.num_rows, np.bool_)
         self._num_known = 0
         self._num_begun = 0
+        self._num_stored_rows = 0
+        self._stored_errors: Counter[str] = Counter()
 
     @property
     def index(self) -> int:
-        return self.shard.index
+        """Of the shard."""
+        return self.lease.index
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.lease.key
 
     @property
     def num_finished(self) -> int:
         """Output rows that are finished."""
         return self.num_finished_inputs if self.task.joins_requests else self.num_results
+
+    @property
+    def num_counted(self) -> int:
+        """Finished output rows, without those that another replica of this run has counted."""
+        return self.num_finished - self._num_stored_rows
+
+    @property
+    def counted_errors(self) -> "Counter[str]":
+        """Errors, without those that another replica of this run has counted."""
+        return self.errors - self._stored_errors
 
     @property
     def is_complete(self) -> bool:
@@ -109,22 +126,37 @@ class OpenShard:
         return found
 
     def recover(self) -> None:
-        """Take over the results that the journal holds. `damaged` names the segments whose results run again."""
+        """Take over the results that the journal holds. `damaged` names the segments whose results run again.
+
+        Other replicas may run other rows of the shard, so results of these are left where they are.
+        """
         found = self._journal.recover(self.index)
         damaged = list(found.damaged)
         for segment in found.segments:
             try:
-                keys = segment.keys()
-                if np.any(keys[2] > _MOST_REQUESTS):
-                    raise ValueError(f"got results of rows with more than {_MOST_REQUESTS:,} requests")
-                self._note(*keys)
+                if self._recover(segment):
+                    self.segments.append(segment)
             except ValueError:
                 damaged.append(segment.name)
-            else:
-                self.segments.append(segment)
-                self.errors += segment.errors()
             segment.close()
         self.damaged = tuple(damaged)
+        if self.lease.is_stored:
+            self._num_stored_rows = self.num_finished
+            self._stored_errors = Counter(self.errors)
+
+    def _recover(self, segment: Segment) -> bool:
+        """Take over a segment's results of these rows; False if it has none. Raises ValueError for wrong results."""
+        row_index, request_index, num_requests = segment.keys()
+        if np.any(num_requests > _MOST_REQUESTS):
+            raise ValueError(f"got results of rows with more than {_MOST_REQUESTS:,} requests")
+        is_own = np.ones(len(row_index), np.bool_) if self.lease.is_whole else self.rows.locals(row_index) >= 0
+        if not is_own.any():
+            return False
+        is_own[is_own] = self._note(row_index[is_own], request_index[is_own], num_requests[is_own])
+        error_types = segment.table().column("error_type")
+        if error_types.null_count < len(error_types):
+            self.errors = self.errors + count_errors(error_types.filter(pa.array(is_own)))
+        return True
 
     def add(self, batch: pa.RecordBatch) -> int:
         """Add encoded results of this shard, except those that exist already. Returns the number of new ones."""
@@ -186,13 +218,13 @@ class OpenShard:
     def _begin_rows(
         self, rows: Int64Array, request_index: npt.NDArray[np.int32], num_requests: npt.NDArray[np.int32]
     ) -> None:
-        if np.any((rows < 0) | (rows >= self.shard.num_rows)) or not np.all(self.chosen[rows]):
-            raise ValueError(f"got results of rows outside of {self.shard}, or that are not to be run")
+        if np.any((rows < 0) | (rows >= self.lease.num_rows)) or not np.all(self.chosen[rows]):
+            raise ValueError(f"got results of rows outside of {self.lease}, or that are not to be run")
         distinct, firsts, inverse = np.unique(rows, return_index=True, return_inverse=True)
         known = self.num_requests[distinct]
         counts = np.where(known > 0, known, num_requests[firsts])
         if np.any((counts[inverse] != num_requests) | (request_index < 0) | (request_index >= num_requests)):
-            raise ValueError(f"got results that disagree on a row's number of requests in {self.shard}")
+            raise ValueError(f"got results that disagree on a row's number of requests in {self.lease}")
         self._number_requests(distinct[known == 0], counts[known == 0])
 
     def _number_requests(self, rows: Int64Array, counts: npt.NDArray[np.int32]) -> None:
@@ -241,17 +273,17 @@ class PartTarget:
 
 def write_part(
     target: PartTarget,
-    shard: OpenShard,
+    shard: OpenLease,
     merge: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] | None = None,
     num_second_bos: int = 0,
 ) -> Part:
-    """Write a complete shard to `staging/`, sorted by row_index and sample_index (if there is one).
+    """Write a whole shard, whose results are complete, to `staging/`, sorted by row_index and sample_index (if there is one).
 
     Memory holds one row group and one piece of the results, whatever the shard's size. merge: turns the shard's rows
     into the rows to write, in order. num_second_bos: that of the part that is replaced, which has the same prompts.
     """
-    if not shard.is_complete:
-        raise ValueError(f"{shard.shard} is not complete")
+    if not (shard.is_complete and shard.lease.is_whole):
+        raise ValueError(f"{shard.lease} is not complete")
     name, source = staging_name(shard.index, target.incarnation), target.source
     names = ([] if target.id_column is None else [target.id_column]) + list(target.keep_columns)
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
@@ -266,7 +298,7 @@ def write_part(
             for table in _row_groups(tables if merge is None else merge(tables), shard.task.row_group_bytes):
                 counts += count_rows(table, numbers, has_answer=has_answer)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
-            own = {**_own_metadata(shard.shard, shard.rows), **count_entries(counts)}
+            own = {**_own_metadata(shard.lease, shard.rows), **count_entries(counts)}
             writer.add_key_value_metadata({**target.metadata, **own, **UNSEALED})
             sink.hold()
         source.keep_digests()
@@ -313,11 +345,11 @@ def _row_groups(pieces: Iterator[pa.Table], limit: int | None) -> Iterator[pa.Ta
         yield pa.concat_tables(group)
 
 
-def _output(shard: OpenShard, merged: "_Merged", source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
+def _output(shard: OpenLease, merged: "_Merged", source: Source, names: Sequence[str]) -> Iterator[pa.Table]:
     """The output rows of a complete shard in order, in pieces of about PIECE_BYTES or one result."""
     is_whole = bool(shard.chosen.all())
     starts = np.concatenate([[0], np.cumsum(shard.num_requests, dtype=np.int64)])
-    rows = np.repeat(np.arange(shard.shard.num_rows, dtype=np.int32), shard.num_requests)
+    rows = np.repeat(np.arange(shard.lease.num_rows, dtype=np.int32), shard.num_requests)
     is_first = np.diff(rows, prepend=-1) != 0
     for first, last, columns, lost in _blocks(shard, source, names):
         result_bytes = merged.num_bytes[starts[first] : starts[last]]
@@ -347,18 +379,18 @@ def _with_lost(table: pa.Table, lost: Mapping[int, str]) -> pa.Table:
 
 
 def _blocks(
-    shard: OpenShard, source: Source, names: Sequence[str]
+    shard: OpenLease, source: Source, names: Sequence[str]
 ) -> Iterator[tuple[int, int, pa.Table | None, dict[int, str]]]:
     """Ranges of a shard's rows, by local index, with their columns of the source. Skips ranges without chosen rows.
 
     The last item has the rows whose values cannot be stored, by `row_index`, and why.
     """
     if not names:
-        yield 0, shard.shard.num_rows, None, {}
+        yield 0, shard.lease.num_rows, None, {}
         return
     first, num_rows = 0, _FIRST_ROWS
-    while first < shard.shard.num_rows:
-        last = min(first + num_rows, shard.shard.num_rows)
+    while first < shard.lease.num_rows:
+        last = min(first + num_rows, shard.lease.num_rows)
         if not shard.chosen[first:last].any():
             first = last
             continue
@@ -395,7 +427,7 @@ class _Merged:
     num_bytes: int64 [num_results], sizes in memory. num_second_bos: rows whose prompts begin with two BOS tokens.
     """
 
-    def __init__(self, shard: OpenShard) -> None:
+    def __init__(self, shard: OpenLease) -> None:
         stored = [batch for segment in shard.segments for batch in segment.table().to_batches()]
         self._batches = [*stored, *joined(shard.fresh)]
         self._batch = np.zeros(shard.num_results, np.int32)

@@ -18,7 +18,7 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name
 from batchinf.output.journal import is_sealed
-from batchinf.output.parts import PIECE_BYTES, OpenShard, PartTarget, write_part
+from batchinf.output.parts import PIECE_BYTES, OpenLease, PartTarget, write_part
 from batchinf.records import Part
 from batchinf.schedule.positions import ShardRows
 
@@ -37,7 +37,7 @@ def retry_metadata(retry: Retry) -> dict[str, str]:
     return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(said, ensure_ascii=False)}
 
 
-def write_replacement(target: PartTarget, shard: OpenShard) -> Part:
+def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
     """Write the replacement of a shard's part to `staging/`: see `write_part`. The shard has only its chosen rows.
 
     target.metadata: includes `retry_metadata`. Raises OutputError if the old part is damaged.

@@ -1,7 +1,7 @@
-"""The feeder thread turns assigned shards into requests for the engine: reads rows, fills templates, tokenises.
+"""The feeder thread turns leases into requests for the engine: reads rows, fills templates, tokenises.
 
-It runs ahead of the engine only by the queue's bound, so that the coordinator can still give a shard that has not begun
-to an idle replica. It may start before the engine is up; no shard counts as begun until then.
+It runs ahead of the engine only by the queue's bound, so that the coordinator can still give a lease that has not begun
+to an idle replica. It may start before the engine is up; no lease counts as begun until then.
 """
 
 import functools
@@ -16,14 +16,15 @@ import numpy as np
 
 from batchinf.base import faults
 from batchinf.base.errors import RowError
-from batchinf.output.parts import OpenShard
+from batchinf.output.parts import OpenLease
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.records import Int64Array, Prompt, Request, Result, Shard
-from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, Trial, Tried
+from batchinf.records import Int64Array, Lease, Prompt, Request, Result
+from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task
 
 Item = TypeVar("Item")
+Key = tuple[int, int]  # of a lease
 
 # Held while this process must not be forked. Forks wait for it.
 UNFORKED = threading.RLock()
@@ -157,8 +158,7 @@ class PendingRequest:
     request: Request
     prompt: Prompt
     num_requests: int
-    shard: OpenShard
-    attempts: int
+    lease: OpenLease
     probe: threading.Event | None = None
 
 
@@ -166,18 +166,18 @@ class PendingRequest:
 class FailedRow:
     """The error results of a row that does not reach the engine."""
 
-    shard: OpenShard
+    lease: OpenLease
     results: tuple[Result, ...]
 
 
 class Feeder(threading.Thread):
-    """Feeds shards in the order in which they were assigned."""
+    """Feeds leases in the order in which they were assigned."""
 
     def __init__(
         self,
         source: Source,
         task: Task,
-        open_shard: Callable[[Shard], OpenShard],
+        open_lease: Callable[[Lease], OpenLease],
         ready: ByteQueue[PendingRequest],
         fail: Callable[[FailedRow], None],
         emit: Callable[[Event], None],
@@ -186,27 +186,27 @@ class Feeder(threading.Thread):
         super().__init__(name="feeder", daemon=True)
         self._source = source
         self._task = task
-        self._open_shard = open_shard
+        self._open_lease = open_lease
         self._ready = ready
         self._fail = fail
         self._emit = emit
         self._limits: tuple[Callable[[], PromptBuilder], int] | None = None
-        self._assigned: deque[tuple[Shard, int]] = deque()
-        self._opening: int | None = None
-        self._prepared: dict[int, tuple[OpenShard, int]] = {}  # opened before `begin`, in order, with the attempt
-        self._track: Callable[[OpenShard], None] | None = None
+        self._assigned: deque[Lease] = deque()
+        self._opening: Key | None = None
+        self._prepared: dict[Key, OpenLease] = {}  # opened before `begin`, in order
+        self._track: Callable[[OpenLease], None] | None = None
         self._trials: deque[Trial] = deque()
-        self._opened: dict[int, OpenShard] = {}  # for trials
+        self._opened: dict[Key, OpenLease] = {}  # for trials
         self._condemned: dict[int, str] = {}
         self._changed = threading.Condition()
         self._is_stopping = False
         self.error: BaseException | None = None
 
     def assign(self, message: Assign) -> None:
-        """Append shards."""
+        """Append leases."""
         with self._changed:
             self._condemned.update(message.condemned)
-            self._assigned.extend((shard, message.attempts) for shard in message.shards)
+            self._assigned.extend(message.leases)
             self._changed.notify_all()
 
     def try_rows(self, message: Trial) -> None:
@@ -215,26 +215,26 @@ class Feeder(threading.Thread):
             self._trials.append(message)
             self._changed.notify_all()
 
-    def revoke(self, shards: Iterable[int]) -> None:
-        """Give back the shards that have not begun. Before `begin` these are all, and no `Revoked` is sent."""
-        wanted = set(shards)
+    def revoke(self, leases: Iterable[Key]) -> None:
+        """Give back the leases that have not begun. Before `begin` these are all, and no `Revoked` is sent."""
+        wanted = set(leases)
         with self._changed:
-            back = tuple(shard.index for shard, _ in self._assigned if shard.index in wanted)
-            self._assigned = deque(item for item in self._assigned if item[0].index not in wanted)
+            back = tuple(lease.key for lease in self._assigned if lease.key in wanted)
+            self._assigned = deque(lease for lease in self._assigned if lease.key not in wanted)
             has_begun = self._track is not None
             if not has_begun:
                 self._opening = None if self._opening in wanted else self._opening
-                self._drop([index for index in self._prepared if index in wanted])
+                self._drop([key for key in self._prepared if key in wanted])
         if has_begun:
             self._emit(Revoked(back))
 
-    def _drop(self, indices: Iterable[int]) -> list[tuple[Shard, int]]:
-        """Drop the requests made from these shards. Returns the shards with their attempts."""
-        dropped = [self._prepared.pop(index) for index in indices]
-        for opened, _ in dropped:
+    def _drop(self, keys: Iterable[Key]) -> list[Lease]:
+        """Drop the requests made from these leases. Returns the leases."""
+        dropped = [self._prepared.pop(key) for key in keys]
+        for opened in dropped:
             opened.is_given_back = True
-        self._ready.drop(lambda pending: pending.shard.is_given_back)
-        return [(opened.shard, attempts) for opened, attempts in dropped]
+        self._ready.drop(lambda pending: pending.lease.is_given_back)
+        return [opened.lease for opened in dropped]
 
     def expect(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
         """Use these limits until `settle`. prompts: called once, on the feeder's thread."""
@@ -247,20 +247,21 @@ class Feeder(threading.Thread):
             self._assigned.extendleft(reversed(self._drop(list(self._prepared))))
             self._changed.notify_all()
 
-    def begin(self, track: Callable[[OpenShard], None]) -> None:
-        """The engine is up: shards begin from now on, opened ones first. track: called with each shard that begins.
+    def begin(self, track: Callable[[OpenLease], None]) -> None:
+        """The engine is up: leases begin from now on, opened ones first. track: called with each lease that begins.
 
         Called once, on the thread that calls `revoke`.
         """
         with self._changed:
             self._track = track
             prepared, self._prepared = self._prepared, {}
-        for opened, _ in prepared.values():
+        for opened in prepared.values():
             self._note_begun(opened, track)
 
-    def _note_begun(self, opened: OpenShard, track: Callable[[OpenShard], None]) -> None:
+    def _note_begun(self, opened: OpenLease, track: Callable[[OpenLease], None]) -> None:
         # Before `track`, which may close the shard at once: the coordinator then deletes what is left in the journal.
-        self._emit(ShardBegun(opened.index, opened.num_results, opened.num_finished, opened.damaged))
+        num_recovered = 0 if opened.lease.is_stored else opened.num_results
+        self._emit(LeaseBegun(opened.key, num_recovered, opened.num_counted, opened.damaged))
         track(opened)
 
     def start_once(self) -> None:
@@ -270,7 +271,7 @@ class Feeder(threading.Thread):
                 self.start()
 
     def stop(self) -> None:
-        """Begin no more shards, and end."""
+        """Begin no more leases, and end."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -283,42 +284,42 @@ class Feeder(threading.Thread):
                 if isinstance(item, Trial):
                     self._try(item)
                 else:
-                    self._feed(*item)
+                    self._feed(item)
         except BaseException as error:
             self.error = error
 
-    def _next(self) -> tuple[Shard, int] | Trial | None:
+    def _next(self) -> Lease | Trial | None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopping or self._trials or self._assigned)
             if self._is_stopping:
                 return None
             if self._trials:
                 return self._trials.popleft()
-            self._opening = self._assigned[0][0].index
+            self._opening = self._assigned[0].key
             return self._assigned.popleft()
 
-    def _open(self, shard: Shard, attempts: int) -> OpenShard | None:
-        """Open a shard; it begins if the engine is up. None if it was given back meanwhile."""
+    def _open(self, lease: Lease) -> OpenLease | None:
+        """Open a lease; it begins if the engine is up. None if it was given back meanwhile."""
         faults.point("feeder.begin")
         with UNFORKED:
-            opened = self._open_shard(shard)
+            opened = self._open_lease(lease)
         with self._changed:
             if self._opening is None:
                 return None
             self._opening, track = None, self._track
             if track is None:
-                self._prepared[shard.index] = opened, attempts
+                self._prepared[lease.key] = opened
         if track is not None:
             self._note_begun(opened, track)
         return opened
 
     def _try(self, trial: Trial) -> None:
-        for shard in trial.shards:
-            if shard.index not in self._opened:
-                self._opening = shard.index
-                opened = self._open(shard, trial.attempts)
+        for lease in trial.leases:
+            if lease.key not in self._opened:
+                self._opening = lease.key
+                opened = self._open(lease)
                 assert opened is not None, "trials come when the engine is up"
-                self._opened[shard.index] = opened
+                self._opened[lease.key] = opened
         for rows in trial.groups:
             probes = [probe for row in rows for probe in self._try_row(row, trial)]
             while not (all(probe.is_set() for probe in probes) and (trial.is_probe or self._are_stored(rows))):
@@ -333,32 +334,32 @@ class Feeder(threading.Thread):
         if opened is None or opened.is_finished(row):
             return []
         if not trial.is_probe:
-            self._feed_rows(opened, np.array([opened.rows.local(row)]), trial.attempts)
+            self._feed_rows(opened, np.array([opened.rows.local(row)]))
             return []
         probes = []
         builder, max_model_len = self._known_limits()
         for prompt in builder.build(self._source.read(row, row + 1, builder.columns), max_model_len):
-            for pending, num_bytes in self._expand(opened, prompt, trial.attempts, max_model_len):
+            for pending, num_bytes in self._expand(opened, prompt, max_model_len):
                 probes.append(threading.Event())
                 self._ready.put(replace(pending, request=_probe(pending.request), probe=probes[-1]), num_bytes)
         return probes
 
-    def _holder(self, row: int) -> OpenShard | None:
-        """The open shard of a row; None if the row is in none."""
+    def _holder(self, row: int) -> OpenLease | None:
+        """The open lease of a row; None if the row is in none."""
         return next((o for o in self._opened.values() if row in o.rows), None)
 
     def _are_stored(self, rows: Iterable[int]) -> bool:
         return all(holder is None or holder.is_finished(row) for row in rows for holder in [self._holder(row)])
 
-    def _feed(self, shard: Shard, attempts: int) -> None:
-        opened = self._opened.pop(shard.index, None) or self._open(shard, attempts)
-        for first in range(0, shard.num_rows, ROWS_AT_ONCE):
+    def _feed(self, lease: Lease) -> None:
+        opened = self._opened.pop(lease.key, None) or self._open(lease)
+        for first in range(0, lease.num_rows, ROWS_AT_ONCE):
             if self._is_stopping or opened is None or opened.is_given_back:
                 return
-            self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, shard.num_rows)), attempts)
+            self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, lease.num_rows)))
 
-    def _feed_rows(self, opened: OpenShard, local: Int64Array, attempts: int) -> None:
-        """Feed these rows of a shard, by their indices in it, in this order."""
+    def _feed_rows(self, opened: OpenLease, local: Int64Array) -> None:
+        """Feed these rows of a lease, by their indices in it, in this order."""
         left = opened.unfinished(local)
         if not len(left):
             return
@@ -369,7 +370,7 @@ class Feeder(threading.Thread):
             prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
         ready: list[tuple[PendingRequest, int]] = []
         for prompt in prompts:
-            ready += self._expand(opened, prompt, attempts, max_model_len)
+            ready += self._expand(opened, prompt, max_model_len)
             if len(ready) >= _PUT_ITEMS:
                 if not self._ready.put_all(ready):
                     return
@@ -389,13 +390,13 @@ class Feeder(threading.Thread):
         return [rows[i] for i in range(len(row_index))]
 
     def _expand(
-        self, opened: OpenShard, prompt: Prompt, attempts: int, max_model_len: int
+        self, opened: OpenLease, prompt: Prompt, max_model_len: int
     ) -> Iterator[tuple[PendingRequest, int]]:
         """The requests that a row still has to run, with their sizes in bytes."""
         requests = self._task.expand(prompt, max_model_len)
         if prompt.adapter is not None:
             requests = [replace(request, adapter=prompt.adapter) for request in requests]
-        error = prompt.error
+        error, attempts = prompt.error, opened.lease.attempts
         if error is None and prompt.row_index in self._condemned:
             error = RowError("engine_death", self._condemned[prompt.row_index])
         if error is not None:
@@ -404,7 +405,7 @@ class Feeder(threading.Thread):
         num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
         for request in requests:
             if not opened.is_done(request.row_index, request.request_index):
-                yield PendingRequest(request, prompt, len(requests), opened, attempts), num_bytes
+                yield PendingRequest(request, prompt, len(requests), opened), num_bytes
 
 
 def _probe(request: Request) -> Request:

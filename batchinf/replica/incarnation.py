@@ -31,27 +31,29 @@ from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import open_job_input
 from batchinf.manifest.names import retry_of
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenShard, PartTarget, write_part
+from batchinf.output.parts import OpenLease, PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import EngineInfo, Part, Shard
+from batchinf.records import EngineInfo, Lease, Part
 from batchinf.replica.feeder import UNFORKED, ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.messages import (
     DISK_ERROR,
     STARTING_ENGINE,
+    WARMING_UP,
     Assign,
     Begin,
     Command,
     Event,
     Failed,
     Launch,
+    Progress,
     Ready,
     Revoke,
     StartPhase,
     Stop,
     Stopped,
-    TakesShards,
+    TakesLeases,
     Trial,
     Work,
 )
@@ -179,7 +181,7 @@ class Pipeline:
         self._chosen = stored_positions(folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
         self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
-        self.feeder = Feeder(source, task, self._open_shard, self._ready, self._fail, emit)
+        self.feeder = Feeder(source, task, self._open_lease, self._ready, self._fail, emit)
         self._detokenizer_claim = threading.Lock()
         self._detokenizer: Future[Detokenizer | None] = Future()
 
@@ -231,17 +233,17 @@ class Pipeline:
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
         return functools.partial(self._task.prompt_builder, self._tokenizer, vocab_size, self._begun_at)
 
-    def _open_shard(self, shard: Shard) -> OpenShard:
-        rows = ShardRows(shard.start, shard.stop) if self._order is None else self._order.of(shard)
+    def _open_lease(self, lease: Lease) -> OpenLease:
+        rows = ShardRows(lease.start, lease.stop) if self._order is None else self._order.of(lease)
         chosen = None if self._chosen is None else self._chosen.chosen(rows)
-        opened = OpenShard(shard, self._task, self._journal, chosen, rows)
+        opened = OpenLease(lease, self._task, self._journal, chosen, rows)
         opened.recover()
         return opened
 
     def _fail(self, row: FailedRow) -> None:
         self._finished.put(row, _FAILED_ROW_BYTES * len(row.results))
 
-    def _write_by(self, info: EngineInfo) -> Callable[[OpenShard], Part]:
+    def _write_by(self, info: EngineInfo) -> Callable[[OpenLease], Part]:
         versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
         stored = {**self._metadata, **versions, "batchinf.device": info.device}
         write_file = write_replacement if self._retry else write_part
@@ -274,6 +276,7 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
     return Answers(spec, tokenizer, detokenizer, split, matcher_of)
 
 
+# A progress message comes at least so often. `Assign.progress_s` may ask for more of them.
 _PROGRESS_S = 1.0
 
 
@@ -310,6 +313,7 @@ class Incarnation:
         self._worker: Worker | None = None
         self._feeder: Feeder | None = None
         self._stop: Stop | None = None
+        self._progress_s = _PROGRESS_S
         self._may_run = threading.Event()
         self._lock = threading.Lock()
 
@@ -328,7 +332,7 @@ class Incarnation:
         self._port.send(StartPhase(STARTING_ENGINE))
         engine = self._start_engine(self._tokenizer)
         try:
-            self._port.send(StartPhase("compiling kernels for the job's shapes"))
+            self._port.send(StartPhase(WARMING_UP))
             engine.warm_up(self._task.warm_up_request())
             start_s = round(time.monotonic() - started, 3)
             if not self._pipeline.done():
@@ -389,7 +393,7 @@ class Incarnation:
         limits = expected_limits(spec, *self._launch.config_limits, tokenizer)
         if limits is not None:
             pipeline.start_early(limits, after_fork=spec.scripted is None and forks_engine_core())
-            emit(TakesShards(window(limits.max_num_seqs)))
+            emit(TakesLeases(window(limits.max_num_seqs)))
         return pipeline, limits
 
     def listen(self, heard: list[Command]) -> None:
@@ -410,17 +414,21 @@ class Incarnation:
                 self._abandon()
 
     def _listen(self) -> None:
-        last_progress = time.monotonic()
+        sent_at, sent = time.monotonic(), None
         while True:
-            messages = self._port.receive(_PROGRESS_S / 4)
+            messages = self._port.receive(min(_PROGRESS_S / 4, self._progress_s))
             if self._port.is_closed:
                 self._abandon()
                 return
             for message in messages:
                 self._obey(message)
-            if self._worker is not None and time.monotonic() - last_progress >= _PROGRESS_S:
-                self._port.send(self._worker.progress())
-                last_progress = time.monotonic()
+            since_s = time.monotonic() - sent_at
+            if self._worker is None or since_s < self._progress_s:
+                continue
+            progress = self._worker.progress()
+            if since_s >= _PROGRESS_S or sent is None or _says_more(progress, sent):
+                self._port.send(progress)
+                sent_at, sent = time.monotonic(), progress
 
     def _obey(self, message: Command) -> None:
         with self._lock:
@@ -439,7 +447,9 @@ class Incarnation:
                     self._worker.begin()
                     self._may_run.set()
                 case _:
-                    assert self._feeder is not None, "shards come after `TakesShards`"
+                    if isinstance(message, Assign):
+                        self._progress_s = message.progress_s
+                    assert self._feeder is not None, "leases come after `TakesLeases`"
                     _give(self._feeder, message)
 
 
@@ -449,8 +459,14 @@ def _give(feeder: Feeder, message: Assign | Trial | Revoke) -> None:
             feeder.assign(message)
         case Trial():
             feeder.try_rows(message)
-        case Revoke(shards):
-            feeder.revoke(shards)
+        case Revoke(leases):
+            feeder.revoke(leases)
+
+
+def _says_more(progress: Progress, before: Progress) -> bool:
+    """Whether the engine has finished or begun rows since, so that it may have room for more."""
+    now, then = progress.engine, before.engine
+    return (progress.num_rows, now.num_running, now.num_waiting) != (before.num_rows, then.num_running, then.num_waiting)
 
 
 def last_words(error: BaseException) -> Failed:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from batchinf.model.lora import Adapter
-from batchinf.records import EngineInfo, EngineStats, Extent, Part, RayGroup, Shard
+from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +49,37 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """To a replica: run these shards after those that you have. attempts: the number of the try, from 1.
+    """To a replica: run these leases after those that you have.
 
-    condemned: rows of these shards that must not reach the engine, because they kill it, each with its error message.
+    condemned: rows of these leases that must not reach the engine, because they kill it, each with its error message.
+    progress_s: send `Progress` this often, in seconds, if it has changed; once a second in any case.
     """
 
-    shards: tuple[Shard, ...]
-    attempts: int = 1
+    leases: tuple[Lease, ...]
     condemned: tuple[tuple[int, str], ...] = ()
+    progress_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """To a replica: run only these groups of rows of these shards, one group after the other.
+    """To a replica: run only these groups of rows of these leases, one group after the other.
 
     is_probe: generate one token for each request, and store nothing.
     """
 
-    shards: tuple[Shard, ...]
+    leases: tuple[Lease, ...]
     groups: tuple[tuple[int, ...], ...]
     is_probe: bool
-    attempts: int
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """To a replica: give back the shards that you have not begun.
+    """To a replica: give back these leases, if you have not begun them. Each is named by its key.
 
-    Before `Begin` these are all. The coordinator then reassigns them at once, and the replica does not answer.
+    Before `Begin` none has begun. The coordinator then reassigns them at once, and the replica does not answer.
     """
 
-    shards: tuple[int, ...]
+    leases: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,9 @@ class Stop:
     drain_s: float
 
 
-# The phase in which the engine itself starts; its log says more.
+# The phase in which the engine itself starts; its log says more. The last phase, after which the engine is up.
 STARTING_ENGINE = "starting the engine"
+WARMING_UP = "compiling kernels for the job's shapes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class StartPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class TakesShards:
-    """From a replica whose engine is not up yet: it can prepare shards already.
+class TakesLeases:
+    """From a replica whose engine is not up yet: it can prepare leases already.
 
     window: requests that it will probably run at once.
     """
@@ -126,8 +127,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """From a replica, about once a second: totals since it started. `steps` shows that the engine is alive.
+    """From a replica, about once a second, or more often (`Assign.progress_s`): totals since it started.
 
+    steps: shows that the engine is alive. busy_s: time in which the engine had requests, in seconds.
     num_rows: output rows that are finished. errors: those that failed, by the error's type. num_answered: those that
     the engine finished without an error, so none from the journal. num_prompt_tokens: of prompts that the engine has
     run. num_output_tokens: generated so far, those of unfinished requests too. in_flight: requests in the engine.
@@ -144,35 +146,52 @@ class Progress:
     engine: EngineStats
     num_waiting: int = 0
     num_answered: int = 0
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class ShardBegun:
-    """From a replica: a shard has begun.
+class LeaseBegun:
+    """From a replica: a lease, named by its key, has begun.
 
-    num_recovered: requests that came from the journal. num_recovered_rows: output rows that they finish. damaged: names
-    of journal segments that cannot be used. Their results run again.
+    num_recovered: its requests that came from the journal. num_recovered_rows: output rows that they finish. Both are 0
+    if the lease `is_stored`. damaged: names of journal segments that cannot be used. Their results run again.
     """
 
-    shard: int
+    lease: tuple[int, int]
     num_recovered: int
     num_recovered_rows: int
     damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseStored:
+    """From a replica: the journal has the results of all rows of a lease, named by its key, that is not a whole shard.
+
+    num_rows: its output rows, as `Progress` has counted them. errors: its results with an error, by type.
+    """
+
+    lease: tuple[int, int]
+    num_rows: int
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class ShardClosed:
-    """From a replica: a shard is whole in `staging/`. errors: its results with an error, by type."""
+    """From a replica: a shard that it held whole is a part in `staging/`.
+
+    num_rows: its output rows that `Progress` has counted. errors: their results with an error, by type.
+    """
 
     part: Part
+    num_rows: int
     errors: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """From a replica: these shards were given back, untouched."""
+    """From a replica: these leases, named by their keys, were given back, untouched."""
 
-    shards: tuple[int, ...]
+    leases: tuple[tuple[int, int], ...]
 
 
 DISK_ERROR = "DiskError"
@@ -205,7 +224,19 @@ class Stopped:
 
 
 Command = Work | Assign | Trial | Revoke | Begin | Stop
-Event = StartPhase | TakesShards | Ready | Progress | ShardBegun | ShardClosed | Revoked | Tried | Failed | Stopped
+Event = (
+    StartPhase
+    | TakesLeases
+    | Ready
+    | Progress
+    | LeaseBegun
+    | LeaseStored
+    | ShardClosed
+    | Revoked
+    | Tried
+    | Failed
+    | Stopped
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Keeps one engine full, without a barrier between shards, and records which rows are in it.
+"""Keeps one engine full, without a barrier between leases, and records which rows are in it.
 
 The record is memory of the backend and outlives the replica. If the engine or the replica dies, the rows in it are
 suspected. An entry takes less than a microsecond and no disk access.
@@ -100,8 +100,7 @@ class TokenCount:
         self.latest = self._num_prompt_tokens, num_output_tokens
 
 
-# Requests kept in the engine for each that it can run at once. 1.2 was measured best. With 2 the first replica that is
-# up takes all of a small job.
+# Requests kept in the engine for each that it can run at once. 1.2 was measured best.
 _WINDOW = 1.2
 _IDLE_S = 0.05
 
@@ -135,6 +134,7 @@ class Worker:
         self._tokens = TokenCount(
             counts_output=counts_output, pipeline_parallel_size=engine.info.settings.get("pipeline_parallel_size", 1)
         )
+        self._busy_s = 0.0
         self._stalled_by_disk_s = 0.0
         self._stalled_since: float | None = None
 
@@ -159,10 +159,11 @@ class Worker:
             engine=self._engine.stats(),
             num_waiting=len(self._ready),
             num_answered=totals.num_answered,
+            busy_s=round(self._busy_s, 3),
         )
 
     def begin(self) -> None:
-        """Let shards begin. Called before `run`, on the thread that revokes shards."""
+        """Let leases begin. Called before `run`, on the thread that revokes leases."""
         self._feeder.begin(self._writer.track)
 
     def run(self) -> None:
@@ -191,7 +192,9 @@ class Worker:
         if self._deadline is None:
             self._admit()
         if self._engine.num_unfinished():
+            began = time.monotonic()
             finished = self._engine.step()
+            self._busy_s += time.monotonic() - began
             self._store(finished)
             self._steps += 1
             # An engine may report a first token late, when the request has finished already.
@@ -212,7 +215,7 @@ class Worker:
         # The feeder sleeps while the engine is filled. When it was awake, it held the interpreter so often that the
         # engine ran 13 of 1,229 requests alone for half a second.
         for pending in self._ready.take(max(0, self._window - num_unfinished), idle_s, shuts=True):
-            if not pending.shard.is_given_back:
+            if not pending.lease.is_given_back:
                 self._add(pending)
         self._ready.open()
 
@@ -235,8 +238,9 @@ class Worker:
                 pending.probe.set()
                 return
             index, num_requests = request.request_index, pending.num_requests
-            result = Result(pending.prompt, index, num_requests, None, None, refusal.error, pending.attempts)
-            self._finished.offer_all([(FailedRow(pending.shard, (result,)), 0)])
+            attempts = pending.lease.lease.attempts
+            result = Result(pending.prompt, index, num_requests, None, None, refusal.error, attempts)
+            self._finished.offer_all([(FailedRow(pending.lease, (result,)), 0)])
             return
         self._pending[request.key] = pending
 

@@ -1,6 +1,7 @@
 """The writer thread: decodes and encodes completions, journals them at each checkpoint, and turns shards into parts.
 
-A shard whose part is written before the next checkpoint is never journalled.
+A whole shard whose part is written before the next checkpoint is never journalled. A lease of only some of its rows is
+journalled when it is finished.
 """
 
 import os
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 
 from batchinf.base import faults
 from batchinf.output.journal import count_errors
-from batchinf.output.parts import OpenShard
+from batchinf.output.parts import OpenLease
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
-from batchinf.replica.messages import Event, ShardClosed
+from batchinf.replica.messages import Event, LeaseStored, ShardClosed
 from batchinf.replica.text import Answers, NoAnswers
 from batchinf.tasks.base import Task
 
@@ -60,7 +61,7 @@ class Closing:
     num_bytes: memory of its results that are in no segment. is_kept: the journal has all its results.
     """
 
-    shard: OpenShard
+    lease: OpenLease
     future: Future[None]
     num_bytes: int
     is_kept: bool = False
@@ -80,14 +81,14 @@ class WriterTotals:
 
 
 class Writer(threading.Thread):
-    """Takes finished requests from a queue; each finished shard becomes a staged part."""
+    """Takes finished requests from a queue; each finished shard that it holds whole becomes a staged part."""
 
     def __init__(
         self,
         finished: ByteQueue[Finished | FailedRow],
         task: Task,
         answers: Answers | NoAnswers,
-        write_part: Callable[[OpenShard], Part],
+        write_part: Callable[[OpenLease], Part],
         emit: Callable[[Event], None],
         checkpoint_interval_s: float,
         room: Room | None,
@@ -100,7 +101,7 @@ class Writer(threading.Thread):
         self._emit = emit
         self._interval_s = checkpoint_interval_s
         self._next_tick = time.monotonic() + checkpoint_interval_s
-        self._open: dict[int, OpenShard] = {}
+        self._open: dict[tuple[int, int], OpenLease] = {}
         self._lock = threading.Lock()
         self._room = room
         self._closer = ThreadPoolExecutor(1 if room is None else room.num_closers, thread_name_prefix="closer")
@@ -109,12 +110,12 @@ class Writer(threading.Thread):
         self.totals = WriterTotals()
         self.error: BaseException | None = None
 
-    def track(self, shard: OpenShard) -> None:
-        """Add a shard that has begun. If the journal has all its results, the shard is closed at once."""
+    def track(self, lease: OpenLease) -> None:
+        """Add a lease that has begun. If the journal has all its results, it is closed at once."""
         with self._lock:
-            self._open[shard.index] = shard
-            self.totals.num_rows += shard.num_finished
-            self.totals.errors = self.totals.errors + shard.errors
+            self._open[lease.key] = lease
+            self.totals.num_rows += lease.num_counted
+            self.totals.errors = self.totals.errors + lease.counted_errors
 
     def tick_soon(self) -> None:
         """Journal now, without waiting for the interval."""
@@ -158,16 +159,16 @@ class Writer(threading.Thread):
             self._next_tick = started + self._interval_s - self._spare_s(time.monotonic() - started)
         elif self._unjournalled_bytes() > self._max_bytes():
             self._tick()
-        self._close_whole()
+        self._close_finished()
         self._raise_closing()
         return bool(items) or is_behind or not is_last
 
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
         faults.point("writer.store")
-        items = [item for item in items if isinstance(item, Finished) or not item.shard.is_given_back]
+        items = [item for item in items if isinstance(item, Finished) or not item.lease.is_given_back]
         finished = [item for item in items if isinstance(item, Finished)]
         answers = self._answers.read([item.completion for item in finished])
-        by_shard: dict[int, tuple[OpenShard, list[Result]]] = {}
+        by_lease: dict[tuple[int, int], tuple[OpenLease, list[Result]]] = {}
         for item, answer in zip(finished, answers, strict=True):
             pending = item.pending
             result = Result(
@@ -177,17 +178,17 @@ class Writer(threading.Thread):
                 item.completion,
                 answer.text,
                 answer.error,
-                pending.attempts,
+                pending.lease.lease.attempts,
                 answer.reasoning,
             )
-            by_shard.setdefault(pending.shard.index, (pending.shard, []))[1].append(result)
+            by_lease.setdefault(pending.lease.key, (pending.lease, []))[1].append(result)
         for row in (item for item in items if isinstance(item, FailedRow)):
-            by_shard.setdefault(row.shard.index, (row.shard, []))[1].extend(row.results)
-        for shard, results in by_shard.values():
+            by_lease.setdefault(row.lease.key, (row.lease, []))[1].extend(row.results)
+        for lease, results in by_lease.values():
             batch = self._task.encode(results)
-            num_before, errors = shard.num_finished, count_errors(batch.column("error_type"))
-            shard.add(batch)
-            num_rows = shard.num_finished - num_before
+            num_before, errors = lease.num_finished, count_errors(batch.column("error_type"))
+            lease.add(batch)
+            num_rows = lease.num_finished - num_before
             with self._lock:  # the feeder's thread adds to the totals, too: see `track`
                 self.totals.num_rows += num_rows
                 if errors:
@@ -197,14 +198,14 @@ class Writer(threading.Thread):
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:
-            return sum(shard.unjournalled_bytes for shard in self._open.values())
+            return sum(lease.unjournalled_bytes for lease in self._open.values())
 
     def _tick(self) -> None:
         with self._lock:
-            shards = list(self._open.values())
+            leases = list(self._open.values())
         faults.point("writer.tick")
-        for shard in shards:
-            shard.tick()
+        for lease in leases:
+            lease.tick()
 
     def _spare_s(self, tick_s: float) -> float:
         """Seconds by which the next tick begins early, so that its results are durable at the end of the interval."""
@@ -215,26 +216,37 @@ class Writer(threading.Thread):
         for closing in self._closing:
             if closing.is_kept or closing.future.done():
                 continue
-            segment = closing.shard.keep()
+            segment = closing.lease.keep()
             closing.is_kept = True
             if segment is not None and closing.future.done() and closing.future.exception() is None:
                 # The coordinator may have dropped the shard's segments before this one was written.
-                closing.shard.forget(segment)
+                closing.lease.forget(segment)
 
-    def _close_whole(self) -> None:
+    def _close_finished(self) -> None:
         with self._lock:
-            whole = [index for index, shard in self._open.items() if shard.is_complete]
-            shards = [self._open.pop(index) for index in whole]
-        for shard in shards:
-            num_bytes = shard.unjournalled_bytes
-            self._closing.append(Closing(shard, self._closer.submit(self._close, shard), num_bytes))
+            finished = [key for key, lease in self._open.items() if lease.is_complete]
+            leases = [self._open.pop(key) for key in finished]
+        for lease in leases:
+            if lease.lease.is_whole:
+                num_bytes = lease.unjournalled_bytes
+                self._closing.append(Closing(lease, self._closer.submit(self._close, lease), num_bytes))
+            else:
+                self._store_lease(lease)
 
-    def _close(self, shard: OpenShard) -> None:
+    def _store_lease(self, lease: OpenLease) -> None:
+        """Journal a finished lease: another replica may make the part of its shard."""
+        faults.point("writer.store_lease")
+        lease.tick()
+        lease.close()
+        faults.point("writer.stored_lease")
+        self._emit(LeaseStored(lease.key, lease.num_counted, dict(lease.counted_errors)))
+
+    def _close(self, shard: OpenLease) -> None:
         faults.point("writer.close")
         part = self._write_part(shard)
         shard.close()
         faults.point("writer.closed")
-        self._emit(ShardClosed(part, dict(shard.errors)))
+        self._emit(ShardClosed(part, shard.num_counted, dict(shard.counted_errors)))
 
     def _raise_closing(self) -> None:
         done = [closing for closing in self._closing if closing.future.done()]

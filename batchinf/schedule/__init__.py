@@ -1,4 +1,4 @@
-"""The order in which rows run: shards, stored files of positions, and the predicates that choose rows.
+"""Which rows run, in which order, and on which replica: positions, predicates, shards, leases.
 
-Pure decisions and their files. Who runs a shard is decided in `fleet`.
+Pure decisions and their files. `fleet` carries out what `leases.py` decides.
 """

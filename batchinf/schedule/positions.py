@@ -11,7 +11,7 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
-from batchinf.records import BoolArray, Extent, Int64Array, Shard
+from batchinf.records import BoolArray, Extent, Int64Array, Lease, Shard
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 
 
@@ -205,6 +205,12 @@ def stored_positions(folder: Folder, number: int, digest: str | None = None, whe
     return found
 
 
+def chosen_in_order(order: "RunOrder", chosen: Positions, lease: Lease) -> BoolArray:
+    """Which rows of a lease are stored in a file of ascending positions: bool [lease.num_rows], in run order."""
+    rows = order.of(lease)
+    return chosen.chosen(rows)[rows.to_run(0, len(rows))]
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The rows of extent `number` (from 1) before it is cut into shards: see `Extent`.
@@ -289,7 +295,7 @@ class RunOrder(Sequence[int]):
             yield self.rows(first + begin, first + min(begin + num_rows, stop))
 
     def of(self, shard: Shard) -> ShardRows:
-        """The rows of a shard."""
+        """The rows of a shard, or of a lease."""
         extent = self.extents[self._index(shard.start)]
         if extent.positions is None:
             shift = extent.first_row - extent.start

@@ -346,7 +346,7 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
     replica.handle = LocalReplica(
         "000001.0001", process, channel, SharedMemory.create(), tmp_path / "log", 0, tmp_path / "sockets", None, None
     )
-    closed = ShardClosed(Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest=""))
+    closed = ShardClosed(Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest=""), 1)
     other_end = Channel(theirs, "000001.0001")
     other_end.send(closed)
     other_end.send(Failed("OSError", "the cause", 1))

@@ -25,7 +25,7 @@ from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.incarnation import Incarnation, last_words
-from batchinf.replica.messages import Command, Event, Launch, ShardBegun, Stop
+from batchinf.replica.messages import Command, Event, Launch, LeaseBegun, Stop
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
@@ -64,7 +64,7 @@ class ThreadReplica:
 
     def hear(self, event: Event) -> None:
         """Take an event of the thread, unless the replica is lost."""
-        self._num_begun += isinstance(event, ShardBegun)
+        self._num_begun += isinstance(event, LeaseBegun)
         if self._is_lost_later and self._num_begun == 2 and not self._is_lost:
             self._is_lost = True
             self.send(Stop(0.0))

@@ -19,17 +19,18 @@ PART = records.Part(
 MESSAGES = (
     messages.Launch(1, "000001.0001", "out", "ab", "{}", "model", "tokenizer", None, (0, 2)),
     messages.Work("{}", {"batchinf.job_id": "ab"}, "source", ("first",), (extent_of_all(0, 9, 3, 0, 0),), None),
-    messages.Assign((records.Shard(0, 0, 10), records.Shard(1, 10, 2**40)), 2),
-    messages.Revoke((1, 4)),
-    messages.Trial((records.Shard(1, 0, 9),), ((1, 2), (3,)), True, 2),
+    messages.Assign((records.Lease(0, 0, 10, attempts=2), records.Lease(1, 10, 2**40, is_whole=False)), ((3, "x"),), 0.1),
+    messages.Revoke(((1, 4), (2, 9))),
+    messages.Trial((records.Lease(1, 0, 9),), ((1, 2), (3,)), True),
     messages.Begin(),
     messages.Stop(2.5),
     messages.StartPhase("loading …"),
-    messages.TakesShards(1229),
+    messages.TakesLeases(1229),
     messages.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
     messages.Progress(5, {"empty_prompt": 1}, 70, 90, 12, 3, 0.25, records.EngineStats(3, 1, 0.5, 0, 7, 2)),
-    messages.ShardBegun(4, 17, 16),
-    messages.ShardClosed(PART, {"empty_prompt": 1}),
+    messages.LeaseBegun((4, 40), 17, 16),
+    messages.LeaseStored((4, 40), 17, {"empty_prompt": 1}),
+    messages.ShardClosed(PART, 17, {"empty_prompt": 1}),
     messages.Revoked(()),
     messages.Tried((1, 2)),
     messages.Failed("OSError", "no space left", 2),
@@ -121,7 +122,7 @@ def test_threads_do_not_cut_into_each_other(pair: tuple[Channel, Channel]) -> No
 
     def talk(number: int) -> None:
         for index in range(100):
-            one.send(messages.ShardBegun(number, index, 0))
+            one.send(messages.LeaseBegun((number, 0), index, 0))
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -130,7 +131,7 @@ def test_threads_do_not_cut_into_each_other(pair: tuple[Channel, Channel]) -> No
     for thread in threads:
         thread.join()
     for number in range(4):
-        assert [m.num_recovered for m in received if m.shard == number] == list(range(100))
+        assert [m.num_recovered for m in received if m.lease[0] == number] == list(range(100))
 
 
 def test_a_process_with_many_open_files(pair: tuple[Channel, Channel]) -> None:

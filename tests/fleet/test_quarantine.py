@@ -20,11 +20,10 @@ from batchinf.fleet.quarantine import Case, Quarantine, Trials
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.records import Shard
+from batchinf.records import Lease
 from batchinf.replica.messages import InFlightRequest
 from batchinf.replica.worker import InFlightRecord
 from batchinf.schedule.positions import RunOrder
-from batchinf.schedule.shards import shard_at
 
 WINDOW = 64
 
@@ -50,7 +49,7 @@ def search(
 ) -> tuple[list[int], int]:
     """Rows condemned and deaths until a run of all the others goes well. is_host_lost: each takes a host with it."""
     quarantine, condemned, deaths, is_fresh = Quarantine(), [], 0, True
-    shards = [Shard(0, 0, max(rows) + 1)]
+    shards = [Lease(0, 0, max(rows) + 1)]
     while True:
         assert deaths < 200
         case = quarantine.of(0)
@@ -103,7 +102,7 @@ def test_a_row_that_kills_its_host_is_found(num_rows: int) -> None:
 
 
 def test_rows_of_a_lost_host_are_suspected_after_a_second_one() -> None:
-    quarantine, shards = Quarantine(), [Shard(0, 0, 10), Shard(1, 10, 20)]
+    quarantine, shards = Quarantine(), [Lease(0, 0, 10), Lease(1, 10, 20)]
 
     def lost(replica: int, name: str, rows: Iterable[int]) -> Case:
         in_flight = [InFlightRequest(row, False) for row in rows]
@@ -116,14 +115,14 @@ def test_rows_of_a_lost_host_are_suspected_after_a_second_one() -> None:
     for name, rows in (("a", range(5)), ("b", range(5, 10))):
         assert not lost(0, name, rows).is_on_trial
         assert quarantine.of(0) is None
-        assert not quarantine.shards
+        assert not quarantine.leases
     case = lost(1, "c", [9, 12, 3])
-    assert (case.stage, case.suspects, case.shards) == ("probe", (9, 3), (0, 1))
+    assert (case.stage, case.suspects, [lease.index for lease in case.leases]) == ("probe", (9, 3), [0, 1])
     assert quarantine.of(1) is case
     # An ordinary death of another replica knows nothing of lost hosts.
     case, _ = quarantine.died(0, "d", shards, [InFlightRequest(4, False)])
     assert case.stage == "replay"
-    assert [sorted(quarantine.committed(shard)) for shard in (0, 1)] == [["a", "b", "d"], ["c"]]
+    assert [sorted(quarantine.finished(lambda lease: lease.index == shard)) for shard in (0, 1)] == [["a", "b", "d"], ["c"]]
 
 
 def test_several_killers_are_all_found_and_nobody_else() -> None:
@@ -138,16 +137,16 @@ def test_several_killers_are_all_found_and_nobody_else() -> None:
 
 def test_one_death_accuses_nobody() -> None:
     quarantine = Quarantine()
-    case, row = quarantine.died(0, "a", [Shard(3, 10, 20), Shard(4, 20, 30)], [InFlightRequest(12, True)])
-    assert (case.is_on_trial, row, case.shards) == (False, None, (3,))
+    case, row = quarantine.died(0, "a", [Lease(3, 10, 20), Lease(4, 20, 30)], [InFlightRequest(12, True)])
+    assert (case.is_on_trial, row, case.leases) == (False, None, (Lease(3, 10, 20),))
     # Another death, with others in the engine: they were not there the first time.
-    case, row = quarantine.died(0, "b", [Shard(3, 10, 20), Shard(4, 20, 30)], [InFlightRequest(25, True)])
-    assert (case.is_on_trial, row, case.shards, case.suspects) == (False, None, (3, 4), (25,))
+    case, row = quarantine.died(0, "b", [Lease(3, 10, 20), Lease(4, 20, 30)], [InFlightRequest(25, True)])
+    assert (case.is_on_trial, row, len(case.leases), case.suspects) == (False, None, 2, (25,))
     assert quarantine.of(1) is None
 
 
 def test_a_killing_from_outside_condemns_only_who_was_alone_twice() -> None:
-    quarantine, shards = Quarantine(), [Shard(0, 0, 10)]
+    quarantine, shards = Quarantine(), [Lease(0, 0, 10)]
     for name in "abc":
         case, row = quarantine.died(0, name, shards, [InFlightRequest(7, True)], is_outside=True)
         assert row is None
@@ -160,11 +159,11 @@ def test_a_killing_from_outside_condemns_only_who_was_alone_twice() -> None:
 
 
 def test_cases_are_handed_over_and_closed() -> None:
-    cases = [Case(name, replica, (replica,), (replica,)) for replica, name in enumerate("abc")]
+    cases = [Case(name, replica, (Lease(replica, replica, replica + 1),), (replica,)) for replica, name in enumerate("abc")]
     quarantine = Quarantine(cases)
     quarantine.hand_over([1])
     assert [quarantine.of(replica) is not None for replica in range(3)] == [False, True, False]
-    assert [quarantine.committed(shard) for shard in range(3)] == [["a"], ["b"], ["c"]]
+    assert [quarantine.finished(lambda lease: lease.index == shard) for shard in range(3)] == [["a"], ["b"], ["c"]]
     assert quarantine.of(1) is None
 
 
@@ -327,21 +326,22 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
     fleet: Any = types.SimpleNamespace(
         replicas=[types.SimpleNamespace(number=0, is_running=True, handle=types.SimpleNamespace(incarnation="a"))],
         try_rows=lambda replica, trial: given.append((trial.is_probe, trial.groups)),
-        assign=lambda replica, shards, attempts, condemned: given.append(shards),
+        assign=lambda replica, leases, condemned: given.append(leases),
     )
     extents = (extent_of_all(0, 20, 20, 0),)
-    case = Case("a", 0, (0,), (7, 8), "probe", (8,), ((7, 8), (8,)))
+    case = Case("a", 0, (Lease(0, 0, 20),), (7, 8), "probe", (8,), ((7, 8), (8,)))
     folder = Folder(tmp_path)
     folder.make("manifest")
     state = State()
     state.kept["case/a"] = EventLine("death", "", {"kept_as": "case/a", **case.fields()})
     manifest = Manifest(folder, 1)
     trials = Trials(RunOrder(folder, extents), state, np.zeros(1, np.bool_), fleet, manifest)
-    assert trials.movable(types.SimpleNamespace(unbegun=(4, 0, 2))) == (4, 2)  # type: ignore[arg-type]
+    leases = [Lease(4, 80, 90), Lease(0, 0, 20), Lease(0, 20, 30)]
+    assert trials.movable(types.SimpleNamespace(unbegun=leases)) == (leases[0], leases[2])  # type: ignore[arg-type]
     for rows in ((8,), (7,), (8,), (8,), ()):
-        trials.give(lambda shards: 1)
-        trials.give(lambda shards: 1)  # nothing is given twice
+        trials.give()
+        trials.give()  # nothing is given twice
         trials.survived(fleet.replicas[0], rows)
     manifest.close()
     halves = [(False, ((row,),)) for row in (7, 8, 8)]
-    assert given == [(True, ((8,),)), *halves, [shard_at(extents, 0)]]
+    assert given == [(True, ((8,),)), *halves, (Lease(0, 0, 20, attempts=2),)]

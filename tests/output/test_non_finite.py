@@ -16,7 +16,7 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.output.counts import count_non_finite_rows, non_finite_lines, number_columns, rules_out_tokens
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenShard, PartTarget, verify_part, write_part
+from batchinf.output.parts import OpenLease, PartTarget, verify_part, write_part
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 
@@ -104,7 +104,7 @@ def hurt_part(folder: Folder, dtype: str) -> Part:
         completion = results[index].completion
         assert completion is not None and completion.logprobs is not None
         completion.logprobs.logprobs[-1, place] = value
-    shard = OpenShard(SHARD, task_of(spec), Journal(folder, "z", task_of(spec).result_schema))
+    shard = OpenLease(SHARD, task_of(spec), Journal(folder, "z", task_of(spec).result_schema))
     shard.add(shard.task.encode(results[:30]))
     shard.tick()
     shard.add(shard.task.encode(results[30:]))

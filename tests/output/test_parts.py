@@ -20,12 +20,12 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name, staging_name
 from batchinf.output import parts
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenShard, PartTarget, verify_part, write_part
-from batchinf.records import Part, Result, Shard
+from batchinf.output.parts import OpenLease, PartTarget, verify_part, write_part
+from batchinf.records import Lease, Part, Result
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-SHARD = Shard(3, 1000, 1060)
+SHARD = Lease(3, 1000, 1060)
 METADATA = {"batchinf.fingerprint": "f00d", "batchinf.model": "m"}
 SPECS = {
     "one sample": make_spec(logprobs=2),
@@ -81,12 +81,12 @@ def folder(tmp_path: pathlib.Path) -> Folder:
     return folder
 
 
-def opened(folder: Folder, spec: JobSpec, incarnation: str = "0-a", shard: Shard = SHARD) -> OpenShard:
+def opened(folder: Folder, spec: JobSpec, incarnation: str = "0-a", shard: Lease = SHARD) -> OpenLease:
     task = task_of(spec)
-    return OpenShard(shard, task, Journal(folder, incarnation, task.result_schema))
+    return OpenLease(shard, task, Journal(folder, incarnation, task.result_schema))
 
 
-def write(folder: Folder, shard: OpenShard, spec: JobSpec, source: Rows | None = None, incarnation: str = "z") -> Part:
+def write(folder: Folder, shard: OpenLease, spec: JobSpec, source: Rows | None = None, incarnation: str = "z") -> Part:
     keep = spec.output.keep_columns
     rows: Any = source or Rows()
     return write_part(PartTarget(folder, rows, spec.input.id_column, keep, METADATA, incarnation), shard)
@@ -135,7 +135,7 @@ def test_a_part_is_what_plain_python_says(
     assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d", deep=True) == part
 
 
-def run(folder: Folder, spec: JobSpec, results: list[Result], chance: random.Random) -> tuple[OpenShard, int]:
+def run(folder: Folder, spec: JobSpec, results: list[Result], chance: random.Random) -> tuple[OpenLease, int]:
     """Finish a shard with ticks, restarts and results that come twice; how many results were new."""
     shard, num_new, todo = opened(folder, spec, "life-0"), 0, shuffled(results, chance)
     for life in range(1, 1000):
@@ -165,11 +165,11 @@ def shuffled(results: list[Result], chance: random.Random) -> list[Result]:
     return chance.sample(results, len(results)) + chance.sample(results, len(results) // 4)
 
 
-def is_done(shard: OpenShard, result: Result) -> bool:
+def is_done(shard: OpenLease, result: Result) -> bool:
     return shard.is_done(result.prompt.row_index, result.request_index)
 
 
-def check(shard: OpenShard, results: list[Result]) -> None:
+def check(shard: OpenLease, results: list[Result]) -> None:
     """What an open shard says of itself agrees with itself."""
     done = [is_done(shard, result) for result in results]
     assert sum(done) == shard.num_results
@@ -221,7 +221,7 @@ def test_schema_of_the_file(folder: Folder) -> None:
     assert "made" not in str(schema.field("id").metadata)
 
 
-def whole(folder: Folder, spec: JobSpec, shard: Shard = SHARD) -> OpenShard:
+def whole(folder: Folder, spec: JobSpec, shard: Lease = SHARD) -> OpenLease:
     made = opened(folder, spec, shard=shard)
     made.add(made.task.encode(make_results(spec, range(shard.start, shard.stop))))
     return made
@@ -231,7 +231,7 @@ def whole(folder: Folder, spec: JobSpec, shard: Shard = SHARD) -> OpenShard:
 
 
 def test_of_two_results_for_one_request_the_first_stands(folder: Folder) -> None:
-    spec, shard = make_spec(), Shard(0, 0, 2)
+    spec, shard = make_spec(), Lease(0, 0, 2)
     first, second = make_results(spec, [0, 1], error_rate=0)
 
     def as_text(result: Result, text: str) -> pa.RecordBatch:
@@ -347,7 +347,7 @@ def test_an_incomplete_shard_is_not_written(folder: Folder) -> None:
 
 
 def test_a_journalled_shard_is_written_in_little_memory(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, shard = make_spec(logprobs=20, max_tokens=1000), Shard(0, 0, 300)
+    spec, shard = make_spec(logprobs=20, max_tokens=1000), Lease(0, 0, 300)
     monkeypatch.setattr(parts, "PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(parts, "ROW_GROUP_BYTES", 2 << 20)
     made, rows = opened(folder, spec, shard=shard), list(range(300))
@@ -370,7 +370,7 @@ def test_a_journalled_shard_is_written_in_little_memory(folder: Folder, monkeypa
 
 
 def test_large_kept_columns_are_read_few_at_a_time(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, shard = make_spec(id_column="key", n=4), Shard(0, 0, 2000)
+    spec, shard = make_spec(id_column="key", n=4), Lease(0, 0, 2000)
     made = whole(folder, spec, shard)
     narrow, wide = Rows(), Rows(key_bytes=5000)
     monkeypatch.setattr(parts, "PIECE_BYTES", 200_000)
@@ -426,8 +426,8 @@ def test_verify_asks_for_this_job_s_own_shard(folder: Folder, deep: bool) -> Non
     adopted = verify_part(folder, "parts/part-000003.parquet", SHARD, "f00d", deep=deep)
     assert adopted is not None
     assert (adopted.file, adopted.digest, adopted.num_errors) == ("part-000003.parquet", part.digest, part.num_errors)
-    strangers = [(SHARD, "other"), (Shard(4, 1000, 1060), "f00d"), (Shard(3, 1000, 1061), "f00d")]
-    for shard, fingerprint in [*strangers, (Shard(3, 999, 1059), "f00d")]:
+    strangers = [(SHARD, "other"), (Lease(4, 1000, 1060), "f00d"), (Lease(3, 1000, 1061), "f00d")]
+    for shard, fingerprint in [*strangers, (Lease(3, 999, 1059), "f00d")]:
         assert verify_part(folder, "parts/part-000003.parquet", shard, fingerprint, deep=deep) is None
 
 
@@ -477,7 +477,7 @@ def test_a_disk_that_fails_at_a_step(folder: Folder, where: str, step: str, monk
     monkeypatch.setattr(faults, "_passages", {})
     monkeypatch.setattr(faults, "_FAULTS", {(f"{where}.{step}", 1): "raise 28"})
 
-    def finish(shard: OpenShard) -> Part:
+    def finish(shard: OpenLease) -> Part:
         for start in range(0, len(results), 50):
             shard.add(shard.task.encode(results[start : start + 50]))
             shard.tick()

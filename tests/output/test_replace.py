@@ -19,7 +19,7 @@ from batchinf.manifest.names import incarnation_name, part_name, retry_of
 from batchinf.output import parts
 from batchinf.output import replace as replacing
 from batchinf.output.journal import Journal, drop
-from batchinf.output.parts import OpenShard, PartTarget, verify_part
+from batchinf.output.parts import OpenLease, PartTarget, verify_part
 from batchinf.output.replace import replaces, retry_metadata, with_retry, write_replacement
 from batchinf.records import Part, Result
 from batchinf.spec.job import JobSpec
@@ -45,12 +45,12 @@ def published(folder: Folder, spec: JobSpec, results: list[Result]) -> Part:
     return part
 
 
-def reopened(folder: Folder, spec: JobSpec, chosen: Any, name: str = NAME) -> OpenShard:
+def reopened(folder: Folder, spec: JobSpec, chosen: Any, name: str = NAME) -> OpenLease:
     task = task_of(spec)
-    return OpenShard(SHARD, task, Journal(folder, name, task.result_schema), chosen)
+    return OpenLease(SHARD, task, Journal(folder, name, task.result_schema), chosen)
 
 
-def write_new(folder: Folder, shard: OpenShard, spec: JobSpec, retry: Retry = RETRY) -> Part:
+def write_new(folder: Folder, shard: OpenLease, spec: JobSpec, retry: Retry = RETRY) -> Part:
     rows: Any = Rows()
     name = incarnation_name(2, 1, retry.number)
     metadata = METADATA | retry_metadata(retry)

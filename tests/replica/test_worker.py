@@ -20,10 +20,10 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.output.journal import Journal
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Prompt, Request, Shard
+from batchinf.records import Completion, Lease, Prompt, Request
 from batchinf.replica import incarnation, writer
 from batchinf.replica.feeder import FailedRow, failed
-from batchinf.replica.messages import Assign, Event, Revoked, ShardBegun, ShardClosed
+from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, TokenCount, Worker, window
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -102,9 +102,9 @@ class Bench:
         except BaseException as error:
             self.error = error
 
-    def assign(self, *bounds: tuple[int, int], first: int = 0) -> list[Shard]:
-        shards = [Shard(index, *bound) for index, bound in enumerate(bounds, first)]
-        self.feeder.assign(Assign(tuple(shards), 1))
+    def assign(self, *bounds: tuple[int, int], first: int = 0) -> list[Lease]:
+        shards = [Lease(index, *bound) for index, bound in enumerate(bounds, first)]
+        self.feeder.assign(Assign(tuple(shards)))
         return shards
 
     def start(self) -> None:
@@ -147,7 +147,7 @@ class Bench:
         files = sorted(self.folder.path("staging").glob("*.parquet"))
         return pa.concat_tables([pq.read_table(file) for file in files]).to_pylist() if files else []
 
-    def journalled(self, *shards: Shard) -> list[dict[str, Any]]:
+    def journalled(self, *shards: Lease) -> list[dict[str, Any]]:
         journal = Journal(self.folder, "test", self.task.result_schema)
         tables = [s.table() for shard in shards for s in journal.recover(shard.index).segments]
         return pa.concat_tables(tables).to_pylist() if tables else []
@@ -244,15 +244,15 @@ def test_only_what_has_not_begun_is_given_back(bench: Callable[..., Bench]) -> N
     one = bench(scripted={"step_s": 0.005})
     shards = one.assign(*evenly(NUM_ROWS, 20))
     one.start()
-    one.wait_for(lambda: len(one.of(ShardBegun)) >= 2)
-    one.feeder.revoke([shard.index for shard in shards] + [99])
+    one.wait_for(lambda: len(one.of(LeaseBegun)) >= 2)
+    one.feeder.revoke([shard.key for shard in shards] + [(99, 0)])
     [revoked] = one.of(Revoked)
-    one.wait_for(lambda: len(one.of(ShardClosed)) >= len(shards) - len(revoked.shards))
-    one.feeder.revoke([9])
+    one.wait_for(lambda: len(one.of(ShardClosed)) >= len(shards) - len(revoked.leases))
+    one.feeder.revoke([(9, 0)])
     one.stop()
-    begun = [event.shard for event in one.of(ShardBegun)]
-    assert len(revoked.shards) >= 5  # the feeder runs ahead by its queue's bound and no more
-    assert sorted([*begun, *revoked.shards]) == [shard.index for shard in shards]
+    begun = [event.lease[0] for event in one.of(LeaseBegun)]
+    assert len(revoked.leases) >= 5  # the feeder runs ahead by its queue's bound and no more
+    assert sorted([*begun, *(index for index, _ in revoked.leases)]) == [shard.index for shard in shards]
     assert sorted(event.part.shard for event in one.of(ShardClosed)) == begun
     assert {row["row_index"] // 20 for row in one.rows()} == set(begun)
     assert one.of(Revoked)[1:] == [Revoked(())]
@@ -425,7 +425,7 @@ def test_what_is_journalled_is_not_run_again(bench: Callable[..., Bench]) -> Non
     other.run(2)
     assert len(kept) + len(other.engine.added) == 3 * NUM_ROWS
     assert {(row["row_index"], row["request_index"]) for row in kept}.isdisjoint(other.engine.added)
-    assert sum(event.num_recovered for event in other.of(ShardBegun)) == len(kept)
+    assert sum(event.num_recovered for event in other.of(LeaseBegun)) == len(kept)
     rows = [(row["row_index"], row["sample_index"]) for row in other.rows()]
     assert rows == [(index, sample) for index in range(NUM_ROWS) for sample in range(3)]
 
@@ -442,7 +442,7 @@ def test_a_shard_that_the_journal_holds_whole_is_closed_at_once(
     fault("")
     two = bench()
     [shard] = two.assign((0, 20))
-    two.worker._writer._close_whole = lambda: None  # type: ignore[method-assign]
+    two.worker._writer._close_finished = lambda: None  # type: ignore[method-assign]
     two.start()
     two.wait_for(lambda: len(two.journalled(shard)) == 20)
     two.stop()
@@ -512,7 +512,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     # The last result and the end come together, right after the writer has found its queue empty.
     one = bench()
     store, queue = one.worker._writer, one.worker._finished
-    opened = one.feeder._open_shard(Shard(0, 0, 1))
+    opened = one.feeder._open_lease(Lease(0, 0, 1))
     store.track(opened)
     prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
     row, take = FailedRow(opened, failed(prompt, 1, prompt.error, 1)), queue.take

@@ -1,0 +1,415 @@
+"""Hands out a job's rows as leases: keeps the rows that no replica has, and decides which replica gets which. Pure.
+
+A shard is the rows of one file. A lease is the rows that a replica is given: a whole shard while many rows are left,
+and only some rows of a shard later, so that all replicas end together. docs/design.md has the reasons for the rules.
+"""
+
+import bisect
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinf.records import BoolArray, Extent, Lease
+from batchinf.schedule.shards import rows_of_shards, shard_at
+
+# Few rows are left when they would fill the window of each replica fewer times than this: two windows are what a
+# replica holds before, and the third is still to be shared.
+_FEW_WINDOWS = 3
+# A lease is this part of a replica's share of the pending rows, so that the last leases have one row. While many rows
+# are left, it is larger: results of a shard that was cut are written twice.
+_PART_OF_FEW, _PART_OF_MANY = 1 / 4, 1 / 2
+# A piece that is not much larger than a lease is not cut: the rest would be a lease of few rows.
+_NOT_CUT = 1.5
+# While few rows are left, a replica gets more once it has room for so much of what it may hold, or for a whole lease.
+_GRAIN = 1 / 16
+# Replicas that start together come up within a second or two of each other. Their rows are held back so long, but at
+# most for a quarter of the time that the rows take: should a replica never come, the job ends that much later.
+HOLD_S, PROMISED_HOLD_S = 2.0, 5.0
+_HOLD_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class _Cut:
+    """A shard that was cut. num_rows: those whose results are not stored. attempts: the most of its leases."""
+
+    num_rows: int
+    attempts: int
+
+
+class PendingRows:
+    """The rows that have to run and that no replica has, as pieces of shards. The lowest shard goes first."""
+
+    def __init__(
+        self,
+        extents: Sequence[Extent],
+        committed: npt.NDArray[np.bool_],
+        num_chosen: npt.NDArray[np.int64] | None = None,
+        *,
+        chosen_of: Callable[[Lease], BoolArray] | None = None,
+        is_in_order: bool = True,
+    ) -> None:
+        """committed: bool [total_shards], the shards that are done; it is copied.
+
+        num_chosen: int64 [total_shards], how many rows of each shard have to run; None: all. chosen_of: which rows of a
+        lease these are, bool [num_rows] in run order; given with num_chosen. is_in_order: whether rows run in the order
+        of their positions.
+        """
+        self.extents = tuple(extents)
+        self.is_in_order = is_in_order
+        self._num_chosen = num_chosen
+        self._chosen_of = chosen_of
+        self._is_untouched = ~committed  # shards of which all rows are pending, and were never given
+        self._cursor = 0  # no such shard is before it
+        self._pieces: dict[int, list[Lease]] = {}  # the pending rows of all other shards, by place
+        self._cuts: dict[int, _Cut] = {}
+        self._to_close: deque[Lease] = deque()
+        self.num_rows = (
+            rows_of_shards(self.extents, self._is_untouched)
+            if num_chosen is None
+            else int(num_chosen[self._is_untouched].sum())
+        )
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to hand out."""
+        return bool(self._to_close) or self.num_rows > 0
+
+    @property
+    def has_shards_to_close(self) -> bool:
+        """Whether the journal has all results of a shard that has no part yet."""
+        return bool(self._to_close)
+
+    def take(self, num_rows: int | None = None, most_rows: int | None = None) -> Lease:
+        """Hand out the next rows: about `num_rows` of one shard and at most `most_rows`; None: all that are pending.
+
+        A shard whose results are stored comes first, and whole. Raises IndexError if nothing is pending.
+        """
+        if self._to_close:
+            return self._to_close.popleft()
+        lease = self._first()
+        if num_rows is not None and lease.num_to_run > min(_NOT_CUT * num_rows, most_rows or math.inf):
+            lease, rest = self._cut(lease, num_rows)
+            self._pieces.setdefault(lease.index, []).insert(0, rest)
+        self.num_rows -= lease.num_to_run
+        return lease
+
+    def give_back(self, leases: Iterable[Lease]) -> None:
+        """Make leases pending that were handed out or withheld, and whose results are not stored by their replica."""
+        for lease in leases:
+            if lease.is_stored:
+                self._to_close.append(lease)
+                continue
+            self.num_rows += lease.num_to_run
+            pieces = self._pieces.setdefault(lease.index, [])
+            bisect.insort(pieces, lease, key=lambda piece: piece.start)
+            self._pieces[lease.index] = self._joined(pieces)
+
+    def store(self, lease: Lease) -> None:
+        """Note that the journal has the results of a lease. With the last lease of a shard, its part can be made."""
+        cut = self._cuts[lease.index]
+        cut.num_rows -= lease.num_rows
+        cut.attempts = max(cut.attempts, lease.attempts)
+        if not cut.num_rows:
+            del self._cuts[lease.index]
+            whole = self._piece(lease.index, attempts=cut.attempts + 1)
+            self._to_close.append(replace(whole, is_stored=True))
+
+    def withhold(self, leases: Iterable[Lease]) -> None:
+        """Do not hand out these rows until `give_back` returns them."""
+        for lease in leases:
+            before = self._remove(lease.index)
+            self._pieces[lease.index] = left = [part for piece in before for part in self._without(piece, lease)]
+            if any(not piece.is_whole for piece in left):
+                self._note_cut(left[0])
+            for piece in [piece for piece in left if not piece.num_to_run]:
+                left.remove(piece)
+                self._cuts[lease.index].num_rows -= piece.num_rows
+            self.num_rows += sum(piece.num_to_run for piece in left)
+            if not left:
+                del self._pieces[lease.index]
+
+    def _remove(self, index: int) -> list[Lease]:
+        """Remove and return all pending pieces of a shard."""
+        pieces = self._pieces.pop(index, [])
+        if self._is_untouched[index]:
+            self._is_untouched[index] = False
+            pieces = [self._piece(index)]
+        self.num_rows -= sum(piece.num_to_run for piece in pieces)
+        return pieces
+
+    def _without(self, piece: Lease, lease: Lease) -> list[Lease]:
+        """What a piece has before and after the places of a lease of the same shard."""
+        edges = ((piece.start, min(piece.stop, lease.start)), (max(piece.start, lease.stop), piece.stop))
+        return [self._piece(piece.index, *edge, attempts=piece.attempts) for edge in edges if edge[0] < edge[1]]
+
+    def _first(self) -> Lease:
+        """Remove and return the first piece of the lowest shard that has pending rows."""
+        untouched = self._is_untouched[self._cursor :]
+        # argmax stops at the first True: 5 ms over 100 million.
+        self._cursor += int(untouched.argmax()) if untouched.any() else len(untouched)
+        index = min(self._pieces, default=len(self._is_untouched))
+        if self._cursor < index:
+            self._is_untouched[self._cursor] = False
+            return self._piece(self._cursor)
+        if index not in self._pieces:
+            raise IndexError("no row is pending")
+        first, *others = self._pieces.pop(index)
+        if others:
+            self._pieces[index] = others
+        return first
+
+    def _piece(self, index: int, start: int | None = None, stop: int | None = None, *, attempts: int = 1) -> Lease:
+        """Rows of a shard; all without `start` and `stop`."""
+        shard = shard_at(self.extents, index)
+        start, stop = shard.start if start is None else start, shard.stop if stop is None else stop
+        is_whole = (start, stop) == (shard.start, shard.stop)
+        lease = Lease(index, start, stop, is_whole=is_whole, attempts=attempts)
+        if self._num_chosen is None:
+            return lease
+        if is_whole:
+            return replace(lease, num_chosen=int(self._num_chosen[index]))
+        assert self._chosen_of is not None
+        return replace(lease, num_chosen=int(np.count_nonzero(self._chosen_of(lease))))
+
+    def _cut(self, lease: Lease, num_rows: int) -> tuple[Lease, Lease]:
+        """The first `num_rows` rows that have to run, and the rest, which is at least one."""
+        place = lease.start + num_rows
+        if self._chosen_of is not None:
+            place = lease.start + int(np.flatnonzero(self._chosen_of(lease))[num_rows - 1]) + 1
+        self._note_cut(lease)
+        first = self._piece(lease.index, lease.start, place, attempts=lease.attempts)
+        return first, self._piece(lease.index, place, lease.stop, attempts=lease.attempts)
+
+    def _note_cut(self, lease: Lease) -> None:
+        if lease.index not in self._cuts:
+            self._cuts[lease.index] = _Cut(shard_at(self.extents, lease.index).num_rows, lease.attempts)
+
+    def _joined(self, pieces: list[Lease]) -> list[Lease]:
+        """Pieces of one shard, by place, with neighbours as one. If that is the shard, it counts as never cut."""
+        joined = pieces[:1]
+        for piece in pieces[1:]:
+            last = joined[-1]
+            if last.stop == piece.start and last.attempts == piece.attempts:
+                joined[-1] = self._piece(last.index, last.start, piece.stop, attempts=last.attempts)
+            else:
+                joined.append(piece)
+        if joined[0].is_whole:
+            self._cuts.pop(joined[0].index, None)
+        return joined
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """The work that one replica has.
+
+    window_rows: the rows that keep its engine full, at least 1. outstanding_rows: rows that it was given and has not
+    finished, begun or not. unbegun: leases that it has not begun, oldest first. Leases that are being taken back count
+    in neither. is_accepting: it takes leases and is not about to end. is_up: its engine is up; if not, the replica has
+    begun none of its leases and prepares them for the engine that is starting. engine_rows: rows that its engine runs,
+    or will run before it can be given more; None before its first report.
+    """
+
+    replica: int
+    window_rows: int
+    outstanding_rows: int
+    unbegun: tuple[Lease, ...]
+    is_accepting: bool
+    is_up: bool = True
+    engine_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How the rows that are left are shared.
+
+    num_replicas: those that share them, with those for which rows are held back. left_rows: pending and outstanding.
+    are_few: so few rows are left that no replica may hold more than its engine runs.
+    """
+
+    num_replicas: int
+    left_rows: int
+    are_few: bool
+
+    @classmethod
+    def of(
+        cls, pending: PendingRows, replicas: Sequence[ReplicaLoad], *, num_awaited: int = 0, num_absent: int = 0
+    ) -> "Sharing":
+        """replicas: all that take leases. num_awaited: those that are not up and for which rows are held back.
+
+        num_absent: those that take no leases yet.
+        """
+        accepting = [load for load in replicas if load.is_accepting]
+        num_up = sum(load.is_up for load in accepting)
+        left_rows = pending.num_rows + sum(load.outstanding_rows for load in replicas)
+        windows = sum(load.window_rows for load in accepting)
+        windows += num_absent * max((load.window_rows for load in accepting), default=0)
+        return cls(max(1, num_up + num_awaited), left_rows, left_rows < _FEW_WINDOWS * windows)
+
+    @property
+    def share(self) -> int:
+        """The rows of one replica, if all have equally many."""
+        return -(-self.left_rows // self.num_replicas)
+
+    def lease_rows(self, pending: PendingRows) -> int:
+        """The rows of the next lease, at least 1."""
+        part = _PART_OF_FEW if self.are_few else _PART_OF_MANY
+        return max(1, math.ceil(part * pending.num_rows / self.num_replicas))
+
+
+@dataclass(slots=True)
+class _Load:
+    """A replica's load, changed while a decision is computed."""
+
+    replica: int
+    window_rows: int
+    rows: int
+    unbegun: list[Lease]
+    is_accepting: bool
+    is_up: bool
+    engine_rows: int | None
+
+    @classmethod
+    def of(cls, load: ReplicaLoad) -> "_Load":
+        return cls(
+            load.replica,
+            load.window_rows,
+            load.outstanding_rows,
+            list(load.unbegun),
+            load.is_accepting,
+            load.is_up,
+            load.engine_rows,
+        )
+
+    def has_room_among_many(self, *, is_gathering: bool) -> bool:
+        """Whether it takes a lease while many rows are left."""
+        if is_gathering or not self.is_up:
+            return self.is_accepting and self.rows < self.window_rows
+        # Two windows: one in the engine, and one that is ready when only the last long rows of a shard still run.
+        return self.is_accepting and (self.rows < 2 * self.window_rows or not self.unbegun)
+
+    def room(self, sharing: Sharing, lease_rows: int) -> int:
+        """The rows that it takes while few are left; 0 if it has no room for a lease."""
+        if not self.is_accepting:
+            return 0
+        # Before its first report, nobody knows how many rows its cache holds, and what it has begun does not move.
+        runs = math.ceil(_PART_OF_FEW * sharing.share) if self.engine_rows is None else self.engine_rows
+        most = min(sharing.share, runs, self.window_rows if not self.is_up else runs)
+        room = most - self.rows
+        return room if room >= max(1, min(lease_rows, int(_GRAIN * most))) else 0
+
+
+def next_leases(
+    pending: PendingRows, replicas: Sequence[ReplicaLoad], sharing: Sharing, *, is_gathering: bool = False
+) -> list[tuple[int, Lease]]:
+    """Take leases out of `pending` and hand them out. Returns (replica, lease) in the order to send them.
+
+    While many rows are left, each accepting replica gets enough leases to keep its engine full between two of them: two
+    windows of rows, and one lease that it has not begun. Nearly all are whole shards. While few are left, it gets at most its share and
+    what its engine runs, in leases that become smaller and smaller. The replica with the fewest outstanding rows comes
+    first. Replicas whose engine is not up come last, and get only enough rows to fill the engine.
+
+    is_gathering: other replicas are about to come up, and the rows have a stored order. While many rows are left, each
+    replica then gets only enough to fill its engine: the first shards may have the longest rows, and the first replica
+    to come up must not get all of them.
+    """
+    hungry = [(not load.is_up, load.rows, load.replica, load) for load in map(_Load.of, replicas)]
+    heapq.heapify(hungry)
+    given = []
+    while pending and hungry:
+        load = hungry[0][-1]
+        if pending.has_shards_to_close and load.is_accepting and load.is_up:
+            given.append((load.replica, pending.take()))
+            continue
+        lease_rows, room = sharing.lease_rows(pending), None
+        if pending.has_shards_to_close:
+            has_room = False
+        elif sharing.are_few:
+            room = load.room(sharing, lease_rows)
+            has_room, lease_rows = room > 0, min(room, lease_rows)
+        else:
+            lease_rows = max(lease_rows, load.window_rows)
+            has_room = load.has_room_among_many(is_gathering=is_gathering)
+        if not has_room:
+            heapq.heappop(hungry)
+            continue
+        lease = pending.take(lease_rows, room)
+        load.rows += lease.num_to_run
+        load.unbegun.append(lease)
+        given.append((load.replica, lease))
+        heapq.heapreplace(hungry, (not load.is_up, load.rows, load.replica, load))
+    return _merged(given)
+
+
+def _merged(given: list[tuple[int, Lease]]) -> list[tuple[int, Lease]]:
+    """The same, but pieces of a shard that follow each other and go to one replica are one lease."""
+    merged: list[tuple[int, Lease]] = []
+    last: dict[int, int] = {}  # by replica, where its last lease is in `merged`
+    for replica, lease in given:
+        place = last.get(replica)
+        before = None if place is None else merged[place][1]
+        if place is not None and before is not None and before.index == lease.index and before.stop == lease.start:
+            chosen = None if lease.num_chosen is None else (before.num_chosen or 0) + lease.num_chosen
+            merged[place] = replica, replace(before, stop=lease.stop, num_chosen=chosen)
+        else:
+            last[replica] = len(merged)
+            merged.append((replica, lease))
+    return merged
+
+
+def revocations(
+    pending: PendingRows, replicas: Sequence[ReplicaLoad], sharing: Sharing, *, is_holding: bool = False
+) -> dict[int, list[Lease]]:
+    """The leases to take back, by replica, if nothing is pending.
+
+    A replica that has less than its share and less than its engine runs gets the newest unbegun lease of the replica
+    with the most rows. A lease is taken back only if its owner, without it, still has more rows. So each move makes the
+    loads more equal, and no lease moves back and forth. An owner that accepts no more work gives its leases in any
+    case. A replica whose engine is not up takes nothing from others; it keeps its leases while rows are held back
+    (is_holding), and then gives all that others can run.
+    """
+    asked: dict[int, list[Lease]] = {}
+    if pending:
+        return asked
+    loads = [_Load.of(load) for load in replicas]
+    owners = [load for load in loads if load.unbegun and not (is_holding and not load.is_up)]
+    most = {load.replica: _most(load, sharing) for load in loads}
+    idle = [load for load in loads if load.is_accepting and load.is_up and load.rows < most[load.replica]]
+    for load in sorted(idle, key=lambda load: (load.rows, load.replica)):
+        while load.rows < most[load.replica] and (owner := _owner(owners, load)):
+            lease = owner.unbegun.pop()
+            owner.rows -= lease.num_to_run
+            load.rows += lease.num_to_run
+            asked.setdefault(owner.replica, []).append(lease)
+    return asked
+
+
+def _most(load: _Load, sharing: Sharing) -> int:
+    """The rows with which a replica has enough to do."""
+    runs = load.window_rows if load.engine_rows is None else load.engine_rows
+    return min(sharing.share, runs, load.window_rows)
+
+
+def _owner(owners: list[_Load], idle: _Load) -> _Load | None:
+    """The replica that gives its newest unbegun lease to `idle`, if there is one."""
+
+    def spares(load: _Load) -> bool:
+        if load is idle or not load.unbegun:
+            return False
+        left = load.rows - load.unbegun[-1].num_to_run
+        return left > idle.rows or not (load.is_accepting and load.is_up)
+
+    # Leases of a replica that is not up move at once, and cost no message back and forth.
+    return max(filter(spares, owners), key=lambda load: (not load.is_up, load.rows, -load.replica), default=None)
+
+
+def hold_s(work_s: float | None, *, is_promised: bool) -> float:
+    """How long rows are held back for replicas that are not up, from the moment at which the first is.
+
+    work_s: how long the rows take, at most; None if that is not known yet. is_promised: a replica has said that it is
+    about to be up.
+    """
+    return min(PROMISED_HOLD_S if is_promised else HOLD_S, math.inf if work_s is None else _HOLD_SHARE * work_s)

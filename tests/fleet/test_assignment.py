@@ -1,0 +1,345 @@
+"""The coordinator's side of leases: who is told what, and when."""
+
+import pathlib
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from extents import extent_of_all
+
+from batchinf.fleet.assignment import Assignment
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.fleet import Fleet, FleetReplica
+from batchinf.fleet.intake import Intake, Report
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.records import EngineInfo, Lease
+from batchinf.replica.messages import WARMING_UP, Assign, Begin, Revoke
+from batchinf.schedule.leases import PendingRows
+from batchinf.schedule.shards import total_shards
+
+NUM_ROWS = 80
+
+
+class Told:
+    """In the place of a replica: what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+        self.incarnation = "000001.0001"
+        self.send = self.messages.append
+
+
+class Bench:
+    """Replicas that prepare leases until they are told to begin, and what they are told."""
+
+    def __init__(self, folder: pathlib.Path, *, num: int = 2, window: int | None = 200, begins_together: bool = False,
+                 most_tokens: int | None = None) -> None:  # fmt: skip
+        slots = [Slot(number, (), ()) for number in range(num)]
+        launch: Any = None
+        self.fleet = Fleet(LocalBackend(), slots, 1, launch, 1, folder, 1, 60.0, is_cache_warm=True)
+        self.told = [Told() for _ in range(num)]
+        for replica, told in zip(self.fleet.replicas, self.told, strict=True):
+            replica.handle, replica.early_window = told, window  # type: ignore[assignment]
+        extents = (extent_of_all(0, NUM_ROWS, 10, 0, 0),)
+        self.pending = PendingRows(extents, np.zeros(total_shards(extents), np.bool_))
+        self.cases: set[int] = set()
+        self.now = 100.0
+        trials: Any = types.SimpleNamespace(
+            leases={},
+            movable=lambda replica: tuple(replica.unbegun),
+            give=lambda: None,
+            has_case=lambda replica: replica.number in self.cases,
+            is_on_trial=lambda _: False,
+            condemned_in=lambda _: (),
+            note_stored=lambda _: None,
+        )
+        self.assignment = Assignment(
+            self.fleet,
+            self.pending,
+            trials,
+            most_tokens=most_tokens,
+            begins_together=begins_together,
+            clock=lambda: self.now,
+        )
+
+    def come_up(self, number: int, max_num_seqs: int = 200) -> None:
+        replica = self.fleet.replicas[number]
+        replica.info = EngineInfo(16, max_num_seqs, 16, "none", versions={})
+        replica.intake = Intake(max_num_seqs, self.now)
+        self.assignment.begin(replica)
+
+    def report(self, number: int, steps: int = 10) -> None:
+        """Its engine has run some steps, and has room."""
+        intake = self.fleet.replicas[number].intake
+        assert intake is not None
+        intake.note(Report(self.now + 0.1, steps, 0, 1, 0, 0.0))
+
+    def finish(self, number: int) -> None:
+        """A replica finishes its oldest lease."""
+        replica = self.fleet.replicas[number]
+        lease = replica.leases.pop(next(iter(replica.leases)))
+        if not lease.is_whole:
+            self.assignment.note_stored(lease)
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that each replica holds."""
+        return [replica.outstanding_rows for replica in self.fleet.replicas]
+
+    @property
+    def begun(self) -> list[int]:
+        """The replicas that were told to begin, once for each time."""
+        return [number for number, told in enumerate(self.told) for message in told.messages if message == Begin()]
+
+
+def given(told: Told) -> list[Lease]:
+    return [lease for message in told.messages if isinstance(message, Assign) for lease in message.leases]
+
+
+def ended(replica: FleetReplica, *, was_host_lost: bool = False) -> Any:
+    """The end of an incarnation, as the fleet notes it."""
+    end = types.SimpleNamespace(replica=replica, leases=tuple(replica.leases.values()), was_host_lost=was_host_lost)
+    replica.handle = None
+    replica.leases.clear()
+    return end
+
+
+def test_one_that_takes_over_a_case_begins_with_nothing_else(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path)
+    bench.assignment.assign()
+    bench.cases.add(0)
+    bench.come_up(1)
+    bench.come_up(0)
+    assert bench.told[1].messages[-1] == Begin()
+    assert bench.told[0].messages[-2:] == [Revoke(tuple(lease.key for lease in given(bench.told[0]))), Begin()]
+    assert not bench.fleet.replicas[0].leases
+
+
+def test_one_that_has_a_case_is_given_nothing_early(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path)
+    bench.cases.add(0)
+    bench.assignment.assign()
+    assert bench.rows[0] == 0 < bench.rows[1]
+
+
+def test_between_two_rounds_a_replica_with_a_case_waits_for_it(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path)
+    bench.cases.add(0)
+    bench.come_up(0)
+    bench.come_up(1)
+    bench.assignment.assign_to(bench.fleet.replicas)
+    assert bench.rows[0] == 0 < bench.rows[1]
+
+
+def test_between_two_rounds_only_those_that_were_heard_are_given_rows(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path)
+    bench.assignment.assign()
+    before = bench.rows
+    for number in range(2):
+        bench.come_up(number)
+        bench.report(number)
+    bench.assignment.assign_to([bench.fleet.replicas[1]])
+    assert bench.rows == [before[0], 40]
+    bench.assignment.assign()
+    assert bench.rows == [40, 40]
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_rows_are_held_back_for_those_that_come_a_moment_later(window: int | None, tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, num=4, window=window)
+    bench.assignment.assign()
+    bench.come_up(2)
+    bench.report(2)
+    bench.now += 1.9
+    bench.assignment.assign()
+    assert bench.rows[2] == 20
+    for number in (0, 1, 3):
+        bench.come_up(number)
+        bench.report(number)
+    bench.assignment.assign()
+    assert bench.rows == [20, 20, 20, 20]
+    assert {lease.attempts for told in bench.told for lease in given(told)} == {1}
+
+
+def test_rows_are_shared_by_those_that_are_up_after_two_seconds(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, num=4)
+    bench.assignment.assign()
+    for number in (1, 2):
+        bench.come_up(number)
+        bench.report(number)
+    bench.now += 2.1
+    bench.assignment.assign()
+    assert bench.rows == [0, 40, 40, 0]
+    # What others had prepared was taken back, and was not tried.
+    assert {lease.attempts for told in bench.told for lease in given(told)} == {1}
+    bench.come_up(0)
+    bench.report(0)
+    bench.assignment.assign()
+    assert bench.rows == [0, 40, 40, 0]
+
+
+def test_rows_are_held_back_longer_for_one_that_is_about_to_be_up(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path)
+    bench.assignment.assign()
+    bench.come_up(0)
+    bench.report(0)
+    bench.fleet.replicas[1].state = WARMING_UP
+    bench.now += 4.9
+    bench.assignment.assign()
+    assert bench.rows[0] == 40
+    bench.now += 0.2
+    bench.assignment.assign()
+    assert bench.rows == [80, 0]
+
+
+def test_rows_are_not_held_back_for_longer_than_a_quarter_of_their_time(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, most_tokens=100)
+    bench.assignment.assign()
+    bench.come_up(0)
+    bench.report(0)  # 10 ms a step: a row takes 1 s at most
+    bench.now += 0.2
+    bench.assignment.assign()
+    assert bench.rows[0] == 40
+    bench.now += 0.1
+    bench.assignment.assign()
+    assert bench.rows == [80, 0]
+
+
+def test_one_that_ends_gives_its_rows_to_the_others_as_tried(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path)
+    bench.assignment.assign()
+    for number in range(2):
+        bench.come_up(number)
+        bench.report(number)
+    bench.assignment.assign()
+    tried = sorted(bench.fleet.replicas[0].leases)
+    end = ended(bench.fleet.replicas[0])
+    bench.fleet.replicas[0].restarts = 1
+    bench.assignment.note_ended(end, tried[:1])  # a case holds the first one
+    while bench.fleet.replicas[1].leases:
+        bench.finish(1)
+        bench.assignment.assign()
+    again = [lease for lease in given(bench.told[1]) if lease.attempts == 2 and not lease.is_stored]
+    held = next(lease for lease in end.leases if lease.key == tried[0])
+    places = {place for lease in again for place in range(lease.start, lease.stop)}
+    assert places == {place for lease in end.leases if lease is not held for place in range(lease.start, lease.stop)}
+
+
+def test_together_all_begin_with_an_equal_share_once_the_last_is_up(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, begins_together=True)
+    one, other = bench.fleet.replicas
+    other.early_window = None
+    bench.assignment.assign()
+    assert bench.rows == [40, 0]
+    other.early_window = 200
+    bench.assignment.assign()
+    shares = [dict(one.leases), dict(other.leases)]
+    assert bench.rows == [40, 40]
+    bench.come_up(1)
+    for _ in range(2):
+        bench.assignment.assign()
+        bench.assignment.assign_to([other])
+    assert bench.begun == []
+    bench.come_up(0)
+    bench.assignment.assign()
+    bench.assignment.assign()
+    assert bench.begun == [0, 1]
+    assert [one.leases, other.leases] == shares
+    assert {lease.attempts for told in bench.told for lease in given(told)} == {1}
+
+
+def test_together_rows_beyond_the_windows_wait_until_all_begin(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, window=10, begins_together=True)
+    bench.assignment.assign()
+    bench.come_up(0, 8)
+    for _ in range(3):
+        bench.assignment.assign()
+    assert bench.rows == [10, 10]
+    bench.come_up(1, 8)
+    bench.assignment.assign()
+    assert bench.begun == [0, 1]
+    assert min(bench.rows) >= 20
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_together_nobody_waits_for_one_that_fails_at_its_start(is_given_up: bool, tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, begins_together=True)
+    bench.assignment.assign()
+    bench.come_up(0)
+    bench.assignment.assign()
+    assert bench.begun == []
+    failed = bench.fleet.replicas[1]
+    end = ended(failed)
+    failed.is_given_up, failed.restarts = is_given_up, 0 if is_given_up else 1
+    bench.assignment.note_ended(end, ())
+    if not is_given_up:
+        failed.handle = bench.told[1]  # type: ignore[assignment]
+    bench.assignment.assign()
+    assert bench.begun == [0]
+    if not is_given_up:
+        bench.come_up(1)
+        assert bench.begun == [0, 1]
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_together_all_wait_for_each_other_again_if_all_fail_their_first_start(
+    is_back: bool, tmp_path: pathlib.Path
+) -> None:
+    bench = Bench(tmp_path, begins_together=True)
+    bench.assignment.assign()
+    for replica in bench.fleet.replicas:
+        end, replica.restarts = ended(replica), 1
+        bench.assignment.note_ended(end, ())
+        bench.assignment.assign()
+    one, other = bench.fleet.replicas
+    one.handle = bench.told[0]  # type: ignore[assignment]
+    if is_back:
+        other.handle = bench.told[1]  # type: ignore[assignment]
+    bench.come_up(0)
+    bench.assignment.assign()
+    assert bench.begun == []
+    other.handle = bench.told[1]  # type: ignore[assignment]
+    bench.come_up(1)
+    bench.assignment.assign()
+    assert bench.begun == [0, 1]
+    for number in range(2):
+        bench.report(number)
+    bench.assignment.assign()
+    assert bench.rows == [40, 40]
+
+
+def test_together_nobody_waits_for_one_that_fails_more_often_than_another(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, begins_together=True)
+    one, other = bench.fleet.replicas
+    one.restarts, other.restarts = 1, 2
+    bench.come_up(0)
+    bench.assignment.assign()
+    assert bench.begun == [0]
+
+
+def test_together_one_that_ends_while_it_waits_has_tried_nothing(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, begins_together=True)
+    bench.assignment.assign()
+    bench.come_up(0)
+    bench.assignment.assign()
+    end = ended(bench.fleet.replicas[0])
+    bench.fleet.replicas[0].restarts = 1
+    bench.assignment.note_ended(end, ())
+    bench.come_up(1)
+    bench.report(1)
+    bench.assignment.assign()
+    assert bench.begun == [1]
+    assert bench.rows == [0, 80]
+    assert {lease.attempts for lease in given(bench.told[1])} == {1}
+
+
+def test_together_nobody_waits_for_longer_than_an_engine_may_stall(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, begins_together=True)
+    bench.fleet.stall_timeout_s = 0.0
+    bench.assignment.assign()
+    assert bench.begun == []
+    bench.come_up(1)
+    bench.now += 0.1
+    bench.assignment.assign()
+    assert bench.begun == [1]
