@@ -87,12 +87,23 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaShare:
+    """What one replica did of a run. num_rows: output rows that its engine answered.
+
+    busy: the share of `Speed.work_s`, from 0 to 1, in which its engine had requests.
+    """
+
+    num_rows: Count
+    busy: Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
 class Speed:
     """How fast a run was. run_s: from its beginning to its end. work_s: from the first request to the last part.
 
     prompt_tokens_per_s, output_tokens_per_s: of all engines, while they worked. num_gpus: 0 on processors.
     cache_tokens: of one engine; None if it does not say. expected: None without GPUs that the table knows. bottleneck:
-    None if the run was too short to say.
+    None if the run was too short to say. replicas: by number; empty for a single one.
     """
 
     run_s: Seconds
@@ -103,6 +114,7 @@ class Speed:
     cache_tokens: Count | None = None
     expected: ExpectedSpeed | None = None
     bottleneck: Bottleneck | None = None
+    replicas: tuple[ReplicaShare, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:

@@ -289,7 +289,11 @@ def seconds_shared(case: Case) -> tuple[float, list[int]]:
     replicas = [Replica(case, number, tokens) for number in range(case.num_replicas)]
     fleet, clock = Fleet(replicas), [-1.0]
     assignment = Assignment(
-        fleet, pending, NoTrials(), most_tokens=case.most_tokens, clock=lambda: clock[0]  # type: ignore[arg-type]
+        fleet,
+        pending,
+        NoTrials(),
+        most_tokens=case.most_tokens,
+        clock=lambda: clock[0],  # type: ignore[arg-type]
     )
     assignment.assign()
     now = 0.0
@@ -355,7 +359,9 @@ def summary(name: str, outcomes: list[Outcome]) -> str:
     ratios = sorted(outcome.ratio for outcome in outcomes)
     within = sum(outcome.is_within for outcome in outcomes) / len(outcomes)
     p95 = ratios[min(len(ratios) - 1, math.ceil(0.95 * len(ratios)) - 1)]
-    return f"| {name} | {len(outcomes):,} | {ratios[len(ratios) // 2]:.3f} | {p95:.3f} | {ratios[-1]:.2f} | {within:.1%} |"
+    return (
+        f"| {name} | {len(outcomes):,} | {ratios[len(ratios) // 2]:.3f} | {p95:.3f} | {ratios[-1]:.2f} | {within:.1%} |"
+    )
 
 
 def main() -> None:
@@ -381,7 +387,13 @@ def main() -> None:
             )
     print("| cases | number | median | 95 % | most | within the bound |\n" + "| --- " * 6 + "|")
     print(summary("all", outcomes))
-    for name, values in (("num_rows", ROWS), ("num_replicas", REPLICAS), ("skew", SKEWS), ("lengths", LENGTHS), ("step", STEPS)):
+    for name, values in (
+        ("num_rows", ROWS),
+        ("num_replicas", REPLICAS),
+        ("skew", SKEWS),
+        ("lengths", LENGTHS),
+        ("step", STEPS),
+    ):
         for value in values:
             if some := [it for it in outcomes if getattr(it.case, name) == value]:
                 print(summary(f"{name.removeprefix('num_')} {value}", some))

@@ -90,9 +90,7 @@ class Coordinator:
         self._manifest = manifest
         self._lock = lock
         self._fleet = fleet
-        self._assignment = Assignment(
-            fleet, pending, trials, most_tokens=most_tokens, begins_together=begins_together
-        )
+        self._assignment = Assignment(fleet, pending, trials, most_tokens=most_tokens, begins_together=begins_together)
         self._display = display
         self._num_rows = num_rows
         self._num_shards = num_shards

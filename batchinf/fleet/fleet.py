@@ -98,8 +98,9 @@ class FleetReplica:
     intake: of the engine that is up.
     failures: ends since it last finished a row. recovered_rows: output rows from the journal.
     host: where its last incarnation ran; "" before it has said so. heard_at: when its last event came, in seconds since
-    1970; None before the first.
-    cause: why the last incarnation ended. closed_errors: of its closed shards, by type. start_detail: what its engine
+    1970; None before the first. ready_at: when its engine was up; None if it is not. answered_before: output rows that
+    the engines of earlier incarnations answered.
+    cause: why the last incarnation ended. closed_errors: of its stored and closed leases, by type. start_detail: what its engine
     is doing while it starts; empty if unknown.
     """
 
@@ -128,6 +129,8 @@ class FleetReplica:
     cause: str = ""
     host: str = ""
     heard_at: float | None = None
+    ready_at: float | None = None
+    answered_before: int = 0
     start_detail: str = ""
     steps_changed_at: float = field(default_factory=time.monotonic)
 
@@ -175,6 +178,13 @@ class FleetReplica:
         progress = self.progress
         return Totals(progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens)
 
+    @property
+    def _up_s(self) -> float:
+        """Time between its engine's start and its latest report, in seconds."""
+        if self.ready_at is None or self.heard_at is None:
+            return 1e-3
+        return max(1e-3, self.heard_at - self.ready_at)
+
     def status(self) -> ReplicaStatus:
         """For `status.json`."""
         engine = self.progress.engine
@@ -192,6 +202,8 @@ class FleetReplica:
             engine.prefix_cache_hits / engine.prefix_cache_queries if engine.prefix_cache_queries else None,
             self.restarts,
             self.heard_at,
+            self.answered_before + self.progress.num_answered,
+            None if self.ready_at is None else round(min(1.0, self.progress.busy_s / self._up_s), 3),
         )
 
 
@@ -235,7 +247,7 @@ def update(replica: FleetReplica, event: Event) -> None:
             replica.early_window = size
         case Ready(engine, _):
             replica.info, replica.state, replica.start_detail = engine, "running", ""
-            replica.steps_changed_at = time.monotonic()
+            replica.steps_changed_at, replica.ready_at = time.monotonic(), replica.heard_at
             replica.intake = Intake(max(1, engine.max_num_seqs // replica.requests_per_row), time.monotonic())
         case Progress():
             if event.steps != replica.progress.steps or not event.in_flight:
@@ -365,7 +377,7 @@ class Fleet:
         if self._work is not None:
             replica.handle.send(self._work)
         replica.state, replica.info, replica.failed, replica.early_window = "starting", None, None, None
-        replica.intake = None
+        replica.intake = replica.ready_at = None
         replica.stopped_at = None
         replica.progress, replica.recovered_rows, replica.closed_rows = NOTHING, 0, 0
         replica.closed_errors = Counter()
@@ -444,6 +456,7 @@ class Fleet:
         return ended
 
     def _count_spent(self, replica: FleetReplica) -> None:
+        replica.answered_before += replica.progress.num_answered
         self._spent += replica.totals
         self._stalled_by_disk_s += replica.progress.stalled_by_disk_s
 

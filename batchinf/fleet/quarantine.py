@@ -357,7 +357,8 @@ class Trials:
             if case.is_on_trial:
                 self._fleet.try_rows(replica, Trial(leases, case.groups, case.stage == "probe"))
             else:
-                self._fleet.assign(replica, leases, tuple(item for lease in leases for item in self.condemned_in(lease)))
+                condemned = tuple(item for lease in leases for item in self.condemned_in(lease))
+                self._fleet.assign(replica, leases, condemned)
 
     def survived(self, replica: FleetReplica, rows: Iterable[int]) -> None:
         """A replica's engine survived a trial of these rows."""

@@ -22,7 +22,7 @@ from batchinf.planning.degrees import degrees_of
 from batchinf.planning.gpus import gpu_like
 from batchinf.planning.lengths import lengths_of_rows
 from batchinf.planning.throughput import prediction_of, shape_of
-from batchinf.records import Bottleneck, ExpectedSpeed, Speed
+from batchinf.records import Bottleneck, ExpectedSpeed, ReplicaShare, Speed
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import total_rows
 
@@ -92,6 +92,7 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
     started = {event.fields["replica"]: event.fields for event in state.events if event.name == "replica_started"
                and event.fields["incarnation"].startswith(f"{state.last_epoch:06d}.")}  # fmt: skip
     num_gpus = round(sum(it["num_devices"] for it in started.values() if it["devices"]))
+    looks = list(looks_of_epoch(folder, state.last_epoch))
     caches = [engine.cache_tokens for engine in engines.values() if engine.cache_tokens]
     return Speed(
         run_s,
@@ -101,8 +102,21 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
         num_gpus,
         min(caches, default=None),
         state.expected_speed,
-        bottleneck(list(looks_of_epoch(folder, state.last_epoch)), engines, num_gpus),
+        bottleneck(looks, engines, num_gpus),
+        shares(looks, len(started), work_s),
     )
+
+
+def shares(looks: Sequence[Mapping[str, Any]], num_replicas: int, work_s: float) -> tuple[ReplicaShare, ...]:
+    """What each replica did of a run that worked for `work_s` seconds, by its telemetry; empty for a single one."""
+    if num_replicas < 2:
+        return ()
+    last = {it["incarnation"]: it for look in looks for it in look["replicas"]}
+    num_rows, busy_s = [0] * num_replicas, [0.0] * num_replicas
+    for it in last.values():
+        num_rows[it["replica"]] += it["num_answered"]
+        busy_s[it["replica"]] += it["busy_s"]
+    return tuple(ReplicaShare(rows, round(min(1.0, s / work_s), 3)) for rows, s in zip(num_rows, busy_s, strict=True))
 
 
 def times_of(events: Iterable[EventLine], name: str) -> list[float]:

@@ -1,9 +1,9 @@
 """The speed of a run as text for people. A separate module, because `status` needs nothing else of `speed`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from batchinf.base.text import short_count, time_taken
-from batchinf.records import ExpectedSpeed, Speed
+from batchinf.base.text import counted, short_count, time_taken
+from batchinf.records import ExpectedSpeed, ReplicaShare, Speed
 
 _NAMES = {
     "memory": "the cache",
@@ -24,8 +24,26 @@ def speed_lines(speed: Speed) -> Iterator[str]:
         share = speed.tokens_per_s / max(1e-9, expected.prompt_tokens_per_s + expected.output_tokens_per_s)
         cache = "" if speed.cache_tokens is None else f", and {speed.cache_tokens:,} tokens of cache"
         yield f"{expected_line(expected)}; measured: {share:.2f} times the tokens/s{cache}"
+    yield from _share_lines(speed.replicas)
     if (found := speed.bottleneck) is not None:
         yield f"limited by {_NAMES[found.kind]}: {found.reason}; to try: {found.change}"
+
+
+_MOST_NAMED = 8
+
+
+def _share_lines(replicas: Sequence[ReplicaShare]) -> Iterator[str]:
+    """How the replicas shared the rows, and a line if some had none."""
+    if not replicas:
+        return
+    numbers, busy = [it.num_rows for it in replicas], [it.busy for it in replicas]
+    rows = ", ".join(f"{number:,}" for number in numbers)
+    if len(replicas) > _MOST_NAMED:
+        rows = f"{min(numbers):,} to {max(numbers):,} for each of {len(replicas):,}"
+    time = f"{min(busy):.0%}" if min(busy) == max(busy) else f"{min(busy):.0%} to {max(busy):.0%}"
+    yield f"rows by replica: {rows}; each had requests for {time} of the time"
+    if num_idle := numbers.count(0):
+        yield f"{num_idle:,} of {len(replicas):,} replicas had no rows: {counted(sum(numbers), 'row')} in all"
 
 
 def tokens_text(prompt: float, output: float) -> str:

@@ -26,7 +26,8 @@ class ReplicaStatus:
     host: "" before it has said so. start_detail: what a starting engine is doing, such as `loading weights 57/191`;
     empty if unknown. device: the model of its devices; "" before its engine is up. prefix_cache_hit_rate: share from 0
     to 1 of the prompt tokens that were looked up; None before the first. heard_at: when its last message came, in
-    seconds since 1970; None before the first.
+    seconds since 1970; None before the first. num_rows: output rows that its engines have answered in this run. busy:
+    share, from 0 to 1, of the time since its engine is up in which it had requests; None if it is not up.
     """
 
     replica: int
@@ -42,6 +43,8 @@ class ReplicaStatus:
     prefix_cache_hit_rate: float | None
     restarts: int
     heard_at: float | None
+    num_rows: int = 0
+    busy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ class ReplicaLook:
     num_running: requests in the engine's batch. num_waiting: requests in the engine that wait for the batch. num_ready:
     tokenised requests that wait outside the engine. num_rows: finished output rows, those from the journal too.
     num_answered: those that the engine answered. stalled_by_disk_s: time in which the engine had room but
-    admission waited for the disk.
+    admission waited for the disk. busy_s: time in which the engine had requests.
     """
 
     replica: int
@@ -181,6 +184,7 @@ class ReplicaLook:
     num_answered: int
     steps: int
     stalled_by_disk_s: float
+    busy_s: float
 
     @classmethod
     def of(cls, replica: int, incarnation: str, state: str, progress: Progress) -> "ReplicaLook":
@@ -203,6 +207,7 @@ class ReplicaLook:
             progress.num_answered,
             progress.steps,
             progress.stalled_by_disk_s,
+            progress.busy_s,
         )
 
 

@@ -277,7 +277,7 @@ def write_part(
     merge: Callable[[Iterator[pa.Table]], Iterator[pa.Table]] | None = None,
     num_second_bos: int = 0,
 ) -> Part:
-    """Write a whole shard, whose results are complete, to `staging/`, sorted by row_index and sample_index (if there is one).
+    """Write a whole shard to `staging/`, sorted by row_index and sample_index (if there is one).
 
     Memory holds one row group and one piece of the results, whatever the shard's size. merge: turns the shard's rows
     into the rows to write, in order. num_second_bos: that of the part that is replaced, which has the same prompts.

@@ -389,9 +389,7 @@ class Feeder(threading.Thread):
         rows = dict(zip(in_source.tolist(), read, strict=True))
         return [rows[i] for i in range(len(row_index))]
 
-    def _expand(
-        self, opened: OpenLease, prompt: Prompt, max_model_len: int
-    ) -> Iterator[tuple[PendingRequest, int]]:
+    def _expand(self, opened: OpenLease, prompt: Prompt, max_model_len: int) -> Iterator[tuple[PendingRequest, int]]:
         """The requests that a row still has to run, with their sizes in bytes."""
         requests = self._task.expand(prompt, max_model_len)
         if prompt.adapter is not None:

@@ -465,8 +465,9 @@ def _give(feeder: Feeder, message: Assign | Trial | Revoke) -> None:
 
 def _says_more(progress: Progress, before: Progress) -> bool:
     """Whether the engine has finished or begun rows since, so that it may have room for more."""
-    now, then = progress.engine, before.engine
-    return (progress.num_rows, now.num_running, now.num_waiting) != (before.num_rows, then.num_running, then.num_waiting)
+    old, new = before.engine, progress.engine
+    moved = (old.num_running, old.num_waiting) != (new.num_running, new.num_waiting)
+    return moved or progress.num_rows != before.num_rows
 
 
 def last_words(error: BaseException) -> Failed:

@@ -133,7 +133,9 @@ def test_each_row_is_in_one_place(
             case "take" | "whole" if pending:
                 lease = pending.take(number if what == "take" else None)
                 assert lease.is_stored or lease.num_to_run == np.count_nonzero(chosen[lease.start : lease.stop]) > 0
-                assert lease.is_whole == ((lease.start, lease.stop) == (shards[lease.index].start, shards[lease.index].stop))
+                assert lease.is_whole == (
+                    (lease.start, lease.stop) == (shards[lease.index].start, shards[lease.index].stop)
+                )
                 assert what == "whole" or lease.is_stored or lease.num_to_run <= 1.5 * number
                 held.append(lease)
             case "back" | "died" if held:
@@ -217,7 +219,9 @@ def test_fewer_rows_than_fill_one_replica_are_shared_out(num_rows: int, expected
 
 
 def test_among_few_rows_a_replica_holds_no_more_than_its_engine_runs() -> None:
-    given = hand_out(pending_of((200, 200)), load(0, rows=60, window=100, engine=70), load(1, rows=0, window=100, engine=20))
+    given = hand_out(
+        pending_of((200, 200)), load(0, rows=60, window=100, engine=70), load(1, rows=0, window=100, engine=20)
+    )
     assert {index: sum(sizes) for index, sizes in given.items()} == {0: 10, 1: 20}
 
 
@@ -277,7 +281,11 @@ def exhausted() -> PendingRows:
     ("loads", "is_holding", "asked"),
     [
         ([load(0, rows=45, unbegun=(A, B, C)), load(1, rows=0)], False, {0: [C]}),
-        ([load(0, rows=45, unbegun=(A, B, C), window=20, engine=20), load(1, rows=0, window=20, engine=20)], False, {0: [C, B]}),
+        (
+            [load(0, rows=45, unbegun=(A, B, C), window=20, engine=20), load(1, rows=0, window=20, engine=20)],
+            False,
+            {0: [C, B]},
+        ),
         ([load(0, rows=35, unbegun=(A, B, C)), load(1, rows=10)], False, {}),
         ([load(0, rows=35, unbegun=(A, B, C)), load(1, rows=0, accepts=False)], False, {}),
         ([load(0, rows=25, unbegun=(A,)), load(1, rows=35, unbegun=(B, C)), load(2, rows=0)], False, {1: [C]}),
@@ -305,7 +313,8 @@ def test_nothing_is_asked_back_while_rows_are_pending() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work_s", "is_promised", "expected"), [(None, False, 2.0), (100.0, False, 2.0), (4.0, False, 1.0), (None, True, 5.0)]
+    ("work_s", "is_promised", "expected"),
+    [(None, False, 2.0), (100.0, False, 2.0), (4.0, False, 1.0), (None, True, 5.0)],
 )
 def test_rows_are_held_back_for_a_quarter_of_their_time_at_most(
     work_s: float | None, is_promised: bool, expected: float

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from batchinf.base.text import duration, short_count, size_text, time_taken
+from batchinf.base.text import counted, duration, short_count, size_text, time_taken
 from batchinf.commands.plan import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.commands.text.validate import bar_lines
 from batchinf.model.memory import GIB, gib
@@ -21,6 +21,8 @@ def plan_lines(report: PlanReport) -> Iterator[str]:
         if plan.seconds is not None and len(report.gpus) == 1:
             yield ""
             yield from _option_lines(plan)
+            if report.job is not None:
+                yield from _share_lines(plan, report.job.num_rows)
     yield from report.notes
     if report.choice:
         yield ""
@@ -63,6 +65,13 @@ def _option_lines(plan: GpuPlan) -> Iterator[str]:
         yield f"{'→' if option == plan.chosen else ' '} {option_line(option)}"
     cost = "" if plan.cost is None else f", cost {plan.cost:,.2f}"
     yield f"  in all {duration(plan.seconds)} with the start, {plan.gpu_hours or 0:,.2f} GPU-hours{cost}"
+
+
+def _share_lines(plan: GpuPlan, num_rows: int) -> Iterator[str]:
+    """How many replicas the rows keep busy."""
+    if plan.chosen is not None and (data := plan.chosen.data) > 1:
+        busy, each = min(num_rows, data), -(-num_rows // data)
+        yield f"  {counted(num_rows, 'row')} keep {busy:,} of {data:,} replicas busy, with {each:,} or fewer for each"
 
 
 # With short numbers they fit a terminal of 80.

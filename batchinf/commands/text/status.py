@@ -95,8 +95,13 @@ def _condition(replica: ReplicaStatus, job: JobState) -> str:
         return f"{counted(replica.restarts, 'restart')} in the last run"
     return (
         f"{replica.state}, {counted(replica.in_flight, 'request')} in the engine, {replica.num_running} running, "
-        f"KV cache {replica.kv_cache_usage:.0%}, {counted(replica.restarts, 'restart')}"
+        f"KV cache {replica.kv_cache_usage:.0%}, {counted(replica.num_rows, 'row')}{_busy(replica)}, "
+        f"{counted(replica.restarts, 'restart')}"
     )
+
+
+def _busy(replica: ReplicaStatus) -> str:
+    return "" if replica.busy is None else f", busy {replica.busy:.0%} of the time"
 
 
 def _last_sign(replica: ReplicaStatus) -> str:
