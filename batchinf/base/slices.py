@@ -8,6 +8,7 @@ first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to
 of one slice cannot be mistaken for a part of another.
 """
 
+import contextlib
 import os
 import pathlib
 import re
@@ -25,6 +26,7 @@ CUT_VERSION = 1
 MAX_SLICES = 999_999
 SOURCE_FOLDER = "source"
 CUT_RECORD = "cut.json"
+FILES_RECORD = "files.json"
 _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
 
 
@@ -176,6 +178,21 @@ def write_cut(out: str, cut: Cut) -> Cut:
     found = _read_record(out)
     assert found is not None
     return found
+
+
+def share_files(out: str, digests: Mapping[str, str]) -> dict[str, str]:
+    """The digests of the model's files that all slices share: those of the slice that calls this first.
+
+    Durable on return. Raises OutputError for a damaged record.
+    """
+    folder = Folder(out)
+    folder.create_exclusive(FILES_RECORD, encode_record(CUT_VERSION, digests))
+    with contextlib.suppress(ValueError):
+        return decode_record(folder.read(FILES_RECORD), CUT_VERSION)
+    raise OutputError(
+        f"{folder.path(FILES_RECORD)} is damaged, or of a newer batchinf: restore it, or give the job another "
+        "output.path"
+    )
 
 
 def claim_whole(out: str) -> None:

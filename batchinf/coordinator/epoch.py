@@ -163,6 +163,7 @@ def _run_shards(
         platforms,
         trials,
         telemetry,
+        begun.identity,
         begins_together=begins_together,
     )
     try:
