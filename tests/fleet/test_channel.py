@@ -23,6 +23,7 @@ MESSAGES = (
     messages.Revoke((1, 4)),
     messages.Trial((records.Shard(1, 0, 9),), ((1, 2), (3,)), True, 2),
     messages.Begin(),
+    messages.Identified(),
     messages.Stop(2.5),
     messages.StartPhase("loading …"),
     messages.TakesShards(1229),
