@@ -101,7 +101,7 @@ class Manifest:
 
     def files(self, digests: Mapping[str, str]) -> None:
         """Record which local files the model is made of: the digest of all bytes of each, by name."""
-        self._lines.append({"kind": "files", "files": dict(digests)})
+        self._lines.append({"kind": "files", "at": _now(), "files": dict(digests)})
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
         """Record that a shard is done and that this published part has its rows.
