@@ -3,6 +3,8 @@
 The record is created once, by the first start that has passed all checks, just before it begins its job: a whole job,
 or slices of one. Nothing that a start writes before that counts.
 
+`OUT/files.json` has the digests of the model's files. The slices share it, so that all of them run one model.
+
 Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
 first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to a slice's identity, so a Parquet part
 of one slice cannot be mistaken for a part of another.
@@ -190,8 +192,7 @@ def share_files(out: str, digests: Mapping[str, str]) -> dict[str, str]:
     with contextlib.suppress(ValueError):
         return decode_record(folder.read(FILES_RECORD), CUT_VERSION)
     raise OutputError(
-        f"{folder.path(FILES_RECORD)} is damaged, or of a newer batchinf: restore it, or give the job another "
-        "output.path"
+        f"{folder.path(FILES_RECORD)} is damaged: delete it, and run a slice that has begun, which writes it again"
     )
 
 

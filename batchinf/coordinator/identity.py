@@ -64,13 +64,15 @@ class IdentityGate:
         job, digests = self._job, self._contents.digests
         if lines := self._contents.differences(self._before):
             raise files_drift(f"{job.folder.root} holds a job", lines)
-        if self._before or not digests:
+        if not digests:
             return
         faults.point("identity.before_line")
         if job.slice is not None:
             out = job.spec.output.path
             if lines := self._contents.differences(share_files(out, digests)):
                 raise files_drift(f"{out} holds slices of a job", lines)
+        if self._before:
+            return
         self._manifest.files(digests)
         self._manifest.commit()
         faults.point("identity.after_line")
