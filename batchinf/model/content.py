@@ -17,6 +17,7 @@ from batchinf.base import faults
 from batchinf.base.errors import DriftError, ModelError
 from batchinf.base.record import decode_record, encode_record
 from batchinf.base.storage import disk_error
+from batchinf.base.text import counted
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.model.lora import ADAPTER_CONFIG, Adapter, adapter_places
@@ -32,6 +33,7 @@ _NICENESS = 10  # the thread's share of a busy core is a tenth of that of others
 # keep its stamp, so its digest is not kept.
 _SETTLED_NS = 2 * 10**9
 _ENTRY_VERSION = 1
+_MOST_NAMED = 8
 
 
 def stamp_of(path: pathlib.Path) -> Stamp:
@@ -152,11 +154,12 @@ class Contents:
         self._unchanged.check()
 
     def differences(self, before: Mapping[str, str]) -> list[str]:
-        """A line for each file that differs from those that a job began with, as far as its digest is known.
+        """Lines about the files that differ from those that a job began with, as far as their digests are known.
 
-        before: digests by name; empty if the job has none yet.
+        before: digests by name; empty if the job has none yet. Without local files there are no lines: the job's
+        identity tells a folder from a hub id.
         """
-        if not before:
+        if not before or not self._paths:
             return []
         lines = []
         for name in sorted(before.keys() | self._paths.keys()):
@@ -167,7 +170,8 @@ class Contents:
                 lines.append(f"  {name}: the job began without it ({path})")
             elif self.digests.get(name, before[name]) != before[name]:
                 lines.append(f"  {name}: its bytes are not those that the job began with ({path})")
-        return lines
+        more = len(lines) - _MOST_NAMED
+        return [*lines[:_MOST_NAMED], *([f"  and {counted(more, 'more file')}"] if more > 0 else [])]
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):

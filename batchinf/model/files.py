@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batchinf.base.errors import ModelError
+from batchinf.base.storage import Folder
 from batchinf.base.text import near_path
 
 # A few bytes from about this many tensors tell checkpoints of the same shapes apart.
@@ -221,9 +222,7 @@ def user_cache(name: str) -> pathlib.Path:
 def write_cached(path: pathlib.Path, data: bytes) -> None:
     """Write a file of the user's cache in one step. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_bytes(data)
-    draft.replace(path)
+    Folder(path.parent).write_atomic(path.name, data, durable=False, fault="cache")
 
 
 T = TypeVar("T")
