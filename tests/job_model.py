@@ -57,7 +57,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
     "slices": ({}, ".jsonl", 2),
 }
 # Files of the output without which a job may be refused; the error says which one to put back or to delete.
-NEEDED = ("manifest", "cut.json", "source", "selection", "retry")
+NEEDED = ("manifest", "cut.json", "files.json", "source", "selection", "retry")
 Row = dict[str, Any]
 Key = tuple[int, int]
 

@@ -3,11 +3,14 @@
 The record is created once, by the first start that has passed all checks, just before it begins its job: a whole job,
 or slices of one. Nothing that a start writes before that counts.
 
+`OUT/files.json` has the digests of the model's files. The slices share it, so that all of them run one model.
+
 Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
 first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to a slice's identity, so a Parquet part
 of one slice cannot be mistaken for a part of another.
 """
 
+import contextlib
 import os
 import pathlib
 import re
@@ -25,6 +28,7 @@ CUT_VERSION = 1
 MAX_SLICES = 999_999
 SOURCE_FOLDER = "source"
 CUT_RECORD = "cut.json"
+FILES_RECORD = "files.json"
 _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
 
 
@@ -176,6 +180,20 @@ def write_cut(out: str, cut: Cut) -> Cut:
     found = _read_record(out)
     assert found is not None
     return found
+
+
+def share_files(out: str, digests: Mapping[str, str]) -> dict[str, str]:
+    """The digests of the model's files that all slices share: those of the slice that calls this first.
+
+    Durable on return. Raises OutputError for a damaged record.
+    """
+    folder = Folder(out)
+    folder.create_exclusive(FILES_RECORD, encode_record(CUT_VERSION, digests))
+    with contextlib.suppress(ValueError):
+        return decode_record(folder.read(FILES_RECORD), CUT_VERSION)
+    raise OutputError(
+        f"{folder.path(FILES_RECORD)} is damaged: delete it, and run a slice that has begun, which writes it again"
+    )
 
 
 def claim_whole(out: str) -> None:

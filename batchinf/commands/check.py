@@ -28,7 +28,7 @@ from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-_KINDS = {"header", "extent", "event", "snapshot", "counted_event"}
+_KINDS = {"header", "extent", "files", "event", "snapshot", "counted_event"}
 _PARTS_TO_ASK = 100
 
 

@@ -22,6 +22,7 @@ from batchinf.base.errors import (
 )
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.coordinator.display import ProgressDisplay
+from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Platforms, kept_as
@@ -81,6 +82,7 @@ class Coordinator:
         platforms: Platforms,
         trials: Trials,
         telemetry: Telemetry,
+        identity: IdentityGate,
         *,
         most_tokens: int | None = None,
         begins_together: bool = False,
@@ -97,6 +99,7 @@ class Coordinator:
         self._committed = committed
         self._trials = trials
         self._telemetry = telemetry
+        self._identity = identity
         self._rates = Rates()
         self._is_measuring = False
         self._errors: Counter[str] = Counter()  # of stored leases and committed parts, since the start
@@ -119,7 +122,7 @@ class Coordinator:
         """Run until every shard is committed.
 
         Raises Interrupted, HopelessJob, EngineStartError, OutputError if the disk is full, or DriftError if the input
-        has changed.
+        or the model has changed.
         """
         with on_stop_signals():
             try:
@@ -171,6 +174,7 @@ class Coordinator:
             note_started(self._manifest, self._fleet.backend, self._fleet.start_due())
         events = self._fleet.poll(_POLL_S)
         self._handle(events)
+        self._identity.look(self._fleet)
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
             return
@@ -223,6 +227,7 @@ class Coordinator:
                 case Ready():
                     ready.append((replica, event))
                     self._note_ready(replica, event)
+                    self._identity.admit(replica)
                     self._assignment.begin(replica)
                 case Tried(rows):
                     self._trials.survived(replica, rows)
@@ -347,7 +352,7 @@ class Coordinator:
             closed, closed_rows = self._close_last(end)
             if end.was_asked:
                 self.num_unfinished += end.num_unfinished
-                self.num_kept_rows += max(0, end.num_open_rows - closed_rows)
+                self.num_kept_rows += max(0, end.num_open_rows - closed_rows) if self._identity.is_open else 0
             note_end(self._manifest, end)
             suspicion = self._trials.note_death(end)
             self._assignment.note_ended(end, {*self._trials.leases, *closed})
@@ -434,6 +439,7 @@ class Coordinator:
             if not self._fleet.num_live or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
             self._handle(self._fleet.poll(_POLL_S))
+            self._identity.look(self._fleet)
             self._note_ended(self._fleet.reap())
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.

@@ -166,6 +166,7 @@ def _run_shards(
         platforms,
         trials,
         telemetry,
+        begun.identity,
         most_tokens=_most_tokens(job),
         begins_together=begins_together,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +57,17 @@ class RetryPhase:
     chosen: Positions
 
 
-def as_begun(prepared: PreparedJob, header: Header) -> tuple[PreparedJob, dict[str, Any]]:
+def as_begun(prepared: PreparedJob, header: Header, files: Sequence[str]) -> tuple[PreparedJob, dict[str, Any]]:
     """The job with its original sampling, and the sampling fields that the user has changed for a retry.
 
+    files: see `check_drift`.
     Raises DriftError if something changed that a retry cannot change.
     """
     identity = prepared.identity
     changed = {name for name, value in identity.items() if header.identity.get(name, value) != value}
     overrides = {name: identity[name] for name in sorted(changed - _FIXED) if name.startswith(_SAMPLING)}
     try:
-        check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}})
+        check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}}, files)
     except DriftError as error:
         raise DriftError(
             f"{error}\nwith --retry, the fields of sampling may change, except n and those of logprobs"

@@ -22,6 +22,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import counted, describe_error
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.extend import add_extent, check_extended, has_more, said
+from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.retry import RetryRequest, as_begun, take_request
 from batchinf.engines.installed import StructuresCheck
@@ -41,6 +42,7 @@ from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning, read_state
+from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.planning.beginnings import shared_share
 from batchinf.prompts.builder import setting
@@ -62,11 +64,13 @@ class CheckedJob:
     """A job that has passed the first checks.
 
     prepared: for a retry, with the sampling that the job began with. retry: a predicate for the rows that run again.
-    overrides: the retry's sampling. extends: first take in new rows. has_rows: whether it is known, without the input,
-    that rows will run; replicas can start then.
+    contents: the model's local files, as they are before an engine starts. overrides: the retry's sampling. extends:
+    first take in new rows. has_rows: whether it is known, without the input, that rows will run; replicas can start
+    then.
     """
 
     prepared: PreparedJob
+    contents: Contents
     retry: str | None
     overrides: dict[str, Any]
     extends: bool
@@ -93,6 +97,8 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     Raises UserError, and writes nothing.
     """
     prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
+    others = [] if state is None else contents.differences(state.files)
     overrides: dict[str, Any] = {}
     has_rows = state is None or not state.committed.all()
     if state is None:
@@ -105,10 +111,10 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
         except (SpecError, PredicateError):
             has_rows = False  # later rows may be other ones: the scan decides, and replicas wait for it
     elif retry is None:
-        check_drift(prepared, state.header)
+        check_drift(prepared, state.header, files=others)
     else:
-        prepared, overrides = as_begun(prepared, state.header)
-    return CheckedJob(prepared, retry, overrides, extends, has_rows)
+        prepared, overrides = as_begun(prepared, state.header, others)
+    return CheckedJob(prepared, contents, retry, overrides, extends, has_rows)
 
 
 def with_known_degrees(checked: CheckedJob, backend: Backend, display: ProgressDisplay) -> CheckedJob:
@@ -124,13 +130,17 @@ def with_known_degrees(checked: CheckedJob, backend: Backend, display: ProgressD
 
 @dataclass(frozen=True, slots=True)
 class StartedJob:
-    """A job whose rows can run. fleet: its replicas, which know their work; none runs if all shards are committed."""
+    """A job whose rows can run. fleet: its replicas, which know their work; none runs if all shards are committed.
+
+    identity: lets replicas store results.
+    """
 
     job: Job
     state: State
     manifest: Manifest
     launcher: Launcher
     fleet: Fleet
+    identity: IdentityGate
     request: RetryRequest | None
 
 
@@ -163,6 +173,8 @@ def start(
     job_id = before.job_id or new_job_id()
     fleet, opened = launcher.fleet(job_id), contextlib.ExitStack()
     try:
+        opened.callback(checked.contents.close)
+        checked.contents.start()  # behind `read_ahead`, so that the disk is read once
         if state is None:
             # Replicas make files outside the job's folder with the id in their names. So the id is stored first.
             manifest.event(BEGINNING, job_id=job_id)
@@ -197,6 +209,8 @@ def start(
         elif checked.extends:
             state = _extend(job, file, state, manifest, len(launcher.slots), display)
         _recover(job, state, manifest, epoch, display)
+        identity = IdentityGate(checked.contents, job, state.files, manifest, display.say)
+        identity.look(fleet)
         _say_what(job, state, launcher, display, checked.overrides)
         if (warning := room_warning(job, state, len(launcher.slots))) is not None:
             display.say(warning)
@@ -207,7 +221,7 @@ def start(
             for line in (*job.task.prompt_warnings(job.model, job.source), *first_row_warnings(job.spec, job.source)):
                 display.say(line)
             _note_expected(job, state, launcher, manifest, display)
-        yield StartedJob(job, state, manifest, launcher, fleet, request)
+        yield StartedJob(job, state, manifest, launcher, fleet, identity, request)
     except BaseException:
         # Later errors, for example from a full disk, must not hide the first one.
         with contextlib.suppress(BatchinfError, OSError):

@@ -100,8 +100,8 @@ class FleetReplica:
     host: where its last incarnation ran; "" before it has said so. heard_at: when its last event came, in seconds since
     1970; None before the first. ready_at: when its engine was up; None if it is not. answered_before: output rows that
     the engines of earlier incarnations answered.
-    cause: why the last incarnation ended. closed_errors: of its stored and closed leases, by type. start_detail: what its engine
-    is doing while it starts; empty if unknown.
+    cause: why the last incarnation ended. closed_errors: of its stored and closed leases, by type. start_detail: what
+    its engine is doing while it starts; empty if unknown.
     """
 
     slot: Slot

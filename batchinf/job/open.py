@@ -417,16 +417,23 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def check_drift(job: Job | PreparedJob, header: Header, identity: dict[str, Any] | None = None) -> None:
+def check_drift(
+    job: Job | PreparedJob, header: Header, identity: dict[str, Any] | None = None, files: Sequence[str] = ()
+) -> None:
     """Raise DriftError if the folder holds another job: in one line, or with a line for each difference.
 
-    identity: instead of the job's own.
+    identity: instead of the job's own. files: lines about files of the model that differ.
     """
     identity = job.identity if identity is None else identity
-    if header.fingerprint == fingerprint(identity):
+    if header.fingerprint == fingerprint(identity) and not files:
         return
     _refuse_other_job(job.folder, job.spec, job.model, header)
-    raise _drift(f"{job.folder.root} holds a job", header.identity, identity)
+    raise _drift(f"{job.folder.root} holds a job", header.identity, identity, files)
+
+
+def files_drift(what: str, files: Sequence[str]) -> DriftError:
+    """The error for files of the model that differ. what: holds the job. files: a line for each."""
+    return _drift(what, {}, {}, files)
 
 
 def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
@@ -459,7 +466,7 @@ def _identity_of_all(job: Job) -> dict[str, Any]:
     return {name: value for name, value in job.identity.items() if name != "slice"}
 
 
-def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError:
+def _drift(what: str, before: dict[str, Any], now: dict[str, Any], files: Sequence[str] = ()) -> DriftError:
     lines = [
         f"  {name}: the job has {_show(before, name)}, now it is {_show(now, name)}"
         for name in sorted(before.keys() | now.keys())
@@ -467,7 +474,7 @@ def _drift(what: str, before: dict[str, Any], now: dict[str, Any]) -> DriftError
     ]
     return DriftError(
         f"{what} that began with other settings:\n"
-        + "\n".join(lines)
+        + "\n".join([*lines, *files])
         + (
             "\nset these back to continue the job, or give the new job another output.path; or start a new job with "
             "--fresh (in Python fresh=True), which keeps the old folder under another name"

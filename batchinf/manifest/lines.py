@@ -67,6 +67,16 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The local files of the model, its tokenizer and its adapters.
+
+    files: xxh3-128 of all bytes, by name. It is durable before any result of the job.
+    """
+
+    files: dict[JsonText, JsonText]
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotSums:
     """The sums over the logs that a snapshot replaces. running_replicas: those without a `replica_ended` event."""
 
@@ -188,11 +198,12 @@ class _ExtentOrigin(BaseModel):
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 _HEADER, _RETRY, _SNAPSHOT = TypeAdapter(Header), TypeAdapter(Retry), TypeAdapter(SnapshotSums)
+_FILES = TypeAdapter(ModelFiles)
 _EXPECTED, _MEASURED = TypeAdapter(ExpectedSpeed), TypeAdapter(Speed)
 _EXTENT, _PART, _STARTED = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(StartedReplica)
 
 
-def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | SnapshotSums | None:
+def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | EventLine | SnapshotSums | None:
     """A line as its record; None for an unknown kind.
 
     Raises ValueError or LookupError if a field is missing or has another type.
@@ -211,6 +222,8 @@ def read_line(line: Fields) -> Header | Extent | Part | Retry | EventLine | Snap
             return _checked(_EXTENT.validate_python(line))
         case "retry":
             return _RETRY.validate_python(line)
+        case "files":
+            return _FILES.validate_python(line)
         case "snapshot":
             return _SNAPSHOT.validate_python(line)
         case str():

@@ -5,7 +5,7 @@ A torn commit loses no rows: a part that no line names is verified and adopted, 
 
 import dataclasses
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchinf.base import faults
@@ -42,6 +42,8 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     yield {"kind": "header", **dataclasses.asdict(state.header)}
     limits = [{"limit": state.limits[i]} if i in state.limits else {} for i in range(len(state.extents))]
     yield from map(_extent_line, state.extents, state.source_fingerprints, limits)
+    if state.files:
+        yield {"kind": "files", "files": state.files}
     yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
     yield from (part_line("part", part) for part in state.parts.values())
     yield from (part_line("replacing", part) for part in state.replacing.values())
@@ -96,6 +98,10 @@ class Manifest:
     def extent(self, extent: Extent, source_fingerprint: str, more: Fields | None = None) -> None:
         """Add rows to run; a job that was done is no longer done. more: the new `limit`, if it is raised."""
         self._lines.append(_extent_line(extent, source_fingerprint, more or {}))
+
+    def files(self, digests: Mapping[str, str]) -> None:
+        """Record which local files the model is made of: the digest of all bytes of each, by name."""
+        self._lines.append({"kind": "files", "at": _now(), "files": dict(digests)})
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
         """Record that a shard is done and that this published part has its rows.

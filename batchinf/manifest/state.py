@@ -16,6 +16,7 @@ from batchinf.manifest.lines import (
     SPEED,
     EventLine,
     Header,
+    ModelFiles,
     Retry,
     SnapshotSums,
     read_expected_speed,
@@ -39,9 +40,10 @@ class State:
 
     committed: bool [total_shards(extents)]. parts: by shard. retries: by number. replacing: by shard, parts of a retry
     that may or may not have replaced those in `parts` yet. source_fingerprints: of the input's version, one for each
-    extent. limits: `input.limit`, by the number of the extent that raised it. events: the last 1,000. event_counts: of
-    all events, by name. kept: the last event of each `kept_as`, until it is forgotten. device_s: sum over all
-    `replica_ended` events. done: the event of the end; None while there is work left. last_epoch: of the last log.
+    extent. files: digests of the model's local files, by name; empty before they are known. limits: `input.limit`, by
+    the number of the extent that raised it. events: the last 1,000. event_counts: of all events, by name. kept: the
+    last event of each `kept_as`, until it is forgotten. device_s: sum over all `replica_ended` events. done: the event
+    of the end; None while there is work left. last_epoch: of the last log.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,7 @@ class State:
         self.job_id: str | None = None
         self.extents: tuple[Extent, ...] = ()
         self.source_fingerprints: tuple[str, ...] = ()
+        self.files: dict[str, str] = {}
         self.limits: dict[int, int | None] = {}
         self.committed: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.parts: dict[int, Part] = {}
@@ -157,6 +160,8 @@ class State:
                 self._apply_event(fields["kind"], event)
             case Retry() as retry:
                 self.note_retry(retry)
+            case ModelFiles(files):
+                self.files = files
             case Header() as header:
                 self._header = header
                 self.job_id = header.job_id

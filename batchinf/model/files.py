@@ -1,7 +1,8 @@
-"""The files of a model, in a folder or by hub id: JSON files, whether the weights are whole, and a digest.
+"""The files of a model, in a folder or by hub id: JSON files, whether the weights are whole, and a first digest.
 
 The digest covers config and tokenizer files whole. Of the weights it covers each safetensors header and 64 bytes from
-the middle of each of about 512 tensors, so that gigabytes need not be read. Training changes all of these bytes.
+the middle of each of about 512 tensors. So most other models are noticed before an engine starts. `content.py` has the
+digests of all bytes.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batchinf.base.errors import ModelError
+from batchinf.base.storage import Folder
 from batchinf.base.text import near_path
 
 # A few bytes from about this many tensors tell checkpoints of the same shapes apart.
@@ -61,6 +63,8 @@ _WEIGHTS = {
     "pt": (_PT,),
     ADAPTER: (("adapter_model.safetensors", ""), ("adapter_model.bin", ""), ("adapter_model.pt", "")),
 }
+# For load formats that are not in the table.
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".tensors", ".npz")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 
 
@@ -86,6 +90,29 @@ def weight_files(folder: pathlib.Path, load_format: str) -> list[str]:
     for index, names in (present or promised)[:1]:
         return _indexed(folder / index) if (index and (folder / index).is_file()) else names
     return []
+
+
+def loaded_files(folder: pathlib.Path, load_format: str) -> list[str]:
+    """Names of all files with weights that vLLM may load from a folder and that are there, each once.
+
+    For a load format of another kind these are all files whose names end as those of weights.
+    """
+    names = weight_files(folder, load_format)
+    if load_format not in _WEIGHTS and load_format != "dummy":
+        names = sorted(path.name for path in folder.glob("*") if path.suffix in _WEIGHT_ENDINGS)
+    names += [path.relative_to(folder).as_posix() for path in _of_modules(folder)]
+    return [name for name in dict.fromkeys(names) if (folder / name).is_file()]
+
+
+def _of_modules(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of sentence-transformers modules in folders of their own, such as `2_Dense`."""
+    try:
+        modules = json.loads((folder / "modules.json").read_bytes())
+        names = {module["path"] for module in modules}
+    except (OSError, ValueError, LookupError, TypeError):  # vLLM ignores such a file, too
+        return []
+    paths = (folder / name for name in sorted(filter(None, names)))
+    return [path for own in paths if own.is_relative_to(folder) for path in sorted(own.glob("*"))]
 
 
 def _glob(folder: pathlib.Path, pattern: str) -> list[str]:
@@ -150,8 +177,13 @@ def digest(lines: Iterable[str]) -> str:
 
 def describe_files(folder: pathlib.Path, patterns: tuple[str, ...]) -> Iterator[str]:
     """A line with name and digest for each file that matches, sorted by name."""
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
+    for path in matching(folder, patterns):
         yield f"{path.relative_to(folder).as_posix()} {hashlib.blake2b(path.read_bytes()).hexdigest()}"
+
+
+def matching(folder: pathlib.Path, patterns: tuple[str, ...]) -> list[pathlib.Path]:
+    """The files that match, sorted."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
 def describe_weights(folder: pathlib.Path, load_format: str) -> Iterator[str]:
@@ -180,6 +212,17 @@ def _sample(path: pathlib.Path, num_samples: int) -> str:
             file.seek(start + (begin + end) // 2)
             result.update(file.read(min(_SAMPLE_BYTES, end - begin)))
     return result.hexdigest()
+
+
+def user_cache(name: str) -> pathlib.Path:
+    """A folder of the user for what any job may need again. It may not exist. Raises RuntimeError without a home."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "batchinf", name)
+
+
+def write_cached(path: pathlib.Path, data: bytes) -> None:
+    """Write a file of the user's cache in one step. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Folder(path.parent).write_atomic(path.name, data, durable=False, fault="cache")
 
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
 import pathlib
 import re
 import sys
@@ -173,9 +172,8 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     asked = json.dumps(question, sort_keys=True)
     version = f"{_VERSION} {importlib.metadata.version('transformers')}"
     # A folder's own code may change under the same config.
-    place = (
-        None if trust_remote_code else _cache() / f"{hashlib.sha256(f'{version} {asked}'.encode()).hexdigest()}.json"
-    )
+    name = f"{hashlib.sha256(f'{version} {asked}'.encode()).hexdigest()}.json"
+    place = None if trust_remote_code else model_files.user_cache("parameters") / name
     if place is not None and place.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return _decoded(json.loads(place.read_text()))
@@ -189,15 +187,8 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
         raise ModelError(answer["error"])
     if place is not None:
         with contextlib.suppress(OSError):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            draft = place.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(answer))
-            draft.replace(place)
+            model_files.write_cached(place, json.dumps(answer).encode())
     return _decoded(answer)
-
-
-def _cache() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "batchinf", "parameters")
 
 
 def _decoded(answer: Mapping[str, Any]) -> Described:

@@ -30,6 +30,7 @@ from batchinf.engines.protocol import Engine
 from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import open_job_input
 from batchinf.manifest.names import retry_of
+from batchinf.model.content import Unchanged, adapter_files
 from batchinf.output.journal import Journal
 from batchinf.output.parts import OpenLease, PartTarget, write_part
 from batchinf.output.replace import write_replacement
@@ -46,6 +47,7 @@ from batchinf.replica.messages import (
     Command,
     Event,
     Failed,
+    Identified,
     Launch,
     Progress,
     Ready,
@@ -171,12 +173,14 @@ class Pipeline:
         emit: Callable[[Event], None],
         order: RunOrder | None = None,
         begun_at: str | None = None,
+        may_store: Callable[[], object] = lambda: None,
     ) -> None:
-        """order: None if rows run in the order of their positions."""
+        """order: None if rows run in the order of their positions. may_store: waits until results may be durable."""
         self._spec, self._task, self._source, self._tokenizer = task.spec, task, source, tokenizer
         self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
         self._order, self._begun_at = order, begun_at
-        self._journal = Journal(folder, incarnation, task.result_schema, source.keep_digests)
+        self._may_store = may_store
+        self._journal = Journal(folder, incarnation, task.result_schema, self._before_segment)
         self._retry = retry_of(incarnation)
         self._chosen = stored_positions(folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
@@ -243,13 +247,23 @@ class Pipeline:
     def _fail(self, row: FailedRow) -> None:
         self._finished.put(row, _FAILED_ROW_BYTES * len(row.results))
 
+    def _before_segment(self) -> None:
+        # The writer waits here. Its queue fills up, and admission waits.
+        self._may_store()
+        self._source.keep_digests()
+
     def _write_by(self, info: EngineInfo) -> Callable[[OpenLease], Part]:
         versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
         stored = {**self._metadata, **versions, "batchinf.device": info.device}
         write_file = write_replacement if self._retry else write_part
         id_column, keep_columns = self._spec.input.id_column, tuple(self._spec.output.keep_columns)
         target = PartTarget(self._folder, self._source, id_column, keep_columns, stored, self._incarnation)
-        return functools.partial(write_file, target)
+
+        def write(shard: OpenLease) -> Part:
+            self._may_store()
+            return write_file(target, shard)
+
+        return write
 
 
 def _num_ready(max_num_seqs: int) -> int:
@@ -315,6 +329,9 @@ class Incarnation:
         self._stop: Stop | None = None
         self._progress_s = _PROGRESS_S
         self._may_run = threading.Event()
+        self._is_identified = threading.Event()
+        # vLLM loads an adapter again if it has more of them than fit into its memory.
+        self._adapters = Unchanged(path for adapter in launch.adapters for path in adapter_files(adapter))
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -388,13 +405,20 @@ class Incarnation:
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
         name, emit, order = self._launch.incarnation, self._port.send, RunOrder(self._folder, work.extents)
         task, tokenizer, metadata, begun_at = task_of(spec), self._tokenizer, work.metadata, work.begun_at
-        pipeline = Pipeline(task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at)
+        pipeline = Pipeline(
+            task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at, self._may_store
+        )
         self._feeder = pipeline.feeder
         limits = expected_limits(spec, *self._launch.config_limits, tokenizer)
         if limits is not None:
             pipeline.start_early(limits, after_fork=spec.scripted is None and forks_engine_core())
             emit(TakesLeases(window(limits.max_num_seqs)))
         return pipeline, limits
+
+    def _may_store(self) -> None:
+        """Wait until the model's digests are durable. Raises DriftError if an adapter has changed since the start."""
+        self._is_identified.wait()
+        self._adapters.check()
 
     def listen(self, heard: list[Command]) -> None:
         """Obey the coordinator; abandon all when it is gone. Runs on its own thread.
@@ -446,6 +470,8 @@ class Incarnation:
                     assert self._worker is not None, "`Begin` comes after `Ready`"
                     self._worker.begin()
                     self._may_run.set()
+                case Identified():
+                    self._is_identified.set()
                 case _:
                     if isinstance(message, Assign):
                         self._progress_s = message.progress_s

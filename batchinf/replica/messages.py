@@ -88,6 +88,11 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Identified:
+    """To a replica whose engine is up: the model's digests are durable, so results may be stored."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """To a replica: journal, admit nothing more, finish running requests for at most `drain_s` seconds, and end."""
 
@@ -223,7 +228,7 @@ class Stopped:
     """From a replica, last: it has journalled its results and ends."""
 
 
-Command = Work | Assign | Trial | Revoke | Begin | Stop
+Command = Work | Assign | Trial | Revoke | Begin | Identified | Stop
 Event = (
     StartPhase
     | TakesLeases

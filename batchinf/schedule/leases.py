@@ -310,7 +310,7 @@ def next_leases(
     While many rows are left, each accepting replica gets enough leases to keep its engine full between two of them: two
     windows of rows, and one lease that it has not begun. Nearly all are whole shards. While few are left, it gets at
     most its share and what its engine runs, in leases that become smaller and smaller. The replica with the fewest
-    outstanding rows comes first. Replicas whose engine is not up come last, and get only enough rows to fill the engine.
+    outstanding rows comes first. Replicas whose engine is not up come last, and get only enough rows to fill it.
 
     is_gathering: other replicas are about to come up, and the rows have a stored order. While many rows are left, each
     replica then gets only enough to fill its engine: the first shards may have the longest rows, and the first replica

@@ -72,7 +72,7 @@ class ModelSpec(Section):
     """The model and how its weights are loaded."""
 
     name: Annotated[Path, RUNTIME]
-    """A Hugging Face id or a folder. A resume uses the same commit of an id. A folder is identified by its content."""
+    """A Hugging Face id or a folder. A resume uses the same commit of an id. All bytes identify a local model."""
     revision: Annotated[Text | None, IDENTITY] = None
     """Branch, tag or commit of a Hugging Face id."""
     tokenizer: Annotated[Path | None, IDENTITY] = None
@@ -89,8 +89,8 @@ class ModelSpec(Section):
     """vLLM's name of a reasoning parser, such as `qwen3`. The reasoning goes to the column `reasoning`."""
     lora: Annotated[Annotated[dict[Text, Path], Field(min_length=1)] | Path | None, RUNTIME] = None
     """A LoRA adapter for all rows: a folder or a Hugging Face id. Or several: a mapping from names to adapters;
-    `input.adapter_column` then names the adapter of each row. A folder is known by its content. A resume uses the same
-    commit of an id."""
+    `input.adapter_column` then names the adapter of each row. All bytes of a folder's files identify it. A resume
+    uses the same commit of an id."""
 
 
 def _each_device_once(devices: tuple[int | str, ...]) -> tuple[int | str, ...]:

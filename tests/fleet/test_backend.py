@@ -31,7 +31,6 @@ ALLOWED = {
     "manifest/lock.py": {"pid", "getpid"},  # the lock's holder is a coordinator
     "commands/status.py": {"pid"},  # of the coordinator, as the lock names it
     "commands/text/status.py": {"pid", ".process."},
-    "model/parameters.py": {"getpid"},  # a temporary name
     "source/cache.py": {"getpid"},  # a temporary name
     "engines/vllm/engine.py": {"pynvml"},  # the driver's version
     "engines/vllm/hosts.py": {"VLLM_PORT"},  # an engine over several hosts has none of one host

@@ -23,6 +23,7 @@ MESSAGES = (
     messages.Revoke(((1, 4), (2, 9))),
     messages.Trial((records.Lease(1, 0, 9),), ((1, 2), (3,)), True),
     messages.Begin(),
+    messages.Identified(),
     messages.Stop(2.5),
     messages.StartPhase("loading …"),
     messages.TakesLeases(1229),

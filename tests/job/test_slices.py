@@ -93,7 +93,8 @@ def test_readers_take_all_slices_by_one_pattern(sliced: dict[str, Any]) -> None:
 
 def test_the_first_pass_over_the_input_is_shared(sliced: dict[str, Any]) -> None:
     out = sliced["out"]
-    assert sorted(path.name for path in out.iterdir()) == ["cut.json", *(f"slice-{i}" for i in range(4)), "source"]
+    shared = ["cut.json", "files.json"]
+    assert sorted(path.name for path in out.iterdir()) == [*shared, *(f"slice-{i}" for i in range(4)), "source"]
     assert not list(out.glob("slice-*/source"))
     assert not list(out.rglob(".tmp-*"))
 

@@ -348,6 +348,7 @@ CASE = {
 LINES: dict[str, dict[str, Any]] = {
     "header": {"kind": "header", **asdict(HEADER)},
     "extent": {"kind": "extent", **asdict(FIRST), "source_fingerprint": "input", "limit": 5},
+    "files": {"kind": "files", "files": {"model.safetensors": "00"}},
     "part": part_line("part", replace(part(2), retry=1, replica=0, incarnation="000001.0001")),
     "retry": {"kind": "retry", **asdict(Retry(1, "text IS NULL", {}, 3, 1, "", 20))},
     "snapshot": {"kind": "snapshot", "replaces": [], "device_s": 1.0, "event_counts": {}, "running_replicas": []},

@@ -63,6 +63,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
         messages.Trial,
         messages.Revoke,
         messages.Begin,
+        messages.Identified,
         messages.Stop,
         messages.StartPhase,
         messages.TakesLeases,

@@ -1,0 +1,78 @@
+"""Withholds results from the disk until the digests of the model's files are durable, so that no job mixes models.
+
+Weights are digested while engines load them. Replicas run rows meanwhile and hold the results in memory.
+"""
+
+from collections.abc import Callable, Mapping
+
+from batchinf.base import faults
+from batchinf.base.slices import share_files
+from batchinf.base.text import size_text
+from batchinf.fleet.fleet import Fleet, FleetReplica
+from batchinf.job.open import Job, files_drift
+from batchinf.manifest.log import Manifest
+from batchinf.model.content import Contents
+from batchinf.replica.messages import Identified
+
+
+class IdentityGate:
+    """Records the digests in the manifest, and then tells replicas that they may store results."""
+
+    def __init__(
+        self, contents: Contents, job: Job, before: Mapping[str, str], manifest: Manifest, say: Callable[[str], None]
+    ) -> None:
+        """before: the digests that the manifest has; empty if it has none. say: prints a line."""
+        self._contents = contents
+        self._job = job
+        self._before = before
+        self._manifest = manifest
+        self._say = say
+        self._has_said = False
+        self.is_open = False
+
+    def look(self, fleet: Fleet) -> None:
+        """If all digests are known by now, make them durable and tell the fleet.
+
+        Raises DriftError if a file is not the one that the job began with, or if it changed meanwhile.
+        """
+        if self.is_open or not self._contents.is_known:
+            return
+        self._record()
+        self.is_open = True
+        for replica in fleet.replicas:
+            if replica.is_running:
+                self._tell(replica)
+
+    def admit(self, replica: FleetReplica) -> None:
+        """Check, for a replica whose engine is up, that no file has changed since before the engine loaded it."""
+        self._contents.check_unchanged()
+        if self.is_open:
+            self._tell(replica)
+        elif not self._has_said:
+            self._has_said = True
+            num_read, num_bytes = self._contents.num_bytes_read, self._contents.num_bytes
+            self._say(
+                f"results wait in memory until all bytes of the model's files are read: {size_text(num_read)} of "
+                f"{size_text(num_bytes)} so far"
+            )
+
+    def _tell(self, replica: FleetReplica) -> None:
+        if replica.handle is not None:
+            replica.handle.send(Identified())
+
+    def _record(self) -> None:
+        job, digests = self._job, self._contents.digests
+        if lines := self._contents.differences(self._before):
+            raise files_drift(f"{job.folder.root} holds a job", lines)
+        if not digests:
+            return
+        faults.point("identity.before_line")
+        if job.slice is not None:
+            out = job.spec.output.path
+            if lines := self._contents.differences(share_files(out, digests)):
+                raise files_drift(f"{out} holds slices of a job", lines)
+        if self._before:
+            return
+        self._manifest.files(digests)
+        self._manifest.commit()
+        faults.point("identity.after_line")
