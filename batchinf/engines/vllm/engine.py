@@ -43,6 +43,7 @@ from batchinf.engines.vllm.arguments import (
     positions_of,
     sampling_params,
     scored_ks,
+    structures_backend,
     wants_late_mask,
 )
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
@@ -157,6 +158,7 @@ class VllmEngine:
         self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
         self._templates: dict[Any, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
+        self._backend = structures_backend(arguments)
         self._adapters = lora_requests(adapters)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
@@ -262,7 +264,9 @@ class VllmEngine:
                 if self._lacks_raw and (sampling.logprobs is not None or extra):
                     raise RequestRefused(RowError("invalid_sampling", _NO_RAW))
             try:
-                found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens, extra)
+                found = self._templates[key] = sampling_params(
+                    sampling, self._keeps_special_tokens, extra, self._backend
+                )
             except _REFUSALS as error:
                 raise RequestRefused(RowError("invalid_sampling", str(error))) from error
         return found
