@@ -252,7 +252,8 @@ class RowStructures:
         if keywords:
             yield f"structured outputs of rows: {_only_checked(keywords)}"
         if refused:
-            yield f"structured outputs of rows: {len(refused):,} cannot be compiled, so their rows are errors; {refused[0]}"
+            words = f"{len(refused):,} cannot be compiled, so that their rows are errors"
+            yield f"structured outputs of rows: {words}; {refused[0]}"
 
 
 def _is_sure(spec: JobSpec) -> bool:

@@ -286,6 +286,61 @@ def test_a_structure_is_looked_for_after_the_thinking(tokenizer: Any) -> None:
     assert cut_off(found) == "no text came after the reasoning (finish_reason length: cut off)"
 
 
+class HarmonyTokenizer:
+    """The tokenizer of gpt-oss, made of the encoding that its parser uses."""
+
+    def __init__(self) -> None:
+        harmony = pytest.importorskip("openai_harmony")
+        try:
+            self._encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+        except harmony.HarmonyError:  # it is downloaded where it is not at hand
+            pytest.skip("no encoding of gpt-oss")
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return {"input_ids": self._encoding.encode(text, allowed_special="all")}
+
+    def get_vocab(self) -> dict[str, int]:
+        marks = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>")
+        return {mark: self(mark)["input_ids"][0] for mark in marks}
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._encoding.decode(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+         ("So.", "Yes.")),
+        ("<|channel|>final<|message|>Yes.<|return|>", (None, "Yes.")),
+        ("<|channel|>analysis<|message|>So it goes", ("So it goes", None)),
+        ('{"a": 1}', (None, '{"a": 1}')),  # with a structure, the engine forbids the marks
+    ],
+)  # fmt: skip
+def test_the_text_of_gpt_oss_is_split_by_vllm_s_whole_parser(text: str, split: tuple[str | None, str | None]) -> None:
+    tokens = HarmonyTokenizer()
+    token_ids = tokens(text)["input_ids"]
+    splits = split_by("openai_gptoss", tokens)
+    for _ in range(2):
+        assert splits(tokens.decode(token_ids), [], token_ids) == split
+
+
+@pytest.mark.parametrize(
+    ("parser", "words"),
+    [
+        ("openai_gptoss", "it splits the trial text <|channel|>analysis<|message|>a<|end|>"),
+        ("qwen3", "the tokenizer has no token </think>, with which the reasoning ends"),
+        ("deepseek_v4", "the tokenizer has no token </think>, with which the reasoning ends"),
+        ("deepseek_r1", "could not locate think start/end tokens in the tokenizer!"),
+    ],
+)
+def test_a_parser_without_its_marks_is_refused(parser: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        split_by(parser, PreTrainedTokenizerFast.from_pretrained(MODEL))
+    assert f"model.reasoning_parser: '{parser}' does not go with this model's tokenizer: " in str(caught.value)
+    assert words in str(caught.value)
+
+
 def test_a_parser_that_fails_costs_one_row(tokenizer: Any) -> None:
     def split(text: str, prompt_token_ids: Any, token_ids: Any) -> tuple[str | None, str | None]:
         raise KeyError(text)

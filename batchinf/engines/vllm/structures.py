@@ -195,6 +195,9 @@ _FIELD = "model.reasoning_parser"
 # Tokens at a prompt's end that may hold the end of the thinking. A chat template closes it in the prompt with
 # `enable_thinking: false`.
 _TAIL_TOKENS = 32
+_GPT_OSS = "openai_gptoss"
+_HARMONY_MARK = "<|message|>"
+_HARMONY_TRIAL = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
 
 
 class Reasoner:
@@ -216,18 +219,56 @@ class Reasoner:
         try:
             parser = ReasoningParserManager.get_reasoning_parser(name)
             self._parser = parser(tokenizer, chat_template_kwargs=kwargs)
+            self._whole = _harmony(parser, tokenizer) if name == _GPT_OSS else None
+            self._mark = tokenizer.get_vocab().get(_HARMONY_MARK)
+            self._try(tokenizer)
         except Exception as error:
             reason = error_message(error)
             raise SpecError(f"{_FIELD}: '{name}' does not go with this model's tokenizer: {reason}") from error
 
+    def _try(self, tokenizer: Any) -> None:
+        """Split a trial text. Raises what the parser raises, and ValueError for a tokenizer without its marks."""
+        start, end = (getattr(self._parser, f"reasoning_{place}_str", None) or "" for place in ("start", "end"))
+        # Parsers of vLLM's parser engine look for the mark's token, and do not say that there is none.
+        if end and not getattr(self._parser, "reasoning_end_token_ids", True) and end not in tokenizer.get_vocab():
+            raise ValueError(f"the tokenizer has no token {end}, with which the reasoning ends")
+        trial = f"{start}a{end}b" if self._whole is None else _HARMONY_TRIAL
+        token_ids = tokenizer(trial, add_special_tokens=False)["input_ids"]
+        found = self.split(trial, [], token_ids)
+        if self._whole is not None and found != ("a", "b"):
+            raise ValueError(f"it splits the trial text {trial} into {found}; it needs the tokens of gpt-oss")
+
     def split(
         self, text: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
     ) -> tuple[str | None, str | None]:
-        """The reasoning and the answer. The answer is None if the text ended inside the reasoning."""
+        """The reasoning and the answer. The answer is None if the text ended inside the reasoning.
+
+        token_ids: of the output.
+        """
+        if self._whole is not None:
+            # With a structure, the engine lets the model write no marks, and all of the text is the answer.
+            return self._whole(token_ids) if self._mark in token_ids else (None, text)
         reasoning, answer = self._parser.extract_reasoning(text, self._request)
         if answer is None and text and self._parser.is_reasoning_end(list(prompt_token_ids[-_TAIL_TOKENS:])):
             return None, text
         return reasoning, answer
+
+
+def _harmony(parser: Any, tokenizer: Any) -> Callable[[Sequence[int]], tuple[str | None, str | None]]:
+    """vLLM's whole parser for the tokens of gpt-oss, whose reasoning parser only finds where the structure begins."""
+    with importing(_FIELD):
+        from vllm.parser.harmony import HarmonyParser
+
+    class Harmony(HarmonyParser):  # type: ignore[misc]
+        reasoning_parser_cls = parser
+
+    made = Harmony(tokenizer)
+
+    def split(token_ids: Sequence[int]) -> tuple[str | None, str | None]:
+        reasoning, answer, _ = made.parse("", _request({}), model_output_token_ids=token_ids)
+        return reasoning, answer
+
+    return split
 
 
 def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:
