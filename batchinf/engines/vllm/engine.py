@@ -30,7 +30,7 @@ from vllm.usage.usage_lib import UsageContext
 from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
-from batchinf.base.text import one_line
+from batchinf.base.text import counted, one_line
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
     TEMPLATE_OF,
@@ -150,6 +150,8 @@ class VllmEngine:
             join_results(self._engine)
         self._lacks_raw = wants_late_mask(task) and not install_late_mask(self._engine)
         self._stats.replace_others(self._engine)
+        self._request_error = ""  # vLLM's words of the latest request that ended with `error`
+        self._hear_errors()
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
         self._live: dict[str, Request] = {}
@@ -162,6 +164,22 @@ class VllmEngine:
         self._adapters = lora_requests(adapters)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
+
+    def _hear_errors(self) -> None:
+        """Keep vLLM's words of a request's own error: 0.33 has them in the core's output and drops them offline."""
+        processor = self._engine.output_processor
+        process = processor.process_outputs
+
+        def process_outputs(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
+            self._note_errors(outputs)
+            return process(outputs, *arguments, **named)
+
+        processor.process_outputs = process_outputs
+
+    def _note_errors(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            if (error := getattr(output, "error", None)) is not None:
+                self._request_error = one_line(str(getattr(error, "message", error)), 400)
 
     def _started(self) -> None:
         """For subclasses: called when vLLM is up and `info` is set."""
@@ -203,8 +221,10 @@ class VllmEngine:
         faults.point("engine.step")
         with self._alive("in a step"):
             if not self._engine.has_unfinished_requests():
-                raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
+                said = f": {self._request_error}" if self._request_error else " and says no more of them"
+                raise RuntimeError(f"it cut {counted(len(self._live), 'request')} short{said}")
             outputs = self._engine.step()
+        self._note_errors(outputs)
         return [self._checked(output) for output in outputs if self._came_whole(output)]
 
     def begun(self) -> list[Request]:
