@@ -1,7 +1,7 @@
-"""The table of JSON schemas: each keyword, in two dialects and three places, against the check and against backends.
+"""The table of JSON schemas: each keyword, in two dialects, at the root and within, against the check and backends.
 
-A finished text keeps its schema or is an error row, whatever the backend enforces. Rows of the table are a schema, texts
-that keep it and texts that break it. `schemas/cases.jsonl` has more from a public suite.
+A finished text keeps its schema or is an error row, whatever the backend enforces. A row of the table is a schema,
+texts that keep it and texts that break it. `schemas/cases.jsonl` has more from a public suite.
 """
 
 import json
@@ -108,7 +108,8 @@ ONLY_7: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
 ONLY_LATEST: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}, [{"a": 1, "b": 2}], [{"a": 1}]),
     ("dependentSchemas", {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}}, [{"b": 1}], [{"a": 1}]),
-    ("prefixItems", {"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, [[1], []], [["a"], [1, 2]]),
+    ("prefixItems", {"type": "array", "prefixItems": [{"type": "integer"}], "items": False},
+     [[1], []], [["a"], [1, 2]]),
     ("minContains", {"type": "array", "contains": {"const": 1}, "minContains": 2}, [[1, 1]], [[1]]),
     ("maxContains", {"type": "array", "contains": {"const": 1}, "maxContains": 1}, [[1, 2]], [[1, 1]]),
     ("unevaluatedProperties", {"type": "object", "allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
@@ -183,7 +184,7 @@ def guided(schema: str, value: Any) -> bool:
 
 
 def test_what_guidance_takes_whole_it_enforces() -> None:
-    """A schema of which it says nothing lets no text pass that breaks it; of the others, validate names the keywords."""
+    """A schema of which it says nothing lets no text pass that breaks it. Of others, validate names the keywords."""
     pytest.importorskip("llguidance")
     from batchinf.engines.vllm.guidance import relaxed
 
@@ -250,7 +251,7 @@ def run_all(tmp_path: pathlib.Path, config: dict[str, Any] | None) -> list[tuple
             file.write(f"{json.dumps(line)}\n")
     spec = jobs.spec_of(
         tmp_path,
-        input={"path": str(tmp_path / "in.jsonl")},
+        input={"path": str(tmp_path / "in.jsonl"), "id_column": "custom_id"},
         sampling={"temperature": 1.0, "logprobs": None},
         engine={"max_model_len": 128, "max_num_seqs": 64, **({"structured_outputs_config": config} if config else {})},
         output={"keep_columns": []},
@@ -259,7 +260,7 @@ def run_all(tmp_path: pathlib.Path, config: dict[str, Any] | None) -> list[tuple
         max_error_rate=1.0,
     )
     jobs.finish(spec)
-    return [(cases[int(row["custom_id"])], row) for row in jobs.rows_of(tmp_path / "out")]
+    return [(cases[int(row["id"])], row) for row in jobs.rows_of(tmp_path / "out")]
 
 
 @pytest.mark.slow
