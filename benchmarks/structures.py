@@ -4,7 +4,8 @@
     python benchmarks/structures.py masks
 
 `check` runs the same rows on the scripted engine with a schema and without one, as `worker_speed.py` does: texts of 25
-values at 20,000 rows a minute. `masks` compiles two schemas and masks each token of a text, with a vocabulary of 128,256.
+values at 20,000 rows a minute. `masks` compiles two schemas and masks each token of a text, with a vocabulary of
+128,256.
 """
 
 import argparse

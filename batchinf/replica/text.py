@@ -233,6 +233,8 @@ class Answers:
 
     def _read(self, completion: Completion, whole: str) -> Answer:
         structure = completion.request.sampling.structured_outputs
+        if completion.finish_reason == "error":
+            return Answer(None, None, RowError("refused", f"vLLM ended the request: {completion.stop_reason}"))
         if self._split is None and structure is None:
             return Answer(whole)
         text: str | None = whole

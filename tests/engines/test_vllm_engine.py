@@ -312,6 +312,35 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
     assert {answer.error is None for answer in answers} == {True, False}
 
 
+def test_a_structure_that_the_engine_core_cannot_compile_costs_one_row(
+    engine: VllmEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends such a request with `error`, which would be the same again. The others run on."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    compile_grammar = XgrammarBackend.compile_grammar
+
+    def fail(self: Any, kind: Any, text: str, stop_token_ids: Any = None) -> Any:
+        if "never" in text:
+            raise ValueError("too complex")
+        return compile_grammar(self, kind, text, stop_token_ids)
+
+    monkeypatch.setattr(XgrammarBackend, "compile_grammar", fail)
+    samplings = [
+        SamplingSpec(temperature=0, structured_outputs={"regex": regex}) for regex in ("a{3}", "never", "b{3}")
+    ]
+    given = [Request(row, 0, reference.prompts[row], each, 9, None) for row, each in enumerate(samplings)]
+    completions = run(engine, given)
+    assert [completion.finish_reason for completion in completions] == ["stop", "error", "stop"]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=samplings[0])
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer)).read(completions)
+    assert [answer.text for answer in answers] == ["aaa", None, "bbb"]
+    assert answers[1].error == RowError(
+        "refused", "vLLM ended the request: it could not compile the structure; the replica's log says why"
+    )
+
+
 def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -> None:
     check_once()
     check_once()  # of each other they make no chain
@@ -495,7 +524,7 @@ def test_vllm_s_words_of_a_request_that_ends_with_error_are_told(place: str, err
     )
     engine: Any = object.__new__(adapter.VllmEngine)
     engine._engine, engine._death, engine._request_error = vllms, None, ""
-    engine._live = {"0-0": object()}
+    engine._live = {"0-0": Request(0, 0, [5], SamplingSpec(), 9, None)}
     engine._hear_errors()
     assert engine.step() == []
     with pytest.raises(EngineDeadError) as caught:

@@ -240,9 +240,11 @@ def test_a_schema_that_texts_cannot_be_checked_against_is_refused(schema: Any, w
     assert found is not None and found.startswith(words)
 
 
-def run_all(tmp_path: pathlib.Path, config: dict[str, Any] | None) -> list[tuple[Case, dict[str, Any]]]:
+def run_all(
+    tmp_path: pathlib.Path, table: list[Case], config: dict[str, Any] | None
+) -> list[tuple[Case, dict[str, Any]]]:
     """Run each schema as the structure of an early and of a late row on real vLLM."""
-    cases = [*TABLE, *reversed(TABLE)]
+    cases = [*table, *reversed(table)]
     with (tmp_path / "in.jsonl").open("w", encoding="utf-8") as file:
         for index, case in enumerate(cases):
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": case.schema}}
@@ -273,8 +275,10 @@ def run_all(tmp_path: pathlib.Path, config: dict[str, Any] | None) -> list[tuple
 )  # fmt: skip
 def test_no_backend_stores_a_text_that_breaks_its_schema(config: dict[str, Any] | None, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
-    found = run_all(tmp_path, config)
-    assert len(found) == 2 * len(TABLE)
+    # outlines gives up many schemas after 5 s each.
+    table = TABLE if config is None or config["backend"] in ("guidance", "xgrammar") else TABLE[::6]
+    found = run_all(tmp_path, table, config)
+    assert len(found) == 2 * len(table)
     finished, violated = 0, 0
     for case, row in found:
         violated += row["error_type"] == "structure_violated"
@@ -287,6 +291,5 @@ def test_no_backend_stores_a_text_that_breaks_its_schema(config: dict[str, Any] 
                 plain = validator_for(case.schema, default=Draft202012Validator)(case.schema)
                 plain.validate(json.loads(row["text"]))
     print(f"{finished} finished, {violated} violated, of {len(found)}: {config}")
-    assert finished > 50
-    # Of xgrammar the check finds more, as it drops keywords without a word.
+    assert finished > len(found) / 20
     assert violated > 0

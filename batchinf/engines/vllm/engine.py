@@ -225,7 +225,7 @@ class VllmEngine:
                 raise RuntimeError(f"it cut {counted(len(self._live), 'request')} short{said}")
             outputs = self._engine.step()
         self._note_errors(outputs)
-        return [self._checked(output) for output in outputs if self._came_whole(output)]
+        return [self._checked(output) for output in outputs if self._came_whole(output) or self._cannot_run(output)]
 
     def begun(self) -> list[Request]:
         """See `Engine.begun`. It checks only the oldest: prompts run about in the order of arrival."""
@@ -366,6 +366,17 @@ class VllmEngine:
 
     def _came_whole(self, output: Any) -> bool:
         return _is_whole(output)
+
+    def _cannot_run(self, output: Any) -> bool:
+        """Whether a request ended with `error` because vLLM cannot compile its structure: it would do so again."""
+        request, answer = self._live.get(output.request_id), getattr(output, "outputs", [None])[0]
+        if request is None or request.sampling.structured_outputs is None or answer is None:
+            return False
+        if answer.finish_reason != "error" or len(answer.token_ids):
+            return False
+        answer.stop_reason = self._request_error or "it could not compile the structure; the replica's log says why"
+        self._request_error = ""
+        return True
 
 
 def _is_whole(output: Any) -> bool:

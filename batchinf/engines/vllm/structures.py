@@ -259,7 +259,7 @@ def _harmony(parser: Any, tokenizer: Any) -> Callable[[Sequence[int]], tuple[str
     with importing(_FIELD):
         from vllm.parser.harmony import HarmonyParser
 
-    class Harmony(HarmonyParser):  # type: ignore[misc]
+    class Harmony(HarmonyParser):
         reasoning_parser_cls = parser
 
     made = Harmony(tokenizer)
