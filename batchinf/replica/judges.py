@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,9 @@ Judge = Callable[[str | None, Completion], RowError | None]
 VIOLATED = "structure_violated"
 _SHOWN_CHARS = 60
 _MOST_JUDGES = 256
+# A check is pure Python. Without pauses, checks of a batch would keep the engine's thread waiting 5 ms at a time for
+# Python's lock.
+_WORK_S, _PAUSE_S = 0.001, 0.00005
 
 
 class Judges:
@@ -32,9 +36,13 @@ class Judges:
         self._matcher = matcher
         # Rows of a batch file may each have their own structure.
         self._judge = functools.lru_cache(_MOST_JUDGES)(self._make)
+        self._paused_at = time.perf_counter()
 
     def error(self, structure: dict[str, Any], text: str | None, completion: Completion) -> RowError | None:
         """The error of a text; None if it fits. text: None if nothing came after the reasoning."""
+        if time.perf_counter() - self._paused_at > _WORK_S:
+            time.sleep(_PAUSE_S)
+            self._paused_at = time.perf_counter()
         [(kind, value)] = structure.items()
         return self._judge(kind, value if isinstance(value, str) else tuple(value))(text, completion)
 
