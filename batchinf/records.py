@@ -273,7 +273,8 @@ class Completion:
     """A finished request, as the engine returns it.
 
     token_ids: int32 [num_output_tokens].
-    finish_reason: `stop`, `length` or `repetition`; an aborted request makes no completion.
+    finish_reason: `stop`, `length` or `repetition`; `error` if the engine cannot compile the request's structure, with
+    its words as stop_reason. An aborted request makes no completion.
     stop_reason: the stop string or token id that ended it; None for the end-of-sequence token.
     text: set only if the engine itself decoded it (stop strings). Otherwise the writer decodes it, in batches.
     prompt_logprobs: [num_prompt_tokens - 1, k + 1]: the first token has none.

@@ -15,6 +15,7 @@ import pathlib
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -108,14 +109,14 @@ def main() -> None:
     report(watch, engine.complete_s)
 
 
-def run(spec: JobSpec, model: str) -> tuple[TimedEngine, Watch]:
-    """Work through all rows as a replica does."""
+def run(spec: JobSpec, model: str, choices: Sequence[Sequence[int]] = ()) -> tuple[TimedEngine, Watch]:
+    """Work through all rows as a replica does. choices: token ids of the texts that the engine makes."""
     folder = Folder(spec.output.path)
     folder.make(*FOLDERS)
     tokenizer = load_tokenizer(model, False)
     source = open_job_input(spec, folder.path("source"), (), "refuse")
     assert spec.scripted is not None
-    engine = TimedEngine(spec.scripted, len(tokenizer), tokenizer.eos_token_id)
+    engine = TimedEngine(spec.scripted, len(tokenizer), tokenizer.eos_token_id, choices)
     rows_per_shard = choose_rows_per_shard(source.num_rows, 1, task_of(spec).estimated_bytes_per_row())
     extents = (Extent(0, source.num_rows, rows_per_shard, 0, 0, source.num_rows),)
     shards = tuple(shard_at(extents, index) for index in range(total_shards(extents)))

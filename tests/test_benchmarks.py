@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "tail.py --rows 300 --replicas 2 --order input --seeds 1",
     "telemetry.py --replicas 2",
     "wire.py",
+    "structures.py check --rows 200 --rounds 1 --out {out}",
     "scheduler_steps.py --requests 64 --steps 5",
     "scheduler_steps.py --structured --requests 64 --steps 5",
     "selection.py --rows 20000",

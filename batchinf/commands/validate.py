@@ -24,7 +24,7 @@ from batchinf.commands.shown_rows import (
     random_rows,
     shown_row,
 )
-from batchinf.engines.installed import check_structures, is_cpu_build
+from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
@@ -245,7 +245,8 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             yield _task(job)
             yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
             yield from (Remark("warning", text) for text in repeated_id_warning(job.spec, job.source))
-            yield from (Remark("structure", text) for text in check_structures(file, job.model.tokenizer))
+            checked = check_structures(dataclasses.replace(file, spec=job.spec), job.model.tokenizer)
+            yield from (Remark("structure", text) for text in checked)
             order = None if chosen is None else chosen.order(Folder(scratch))
             lengths = None
             for finding in _prompts(job, wanted, state, order or _positions(job, state)):
@@ -337,13 +338,16 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
     length, id_column = max_model_len(job), job.spec.input.id_column
     named = [find_row(job.source, id_column, text) for text in wanted.named]
     lengths, empty = LengthCounts(len(positions), length, job.spec.sampling.max_tokens), EmptyValues(job.spec)
+    structures = RowStructures(job.spec)
     for sampled in sample_rows(positions, wanted.seed or 0):
         rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
         empty.add(rows)
         for prompt in builder.build(rows, length):
             lengths.add(prompt)
+            structures.add(prompt)
     found = lengths.summary()
     yield found
+    yield from (Remark("structure", text) for text in structures.lines())
     rate, allowed = sum(error.num_rows for error in found.errors) / max(1, found.num_sampled), job.spec.max_error_rate
     if allowed < rate < 1:
         text = f"warning: {rate:.1%} errors are more than max_error_rate {allowed:.1%}, so that `run` stores all rows"

@@ -9,12 +9,13 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 from batchinf.base.child import NoAnswerError, Question
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
-from batchinf.base.text import clip
+from batchinf.base.text import clip, counted, one_line
+from batchinf.records import Prompt
 from batchinf.spec.fields import null_hint
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
@@ -185,17 +186,22 @@ class StructuresCheck:
         """Lines for people. Waits for the check. Raises SpecError with a line for each thing refused."""
         spec, is_here = self._file.spec, self._question is not None
         structure, name = spec.sampling.structured_outputs, spec.model.reasoning_parser
-        backend = self._backend() if is_here else ""
+        backend, left_out = self._compiled() if is_here else ("", ())
         unknown = "not looked at, as vLLM is not installed here"
         if structure is not None:
             obeys = "" if spec.scripted is None else "; the scripted engine does not obey them"
             compiled = f"compiled by {backend}" if is_here else "always compiled" if _is_sure(spec) else unknown
             yield f"structured outputs: {', '.join(structure)}, {compiled}{obeys}"
+            if left_out:
+                yield f"structured outputs: {_only_checked(left_out)}"
         if name is not None:
             yield f"reasoning parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
 
-    def _backend(self) -> str:
-        """The name of vLLM's backend that compiles the structure. Raises SpecError."""
+    def _compiled(self) -> tuple[str, tuple[str, ...]]:
+        """The name of vLLM's backend that compiles the structure, and the keywords that it leaves out.
+
+        Raises SpecError.
+        """
         assert self._question is not None
         try:
             answer = self._question.answer()
@@ -203,14 +209,58 @@ class StructuresCheck:
             raise BatchinfError(f"vLLM could not look at structured outputs and reasoning: {error}") from None
         if answer["problems"]:
             raise SpecError("\n".join(self._file.line(field, message) for field, message in answer["problems"]))
-        return str(answer["backend"])
+        return str(answer["backend"]), tuple(answer["left_out"])
+
+
+def _only_checked(keywords: Iterable[str]) -> str:
+    return (
+        f"{', '.join(keywords)} only checked, not enforced: guidance leaves this out; a finished text that breaks it "
+        "becomes an error row, structure_violated"
+    )
+
+
+class RowStructures:
+    """The schemas of sampled rows that have their own, and what vLLM's backend does not enforce of them."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """spec: resolved."""
+        config = spec.engine.get(_STRUCTURES_CONFIG) or {}
+        is_guidance = spec.scripted is None and config.get("backend") == "guidance"
+        self._has_all = is_guidance and importlib.util.find_spec("llguidance") is not None
+        self._schemas: dict[str, None] = {}
+
+    def add(self, prompt: Prompt) -> None:
+        """Take note of a row's prompt."""
+        own = None if prompt.sampling is None else prompt.sampling.structured_outputs
+        if self._has_all and own is not None and "json" in own:
+            self._schemas[own["json"]] = None
+
+    def lines(self) -> Iterator[str]:
+        """Lines for people; none without such rows."""
+        if not self._schemas:
+            return
+        from batchinf.engines.vllm.guidance import relaxed
+
+        yield f"structured outputs of rows: {counted(len(self._schemas), 'schema')} in the sample, all by guidance"
+        keywords: dict[str, None] = {}
+        refused: list[str] = []
+        for schema in self._schemas:
+            try:
+                keywords |= dict.fromkeys(relaxed(schema)[1])
+            except ValueError as error:
+                refused.append(f"{clip(schema)}: {one_line(str(error), 200)}")
+        if keywords:
+            yield f"structured outputs of rows: {_only_checked(keywords)}"
+        if refused:
+            words = f"{len(refused):,} cannot be compiled, so that their rows are errors"
+            yield f"structured outputs of rows: {words}; {refused[0]}"
 
 
 def _is_sure(spec: JobSpec) -> bool:
     """Whether the structure is one that vLLM always compiles, so that nothing has to import vLLM to know."""
     texts = (spec.sampling.structured_outputs or {}).get("choice")
     backend = (spec.engine.get("structured_outputs_config") or {}).get("backend", "auto")
-    return texts is not None and backend == "auto" and all(text.isprintable() for text in texts)
+    return texts is not None and backend in ("auto", "guidance") and all(text.isprintable() for text in texts)
 
 
 def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:

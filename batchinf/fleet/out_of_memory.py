@@ -401,7 +401,8 @@ class EngineSettings:
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
         """The spec as JSON for this incarnation, with lowered arguments. spec: of a retry, which has other sampling."""
         self._launched[incarnation] = self._generation, self.engine
-        return (spec or self._spec).model_copy(update={"engine": self.engine}).model_dump_json()
+        spec = spec or self._spec
+        return spec.model_copy(update={"engine": {**spec.engine, **self.engine}}).model_dump_json()
 
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
         """Lower the settings if that can help; once for each incarnation, after its end. was_up: it had started."""

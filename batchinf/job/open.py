@@ -142,7 +142,7 @@ class PreparedJob:
         if not any(rows):  # none of them can be read; later ones may be
             return self
         with placing(self.file):
-            spec = _with_columns(self.spec, {name: None for row in rows for name in row})
+            spec = _with_columns(self.spec, {name: None for row in rows for name in row}, self.state)
             check_batch_models(spec, rows)
             return replace(self, spec=spec)
 
@@ -177,7 +177,7 @@ class PreparedJob:
             with contextlib.closing(source):
                 [first] = source.read(0, 1)
             raise InputError(f"{self.spec.input.path}: no row can be read; the first: {first.error}")
-        spec = _with_columns(self.spec, source.schema.names)
+        spec = _with_columns(self.spec, source.schema.names, self.state)
         check_sampling_columns(spec.sampling, source.schema)
         if self.state is None and spec.input.is_batch_file:
             rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
@@ -233,6 +233,29 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
     return replace(file, spec=spec)
 
 
+_STRUCTURES_CONFIG = "structured_outputs_config"
+# It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
+# milliseconds, where xgrammar may take seconds, and masks tokens faster: `benchmarks/structures.py`.
+_BACKEND = "guidance"
+
+
+def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
+    """The spec with a fixed backend for structured outputs, if it has or may have some and names none.
+
+    Without a name, vLLM takes the backend that suits an engine's first structure for all later ones too, and ignores
+    parts of them. began_as: the identity of a job that has begun, which keeps what it has.
+    """
+    config = dict(spec.engine.get(_STRUCTURES_CONFIG) or {})
+    has_structures = spec.sampling.structured_outputs is not None or spec.input.is_batch_file
+    if spec.scripted is not None or not has_structures or config.get("backend", "auto") != "auto":
+        return spec
+    before = began_as.get(f"engine.{_STRUCTURES_CONFIG}") or {}
+    backend = before.get("backend", "auto") if began_as else _BACKEND
+    if backend == "auto":
+        return spec
+    return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})
+
+
 def check_output_apart(spec: JobSpec) -> None:
     """Raise SpecError if the output folder is in the input folder: the job would read its own files."""
     if is_url(spec.input.path):
@@ -258,6 +281,7 @@ def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJ
     check_output_apart(file.spec)
     began_as = _began_as(file, state)
     file = with_length(file, began_as.get("engine.max_model_len"))
+    file = replace(file, spec=_with_backend(file.spec, began_as))
     folder = job_folder(file.spec.output.path, file.slice)
     # If the spec names another revision, the old commit does not count.
     is_same = began_as.get("model.revision") == file.spec.model.revision
@@ -280,15 +304,15 @@ def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJ
     return PreparedJob(file, spec, origins, folder, model, adapters, state, new, limit)
 
 
-def _with_columns(spec: JobSpec, columns: Iterable[str]) -> JobSpec:
-    """The spec with its `input` resolved. Raises SpecError if the input lacks a column."""
+def _with_columns(spec: JobSpec, columns: Iterable[str], state: State | None) -> JobSpec:
+    """The spec with its `input` resolved. state: of a job that has begun. Raises SpecError if a column is missing."""
     names = list(columns)
     spec = spec.model_copy(update={"input": recognised(spec.input, names)})
     task = task_of(spec)
     task.check_input()
     check_columns(spec, names, task.input_columns)
     check_order(spec)
-    return spec
+    return _with_backend(spec, {} if state is None else state.header.identity)
 
 
 @contextlib.contextmanager

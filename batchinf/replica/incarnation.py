@@ -284,9 +284,10 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
 
         split = reasoner_of(spec, tokenizer).split
     if spec.scripted is None and (spec.sampling.structured_outputs or {}).keys() & {"regex", "grammar"}:
+        from batchinf.engines.vllm.arguments import structures_backend
         from batchinf.engines.vllm.structures import matcher
 
-        matcher_of = matcher
+        matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))
     return Answers(spec, tokenizer, detokenizer, split, matcher_of)
 
 

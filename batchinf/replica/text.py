@@ -1,4 +1,4 @@
-"""The text of completions for the writer: decodes like vLLM but in batches, splits off reasoning, checks structure."""
+"""The text of completions for the writer: decodes like vLLM but in batches, splits off reasoning, asks the judges."""
 
 import copy
 import json
@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from batchinf.base.errors import RowError
-from batchinf.base.text import counted, one_line
+from batchinf.base.text import one_line
 from batchinf.records import Completion
+from batchinf.replica.judges import Judges, Matcher
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -178,15 +179,8 @@ def _slow_text(tokenizer: Any, tokens: list[str], added: frozenset[str], skipped
     return " ".join(texts)
 
 
-# Text and the prompt's token ids → reasoning and answer; either may be None.
-Split = Callable[[str, Sequence[int]], tuple[str | None, str | None]]
-# Whether a text matches the whole grammar or regex.
-Matches = Callable[[str], bool]
-# A structure → its `Matches`; None if a text cannot be checked.
-Matcher = Callable[[dict[str, Any]], Matches | None]
-
-_SHOWN_CHARS = 60
-_MOST_JUDGES = 256
+# Text, the prompt's token ids and the output's → reasoning and answer; either may be None.
+Split = Callable[[str, Sequence[int], Sequence[int]], tuple[str | None, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +211,7 @@ class Answers:
         split: Split | None = None,
         matcher: Matcher | None = None,
     ) -> None:
-        """split: for a job with a reasoning parser. matcher: for regex and grammar; None: check only the end."""
+        """split: for a job with a reasoning parser. matcher: see `Judges`."""
         self._detokenizer = detokenizer
         self._sampling = spec.sampling
         self._split = split
@@ -230,8 +224,7 @@ class Answers:
             self._special_ids = frozenset(tokens)
             longest_first = sorted(tokens.values(), key=len, reverse=True)
             self._special = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
-        self._matcher = matcher
-        self._judges: dict[str, Judge] = {}
+        self._judges = Judges(matcher)
 
     def read(self, completions: Sequence[Completion]) -> list[Answer]:
         """One answer for each completion, in order."""
@@ -240,28 +233,22 @@ class Answers:
 
     def _read(self, completion: Completion, whole: str) -> Answer:
         structure = completion.request.sampling.structured_outputs
+        if completion.finish_reason == "error":
+            return Answer(None, None, RowError("refused", f"vLLM ended the request: {completion.stop_reason}"))
         if self._split is None and structure is None:
             return Answer(whole)
         text: str | None = whole
         reasoning = None
         if self._split is not None:
             try:
-                reasoning, text = self._split(whole, completion.request.prompt_token_ids)
+                reasoning, text = self._split(whole, completion.request.prompt_token_ids, completion.token_ids.tolist())
             except Exception as error:
                 # The parser is vLLM's or a plugin, and may raise anything for a model's text.
                 words = one_line(f"{type(error).__name__}: {error}", 300)
                 return Answer(whole, None, RowError("reasoning_error", f"the reasoning parser failed: {words}"))
             reasoning, text = self._stripped(reasoning, completion), self._stripped(text, completion)
-        return Answer(text, reasoning, None if structure is None else self._judge(structure)(text, completion))
-
-    def _judge(self, structure: dict[str, Any]) -> "Judge":
-        """The judge of a structure, made once. Rows of a batch file may each have their own structure."""
-        key = json.dumps(structure)
-        if key not in self._judges:
-            if len(self._judges) >= _MOST_JUDGES:
-                self._judges.clear()
-            self._judges[key] = _judge(structure, self._matcher)
-        return self._judges[key]
+        found = None if structure is None else self._judges.error(structure, text, completion)
+        return Answer(text, reasoning, found)
 
     def _stripped(self, text: str | None, completion: Completion) -> str | None:
         if not text or self._special is None or self._special_ids.isdisjoint(completion.token_ids.tolist()):
@@ -275,72 +262,3 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
     tokens = {token_id: str(token.content) for token_id, token in added.items() if token.special}
     tokens |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
     return {token_id: token for token_id, token in tokens.items() if token}
-
-
-# -- structures ------------------------------------------------------------------------------------------------------
-
-Judge = Callable[[str | None, Completion], RowError | None]
-
-
-def _judge(structure: dict[str, Any], matcher: Matcher | None) -> Judge:
-    """The check of texts against a structure."""
-    [(kind, value)] = structure.items()
-    if kind == "json":
-        return _json_error
-    if kind == "choice":
-        choices = frozenset(value)
-        return lambda text, completion: _choice_error(choices, text, completion)
-    matches = None if matcher is None else matcher(structure)
-    return lambda text, completion: _structure_error(kind, matches, text, completion)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-# Numbers are only checked, not converted: Python refuses integers of more than 4,300 digits.
-_JSON = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_no_constant)
-
-
-def _json_error(text: str | None, completion: Completion) -> RowError | None:
-    if text is None:
-        return _nothing("invalid_json", completion)
-    try:
-        _JSON.decode(text)
-    except (ValueError, RecursionError) as error:
-        words = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        return RowError("invalid_json", f"the text does not parse as JSON{_end(completion)}: {words}")
-    return None
-
-
-def _choice_error(choices: frozenset[str], text: str | None, completion: Completion) -> RowError | None:
-    if text is None:
-        return _nothing("invalid_choice", completion)
-    # A tokenizer may put a space before the first word of an output.
-    if text in choices or text.strip() in choices:
-        return None
-    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
-    return RowError("invalid_choice", f"the text is none of the choices{_end(completion)}: got '{shown}'")
-
-
-def _structure_error(kind: str, matches: Matches | None, text: str | None, completion: Completion) -> RowError | None:
-    if text is None:
-        return _nothing("invalid_structure", completion)
-    if completion.finish_reason == "stop" and completion.stop_reason is None:
-        return None  # the engine allows the end-of-sequence token only once the structure is complete
-    by_end = completion.finish_reason == "stop"
-    is_whole = by_end if matches is None else matches(text) or matches(text.strip())
-    return None if is_whole else RowError("invalid_structure", f"the text does not match the {kind}{_end(completion)}")
-
-
-def _nothing(error_type: str, completion: Completion) -> RowError:
-    return RowError(error_type, f"no text came after the reasoning{_end(completion)}")
-
-
-def _end(completion: Completion) -> str:
-    stop = "" if completion.stop_reason is None else f", stop_reason {completion.stop_reason}"
-    # The remedy is more tokens, which the finish reason alone does not say.
-    cut = (
-        f": cut off after {counted(len(completion.token_ids), 'token')}" if completion.finish_reason == "length" else ""
-    )
-    return f" (finish_reason {completion.finish_reason}{stop}{cut})"

@@ -163,4 +163,9 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
             f"got text that is not JSON: {error}; must be a JSON schema, as a mapping, as text or as {{file: path}}"
         )
         raise wrong(reason, "json") from None
-    return json.dumps(plain, ensure_ascii=False)
+    made = json.dumps(plain, ensure_ascii=False)
+    from batchinf.spec.schemas import objection  # 0.1 s, only for jobs with a schema
+
+    if (objected := objection(made)) is not None:
+        raise wrong(f"not a JSON schema that texts can be checked against: {objected}", "json")
+    return made

@@ -112,7 +112,7 @@ def _label(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  max_tokens: 32",
         "  logprobs: 0    # only the logprobs of the label's own tokens",
         "  logprobs_mode: processed_logprobs    # exp(cumulative_logprob): probability of the label, as spelled",
-        f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, always",
+        f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, or an error row",
     )
     return "Labels each row: the model chooses one of a few words.", ((), _asked(data, wanted, words), sampling)
 

@@ -1,6 +1,7 @@
 """The adapter on real vLLM: held against `LLM.generate`, against transformers, and against an engine that is killed."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from conftest import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
-from batchinf.base.errors import BatchinfError, EngineStartError, RequestRefused, RowError
+from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.prompts.builder import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.text import Answers, Detokenizer
@@ -296,7 +297,9 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
         assert completion.finish_reason == expected.outputs[0].finish_reason
     spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=sampling)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    answers = Answers(spec, tokenizer, Detokenizer(tokenizer), None, matcher).read(completions)
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer), None, functools.partial(matcher, backend="auto")).read(
+        completions
+    )
     marks = {"json": "invalid_json", "choice": "invalid_choice"}
     for answer, expected in zip(answers, reference.structured[kind], strict=True):
         assert answer.text == expected.outputs[0].text
@@ -307,6 +310,35 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
             assert answer.error.error_type == marks.get(kind, "invalid_structure")
             assert expected.outputs[0].finish_reason == "length"
     assert {answer.error is None for answer in answers} == {True, False}
+
+
+def test_a_structure_that_the_engine_core_cannot_compile_costs_one_row(
+    engine: VllmEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends such a request with `error`, which would be the same again. The others run on."""
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+    compile_grammar = XgrammarBackend.compile_grammar
+
+    def fail(self: Any, kind: Any, text: str, stop_token_ids: Any = None) -> Any:
+        if "never" in text:
+            raise ValueError("too complex")
+        return compile_grammar(self, kind, text, stop_token_ids)
+
+    monkeypatch.setattr(XgrammarBackend, "compile_grammar", fail)
+    samplings = [
+        SamplingSpec(temperature=0, structured_outputs={"regex": regex}) for regex in ("a{3}", "never", "b{3}")
+    ]
+    given = [Request(row, 0, reference.prompts[row], each, 9, None) for row, each in enumerate(samplings)]
+    completions = run(engine, given)
+    assert [completion.finish_reason for completion in completions] == ["stop", "error", "stop"]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=samplings[0])
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer)).read(completions)
+    assert [answer.text for answer in answers] == ["aaa", None, "bbb"]
+    assert answers[1].error == RowError(
+        "refused", "vLLM ended the request: it could not compile the structure; the replica's log says why"
+    )
 
 
 def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -> None:
@@ -468,6 +500,36 @@ def test_finish_reasons_are_those_of_vllm() -> None:
         assert adapter._is_whole(output) is (str(reason) in ("stop", "length", "repetition"))
     with pytest.raises(BatchinfError, match="unknown reason, 'bored'"):
         adapter._is_whole(types.SimpleNamespace(outputs=[types.SimpleNamespace(finish_reason="bored")]))
+
+
+@pytest.mark.parametrize("place", ["core", "output"])
+@pytest.mark.parametrize(("error", "words"), [
+    (types.SimpleNamespace(code="x", message="the grammar is\nlost", retryable=False), ": the grammar is lost"),
+    ("the grammar is lost", ": the grammar is lost"),
+    (None, " and says no more of them"),
+])  # fmt: skip
+def test_vllm_s_words_of_a_request_that_ends_with_error_are_told(place: str, error: Any, words: str) -> None:
+    """0.33 has them in the outputs of its core, and 0.32 in its own outputs."""
+    ended = types.SimpleNamespace(request_id="0-0", outputs=[types.SimpleNamespace(finish_reason="error")])
+    core = types.SimpleNamespace(request_id="0-0", error=error if place == "core" else None)
+    if place == "output":
+        ended.error = error
+    unfinished = [True, False]
+    processor = types.SimpleNamespace(process_outputs=lambda outputs: [ended])
+    vllms = types.SimpleNamespace(
+        output_processor=processor,
+        has_unfinished_requests=lambda: unfinished.pop(0),
+        step=lambda: processor.process_outputs([core]),
+        engine_core=types.SimpleNamespace(),
+    )
+    engine: Any = object.__new__(adapter.VllmEngine)
+    engine._engine, engine._death, engine._request_error = vllms, None, ""
+    engine._live = {"0-0": Request(0, 0, [5], SamplingSpec(), 9, None)}
+    engine._hear_errors()
+    assert engine.step() == []
+    with pytest.raises(EngineDeadError) as caught:
+        engine.step()
+    assert str(caught.value) == f"vLLM's engine died in a step: RuntimeError: it cut 1 request short{words}"
 
 
 @pytest.mark.parametrize(

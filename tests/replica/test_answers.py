@@ -1,9 +1,9 @@
 """What is made of a completion's text: structures that were missed, reasoning split off by vLLM's own parsers."""
 
 import dataclasses
+import functools
 import json
 import re
-import time
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -12,7 +12,7 @@ import pytest
 from conftest import MODEL
 from transformers import PreTrainedTokenizerFast
 
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import RowError, SpecError
 from batchinf.engines.installed import (
     StructuresCheck,
     check_structures,
@@ -28,7 +28,7 @@ from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.generate.task import Generate
 
-SCHEMA = {"type": "object"}
+SCHEMA: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,62 @@ def test_a_choice_is_one_of_them_however_it_ended(tokenizer: Any) -> None:
     assert found.error is not None
     assert found.error.error_type == "invalid_choice"
     assert cut_off(found) == "the text is none of the choices (finish_reason length: cut off): got 'posit'"
+    error = RowError("structure_violated", "the text is none of the choices (finish_reason stop): got 'posit'")
+    assert answer(spec, tokenizer, "posit", "stop") == Answer("posit", None, error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "words"),
+    [
+        ({"if": {"properties": {"mood": {"const": "bad"}}}, "then": {"required": ["why"]}}, '{"mood": "bad"}',
+         "at $: 'why' is a required property"),
+        ({"properties": {"a": {"items": {"minimum": 5}}}}, '{"a": [6, 2.5]}',
+         "at $.a[1]: 2.5 is less than the minimum of 5"),
+        ({"type": "object"}, "[]", "at $: [] is not of type 'object'"),
+        ({"enum": ["x" * 300]}, '"y"', f"at $: breaks enum: ['{'x' * 58}…"),
+        (False, "1", "at $: nothing is allowed here"),
+        ({"pattern": r"^\d$"}, '"٣"', r"at $: '٣' does not match '^\\d$'"),
+        ({"multipleOf": 0.01}, "0.075", "at $: 0.075 is not a multiple of 0.01"),
+    ],
+)  # fmt: skip
+def test_a_finished_text_that_breaks_its_schema_is_an_error_at_its_place(
+    schema: Any, text: str, words: str, tokenizer: Any
+) -> None:
+    spec = make_spec({"json": json.dumps(schema)})
+    for reason, stop in (("stop", None), ("stop", "END"), ("repetition", None)):
+        found = answer(spec, tokenizer, text, reason, stop)
+        assert found.text == text
+        assert found.error is not None and found.error.error_type == "structure_violated"
+        ended = f" (finish_reason {reason}{f', stop_reason {stop}' if stop else ''})"
+        assert found.error.error_message == f"the text breaks the schema{ended}: {words}"
+    assert answer(spec, tokenizer, text, "length") == Answer(text)  # it was cut off, which its finish_reason says
+
+
+def test_numbers_of_a_text_are_exact_however_long(tokenizer: Any) -> None:
+    for schema, text in (
+        ({"multipleOf": 0.01}, "0.07"),
+        ({"const": 0.1}, "1e-1"),
+        ({"type": "integer"}, "1" * 5000),
+        ({"type": "integer"}, "2.0"),
+        ({"maximum": 1e300}, "1e299"),
+    ):
+        assert answer(make_spec({"json": schema}), tokenizer, text, "stop") == Answer(text)
+    found = answer(make_spec({"json": SCHEMA}), tokenizer, "1e99999999", "stop")
+    assert found.error is not None
+    assert found.error.error_message.endswith("the number 1e99999999 has too many digits")
+
+
+def test_a_text_that_recurses_deeply_costs_one_row(tokenizer: Any) -> None:
+    schema = {"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"type": "null"}]}
+    text = "[" * 900 + "]" * 900
+    found = answer(make_spec({"json": schema}), tokenizer, text, "stop")
+    assert found.error is not None and found.error.error_type == "structure_violated"
+    assert found.error.error_message.endswith("nested too deeply to be checked")
 
 
 def test_rows_may_have_structures_of_their_own(tokenizer: Any) -> None:
     rows = RowSampling(SamplingSpec(temperature=0.0, max_tokens=9))
-    structures = ({"json": {"type": "object"}}, None, {"choice": ["a", "b"]})
+    structures = ({"json": SCHEMA}, None, {"choice": ["a", "b"]})
     given = [rows.with_values({"structured_outputs": structure}) for structure in structures]
     assert all(isinstance(sampling, SamplingSpec) for sampling in given)
     answers = Answers(make_spec(), tokenizer, Detokenizer(tokenizer))
@@ -143,6 +194,7 @@ def test_without_a_grammar_at_hand_what_was_cut_is_not_whole(tokenizer: Any) -> 
     assert cut_off(found) == "the text does not match the regex (finish_reason length: cut off)"
 
 
+@pytest.mark.parametrize("backend", ["guidance", "xgrammar", "auto", "outlines"])
 @pytest.mark.parametrize(
     ("structure", "whole", "cut"),
     [
@@ -152,35 +204,22 @@ def test_without_a_grammar_at_hand_what_was_cut_is_not_whole(tokenizer: Any) -> 
         ({"grammar": "start: /a+/ b?\nb: \"b\""}, ["a", "aab"], ["", "ba"]),
     ],
 )  # fmt: skip
-def test_what_was_cut_is_held_against_the_grammar(
-    structure: dict[str, Any], whole: list[str], cut: list[str], tokenizer: Any
+def test_a_text_is_held_against_the_backend_s_own_grammar(
+    structure: dict[str, Any], whole: list[str], cut: list[str], backend: str, tokenizer: Any
 ) -> None:
     pytest.importorskip("vllm")
     from batchinf.engines.vllm.structures import matcher
 
     spec = make_spec(structure)
+    of = functools.partial(matcher, backend=backend)
     for text in whole:
-        assert answer(spec, tokenizer, text, matcher=matcher) == Answer(text)
+        assert answer(spec, tokenizer, text, matcher=of) == Answer(text)
     for text in cut:
-        for reason, stop in (("length", None), ("stop", "END"), ("stop", 5)):
+        for reason, stop in (("length", None), ("stop", None), ("stop", "END"), ("stop", 5)):
             if text or reason == "length":
-                found = answer(spec, tokenizer, text if stop != 5 else f"{text}x", reason, stop, matcher=matcher)
+                found = answer(spec, tokenizer, text if stop != 5 else f"{text}x", reason, stop, matcher=of)
                 assert found.error is not None
-                assert found.error.error_type == "invalid_structure"
-
-
-def test_parsing_is_cheap() -> None:
-    from batchinf.replica.text import _judge
-
-    judge = _judge({"json": "{}"}, None)
-    text = json.dumps({f"field {index}": [index, "some words of a value"] for index in range(50)})
-    request = Request(0, 0, [1], SamplingSpec(), 9, None)
-    completion = Completion(request, np.zeros(1, np.int32), "stop")
-    assert judge is not None
-    started = time.perf_counter()
-    assert all(judge(text, completion) is None for _ in range(200))
-    # 11 µs for 2 KB when this was written. No time is asserted: the figure is for whoever looks.
-    print(f"{(time.perf_counter() - started) / 200 * 1e6:.0f} µs for {len(text):,} characters")
+                assert found.error.error_type == ("invalid_structure" if reason == "length" else "structure_violated")
 
 
 # -- reasoning -------------------------------------------------------------------------------------------------------
@@ -247,8 +286,63 @@ def test_a_structure_is_looked_for_after_the_thinking(tokenizer: Any) -> None:
     assert cut_off(found) == "no text came after the reasoning (finish_reason length: cut off)"
 
 
+class HarmonyTokenizer:
+    """The tokenizer of gpt-oss, made of the encoding that its parser uses."""
+
+    def __init__(self) -> None:
+        harmony = pytest.importorskip("openai_harmony")
+        try:
+            self._encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+        except harmony.HarmonyError:  # it is downloaded where it is not at hand
+            pytest.skip("no encoding of gpt-oss")
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return {"input_ids": self._encoding.encode(text, allowed_special="all")}
+
+    def get_vocab(self) -> dict[str, int]:
+        marks = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>")
+        return {mark: self(mark)["input_ids"][0] for mark in marks}
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._encoding.decode(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+         ("So.", "Yes.")),
+        ("<|channel|>final<|message|>Yes.<|return|>", (None, "Yes.")),
+        ("<|channel|>analysis<|message|>So it goes", ("So it goes", None)),
+        ('{"a": 1}', (None, '{"a": 1}')),  # with a structure, the engine forbids the marks
+    ],
+)  # fmt: skip
+def test_the_text_of_gpt_oss_is_split_by_vllm_s_whole_parser(text: str, split: tuple[str | None, str | None]) -> None:
+    tokens = HarmonyTokenizer()
+    token_ids = tokens(text)["input_ids"]
+    splits = split_by("openai_gptoss", tokens)
+    for _ in range(2):
+        assert splits(tokens.decode(token_ids), [], token_ids) == split
+
+
+@pytest.mark.parametrize(
+    ("parser", "words"),
+    [
+        ("openai_gptoss", "it splits the trial text <|channel|>analysis<|message|>a<|end|>"),
+        ("qwen3", "the tokenizer has no token </think>, with which the reasoning ends"),
+        ("deepseek_v4", "the tokenizer has no token </think>, with which the reasoning ends"),
+        ("deepseek_r1", "could not locate think start/end tokens in the tokenizer!"),
+    ],
+)
+def test_a_parser_without_its_marks_is_refused(parser: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        split_by(parser, PreTrainedTokenizerFast.from_pretrained(MODEL))
+    assert f"model.reasoning_parser: '{parser}' does not go with this model's tokenizer: " in str(caught.value)
+    assert words in str(caught.value)
+
+
 def test_a_parser_that_fails_costs_one_row(tokenizer: Any) -> None:
-    def split(text: str, prompt_token_ids: Any) -> tuple[str | None, str | None]:
+    def split(text: str, prompt_token_ids: Any, token_ids: Any) -> tuple[str | None, str | None]:
         raise KeyError(text)
 
     found = answer(make_spec(parser="x"), tokenizer, "Yes.", split=split)
@@ -318,12 +412,12 @@ def test_an_unknown_parser_is_one_line() -> None:
 
 def test_what_vllm_would_refuse_is_a_line_each() -> None:
     pytest.importorskip("vllm")
-    structure = {"json": {"type": "object", "properties": {"a": {"type": "strin"}}}}
-    first, second = refusal(make_spec(structure, parser="deepseek_r1")).splitlines()
+    first, second = refusal(make_spec({"regex": "(?=a)b"}, parser="deepseek_r1")).splitlines()
     assert first.startswith(
-        "job.yaml: sampling.structured_outputs.json: cannot be compiled: xgrammar: Failed to transform json schema "
-        'into a grammar: Unsupported type "strin"; guidance: '
+        "job.yaml: sampling.structured_outputs.regex: cannot be compiled: xgrammar: Failed to transform regex into a "
+        "grammar: Regex parsing error"
     )
+    assert "; guidance: " in first
     assert second == (
         "job.yaml: model.reasoning_parser: 'deepseek_r1' does not go with this model's tokenizer: "
         "DeepSeekR1ReasoningParser reasoning parser could not locate think start/end tokens in the tokenizer!"
@@ -332,7 +426,12 @@ def test_what_vllm_would_refuse_is_a_line_each() -> None:
 
 @pytest.mark.parametrize(
     ("choices", "config", "is_sure"),
-    [(["a", '"b"'], {}, True), (["a\nb"], {}, False), (["a"], {"backend": "guidance"}, False)],
+    [
+        (["a", '"b"'], {}, True),
+        (["a\nb"], {}, False),
+        (["a"], {"backend": "guidance"}, True),
+        (["a"], {"backend": "outlines"}, False),
+    ],
 )
 def test_choices_need_no_import_of_vllm(choices: list[str], config: dict[str, str], is_sure: bool) -> None:
     pytest.importorskip("vllm")
@@ -351,7 +450,7 @@ def test_choices_need_no_import_of_vllm(choices: list[str], config: dict[str, st
         ({"regex": "(?<=a)b"}, "xgrammar", "Lookbehind is not supported"),
         ({"grammar": 'root ::= "a" foo'}, "auto", 'Rule "foo" is not defined'),
         ({"json": '{"type": "array", "uniqueItems": true}'}, "xgrammar", "features not supported by xgrammar"),
-        ({"json": '{"type": "objekt"}'}, "guidance", "guidance: Grammar error: Invalid type: objekt"),
+        ({"json": '{"type": "objekt"}'}, "guidance", "guidance: Invalid type: objekt"),
         ({"json": "{}"}, "guidanc", "no such backend; must be auto, xgrammar, guidance, outlines, lm-format-enforcer"),
     ],
 )  # fmt: skip

@@ -28,6 +28,7 @@ from batchinf.tasks.base import Task
 # Adapters in one batch, if the spec does not say: each takes memory on the device.
 _MOST_IN_A_BATCH = 8
 _MOST_IN_MEMORY = 64
+GUIDANCE = "guidance"
 
 
 def lora_arguments(adapters: tuple[Adapter, ...], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,13 +200,31 @@ def positions_of(request: Request) -> dict[str, Any] | None:
     return {POSITIONS: chosen} if chosen else None
 
 
+def structures_backend(engine: Mapping[str, Any]) -> str:
+    """The backend of structured outputs that the engine arguments name. `auto`: vLLM's choice."""
+    config = engine.get("structured_outputs_config")
+    return str((config if isinstance(config, dict) else {}).get("backend", "auto"))
+
+
+def for_backend(structure: dict[str, Any], backend: str) -> dict[str, Any]:
+    """The structure as this backend gets it. Raises ValueError if guidance cannot take it."""
+    if backend != GUIDANCE or "json" not in structure:
+        return structure
+    from batchinf.engines.vllm.guidance import relaxed
+
+    return {"json": relaxed(structure["json"])[0]}
+
+
 def sampling_params(
-    sampling: SamplingSpec, keeps_special_tokens: bool = False, extra: dict[str, Any] | None = None
+    sampling: SamplingSpec,
+    keeps_special_tokens: bool = False,
+    extra: dict[str, Any] | None = None,
+    backend: str = "auto",
 ) -> Any:
     """SamplingParams without `max_tokens` and `seed`. vLLM decodes text only if it must look for stop strings.
 
     keeps_special_tokens: overrides the job and keeps them in the text, because they may mark the end of the thinking.
-    extra: see `extra_of`.
+    extra: see `extra_of`. backend: of structured outputs. Raises ValueError for a structure that it cannot take.
     """
     given = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
     if keeps_special_tokens:
@@ -213,7 +232,7 @@ def sampling_params(
     if sampling.structured_outputs is not None:
         with importing("sampling.structured_outputs"):
             from vllm.sampling_params import StructuredOutputsParams
-        given["structured_outputs"] = StructuredOutputsParams(**sampling.structured_outputs)
+        given["structured_outputs"] = StructuredOutputsParams(**for_backend(sampling.structured_outputs, backend))
     return SamplingParams(
         **given | (extra or {}),
         stop=list(sampling.stop_strings),

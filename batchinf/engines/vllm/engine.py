@@ -30,7 +30,7 @@ from vllm.usage.usage_lib import UsageContext
 from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
-from batchinf.base.text import one_line
+from batchinf.base.text import counted, one_line
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
     TEMPLATE_OF,
@@ -43,6 +43,7 @@ from batchinf.engines.vllm.arguments import (
     positions_of,
     sampling_params,
     scored_ks,
+    structures_backend,
     wants_late_mask,
 )
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
@@ -149,6 +150,8 @@ class VllmEngine:
             join_results(self._engine)
         self._lacks_raw = wants_late_mask(task) and not install_late_mask(self._engine)
         self._stats.replace_others(self._engine)
+        self._request_error = ""  # vLLM's words of the latest request that ended with `error`
+        self._hear_errors()
         client = self._engine.engine_core
         self._watchdog = _Watchdog(client) if all(hasattr(client, name) for name in _Watchdog.NEEDS) else None
         self._live: dict[str, Request] = {}
@@ -157,9 +160,26 @@ class VllmEngine:
         self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
         self._templates: dict[Any, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
+        self._backend = structures_backend(arguments)
         self._adapters = lora_requests(adapters)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
+
+    def _hear_errors(self) -> None:
+        """Keep vLLM's words of a request's own error: 0.33 has them in the core's output and drops them offline."""
+        processor = self._engine.output_processor
+        process = processor.process_outputs
+
+        def process_outputs(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
+            self._note_errors(outputs)
+            return process(outputs, *arguments, **named)
+
+        processor.process_outputs = process_outputs
+
+    def _note_errors(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            if (error := getattr(output, "error", None)) is not None:
+                self._request_error = one_line(str(getattr(error, "message", error)), 400)
 
     def _started(self) -> None:
         """For subclasses: called when vLLM is up and `info` is set."""
@@ -201,9 +221,11 @@ class VllmEngine:
         faults.point("engine.step")
         with self._alive("in a step"):
             if not self._engine.has_unfinished_requests():
-                raise RuntimeError(f"it cut {len(self._live)} requests short and says no more of them")
+                said = f": {self._request_error}" if self._request_error else " and says no more of them"
+                raise RuntimeError(f"it cut {counted(len(self._live), 'request')} short{said}")
             outputs = self._engine.step()
-        return [self._checked(output) for output in outputs if self._came_whole(output)]
+        self._note_errors(outputs)
+        return [self._checked(output) for output in outputs if self._came_whole(output) or self._cannot_run(output)]
 
     def begun(self) -> list[Request]:
         """See `Engine.begun`. It checks only the oldest: prompts run about in the order of arrival."""
@@ -262,7 +284,9 @@ class VllmEngine:
                 if self._lacks_raw and (sampling.logprobs is not None or extra):
                     raise RequestRefused(RowError("invalid_sampling", _NO_RAW))
             try:
-                found = self._templates[key] = sampling_params(sampling, self._keeps_special_tokens, extra)
+                found = self._templates[key] = sampling_params(
+                    sampling, self._keeps_special_tokens, extra, self._backend
+                )
             except _REFUSALS as error:
                 raise RequestRefused(RowError("invalid_sampling", str(error))) from error
         return found
@@ -342,6 +366,17 @@ class VllmEngine:
 
     def _came_whole(self, output: Any) -> bool:
         return _is_whole(output)
+
+    def _cannot_run(self, output: Any) -> bool:
+        """Whether a request ended with `error` because vLLM cannot compile its structure: it would do so again."""
+        request, answer = self._live.get(output.request_id), getattr(output, "outputs", [None])[0]
+        if request is None or request.sampling.structured_outputs is None or answer is None:
+            return False
+        if answer.finish_reason != "error" or len(answer.token_ids):
+            return False
+        answer.stop_reason = self._request_error or "it could not compile the structure; the replica's log says why"
+        self._request_error = ""
+        return True
 
 
 def _is_whole(output: Any) -> bool:

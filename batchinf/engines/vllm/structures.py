@@ -17,6 +17,9 @@ import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, f
 from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing
+from batchinf.engines.vllm import guidance
+from batchinf.engines.vllm.arguments import GUIDANCE, for_backend, structures_backend
+from batchinf.engines.vllm.guidance import relaxed
 from batchinf.engines.vllm.names import optional
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.job import JobSpec
@@ -56,6 +59,7 @@ def _compile(structure: dict[str, Any], backend: str) -> None:
     if backend not in _COMPILE:
         raise ValueError(f"no such backend; must be auto, {', '.join(_COMPILE)}")
     module = _BACKENDS + backend.replace("-", "_")
+    structure = for_backend(structure, backend)
     if (validate := optional(module, _COMPILE[backend], "structures are first compiled by the engine")) is not None:
         with importing("sampling.structured_outputs"):
             from vllm.sampling_params import StructuredOutputsParams
@@ -76,12 +80,16 @@ def _words(error: Exception) -> str:
     return one_line(text, _MOST_CHARS)
 
 
-def matcher(structure: dict[str, Any]) -> Callable[[str], bool] | None:
-    """A function that says whether a text matches a regex or grammar completely; None if xgrammar cannot compile it.
+def matcher(structure: dict[str, Any], backend: str) -> Callable[[str], bool] | None:
+    """A function that says whether a text matches a regex or grammar completely; None if it cannot be compiled.
 
-    It takes about 4 µs for a short text. Python's `re` has another dialect, and may run forever on a truncated text.
+    It is the backend's own: Python's `re` has another dialect. outlines and lm-format-enforcer have none, but their
+    regexes are those of guidance. A call takes 4 to 70 µs for a short text.
     """
+    [(kind, text)] = structure.items()
     try:
+        if backend not in ("auto", "xgrammar"):
+            return guidance.matcher(kind, text)
         import xgrammar
 
         compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([]), cache_enabled=False)
@@ -149,15 +157,22 @@ def tell_parser(engine: Any, template_kwargs: dict[str, Any]) -> None:
     processor.process_inputs = made  # type: ignore[union-attr]
 
 
-def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[str]], str]:
-    """Why vLLM would refuse the spec, as [field, message] each; and the backend that compiled the structure."""
-    found, backend = [], ""
+def left_out(structure: dict[str, Any], backend: str) -> tuple[str, ...]:
+    """The keywords of a schema that the backend does not enforce, as far as it says so."""
+    return relaxed(structure["json"])[1] if backend == GUIDANCE and "json" in structure else ()
+
+
+def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[str]], str, tuple[str, ...]]:
+    """Why vLLM would refuse the spec, as [field, message] each; the backend of the structure; what it leaves out."""
+    found: list[list[str]] = []
+    backend = ""
+    keywords: tuple[str, ...] = ()
     structure = spec.sampling.structured_outputs
     if structure is not None:
         [kind] = structure
-        config = spec.engine.get("structured_outputs_config") or {}
         try:
-            backend = compiled_by(structure, config.get("backend", "auto"))
+            backend = compiled_by(structure, structures_backend(spec.engine))
+            keywords = left_out(structure, backend)
         except ValueError as error:
             found.append([f"sampling.structured_outputs.{kind}", f"cannot be compiled: {error}"])
     if spec.model.reasoning_parser is not None:
@@ -166,20 +181,23 @@ def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[st
         except BatchinfError as error:
             field, _, message = str(error).partition(": ")
             found.append([field, message])
-    return found, backend
+    return found, backend, keywords
 
 
 def main() -> None:
     """Read from standard input, write the answer as the last line of standard output."""
     asked = json.load(sys.stdin)
-    found, backend = structure_problems(JobSpec.model_validate_json(asked["spec"]), asked["tokenizer"])
-    print("\n" + json.dumps({"problems": found, "backend": backend}))
+    found, backend, keywords = structure_problems(JobSpec.model_validate_json(asked["spec"]), asked["tokenizer"])
+    print("\n" + json.dumps({"problems": found, "backend": backend, "left_out": keywords}))
 
 
 _FIELD = "model.reasoning_parser"
 # Tokens at a prompt's end that may hold the end of the thinking. A chat template closes it in the prompt with
 # `enable_thinking: false`.
 _TAIL_TOKENS = 32
+_GPT_OSS = "openai_gptoss"
+_HARMONY_MARK = "<|message|>"
+_HARMONY_TRIAL = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
 
 
 class Reasoner:
@@ -201,16 +219,56 @@ class Reasoner:
         try:
             parser = ReasoningParserManager.get_reasoning_parser(name)
             self._parser = parser(tokenizer, chat_template_kwargs=kwargs)
+            self._whole = _harmony(parser, tokenizer) if name == _GPT_OSS else None
+            self._mark = tokenizer.get_vocab().get(_HARMONY_MARK)
+            self._try(tokenizer)
         except Exception as error:
             reason = error_message(error)
             raise SpecError(f"{_FIELD}: '{name}' does not go with this model's tokenizer: {reason}") from error
 
-    def split(self, text: str, prompt_token_ids: Sequence[int]) -> tuple[str | None, str | None]:
-        """The reasoning and the answer. The answer is None if the text ended inside the reasoning."""
+    def _try(self, tokenizer: Any) -> None:
+        """Split a trial text. Raises what the parser raises, and ValueError for a tokenizer without its marks."""
+        start, end = (getattr(self._parser, f"reasoning_{place}_str", None) or "" for place in ("start", "end"))
+        # Parsers of vLLM's parser engine look for the mark's token, and do not say that there is none.
+        if end and not getattr(self._parser, "reasoning_end_token_ids", True) and end not in tokenizer.get_vocab():
+            raise ValueError(f"the tokenizer has no token {end}, with which the reasoning ends")
+        trial = f"{start}a{end}b" if self._whole is None else _HARMONY_TRIAL
+        token_ids = tokenizer(trial, add_special_tokens=False)["input_ids"]
+        found = self.split(trial, [], token_ids)
+        if self._whole is not None and found != ("a", "b"):
+            raise ValueError(f"it splits the trial text {trial} into {found}; it needs the tokens of gpt-oss")
+
+    def split(
+        self, text: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[str | None, str | None]:
+        """The reasoning and the answer. The answer is None if the text ended inside the reasoning.
+
+        token_ids: of the output.
+        """
+        if self._whole is not None:
+            # With a structure, the engine lets the model write no marks, and all of the text is the answer.
+            return self._whole(token_ids) if self._mark in token_ids else (None, text)
         reasoning, answer = self._parser.extract_reasoning(text, self._request)
         if answer is None and text and self._parser.is_reasoning_end(list(prompt_token_ids[-_TAIL_TOKENS:])):
             return None, text
         return reasoning, answer
+
+
+def _harmony(parser: Any, tokenizer: Any) -> Callable[[Sequence[int]], tuple[str | None, str | None]]:
+    """vLLM's whole parser for the tokens of gpt-oss, whose reasoning parser only finds where the structure begins."""
+    with importing(_FIELD):
+        from vllm.parser.harmony import HarmonyParser
+
+    class Harmony(HarmonyParser):
+        reasoning_parser_cls = parser
+
+    made = Harmony(tokenizer)
+
+    def split(token_ids: Sequence[int]) -> tuple[str | None, str | None]:
+        reasoning, answer, _ = made.parse("", _request({}), model_output_token_ids=token_ids)
+        return reasoning, answer
+
+    return split
 
 
 def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:
