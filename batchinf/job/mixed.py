@@ -1,0 +1,76 @@
+"""Columns whose values have several types: warnings, and ids that are the same as text. `open` and `start` use it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from batchinf.base.errors import InputError
+from batchinf.schedule.predicate import Predicate, PredicateError
+from batchinf.source.rows import Source
+from batchinf.source.types import is_json_column, odd_value
+from batchinf.spec.job import JobSpec
+
+_READ_ROWS = 4096
+# The first characters of JSON texts that are no JSON strings: only such a text can equal another value's JSON text.
+_OF_VALUES = frozenset("-0123456789[{tfNI")
+
+
+def mixed_type_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
+    """A line for each column of several types that the job stores or chooses rows by."""
+    for name in _used(spec, source.schema):
+        field = source.schema.field(name)
+        if is_json_column(field):
+            yield (
+                f"warning: the column '{name}' holds values of several types ({odd_value(field)}): texts stay as they "
+                "are, and any other value becomes its JSON text"
+            )
+
+
+def _used(spec: JobSpec, schema: pa.Schema) -> list[str]:
+    names = [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
+    if spec.input.where is not None:
+        with contextlib.suppress(PredicateError):  # raised where rows are chosen
+            names += Predicate(spec.input.where, schema, "input").columns
+    return [name for name in dict.fromkeys(names) if name in schema.names]
+
+
+def refuse_equal_ids(column: str, source: Source) -> None:
+    """Raise InputError if the id of one row is a text, and that of another row a value with this text."""
+    if not is_json_column(source.schema.field(column)):
+        return
+    texts, values = [_no_hashes()], [_no_hashes()]
+    for start in range(0, source.num_rows, _READ_ROWS):
+        rows = source.read(start, min(start + _READ_ROWS, source.num_rows), [column])
+        ids = [row.values.get(column) for row in rows]
+        texts.append(_hashes([id for id in ids if isinstance(id, str) and id[:1] in _OF_VALUES]))
+        values.append(_hashes([_text(id) for id in ids if id is not None and not isinstance(id, str)]))
+    equal = set(np.intersect1d(np.concatenate(texts), np.concatenate(values)).tolist())
+    for row in range(source.num_rows) if equal else ():
+        [found] = source.read(row, row + 1, [column])
+        id = found.values.get(column)
+        if id is not None and not isinstance(id, str) and _hash(_text(id)) in equal:
+            raise InputError(
+                f"input.id_column: row {row:,} has {_text(id)} in '{column}', and another row has the text "
+                f"{json.dumps(_text(id))}: stored as text, these ids would be equal; write all ids as texts"
+            )
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _no_hashes() -> npt.NDArray[np.uint64]:
+    return np.zeros(0, np.uint64)
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(errors="replace"))
+
+
+def _hashes(texts: Sequence[str]) -> npt.NDArray[np.uint64]:
+    return np.unique(np.array([_hash(text) for text in texts], np.uint64))
