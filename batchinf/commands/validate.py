@@ -29,8 +29,8 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
 from batchinf.job.choose import choose, chosen_by
+from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.mixed import mixed_type_warnings
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
 from batchinf.job.sample import sample_rows
@@ -246,7 +246,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             check_size(file, job, None if state is not None else num_rows)
             yield _task(job)
             yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
-            yield from (Remark("warning", text) for text in mixed_type_warnings(job.spec, job.source))
+            yield from (Remark("warning", text) for text in column_warnings(job.task, job.source))
             yield from (Remark("warning", text) for text in repeated_id_warning(job.spec, job.source))
             yield from (Remark("structure", text) for text in check_structures(file, job.model.tokenizer))
             order = None if chosen is None else chosen.order(Folder(scratch))

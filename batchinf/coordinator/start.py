@@ -34,8 +34,8 @@ from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
+from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.mixed import mixed_type_warnings
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, placing, prepare_job
 from batchinf.manifest.lines import BEGINNING, CHOSEN, EXPECTED_SPEED
@@ -207,7 +207,7 @@ def start(
         else:
             fleet.give_work(work_of(job, state, None))  # the replicas open the input during the next look at it
             warnings = (job.task.prompt_warnings(job.model, job.source), first_row_warnings(job.spec, job.source))
-            for line in (*mixed_type_warnings(job.spec, job.source), *itertools.chain(*warnings)):
+            for line in (*column_warnings(job.task, job.source), *itertools.chain(*warnings)):
                 display.say(line)
             _note_expected(job, state, launcher, manifest, display)
         yield StartedJob(job, state, manifest, launcher, fleet, request)

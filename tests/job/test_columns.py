@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from inputs import open_jsonl
 from test_choose import chosen_of, spec_over
@@ -14,7 +15,8 @@ from transformers import AutoTokenizer
 
 import jobs
 from batchinf.base.errors import InputError
-from batchinf.job.mixed import mixed_type_warnings, refuse_equal_ids
+from batchinf.job.columns import column_warnings, refuse_equal_ids
+from batchinf.job.open import open_job
 from batchinf.spec.file import read_spec
 from batchinf.tasks.registry import task_of
 
@@ -130,11 +132,98 @@ def test_files_of_different_types_are_named(tmp_path: pathlib.Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name, "prompt": "p", "x": value}))
     spec = jobs.spec_of(tmp_path, input={"path": str(tmp_path / "*.jsonl")}, output={"keep_columns": ["x"]})
     file = read_spec(spec)
-    from batchinf.job.open import open_job
-
     job = open_job(file, tmp_path / "cache")
-    [line] = mixed_type_warnings(job.spec, job.source)
+    [line] = column_warnings(job.task, job.source)
     assert "'x' holds values of several types (a number in c.jsonl, but a text in a.jsonl)" in line
     assert job.source.read_columns(0, 3, ["x"])["x"].to_pylist() == ["x", None, "7"]
     assert np.array_equal(pa.array(chosen_of(spec, "input.where=x <> 'x'")), [2])
     job.source.close()
+
+
+MESSAGES = [{"role": "user", "content": "Rain?"}]
+TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}
+OTHER = {"type": "function", "function": {"name": "sun", "description": "Sun."}}
+PRINTS_TOOLS = "{% if tools %}TOOLS={{ tools | tojson }} {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def prompts_of(folder: pathlib.Path, rows: list[dict[str, Any]], **input: Any) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    given = {"messages_column": "messages", "chat_template": PRINTS_TOOLS, "id_column": None, **input}
+    job = open_job(read_spec(spec_over(folder, rows, input=given, output={"include_prompt": True, "keep_columns": []})), folder / "cache")
+    tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
+    builder = job.task.prompt_builder(tokenizer, None)
+    read = job.source.read(0, job.source.num_rows, builder.columns)
+    job.source.close()
+    return builder.build(read, 512)
+
+
+def test_tools_beside_messages_are_those_of_the_chat_template(tmp_path: pathlib.Path) -> None:
+    """As vLLM's `LLM.chat(tools=...)` gives them; a list, its JSON text, or none."""
+    listed = [{"messages": MESSAGES, "tools": tools} for tools in ([TOOL], [TOOL, OTHER], [], None, json.dumps([TOOL]))]
+    rows = [*listed, {"messages": MESSAGES}, {"messages": MESSAGES, "tools": ""}]
+    texts = [prompt.text for prompt in prompts_of(tmp_path / "a", rows)]
+    tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
+    expected = [
+        tokenizer.apply_chat_template(MESSAGES, tools=tools, chat_template=PRINTS_TOOLS, tokenize=False)
+        for tools in ([TOOL], [TOOL, OTHER], None, None, [TOOL], None, None)
+    ]
+    assert texts == expected
+    assert texts[0].startswith('TOOLS=[{"type": "function"')
+    named = [{"messages": MESSAGES, "mine": [TOOL]}]
+    assert prompts_of(tmp_path / "b", named, tools_column="mine")[0].text == texts[0]
+    assert prompts_of(tmp_path / "b", named)[0].text == "Rain?"
+    # Arrow fills each mapping with the keys of all others.
+    bare = {"type": "function", "function": {"name": "fog"}}
+    pq.write_table(pa.Table.from_pylist([{"messages": MESSAGES, "tools": [OTHER, bare]}]), tmp_path / "rows.parquet")
+    [prompt] = prompts_of(tmp_path / "c", [], path=str(tmp_path / "rows.parquet"))
+    options = {"chat_template": PRINTS_TOOLS, "tokenize": False}
+    assert prompt.text == tokenizer.apply_chat_template(MESSAGES, tools=[OTHER, bare], **options)
+
+
+@pytest.mark.parametrize("tools", ["rain", '{"a": 1}', ["rain"], {"name": "rain"}, 7, [None]])
+def test_other_values_are_no_tools(tools: Any, tmp_path: pathlib.Path) -> None:
+    [prompt] = prompts_of(tmp_path, [{"messages": MESSAGES, "tools": tools}])
+    assert prompt.error is not None and prompt.error.error_type == "invalid_tools"
+
+
+def test_tools_that_the_template_would_ignore_are_an_error(tmp_path: pathlib.Path) -> None:
+    rows = [{"messages": MESSAGES, "tools": tools} for tools in ([TOOL], [])]
+    without = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    ignored, none = prompts_of(tmp_path, rows, chat_template=without)
+    assert ignored.error is not None and "has no variable `tools`" in ignored.error.error_message
+    assert none.text == "Rain?"
+
+
+def test_a_job_keeps_its_tools_when_it_is_resumed(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": i, "messages": MESSAGES, "tools": [TOOL]} for i in range(3)]
+    input = {"messages_column": "messages", "chat_template": PRINTS_TOOLS}
+    spec = spec_over(tmp_path, rows, input=input, output={"include_prompt": True, "keep_columns": []})
+    jobs.finish(spec)
+    assert jobs.rows_of(tmp_path / "out")[0]["prompt"].startswith("TOOLS=")
+    with (tmp_path / "input.jsonl").open("a") as file:
+        file.write(json.dumps({"id": 3, "messages": MESSAGES, "tools": [OTHER]}) + "\n")
+    jobs.finish(spec, "--extend")
+    assert [row["prompt"].startswith("TOOLS=") for row in jobs.rows_of(tmp_path / "out")] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("columns", "input", "named"),
+    [
+        (["messages", "functions", "images"], {"messages_column": "messages"}, "functions, images"),
+        (["messages", "system", "temperature"], {"messages_column": "messages"}, "system, temperature"),
+        (["prompt", "chosen", "rejected"], {}, "chosen, rejected"),
+        (["instruction", "input", "output"], {"prompt_column": "instruction"}, "input"),
+        (["instruction", "input"], {"prompt_template": "{{ instruction }} {{ input }}"}, None),
+        (["prompt", "tools"], {}, "tools"),
+        (["prompt", "input", "output", "system"], {}, None),
+    ],
+)
+def test_known_columns_that_the_job_leaves_out_are_named(
+    columns: list[str], input: dict[str, Any], named: str | None, tmp_path: pathlib.Path
+) -> None:
+    values = {"messages": MESSAGES}
+    spec = spec_over(tmp_path, [{name: values.get(name, "x") for name in columns}], input={"id_column": None, **input})
+    job = open_job(read_spec(spec), tmp_path / "cache")
+    lines = list(column_warnings(job.task, job.source))
+    job.source.close()
+    assert [line.split(", which")[0] for line in lines] == ([] if named is None else [f"warning: the input has {named}"])

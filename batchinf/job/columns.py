@@ -1,4 +1,7 @@
-"""Columns whose values have several types: warnings, and ids that are the same as text. `open` and `start` use it."""
+"""Warnings about the input's columns: values of several types, and known columns that a job leaves out.
+
+Two ids that would be the same as text are refused. `start`, `open` and `validate` use it.
+"""
 
 import contextlib
 import json
@@ -10,18 +13,46 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
+from batchinf.base.text import list_names
+from batchinf.prompts.builder import named_columns
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.rows import Source
 from batchinf.source.types import is_json_column, odd_value
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import PER_ROW_FIELDS
+from batchinf.tasks.base import Task
 
 _READ_ROWS = 4096
 # The first characters of JSON texts that are no JSON strings: only such a text can equal another value's JSON text.
 _OF_VALUES = frozenset("-0123456789[{tfNI")
 
 
-def mixed_type_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
-    """A line for each column of several types that the job stores or chooses rows by."""
+# Columns of well-known datasets: of conversations, of preferences, of requests.
+_KNOWN = frozenset({
+    "tools", "functions", "documents", "images", "image", "videos", "video", "audios", "audio", "chosen", "rejected",
+    "chat_template_kwargs", "response_format", "tool_choice", *PER_ROW_FIELDS,
+})  # fmt: skip
+# A column of a prompt → those that belong to the prompt, too.
+_BESIDE = {
+    "instruction": {"input", "system", "history"}, "messages": {"system"}, "conversations": {"system"},
+}  # fmt: skip
+
+
+def column_warnings(task: Task, source: Source) -> Iterator[str]:
+    """A line for each column of several types that the job uses, and one for columns that it may leave out by mistake."""
+    yield from _mixed_type_warnings(task.spec, source)
+    used = {name for _, name in named_columns(task.spec, task.input_columns)}
+    known = _KNOWN.union(*(_BESIDE.get(name, ()) for name in used))
+    unused = [name for name in source.schema.names if name in known - used]
+    if unused and not task.spec.input.is_batch_file:
+        yield (
+            f"warning: the input has {list_names(unused)}, which nothing in the spec names, so the job does not use "
+            f"{'it' if len(unused) == 1 else 'them'}; input.messages or input.prompt_template can put a column into the "
+            "prompt, sampling.columns can take a setting from one, and output.keep_columns copies it"
+        )
+
+
+def _mixed_type_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
     for name in _used(spec, source.schema):
         field = source.schema.field(name)
         if is_json_column(field):
