@@ -4,20 +4,22 @@ Two ids that would be the same as text are refused. `start`, `open` and `validat
 """
 
 import contextlib
+import io
 import json
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
-from batchinf.base.errors import InputError
-from batchinf.base.text import list_names
+from batchinf.base.errors import InputError, SpecError
+from batchinf.base.text import list_names, one_line
 from batchinf.prompts.builder import named_columns
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.rows import Source
-from batchinf.source.types import is_json_column, odd_value
+from batchinf.source.types import extension_of, is_json_column, odd_value
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
 from batchinf.tasks.base import Task
@@ -68,6 +70,25 @@ def _used(spec: JobSpec, schema: pa.Schema) -> list[str]:
         with contextlib.suppress(PredicateError):  # raised where rows are chosen
             names += Predicate(spec.input.where, schema, "input").columns
     return [name for name in dict.fromkeys(names) if name in schema.names]
+
+
+def refuse_unstorable(spec: JobSpec, schema: pa.Schema) -> None:
+    """Raise SpecError for an id or a kept column whose type the output cannot have."""
+    ids = [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
+    for place, name in (*ids, *(("output.keep_columns", name) for name in spec.output.keep_columns)):
+        field = schema.field(name)
+        if (extension := extension_of(field)) is not None:
+            raise SpecError(
+                f"{place}: the column '{name}' has the extension type {extension}, which the output would lose; write "
+                f"it as {field.type}, or leave it out"
+            )
+        try:
+            pq.write_table(pa.schema([field]).empty_table(), io.BytesIO())
+        except (pa.ArrowException, OSError) as error:
+            raise SpecError(
+                f"{place}: the column '{name}' has the type {field.type}, which Parquet cannot hold "
+                f"({one_line(error, 200)}); write it as another type, or leave it out"
+            ) from error
 
 
 def refuse_equal_ids(column: str, source: Source) -> None:

@@ -19,7 +19,7 @@ from batchinf.base.errors import DriftError, InputError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
 from batchinf.base.text import size_text
-from batchinf.job.columns import refuse_equal_ids
+from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
@@ -192,6 +192,7 @@ class PreparedJob:
             raise InputError(f"{self.spec.input.path}: no row can be read; the first: {first.error}")
         spec = self._with_columns(source.schema.names)
         check_sampling_columns(spec.sampling, source.schema)
+        refuse_unstorable(spec, source.schema)
         if spec.input.id_column is not None and (self.state is None or self.new == "take"):
             refuse_equal_ids(spec.input.id_column, source)
         if self.state is None and spec.input.is_batch_file:

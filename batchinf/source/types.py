@@ -17,7 +17,7 @@ from batchinf.base.errors import InputError
 MAX_COLUMNS = 4096  # of JSON lines: further columns are in the rows but not in the schema
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
 MAX_JSON_DEPTH = 16
-_JSON_KEY, _ODD_KEY = b"batchinf:json", b"batchinf:odd"
+_JSON_KEY, _ODD_KEY, _EXTENSION_KEY = b"batchinf:json", b"batchinf:odd", b"batchinf:extension"
 JSON_MARK = {_JSON_KEY: b"1"}
 
 _NULL = pa.null()  # the type of a column without any value so far
@@ -39,6 +39,25 @@ def is_json_column(field: pa.Field) -> bool:
 def odd_value(field: pa.Field) -> str:
     """Which row or file of such a column has the first value of another type, in words."""
     return str((field.metadata or {}).get(_ODD_KEY, b"").decode())
+
+
+def extension_of(field: pa.Field) -> str | None:
+    """The name of the extension type that a column has in its file, at any depth; its rows are read without it."""
+    name = (field.metadata or {}).get(_EXTENSION_KEY)
+    return _extension_in(field.type) if name is None else str(name.decode())
+
+
+def _extension_in(type: pa.DataType) -> str | None:
+    if isinstance(type, pa.BaseExtensionType):
+        return str(type.extension_name)
+    if isinstance(type, pa.DictionaryType):
+        return _extension_in(type.value_type)
+    return next(filter(None, (_extension_in(type.field(i).type) for i in range(type.num_fields))), None)
+
+
+def _plain_field(field: pa.Field, type: pa.DataType) -> pa.Field:
+    name = extension_of(field)
+    return pa.field(field.name, type, metadata=None if name is None else {_EXTENSION_KEY: name.encode()})
 
 
 def is_text(type: pa.DataType) -> bool:
@@ -63,9 +82,11 @@ def settled_schema(schemas: Iterable[tuple[str, pa.Schema]], mixed: MixedTypes) 
     schemas: each with the name of its file.
     """
     types: dict[str, pa.DataType | None] = {}
-    first_files, odd = dict[str, str](), dict[str, str]()
+    first_files, odd, extended = dict[str, str](), dict[str, str](), dict[str, pa.Field]()
     for file, field in ((file, field) for file, schema in schemas for field in schema):
         found = None if is_json_column(field) else field.type
+        if extension_of(field) is not None:
+            extended.setdefault(field.name, field)
         known = types.get(field.name, found)
         types[field.name] = both = _merge(known, found, by_value=mixed is MixedTypes.REFUSED)
         if found is None or not pa.types.is_null(found):
@@ -78,7 +99,9 @@ def settled_schema(schemas: Iterable[tuple[str, pa.Schema]], mixed: MixedTypes) 
             odd[field.name] = f"{_words(found)} in {file}, but {_words(known)} in {other}"
         if found is None:
             odd.setdefault(field.name, f"in {file}, {odd_value(field)}")
-    return pa.schema([_settled_field(name, type, mixed, odd.get(name, "")) for name, type in types.items()])
+    settled = [_settled_field(name, type, mixed, odd.get(name, "")) for name, type in types.items()]
+    return pa.schema([_plain_field(extended.get(field.name, field), field.type) if field.name in extended else field
+                      for field in settled])  # fmt: skip
 
 
 def _settled_field(name: str, type: pa.DataType | None, mixed: MixedTypes, odd: str) -> pa.Field:
@@ -155,7 +178,7 @@ _DIGITS = {
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
     """The columns with their plain types, without metadata."""
-    return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+    return pa.schema([_plain_field(field, _plain(field.type)) for field in schema])
 
 
 def _plain(type: pa.DataType, leaves: Mapping[pa.DataType, pa.DataType] = _PLAIN) -> pa.DataType:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from test_choose import chosen_of, spec_over
 from transformers import AutoTokenizer
 
 import jobs
-from batchinf.base.errors import InputError
+from batchinf.base.errors import InputError, SpecError
 from batchinf.job.columns import column_warnings, refuse_equal_ids
 from batchinf.job.open import open_job
 from batchinf.spec.file import read_spec
@@ -227,3 +228,39 @@ def test_known_columns_that_the_job_leaves_out_are_named(
     lines = list(column_warnings(job.task, job.source))
     job.source.close()
     assert [line.split(", which")[0] for line in lines] == ([] if named is None else [f"warning: the input has {named}"])
+
+
+UNSTORABLE = {
+    "interval": (pa.month_day_nano_interval(), "which Parquet cannot hold"),
+    "run ends": (pa.run_end_encoded(pa.int32(), pa.string()), "which Parquet cannot hold"),
+    "sparse union": (pa.sparse_union([pa.field("a", pa.int32())]), "which Parquet cannot hold"),
+    "dense union": (pa.dense_union([pa.field("a", pa.int32())]), "which Parquet cannot hold"),
+    "no fields": (pa.struct([]), "which Parquet cannot hold"),
+    "no fields, deep": (pa.list_(pa.struct([("a", pa.struct([]))])), "which Parquet cannot hold"),
+    "negative scale": (pa.decimal128(5, -2), "which Parquet cannot hold"),
+    "negative scale, deep": (pa.list_(pa.decimal256(5, -2)), "which Parquet cannot hold"),
+    "no bytes": (pa.binary(0), "which Parquet cannot hold"),
+    "uuid": (pa.uuid(), "extension type arrow.uuid, which the output would lose; write it as fixed_size_binary"),
+    "json": (pa.json_(), "extension type arrow.json"),
+    "tensor": (pa.fixed_shape_tensor(pa.int32(), [2]), "extension type arrow.fixed_shape_tensor"),
+    "uuid, deep": (pa.struct([("a", pa.uuid())]), "extension type arrow.uuid"),
+}
+
+
+@pytest.mark.parametrize("place", ["input.id_column", "output.keep_columns"])
+@pytest.mark.parametrize(("type", "message"), UNSTORABLE.values(), ids=UNSTORABLE)
+def test_columns_that_the_output_cannot_hold_are_refused_first(
+    type: pa.DataType, message: str, place: str, tmp_path: pathlib.Path
+) -> None:
+    table = pa.table({"prompt": ["Say 1."], "x": pa.nulls(1, type)})
+    with pa.ipc.new_file(tmp_path / "rows.arrow", table.schema) as writer:
+        writer.write_table(table)
+    own = {"input": {"id_column": "x"}} if place == "input.id_column" else {"output": {"keep_columns": ["x"]}}
+    given = {"input": {"id_column": None}, "output": {"keep_columns": []}, **own}
+    given["input"]["path"] = str(tmp_path / "rows.arrow")
+    spec = jobs.spec_of(tmp_path, **given)
+    with pytest.raises(SpecError, match=re.escape(message)) as refused:
+        open_job(read_spec(spec), tmp_path / "cache")
+    assert f"{place}: the column 'x' has the" in str(refused.value)
+    given = {"input": {"id_column": None, "path": str(tmp_path / "rows.arrow")}, "output": {"keep_columns": []}}
+    open_job(read_spec(jobs.spec_of(tmp_path, **given)), tmp_path / "cache").source.close()
