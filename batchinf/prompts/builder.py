@@ -2,8 +2,10 @@
 
 import decimal
 import difflib
+import glob
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -228,7 +230,24 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tup
             )
             raise SpecError(
                 f"{field}: the input has no column '{name}'{whose}{guess} it has: {list_names(names)}{remedy}"
+                f"{_other_reason(spec.input.path, name, names)}"
             )
+
+
+def _other_reason(path: str, name: str, names: Sequence[str]) -> str:
+    """Why a column may be missing that is there to the user's eyes."""
+    signs = {";": ";", "\t": r"\t", "|": "|"}
+    sign = next((sign for sign in signs if len(names) == 1 and sign in names[0]), None)
+    if sign is not None:
+        shown = signs[sign]
+        return (
+            f"; do '{shown}' signs separate the columns? Only commas do; in pandas: read_csv(NAME, sep='{shown}')"
+            ".to_parquet('rows.parquet')"
+        )
+    folders = glob.iglob(os.path.join(os.path.expanduser(path), "**", f"{glob.escape(name)}=*"), recursive=True)
+    if f"{name}=" in path or next(folders, None) is not None:
+        return f"; names of folders, such as {name}=…, are no columns: write '{name}' into the files"
+    return ""
 
 
 class Renderer:
