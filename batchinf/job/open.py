@@ -25,7 +25,7 @@ from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.model.memory import Needs
-from batchinf.prompts.builder import check_columns, check_sampling_columns, with_tools
+from batchinf.prompts.builder import TOOLS, check_columns, check_sampling_columns, named_columns, with_tools
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
@@ -365,13 +365,24 @@ def carried_columns(spec: JobSpec) -> list[str]:
 
 def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str], new: NewRows) -> Source:
     """The job's source. See `open_source`."""
-    return open_source(location_of(spec), cache, taken, new)
+    return open_source(replace(location_of(spec), named=_names_in(spec)), cache, taken, new)
+
+
+def _names_in(spec: JobSpec) -> tuple[str, ...]:
+    """The columns that the spec names, and each word of `input.where`, which may name one."""
+    try:
+        named = [name for _, name in named_columns(spec, task_of(spec).input_columns)]
+    except SpecError:  # raised where the spec is checked
+        named = []
+    words = re.findall(r'"((?:[^"]|"")+)"|([^\W\d]\w*)', spec.input.where or "")
+    return (*named, TOOLS, *(quoted.replace('""', '"') or word for quoted, word in words))
 
 
 def location_of(spec: JobSpec) -> InputLocation:
     where = spec.input
     format = read_as(where.format)
-    return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
+    is_shuffled = where.order != "input"
+    return InputLocation(where.path, format, where.split, where.revision, where.name, is_shuffled=is_shuffled)
 
 
 def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) -> tuple[Header, Extent]:

@@ -32,6 +32,7 @@ class InputLocation:
     split: str | None = None  # of a Hugging Face dataset; None: train
     revision: str | None = None  # of a Hugging Face dataset on the hub
     name: str | None = None  # the configuration of a Hugging Face dataset
+    named: tuple[str, ...] = ()  # columns that must be found, however many others a row has
     is_shuffled: bool = False  # rows are read in any order, so every row must be quick to find
 
 

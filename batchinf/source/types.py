@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
 
-MAX_COLUMNS = 4096  # of JSON lines: further columns are in the rows but not in the schema
+MAX_COLUMNS = 4096  # of JSON lines: further columns are in the schema only if they are asked for by their names
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
 MAX_JSON_DEPTH = 16
 _JSON_KEY, _ODD_KEY, _EXTENSION_KEY = b"batchinf:json", b"batchinf:odd", b"batchinf:extension"
@@ -98,7 +98,7 @@ def settled_schema(schemas: Iterable[tuple[str, pa.Schema]], mixed: MixedTypes) 
                 raise InputError(f"column {field.name!r} is {both_types}; write the files with one type")
             odd[field.name] = f"{_words(found)} in {file}, but {_words(known)} in {other}"
         if found is None:
-            odd.setdefault(field.name, f"in {file}, {odd_value(field)}")
+            odd.setdefault(field.name, f"in {file}" + (f", {odd_value(field)}" if odd_value(field) else ""))
     settled = [_settled_field(name, type, mixed, odd.get(name, "")) for name, type in types.items()]
     return pa.schema([_plain_field(extended.get(field.name, field), field.type) if field.name in extended else field
                       for field in settled])  # fmt: skip
@@ -229,19 +229,28 @@ def cast_each(column: pa.ChunkedArray, cast: Callable[[Any], Any], type: pa.Data
 class JsonTypes:
     """The types of JSON values, found from batches of records. A column that is mixed once stays JSON."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_further: Callable[[pa.Schema], None]) -> None:
+        """keep_further: called with the columns of a batch that are beyond `MAX_COLUMNS`."""
         self._types: dict[str, pa.DataType | None] = {}
         self._odd: dict[str, str] = {}
+        self._keep_further = keep_further
 
     def add(self, records: Sequence[Mapping[str, object]], rows: Callable[[], Sequence[int]]) -> None:
         """Merge the types of a batch of records with those before. rows: makes the records' numbers in the file."""
+        further = list[pa.Field]()
         for name, values in _by_name(records).items():
-            if name not in self._types and (len(self._types) >= MAX_COLUMNS or not is_utf8(name)):
+            if not is_utf8(name):
+                continue
+            if name not in self._types and len(self._types) >= MAX_COLUMNS:
+                type = _merge_values(_NULL, values)
+                further.append(_json_field(name, "") if type is None else pa.field(name, type))
                 continue
             known = self._types.get(name, _NULL)
             self._types[name] = None if known is None else _merge_values(known, values)
             if known is not None and self._types[name] is None:
                 self._odd[name] = _first_odd(known, [record.get(name) for record in records], rows())
+        if further:
+            self._keep_further(pa.schema(further))
 
     def schema(self) -> pa.Schema:
         """The columns in the order in which they first appeared."""

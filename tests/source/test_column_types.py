@@ -140,6 +140,27 @@ def test_columns_beyond_a_bound_stay_in_the_rows(tmp_path: pathlib.Path, monkeyp
     found.close()
 
 
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_a_named_column_is_found_wherever_it_stands(
+    block: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(types, "MAX_COLUMNS", 3)
+    monkeypatch.setattr(input_files, "BLOCK_BYTES", block)
+    many = {f"x{i}": i for i in range(5)}
+    own = [{"late": 1, "mixed": "a", "é": ["x"]}, {"late": 2.5, "mixed": 7}, {"late": None, "mixed": None, "é": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({**many, **row}) + "\n" for row in own))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"late": 3, "mixed": [1]}) + "\n")
+    wanted = ["late", "mixed", "é"]
+    for _ in range(2):  # from a scan, and from its results
+        location = InputLocation(str(tmp_path), named=(*wanted, "none"))
+        found = open_source(location, tmp_path / ".cache")
+        assert set(found.schema.names) == {"x0", "x1", "x2", *wanted}
+        assert found.read_columns(0, 4, wanted).to_pydict() == {
+            "late": [1.0, 2.5, None, 3.0], "mixed": ["a", "7", None, "[1]"], "é": [["x"], None, None, None],
+        }  # fmt: skip
+        found.close()
+
+
 def test_parquet_files_whose_types_do_not_meet(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"x": ["a"]}), tmp_path / "b.parquet")

@@ -10,7 +10,7 @@ import pathlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import xxhash
 
 from batchinf.base.storage import Folder
 from batchinf.base.text import shorten
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, FileFindings, Scratch, further_line
 from batchinf.source.digests import BlockDigests, CheckedBytes, changed
 from batchinf.source.files import (
     BLOCK_BYTES,
@@ -293,7 +293,14 @@ class JsonLines(LineFormat):
     mixed_types = MixedTypes.JSON
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        types = JsonTypes()
+        further: IO[bytes] | None = None
+
+        def keep_further(schema: pa.Schema) -> None:
+            nonlocal further
+            further = further or scratch.create(FURTHER_COLUMNS)
+            further.write(further_line(schema))
+
+        types = JsonTypes(keep_further)
 
         def on_lines(run: bytes, first_row: int) -> None:
             lines = _split_lines(run)
