@@ -1,4 +1,4 @@
-"""Opens DuckDB with the same settings on every machine, and converts its errors. Nothing else in the package opens it."""
+"""Opens DuckDB with the same settings on every machine, and converts its errors. Nothing else opens it."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,6 @@
 """The rows that `validate` shows, as they will run, and the prompt lengths of a sample of rows."""
 
 import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Sequence

@@ -372,7 +372,7 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
 
 
 def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]:
-    """A warning of these rows, whose answers are no choices. Raises UserError if all of the sample's prompts are such."""
+    """A warning of these rows, whose answers are no choices. Raises UserError if these are all sampled prompts."""
     if not prompts or prompts[0].scoring is None:
         return
     first = f"Row {prompts[0].row_index}: {prompts[0].scoring.answer_error}"

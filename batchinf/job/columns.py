@@ -41,7 +41,7 @@ _BESIDE = {
 
 
 def column_warnings(task: Task, source: Source) -> Iterator[str]:
-    """A line for each column of several types that the job uses, and one for columns that it may leave out by mistake."""
+    """A line for each column of several types that the job uses, and one for columns that it may miss."""
     yield from _mixed_type_warnings(task.spec, source)
     used = {name for _, name in named_columns(task.spec, task.input_columns)}
     known = _KNOWN.union(*(_BESIDE.get(name, ()) for name in used))
@@ -49,8 +49,8 @@ def column_warnings(task: Task, source: Source) -> Iterator[str]:
     if unused and not task.spec.input.is_batch_file:
         yield (
             f"warning: the input has {list_names(unused)}, which nothing in the spec names, so the job does not use "
-            f"{'it' if len(unused) == 1 else 'them'}; input.messages or input.prompt_template can put a column into the "
-            "prompt, sampling.columns can take a setting from one, and output.keep_columns copies it"
+            f"{'it' if len(unused) == 1 else 'them'}; input.messages or input.prompt_template can put a column into "
+            "the prompt, sampling.columns can take a setting from one, and output.keep_columns copies it"
         )
 
 

@@ -332,7 +332,7 @@ class Renderer:
         return text if isinstance(text, RowError) else _check_text(text)
 
     def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
-        """The row's own tools as an option of the chat template. Without any, those of the job's `chat_template_kwargs`."""
+        """The row's own tools as an option of the chat template; without any, the job's options stay."""
         column = self._input.tools_column
         found = None if column is None else read_tools(values.get(column), f"column '{column}'")
         return found if isinstance(found, RowError) else {} if found is None else {"tools": found}

@@ -114,7 +114,7 @@ def read_messages(value: object, what: str) -> list[Message] | RowError:
     return messages
 
 
-def read_tools(value: object, what: str) -> list[dict[str, Any]] | None | RowError:
+def read_tools(value: object, what: str) -> list[dict[str, Any]] | RowError | None:
     """The tools of a conversation: a list of mappings, or JSON text of one; None if there are none.
 
     what: names the value in errors, such as `column 'tools'`.
@@ -226,8 +226,8 @@ class ChatTemplate:
         An exception of the template becomes the row's error, and so do tools that the template would ignore.
         """
         if options.get("tools") and not self._takes_tools:
-            return RowError("template_error", "the row has tools, but the chat template has no variable `tools`, so that "
-                            "the model would not see them")  # fmt: skip
+            words = "the row has tools, but the chat template has no variable `tools`, so the model would not see them"
+            return RowError("template_error", words)
         try:
             return self._apply(self._fit(messages), options)
         except Exception as error:

@@ -54,9 +54,11 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """See jinja2. Methods of times that read the machine's clock or time zone are errors."""
         moment, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         is_class = isinstance(moment, type) and issubclass(moment, datetime.date)
-        if (is_class and name in _OF_THE_CLOCK) or (isinstance(moment, datetime.date) and _is_local(moment, name, args)):
+        if (is_class and name in _OF_THE_CLOCK) or (
+            isinstance(moment, datetime.date) and _is_local(moment, name, args)
+        ):
             raise jinja2.TemplateRuntimeError(
-                f"{name}() depends on the machine's clock or time zone; a template may only use the row's own values"
+                f"{name}() depends on the machine's clock or time zone; a template may use only the row's values"
             )
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -81,9 +83,8 @@ def _refuse_null(value: Any) -> Any:
     if value is None:
         raise NullPrinted
     if inspect.isroutine(value):  # its text has an address, which is another one in each process
-        raise jinja2.TemplateRuntimeError(
-            f"it prints the method '{value.__name__}' of a value; write value['{value.__name__}'] for a key of this name"
-        )
+        name = value.__name__
+        raise jinja2.TemplateRuntimeError(f"it prints the method '{name}' of a value; value['{name}'] is its key")
     return value
 
 

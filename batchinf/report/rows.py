@@ -126,9 +126,8 @@ def _figures(
     kept = spec.get("output", {}).get("keep_columns") or ()
     own = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
     choices = spec.get("input", {}).get("choices") or ()
-    with tempfile.TemporaryDirectory() as scratch:
-        with open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
-            return _Rows(connection, paths, journalled, own, choices).figures(notes)
+    with tempfile.TemporaryDirectory() as scratch, open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
+        return _Rows(connection, paths, journalled, own, choices).figures(notes)
 
 
 def _is_readable(path: pathlib.Path) -> bool:
@@ -171,7 +170,9 @@ class _Rows:
         selects = []
         if self._paths:
             files = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self._paths)
-            selects.append(f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}], union_by_name = true)")
+            selects.append(
+                f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}], union_by_name = true)"
+            )
         if self._journalled:
             names = [name for name in self._types if name in self._journalled[0].column_names]
             self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))

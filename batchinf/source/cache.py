@@ -98,11 +98,11 @@ def schema_text(schema: pa.Schema) -> str:
 
 
 def further_columns(entry: FileEntry, names: Collection[str], cache: Folder) -> pa.Schema | None:
-    """The columns of these names, as often as they are among those that an entry's schema leaves out; None: it has all."""
+    """Each occurrence of these columns among those that an entry's schema leaves out; None: it leaves out none."""
     artifact = entry.artifacts.get(FURTHER_COLUMNS)
     if artifact is None:
         return None
-    found = []
+    found = list[pa.Field]()
     with open(cache.path(artifact.name), encoding="utf-8") as lines:
         for stored in map(json.loads, lines):
             for name in names:
@@ -115,10 +115,8 @@ def further_columns(entry: FileEntry, names: Collection[str], cache: Folder) -> 
 def further_line(columns: pa.Schema) -> bytes:
     """Further columns of some rows as a line of the artifact: a mapping from names to types."""
     short_of = {type: short for short, type in _SHORT_TYPES.items()}
-    types = {
-        field.name: short_of.get(field.type) if not field.metadata and field.type in short_of else schema_text(pa.schema([field]))
-        for field in columns
-    }
+    shorts = {field.name: short_of.get(field.type) for field in columns if not field.metadata}
+    types = {field.name: shorts.get(field.name) or schema_text(pa.schema([field])) for field in columns}
     return json.dumps(types).encode() + b"\n"
 
 

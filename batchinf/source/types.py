@@ -281,9 +281,10 @@ def _first_odd(known: pa.DataType, values: Sequence[object], rows: Sequence[int]
 def _words(type: pa.DataType | None, value: object = None) -> str:
     """A type of JSON values in words. value: one of this type."""
     if type is None:
-        kinds = {list: "a list", dict: "a mapping"}
-        is_integer = isinstance(value, int)
-        return "an integer of more than 64 bits" if is_integer else f"{kinds.get(value.__class__, 'values')} of several types"
+        if isinstance(value, int):
+            return "an integer of more than 64 bits"
+        kind = "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else "values"
+        return f"{kind} of several types"
     if pa.types.is_null(type):
         return "null"
     if pa.types.is_boolean(type):

@@ -83,15 +83,19 @@ def test_a_line_names_each_such_column_and_its_first_odd_row(finished: pathlib.P
 @pytest.mark.parametrize("pair", PAIRS, ids=NAMES)
 def test_where_compares_the_text_that_is_stored(pair: tuple[str, str], tmp_path: pathlib.Path) -> None:
     values = values_of(pair)
-    spec = spec_over(tmp_path, [{"id": i, "prompt": "p", "x": value} for i, value in enumerate(values)], input={"where": "true"})
+    spec = spec_over(
+        tmp_path, [{"id": i, "prompt": "p", "x": value} for i, value in enumerate(values)], input={"where": "true"}
+    )
     texts = [stored(pair, value) for value in values]
     for text in {text for text in texts if text is not None}:
         literal = "'" + text.replace("'", "''") + "'" if isinstance(text, str) else str(text)
-        assert chosen_of(spec, f"input.where={json.dumps(f'x = {literal}')}") == [i for i, own in enumerate(texts) if own == text]
+        assert chosen_of(spec, f"input.where={json.dumps(f'x = {literal}')}") == [
+            i for i, own in enumerate(texts) if own == text
+        ]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=NAMES)
-def test_prompts_and_answers_have_the_rows_own_values(pair: tuple[str, str], tmp_path: pathlib.Path) -> None:
+def test_prompts_and_answers_are_the_rows_own(pair: tuple[str, str], tmp_path: pathlib.Path) -> None:
     """A prompt is a text or an error row, and a template prints the value itself, whatever other rows have."""
     values = values_of(pair)
     source = open_jsonl(tmp_path, *[{"x": value, "c": ["plain-1", "42"]} for value in values])
@@ -150,7 +154,10 @@ PRINTS_TOOLS = "{% if tools %}TOOLS={{ tools | tojson }} {% endif %}{% for m in 
 def prompts_of(folder: pathlib.Path, rows: list[dict[str, Any]], **input: Any) -> list[Any]:
     folder.mkdir(exist_ok=True)
     given = {"messages_column": "messages", "chat_template": PRINTS_TOOLS, "id_column": None, **input}
-    job = open_job(read_spec(spec_over(folder, rows, input=given, output={"include_prompt": True, "keep_columns": []})), folder / "cache")
+    job = open_job(
+        read_spec(spec_over(folder, rows, input=given, output={"include_prompt": True, "keep_columns": []})),
+        folder / "cache",
+    )
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
     builder = job.task.prompt_builder(tokenizer, None)
     read = job.source.read(0, job.source.num_rows, builder.columns)
@@ -227,7 +234,9 @@ def test_known_columns_that_the_job_leaves_out_are_named(
     job = open_job(read_spec(spec), tmp_path / "cache")
     lines = list(column_warnings(job.task, job.source))
     job.source.close()
-    assert [line.split(", which")[0] for line in lines] == ([] if named is None else [f"warning: the input has {named}"])
+    assert [line.split(", which")[0] for line in lines] == (
+        [] if named is None else [f"warning: the input has {named}"]
+    )
 
 
 UNSTORABLE = {

@@ -206,8 +206,8 @@ def test_rows_whose_answers_are_no_choices_are_scored_and_counted(tmp_path: path
     score = {"task": "score", "sampling": None, "input": {**input, "answer_column": "label"}}
     done = jobs.finish(jobs.spec_of(tmp_path, output={"keep_columns": []}, **score))
     line = (
-        "warning: 2 output rows have values in input.answer_column that are no choices: they are scored, their answer is "
-        "null, and answer_error says why"
+        "warning: 2 output rows have values in input.answer_column that are no choices: they are scored, their answer "
+        "is null, and answer_error says why"
     )
     assert line in done.stdout
     rows = jobs.rows_of(tmp_path / "out")

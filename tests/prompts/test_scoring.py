@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import jobs
-from batchinf.base.errors import RowError
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -207,12 +206,16 @@ ERRORS = [
 WRONG_ANSWERS = [
     ({"x": ["a", "b"], "a": 2}, "got 2 in column 'a'; the row's choices are 0 to 1"),
     ({"x": ["a", "b"], "a": -1}, "got -1 in column 'a'; the row's choices are 0 to 1"),
-    ({"x": ["a", "b"], "a": True}, "got true or false in column 'a'; expected the text of a choice, its place from 0, or null"),
+    ({"x": ["a", "b"], "a": True},
+     "got true or false in column 'a'; expected the text of a choice, its place from 0, or null"),
     ({"x": ["a", "b"], "a": 0.5}, "got 0.5 in column 'a'; expected the text of a choice, its place from 0, or null"),
     ({"x": ["a", "b"], "a": "B"}, "got 'B' in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["a", "b"], "a": "a\n" * 30}, "got '" + r"a\n" * 13 + "a…' in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["a", "b"], "a": ["a"]}, "got a list in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["1", "0"], "a": "1"}, "got '1' in column 'a', the text of a choice and the place of another one; give places as numbers, not as text"),
+    ({"x": ["a", "b"], "a": "a\n" * 30},
+     "got '" + r"a\n" * 13 + "a…' in column 'a'; expected the text of a choice, its place from 0, or null"),
+    ({"x": ["a", "b"], "a": ["a"]},
+     "got a list in column 'a'; expected the text of a choice, its place from 0, or null"),
+    ({"x": ["1", "0"], "a": "1"},
+     "got '1' in column 'a', the text of a choice and the place of another one; give places as numbers, not as text"),
 ]  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def test_a_named_column_is_found_wherever_it_stands(
 def test_parquet_files_whose_types_do_not_meet(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"x": ["a"]}), tmp_path / "b.parquet")
-    with pytest.raises(InputError, match="column 'x' is int64 in a.parquet and string in b.parquet"):
+    with pytest.raises(InputError, match=r"column 'x' is int64 in a\.parquet and string in b\.parquet"):
         open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")
 
 

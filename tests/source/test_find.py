@@ -80,5 +80,5 @@ def test_local_things_come_before_the_hub(
     assert is_dataset(InputLocation(path)) == is_asked
     assert is_dataset(InputLocation(path, "hf"))
     if not is_asked:
-        with pytest.raises(InputError, match="or a Hugging Face dataset's id with input.format: hf"):
+        with pytest.raises(InputError, match=r"or a Hugging Face dataset's id with input\.format: hf"):
             find_files(InputLocation(path))

@@ -434,8 +434,8 @@ class ScorePrompts(PromptBuilder):
         if (wrong := self._outside(scored.spans)) is not None:
             return Prompt(index, [], kept, wrong)
         # A row is scored without its answer, too: only the accuracy needs that.
-        is_wrong = isinstance(draft.answer, str)
-        scoring = Scoring(scored.spans, None, draft.answer) if is_wrong else Scoring(scored.spans, draft.answer)
+        answer = draft.answer
+        scoring = Scoring(scored.spans, None, answer) if isinstance(answer, str) else Scoring(scored.spans, answer)
         is_doubled = self._counts_bos and begins_with_two(scored.spans[0].token_ids, self._bos)
         return Prompt(
             index, scored.token_ids, kept, None, is_truncated=scored.is_cut, scoring=scoring, has_second_bos=is_doubled
