@@ -32,7 +32,7 @@ from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 
 # Rows read at once: few at first, then as many as take _BYTES_AT_ONCE.
-_FIRST_ROWS, _MOST_ROWS, _BYTES_AT_ONCE = 64, 16384, 16 << 20
+_FIRST_ROWS, _MOST_ROWS, _BYTES_AT_ONCE = 1, 16384, 16 << 20
 
 Say = Callable[[str], None]
 CheckLock = Callable[[], None]
