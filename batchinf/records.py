@@ -52,10 +52,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The spans of a row: a continuation, each choice, or each window of a text. answer: index of the right choice."""
+    """The spans of a row: a continuation, each choice, or each window of a text.
+
+    answer: index of the right choice; None if it is unknown. answer_error: why the row's own value is none.
+    """
 
     spans: tuple[Span, ...]
     answer: int | None = None
+    answer_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +363,8 @@ class PartCounts:
     """Rows whose prompts begin with two BOS tokens."""
     num_answered: Count = field(default=0, metadata=_RARE)
     """Rows with an `answer` and with scores."""
+    num_wrong_answers: Count = field(default=0, metadata=_RARE)
+    """Rows with an `answer_error`: their value in the column of answers is no choice."""
     num_right: Count = field(default=0, metadata=_RARE)
     """Rows whose `best` is the answer."""
     num_right_per_token: Count = field(default=0, metadata=_RARE)

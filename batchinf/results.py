@@ -12,11 +12,12 @@ It reads only committed parts, so it also works while the job runs. Rows come in
 order they ran. Only `batches` and `arrays` return them part by part.
 """
 
+import functools
 import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import joined_schema, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.slices import folder_name, job_folders
 from batchinf.manifest.lock import not_begun_message
@@ -80,8 +81,11 @@ class Results:
                 f"{self.folder}: no part is written yet; until one is, `batchinf head` shows the finished rows. "
                 "Look again later, or run the job again if it has stopped"
             )
-        with open_part(self.parts[0]) as file:
-            return file.schema_arrow.remove_metadata()
+        return self._schema
+
+    @functools.cached_property
+    def _schema(self) -> pa.Schema:
+        return joined_schema(self.parts)
 
     def batches(self, columns: Sequence[str] | None = None, num_rows: int = 4096) -> Iterator[pa.RecordBatch]:
         """All rows, at most `num_rows` at a time, in bounded memory.
@@ -94,12 +98,14 @@ class Results:
         for path in self.parts:
             # With pre_buffer, Parquet would read all wanted columns of a part at once.
             with open_part(path, pre_buffer=False, buffer_size=1 << 20) as file:
-                yield from file.iter_batches(num_rows, columns=names)
+                own = [name for name in names if name in file.schema_arrow.names]
+                for batch in file.iter_batches(num_rows, columns=own):
+                    yield batch if own == names else _filled(batch, names, self._schema)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows in order, in memory. Name the columns that you need: columns of tokens are large."""
         names = self._names(columns)
-        table = pa.concat_tables([_read_part(path, names) for path in self.parts])
+        table = pa.concat_tables([_read_part(path, names, self._schema) for path in self.parts])
         return table if (places := self._places()) is None else table.take(pa.array(places))
 
     def array(self, column: str) -> npt.NDArray[Any]:
@@ -185,10 +191,10 @@ class Results:
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset, which keeps an Arrow copy in its cache and maps it into memory."""
-        from datasets import Dataset
+        from datasets import Dataset, Features
 
-        self.schema  # noqa: B018  for its error
-        found = Dataset.from_parquet([str(path) for path in self.parts])
+        features = Features.from_arrow_schema(self.schema)
+        found = Dataset.from_parquet([str(path) for path in self.parts], features=features)
         return found if (places := self._places()) is None else found.select(places)
 
     def _places(self) -> npt.NDArray[np.int64] | None:
@@ -227,10 +233,22 @@ def _read_with(type: pa.DataType) -> str:
     return "table()" if pa.types.is_nested(type) and not pa.types.is_fixed_size_list(type) else "array()"
 
 
-def _read_part(path: pathlib.Path, columns: Sequence[str]) -> pa.Table:
+def _read_part(path: pathlib.Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
     # One descriptor: a retry may put another file in the part's place between two.
     with open_part(path) as file:
-        return file.read(columns=columns)
+        own = [name for name in columns if name in file.schema_arrow.names]
+        read = file.read(columns=own)
+        return read if own == list(columns) else _filled(read, columns, schema)
+
+
+_Read = TypeVar("_Read", pa.Table, pa.RecordBatch)
+
+
+def _filled(read: _Read, columns: Sequence[str], schema: pa.Schema) -> _Read:
+    """What was read of a part, with nulls in the columns that the part does not have."""
+    own, types = read.schema.names, {name: schema.field(name).type for name in columns}
+    arrays = [read.column(name) if name in own else pa.nulls(read.num_rows, types[name]) for name in columns]
+    return read.from_arrays(arrays, schema=pa.schema(types))
 
 
 def _plain(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:

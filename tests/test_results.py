@@ -2,6 +2,7 @@
 
 import pathlib
 import random
+import shutil
 from typing import Any
 
 import numpy as np
@@ -234,3 +235,25 @@ def test_lists_side_by_side() -> None:
     assert values.tolist() == [value for head in heads for value in head]
     least = reduce_runs(np.minimum, values, np.array(expected), empty=9)
     assert least.tolist() == [min(head, default=9) for head in heads]
+
+
+def test_parts_of_different_columns(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """No column of any part is left out, whichever part has it: one part has a column more, another one less."""
+    shutil.copytree(out, tmp_path / "out")
+    whole = jobs.table_of(out)
+    paths = sorted((tmp_path / "out/parts").iterdir())
+    more, less = pq.read_table(paths[2]), pq.read_table(paths[0])
+    pq.write_table(more.append_column("extra", pa.array(range(more.num_rows), pa.int64())), paths[2])
+    pq.write_table(less.drop_columns(["finish_reason"]), paths[0])
+    num_before, num_more = less.num_rows + pq.read_metadata(paths[1]).num_rows, more.num_rows
+    extra = [None] * num_before + [*range(num_more)] + [None] * (240 - num_before - num_more)
+    reasons = [None] * less.num_rows + whole["finish_reason"].to_pylist()[less.num_rows :]
+    results = batchinf.open(tmp_path / "out")
+    dataset = results.dataset().with_format("arrow")[:]
+    for read in (results.table(), pa.Table.from_batches(results.batches(num_rows=7)), dataset):
+        assert read["extra"].to_pylist() == extra
+        assert read["finish_reason"].to_pylist() == reasons
+    assert results.table(["text", "extra"]).column_names == ["text", "extra"]
+    pq.write_table(more.append_column("extra", pa.array(["x"] * num_more)), paths[3])
+    with pytest.raises(OutputError, match=r"'extra' is int64 in .*part-000002.parquet and string in part-000003"):
+        batchinf.open(tmp_path / "out").table()

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -39,6 +39,26 @@ def _only(read: _Read, columns: Sequence[str] | None) -> _Read:
     return read if columns is None else read.select(list(columns))
 
 
+def readable_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a table as Python values, for people. A value that Python cannot build is there as a text."""
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
+    except Exception:  # the conversion of a value may raise anything
+        columns = {name: list(map(_python_value, table.column(name))) for name in table.column_names}
+        return [{name: values[row] for name, values in columns.items()} for row in range(table.num_rows)]
+
+
+def _python_value(value: pa.Scalar) -> Any:
+    try:
+        return value.as_py()
+    except Exception:
+        with contextlib.suppress(pa.ArrowException):  # text of a time is its moment in UTC
+            stored = value.cast(pa.int64()) if pa.types.is_temporal(value.type) else value.cast(pa.string())
+            return f"{stored.as_py()} ({value.type})"
+        return f"a value that Python cannot build ({value.type})"
+
+
 @contextlib.contextmanager
 def open_part(path: str | os.PathLike[str], **options: Any) -> Iterator[ParquetFile]:
     """Open a part for a `with` block. All readers of parts use this function.
@@ -56,3 +76,25 @@ def open_part(path: str | os.PathLike[str], **options: Any) -> Iterator[ParquetF
             f"{os.fspath(path)} cannot be read: {one_line(error, 300)}; `batchinf check --deep --repair` moves damaged "
             "parts aside, and the next run makes them again"
         ) from error
+
+
+def joined_schema(paths: Iterable[pathlib.Path]) -> pa.Schema:
+    """The columns of all parts, without metadata. Parts that another version of batchinf wrote may have other columns.
+
+    Raises OutputError if a column has two types, or if a part cannot be read.
+    """
+    joined, types = pa.schema([]), dict[str, tuple[pa.DataType, pathlib.Path]]()
+    for path in paths:
+        with open_part(path) as file:
+            found = file.schema_arrow.remove_metadata()
+        if found.equals(joined):
+            continue
+        for field in found:
+            type, first = types.setdefault(field.name, (field.type, path))
+            if not type.equals(field.type):
+                raise OutputError(
+                    f"column {field.name!r} is {type} in {first} and {field.type} in {path.name}, so the parts cannot "
+                    "be read as one table; read them one by one, or run the job again in a new folder"
+                )
+        joined = pa.unify_schemas([joined, found])
+    return joined

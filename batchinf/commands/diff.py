@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinf.base.database import duckdb_batches, duckdb_errors, open_duckdb
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.slices import SOURCE_FOLDER
 from batchinf.base.storage import Folder, reason, refuse_foreign, writing_named
-from batchinf.base.text import clip
+from batchinf.base.text import clip, one_line
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
-from batchinf.schedule.predicate import duckdb_batches
 from batchinf.source.versions import versions_at_once
 from batchinf.tasks.base import Task
 from batchinf.tasks.compare import RowChanges
@@ -85,13 +85,10 @@ def joined_rows(
     wide: columns that do not go through DuckDB, because it holds at least 2,048 rows at once. scratch: a folder for
     data that exceeds memory.
     """
-    import duckdb
-
-    settings: dict[str, str | bool | int | float | list[str]] = {"memory_limit": _MEMORY, "temp_directory": scratch}
     jobs = {"a": a, "b": b}
     sample = [SAMPLE] if SAMPLE in a.schema.names else []
     on = ", ".join(["key", *sample])
-    with duckdb.connect(":memory:", config=settings) as connection:
+    with duckdb_errors(_unreadable), open_duckdb(memory_limit=_MEMORY, temp_directory=scratch) as connection:
         for name, job in jobs.items():
             own = {"key": key, **{column: column for column in ("row_index", *sample)}}
             _create_view(connection, name, job, own | {f"{column}_{name}": column for column in columns})
@@ -119,13 +116,18 @@ def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str,
     """columns: name in the view → the job's column. The view also has each row's place among the job's rows."""
     # DuckDB ignores case, so it gets names of our own.
     own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
-    connection.read_parquet([glob.escape(str(path)) for path in job.parts]).create_view(f"{view}_parts")
+    files = [glob.escape(str(path)) for path in job.parts]
+    connection.read_parquet(files, union_by_name=True).create_view(f"{view}_parts")
     selected = ", ".join(f"{own[column]} AS {name}" for name, column in columns.items())
     # DuckDB numbers the rows in the order of the files, on any number of threads, and only if a query asks for it.
     connection.execute(
         f"CREATE VIEW {view} AS SELECT {selected}, row_number() OVER () - 1 AS place_{view} "
         f"FROM {view}_parts AS parts({', '.join(own.values())})"
     )
+
+
+def _unreadable(text: str) -> OutputError:
+    return OutputError(f"the rows cannot be joined: {one_line(text, 300)}; `batchinf check --deep` finds damaged parts")
 
 
 def _check_ids(connection: Any, view: str, job: Results, on: str) -> None:
@@ -272,7 +274,8 @@ def _none_in_both(a: Results, b: Results, key: str) -> UserError:
 
 
 def _example(job: Results, key: str) -> str:
-    values = next((batch.column(0).drop_null().to_pylist() for batch in job.batches([key])), list[Any]())
+    tables = (pa.Table.from_batches([batch]).drop_null().slice(0, 1) for batch in job.batches([key]))
+    values = [row[key] for row in readable_rows(next(tables, pa.table({})))]
     return clip(repr(values[0])) if values else "null"
 
 

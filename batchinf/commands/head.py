@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import UserError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.slices import Slice, job_folders, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import list_names
@@ -20,7 +20,6 @@ from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, error_rows
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
-from batchinf.source.formats.base import python_rows
 from batchinf.tasks.registry import task_of
 
 CONFIDENCE = "confidence"
@@ -73,7 +72,7 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
                         f"--columns: no column {list_names(unknown)}; the output has {list_names(names, unknown[0])}"
                     )
                 chosen = table.slice(0, num_rows - len(rows)).select(list(columns) or list(names))
-                rows.extend(values or {"error": error} for values, error in python_rows(chosen))
+                rows.extend(readable_rows(chosen))
                 if len(rows) >= num_rows:
                     break
     kept, choices = ((), ()) if spec is None else (spec.output.keep_columns.values(), spec.input.choices or ())

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import BatchinfError, UserError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
 from batchinf.base.text import one_line
 from batchinf.commands.status import stored_spec
@@ -144,7 +144,7 @@ def _rows_in(path: pathlib.Path, key: str, values: pa.Array) -> Iterator[dict[st
         for group in range(file.num_row_groups):
             is_wanted = pc.is_in(file.read_row_group(group, [key]).column(0), values)
             if pc.any(is_wanted).as_py():
-                yield from file.read_row_group(group).filter(is_wanted).to_pylist()
+                yield from readable_rows(file.read_row_group(group).filter(is_wanted))
 
 
 def _prompt_ids(results: Results, row: Mapping[str, Any], tokenizer: Any) -> Sequence[int]:

@@ -1,7 +1,6 @@
 """The rows that `validate` shows, as they will run, and the prompt lengths of a sample of rows."""
 
 import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from batchinf.base.errors import InputError, RowError
 from batchinf.prompts.encoder import show
 from batchinf.records import Prompt, Request, Span
 from batchinf.source.rows import Source
-from batchinf.source.types import is_json_column
 from batchinf.spec.sampling import SamplingSpec
 
 _MOST_BARS = 12
@@ -288,9 +286,7 @@ def _position(source: Source, wanted: str) -> int:
 
 
 def _as_type(field: pa.Field, wanted: str) -> pa.Array:
-    """The values that match it in the column. A column of mixed types holds JSON."""
-    if is_json_column(field):
-        return pa.array(list(dict.fromkeys([wanted, json.dumps(wanted, ensure_ascii=False), json.dumps(wanted)])))
+    """The value that it means in the column."""
     try:
         return pa.array([wanted]).cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):

@@ -38,7 +38,8 @@ class JobTotals:
 
     begun_at: UTC in ISO format, of the first slice. num_starts: number of epochs. device_s: device time of replicas
     that have ended. num_rows: output rows of the whole job. num_parts: of the slices that have begun. accuracy: None if
-    the job has no answers. num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
+    the job has no answers. num_wrong_answers: rows whose value in the column of answers is no choice.
+    num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
     rules_out_tokens: whether a structure or the sampling gives some tokens the logprob -inf.
     num_second_bos: rows whose prompts begin with two BOS tokens.
     """
@@ -57,6 +58,7 @@ class JobTotals:
     num_prompt_tokens: int
     num_output_tokens: int
     accuracy: Accuracy | None
+    num_wrong_answers: int
     num_nan_rows: int
     num_inf_rows: int
     rules_out_tokens: bool
@@ -249,6 +251,7 @@ def _totals(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_parts: int)
         num_prompt_tokens=counts.num_prompt_tokens,
         num_output_tokens=counts.num_output_tokens,
         accuracy=accuracy_of(states),
+        num_wrong_answers=counts.num_wrong_answers,
         num_nan_rows=counts.num_nan_rows,
         num_inf_rows=counts.num_inf_rows,
         rules_out_tokens=rules_out_tokens(first.header.spec),

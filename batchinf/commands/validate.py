@@ -29,6 +29,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
 from batchinf.job.choose import choose, chosen_by
+from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
@@ -40,6 +41,7 @@ from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
 from batchinf.prompts.checks import EmptyValues, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
@@ -244,6 +246,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
             check_size(file, job, None if state is not None else num_rows)
             yield _task(job)
             yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
+            yield from (Remark("warning", text) for text in column_warnings(job.task, job.source))
             yield from (Remark("warning", text) for text in repeated_id_warning(job.spec, job.source))
             checked = check_structures(dataclasses.replace(file, spec=job.spec), job.model.tokenizer)
             yield from (Remark("structure", text) for text in checked)
@@ -339,12 +342,15 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
     named = [find_row(job.source, id_column, text) for text in wanted.named]
     lengths, empty = LengthCounts(len(positions), length, job.spec.sampling.max_tokens), EmptyValues(job.spec)
     structures = RowStructures(job.spec)
+    wrong_answers: list[Prompt] = []
     for sampled in sample_rows(positions, wanted.seed or 0):
         rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
         empty.add(rows)
         for prompt in builder.build(rows, length):
             lengths.add(prompt)
             structures.add(prompt)
+            if prompt.scoring is not None and prompt.scoring.answer_error is not None:
+                wrong_answers.append(prompt)
     found = lengths.summary()
     yield found
     yield from (Remark("structure", text) for text in structures.lines())
@@ -353,6 +359,7 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         text = f"warning: {rate:.1%} errors are more than max_error_rate {allowed:.1%}, so that `run` stores all rows"
         yield Remark("warning", f"{text} and then exits with 3; a higher max_error_rate allows this")
     yield from (Remark("warning", text) for text in empty.warnings())
+    yield from (Remark("warning", text) for text in _wrong_answers(wrong_answers, len(lengths.lengths)))
     shown = named or list(positions[: wanted.num_rows])
     if wanted.seed is not None and not named:
         shown = random_rows(positions, wanted.num_rows, wanted.seed)
@@ -366,6 +373,17 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         is_run = position in positions
         row_id = row.values.get(id_column) if id_column else None
         yield shown_row(prompt, row_id, first, tokenizer, sampling, length, is_run=is_run, is_named=bool(named))
+
+
+def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]:
+    """A warning of these rows, whose answers are no choices. Raises UserError if these are all sampled prompts."""
+    if not prompts or prompts[0].scoring is None:
+        return
+    first = f"Row {prompts[0].row_index}: {prompts[0].scoring.answer_error}"
+    which = f"{len(prompts):,} of {num_prompts:,} sampled rows have values in input.answer_column that are no choices"
+    if len(prompts) == num_prompts:
+        raise UserError(f"{which}; correct the spec or the input. {first}")
+    yield f"warning: {which}; `run` scores them, and their answer is null. {first}"
 
 
 def _refuse_hopeless(lengths: PromptLengths | None) -> None:

@@ -7,6 +7,7 @@ and tells the replicas about the rows. If anything on the way is refused, it end
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
+from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, placing, prepare_job
@@ -218,7 +220,8 @@ def start(
             _end(fleet, manifest)  # the recovery adopted all parts that were missing
         else:
             fleet.give_work(work_of(job, state, None))  # the replicas open the input during the next look at it
-            for line in (*job.task.prompt_warnings(job.model, job.source), *first_row_warnings(job.spec, job.source)):
+            warnings = (job.task.prompt_warnings(job.model, job.source), first_row_warnings(job.spec, job.source))
+            for line in (*column_warnings(job.task, job.source), *itertools.chain(*warnings)):
                 display.say(line)
             _note_expected(job, state, launcher, manifest, display)
         yield StartedJob(job, state, manifest, launcher, fleet, identity, request)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError
@@ -27,10 +28,11 @@ from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes
 from batchinf.source.rows import Source
+from batchinf.source.types import is_json_column
 from batchinf.spec.file import SpecFile
 
 # Rows read at once: few at first, then as many as take _BYTES_AT_ONCE.
-_FIRST_ROWS, _MOST_ROWS, _BYTES_AT_ONCE = 64, 16384, 16 << 20
+_FIRST_ROWS, _MOST_ROWS, _BYTES_AT_ONCE = 1, 16384, 16 << 20
 
 Say = Callable[[str], None]
 CheckLock = Callable[[], None]
@@ -177,10 +179,17 @@ def _sampled(batches: Batches, share: float, source: Source) -> Batches:
     """A share of the rows, by their content. Rows that cannot be read are chosen by their positions."""
     for rows, table in batches:
         is_broken = _is_broken(rows, table, np.ones(len(rows), np.bool_), source)
-        hashes = row_hashes(table)
+        hashes = content_hashes(rows, table, source)
         hashes[is_broken] = row_hashes(pa.table({"": rows[is_broken]}))
         is_left = is_in_share(hashes, share)
         yield rows[is_left], table.filter(pa.array(is_left))
+
+
+def content_hashes(rows: Int64Array, table: pa.Table, source: Source) -> npt.NDArray[np.uint64]:
+    """The hashes of these rows. table: all of their columns."""
+    mixed = [field.name for field in table.schema if is_json_column(field)]
+    values = [row.values for row in source.read_rows(rows, mixed)] if mixed else []
+    return row_hashes(table, {name: [own.get(name) for own in values] for name in mixed})
 
 
 def _is_broken(rows: Int64Array, table: pa.Table, may_be: BoolArray, source: Source) -> BoolArray:

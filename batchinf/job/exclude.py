@@ -19,7 +19,7 @@ from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
 from batchinf.source.row_hash import texts
-from batchinf.source.types import is_json_column, is_text
+from batchinf.source.types import is_text
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import prompt_hash
 
@@ -56,10 +56,6 @@ class Exclusion:
             if name not in job.source.schema.names:
                 raise file.error("input.exclude.on", f"got id, but the input has no column {name!r}")
             self._own, self.columns = job.source.schema.field(name), [name]
-            if is_json_column(self._own):
-                raise self._wrong(
-                    f"got id, but {name} holds values of several types, which cannot be compared; use prompt_hash"
-                )
             return
         self._own = pa.field("prompt_hash", pa.int64())
         tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)

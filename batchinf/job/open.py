@@ -19,12 +19,13 @@ from batchinf.base.errors import DriftError, InputError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
 from batchinf.base.text import size_text
+from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.model.memory import Needs
-from batchinf.prompts.builder import check_columns, check_sampling_columns
+from batchinf.prompts.builder import TOOLS, check_columns, check_sampling_columns, named_columns, with_tools
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
@@ -142,7 +143,7 @@ class PreparedJob:
         if not any(rows):  # none of them can be read; later ones may be
             return self
         with placing(self.file):
-            spec = _with_columns(self.spec, {name: None for row in rows for name in row}, self.state)
+            spec = self._with_columns({name: None for row in rows for name in row})
             check_batch_models(spec, rows)
             return replace(self, spec=spec)
 
@@ -151,6 +152,18 @@ class PreparedJob:
         """The identity of a resumed job if its input is still the same."""
         assert self.state is not None
         return self._identity(self.spec, self.state.header.identity["input"])
+
+    def _with_columns(self, columns: Iterable[str]) -> JobSpec:
+        """The spec with its `input` resolved. Raises SpecError if the input lacks a column."""
+        names, spec = list(columns), self.spec
+        # A job that has begun keeps its tools, or none.
+        input = recognised(spec.input, names)
+        spec = spec.model_copy(update={"input": with_tools(input, names) if self.state is None else input})
+        task = task_of(spec)
+        task.check_input()
+        check_columns(spec, names, task.input_columns)
+        check_order(spec)
+        return _with_backend(spec, {} if self.state is None else self.state.header.identity)
 
     def _identity(self, spec: JobSpec, input: str) -> dict[str, Any]:
         identity = {**fields(spec, "identity"), "model": self.model.fingerprint, "input": input}
@@ -177,8 +190,11 @@ class PreparedJob:
             with contextlib.closing(source):
                 [first] = source.read(0, 1)
             raise InputError(f"{self.spec.input.path}: no row can be read; the first: {first.error}")
-        spec = _with_columns(self.spec, source.schema.names, self.state)
+        spec = self._with_columns(source.schema.names)
         check_sampling_columns(spec.sampling, source.schema)
+        refuse_unstorable(spec, source.schema)
+        if spec.input.id_column is not None and (self.state is None or self.new == "take"):
+            refuse_equal_ids(spec.input.id_column, source)
         if self.state is None and spec.input.is_batch_file:
             rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
             check_batch_models(spec, [row.values for row in rows])
@@ -294,6 +310,9 @@ def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJ
     spec = task_of(file.spec.model_copy(update={"sampling": sampling})).resolve(model)
     if state is not None and state.header.spec["input"]["format"] == OpenAIBatch.name:
         spec = spec.model_copy(update={"input": recognised(spec.input, COLUMNS)})
+    if state is not None:
+        begun = with_tools(spec.input, [state.header.spec["input"].get("tools_column")])
+        spec = spec.model_copy(update={"input": begun})
     check_prompts(spec, model)
     _check_heads(spec, model)
     adapters = resolve_adapters(
@@ -302,17 +321,6 @@ def _prepare_job(file: SpecFile, state: State | None, new: NewRows) -> PreparedJ
     with _refusing_other_job(folder, spec, model, state):
         limit = None if state is None else _limit_as_begun(folder, spec.input.limit, state, new)
     return PreparedJob(file, spec, origins, folder, model, adapters, state, new, limit)
-
-
-def _with_columns(spec: JobSpec, columns: Iterable[str], state: State | None) -> JobSpec:
-    """The spec with its `input` resolved. state: of a job that has begun. Raises SpecError if a column is missing."""
-    names = list(columns)
-    spec = spec.model_copy(update={"input": recognised(spec.input, names)})
-    task = task_of(spec)
-    task.check_input()
-    check_columns(spec, names, task.input_columns)
-    check_order(spec)
-    return _with_backend(spec, {} if state is None else state.header.identity)
 
 
 @contextlib.contextmanager
@@ -381,13 +389,24 @@ def carried_columns(spec: JobSpec) -> list[str]:
 
 def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str], new: NewRows) -> Source:
     """The job's source. See `open_source`."""
-    return open_source(location_of(spec), cache, taken, new)
+    return open_source(replace(location_of(spec), named=_names_in(spec)), cache, taken, new)
+
+
+def _names_in(spec: JobSpec) -> tuple[str, ...]:
+    """The columns that the spec names, and each word of `input.where`, which may name one."""
+    try:
+        named = [name for _, name in named_columns(spec, task_of(spec).input_columns)]
+    except SpecError:  # raised where the spec is checked
+        named = []
+    words = re.findall(r'"((?:[^"]|"")+)"|([^\W\d]\w*)', spec.input.where or "")
+    return (*named, TOOLS, *(quoted.replace('""', '"') or word for quoted, word in words))
 
 
 def location_of(spec: JobSpec) -> InputLocation:
     where = spec.input
     format = read_as(where.format)
-    return InputLocation(where.path, format, where.split, where.revision, where.name, where.order != "input")
+    is_shuffled = where.order != "input"
+    return InputLocation(where.path, format, where.split, where.revision, where.name, is_shuffled=is_shuffled)
 
 
 def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) -> tuple[Header, Extent]:

@@ -141,11 +141,23 @@ def accuracy_lines(found: Accuracy | None) -> list[str]:
     return [f"accuracy: {found}{others}"]
 
 
+def wrong_answer_lines(num_rows: int) -> list[str]:
+    """A remark on rows whose value in the column of answers is no choice, if there are any."""
+    if not num_rows:
+        return []
+    have, are = ("row has a value", "is no choice") if num_rows == 1 else ("rows have values", "are no choices")
+    return [
+        f"warning: {num_rows:,} output {have} in input.answer_column that {are}: they are scored, their answer is "
+        "null, and answer_error says why"
+    ]
+
+
 def remarks(states: Sequence[State]) -> list[str]:
     """Remarks on the committed rows of a job, or of all its slices, for people to read."""
     counts = PartCounts.sum(state.counts for state in states)
     return [
         *accuracy_lines(accuracy_of(states)),
+        *wrong_answer_lines(counts.num_wrong_answers),
         *non_finite_lines(
             counts.num_nan_rows,
             counts.num_inf_rows,

@@ -2,8 +2,10 @@
 
 import decimal
 import difflib
+import glob
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from pydantic import ValidationError
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type, shorten
 from batchinf.model.lora import adapter_places
-from batchinf.prompts.chat import ChatTemplate, Message, read_messages
+from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
 from batchinf.prompts.openai import COLUMNS, BatchPrompts
 from batchinf.prompts.templates import RowTemplate, column_call
@@ -23,6 +25,7 @@ from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import is_json_column, is_text
 from batchinf.spec.fields import null_hint
+from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec, field_docs
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 
@@ -30,6 +33,7 @@ from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 _MOST_KNOWN = 4096
 _SHOWN_CHARS = 60
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
+TOOLS = "tools"  # the column of datasets of conversations
 _LISTS = frozenset({"stop", "stop_token_ids"})
 _TEXTS = frozenset({"stop"})
 
@@ -195,16 +199,25 @@ class RowAdapter:
         return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
 
 
+def named_columns(spec: JobSpec, also: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs of a spec field and the input column that it names. also: see `Task.input_columns`."""
+    named = list(Renderer(spec).named_columns)
+    named += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
+    named += [("input.adapter_column", spec.input.adapter_column)] if spec.input.adapter_column is not None else []
+    named += [("output.keep_columns", name) for name in spec.output.keep_columns]
+    return [*named, *wanted_columns(spec.sampling), *also]
+
+
+def with_tools(where: InputSpec, columns: Iterable[str]) -> InputSpec:
+    """The section with the default of `tools_column`, for an input with these columns."""
+    is_default = where.tools_column is None and where.messages_column is not None and TOOLS in columns
+    return where.model_copy(update={"tools_column": TOOLS}) if is_default else where
+
+
 def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tuple[str, str]]) -> None:
     """Raise SpecError if the spec names a column that the input does not have. also: see `Task.input_columns`."""
     names = list(schema_names)
-    wanted = list(Renderer(spec).named_columns)
-    wanted += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
-    wanted += [("input.adapter_column", spec.input.adapter_column)] if spec.input.adapter_column is not None else []
-    wanted += [("output.keep_columns", name) for name in spec.output.keep_columns]
-    wanted += wanted_columns(spec.sampling)
-    wanted += also
-    for field, name in wanted:
+    for field, name in named_columns(spec, also):
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             is_word = (
@@ -217,7 +230,24 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tup
             )
             raise SpecError(
                 f"{field}: the input has no column '{name}'{whose}{guess} it has: {list_names(names)}{remedy}"
+                f"{_other_reason(spec.input.path, name, names)}"
             )
+
+
+def _other_reason(path: str, name: str, names: Sequence[str]) -> str:
+    """Why a column may be missing that is there to the user's eyes."""
+    signs = {";": ";", "\t": r"\t", "|": "|"}
+    sign = next((sign for sign in signs if len(names) == 1 and sign in names[0]), None)
+    if sign is not None:
+        shown = signs[sign]
+        return (
+            f"; do '{shown}' signs separate the columns? Only commas do; in pandas: read_csv(NAME, sep='{shown}')"
+            ".to_parquet('rows.parquet')"
+        )
+    folders = glob.iglob(os.path.join(os.path.expanduser(path), "**", f"{glob.escape(name)}=*"), recursive=True)
+    if f"{name}=" in path or next(folders, None) is not None:
+        return f"; names of folders, such as {name}=…, are no columns: write '{name}' into the files"
+    return ""
 
 
 class Renderer:
@@ -268,7 +298,8 @@ class Renderer:
             return tuple(("input.prompt_template", column) for column in self._template.columns)
         for field in ("messages_column", "token_ids_column"):
             if (column := getattr(self._input, field)) is not None:
-                return ((f"input.{field}", column),)
+                tools = self._input.tools_column
+                return ((f"input.{field}", column), *([("input.tools_column", tools)] if tools is not None else []))
         for field in ("context_column", "text_column"):
             if getattr(self._input, field) is not None:
                 return ((f"input.{field}", self._column),)
@@ -296,8 +327,15 @@ class Renderer:
         if isinstance(messages, RowError):
             return messages
         assert self._chat is not None, "a conversation needs the tokenizer's chat template"
-        text = self._chat.render(messages)
+        options = self._tools(row.values)
+        text = options if isinstance(options, RowError) else self._chat.render(messages, **options)
         return text if isinstance(text, RowError) else _check_text(text)
+
+    def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
+        """The row's own tools as an option of the chat template; without any, the job's options stay."""
+        column = self._input.tools_column
+        found = None if column is None else read_tools(values.get(column), f"column '{column}'")
+        return found if isinstance(found, RowError) else {} if found is None else {"tools": found}
 
     def messages(self, row: Row) -> list[Message] | RowError:
         """The row's conversation, before the chat template, or the row's error."""

@@ -114,6 +114,24 @@ def read_messages(value: object, what: str) -> list[Message] | RowError:
     return messages
 
 
+def read_tools(value: object, what: str) -> list[dict[str, Any]] | RowError | None:
+    """The tools of a conversation: a list of mappings, or JSON text of one; None if there are none.
+
+    what: names the value in errors, such as `column 'tools'`.
+    """
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            return RowError("invalid_tools", f"got text that is not JSON ({describe_error(error)}) in {what}")
+    if value is None or value in ("", []):
+        return None
+    if isinstance(value, list) and all(isinstance(tool, dict) for tool in value):
+        return [tool for tool in map(_without_nulls, value) if isinstance(tool, dict)]
+    got = "a list of other values" if isinstance(value, list) else name_type(value)
+    return RowError("invalid_tools", f"got {got} in {what}; expected a list of mappings, or JSON text of one")
+
+
 def _wrong(what: str, got: str) -> RowError:
     return RowError("invalid_messages", f"got {got} in {what}; expected a list of messages, or JSON text of one")
 
@@ -198,14 +216,18 @@ class ChatTemplate:
         if "strftime_now" in self._source:
             # transformers' own function reads the clock. A variable with the same name takes precedence over it.
             self._options["strftime_now"] = moment.astimezone(datetime.UTC).strftime
+        self._takes_tools = "tools" in variables(self._source)
         self._takes_parts = self._renders_parts()
         self._knows_developer = "'developer'" in self._source or '"developer"' in self._source
 
     def render(self, messages: Sequence[Message], **options: Any) -> str | RowError:
         """The prompt's text, with all special tokens. options: override `chat_template_kwargs`.
 
-        An exception of the template becomes the row's error.
+        An exception of the template becomes the row's error, and so do tools that the template would ignore.
         """
+        if options.get("tools") and not self._takes_tools:
+            words = "the row has tools, but the chat template has no variable `tools`, so the model would not see them"
+            return RowError("template_error", words)
         try:
             return self._apply(self._fit(messages), options)
         except Exception as error:

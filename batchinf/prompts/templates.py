@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import functools
+import inspect
 import json
 import re
 import traceback
@@ -49,6 +50,29 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise TooMuchText
         return super().call_binop(context, operator, left, right)
 
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
+        """See jinja2. Methods of times that read the machine's clock or time zone are errors."""
+        moment, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        is_class = isinstance(moment, type) and issubclass(moment, datetime.date)
+        if (is_class and name in _OF_THE_CLOCK) or (
+            isinstance(moment, datetime.date) and _is_local(moment, name, args)
+        ):
+            raise jinja2.TemplateRuntimeError(
+                f"{name}() depends on the machine's clock or time zone; a template may use only the row's values"
+            )
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+_OF_THE_CLOCK = frozenset({"now", "today", "utcnow", "fromtimestamp"})
+
+
+def _is_local(moment: datetime.date, name: str, args: tuple[Any, ...]) -> bool:
+    """Whether this call of a method reads the time zone of the machine."""
+    if name == "strftime":
+        return "%s" in str(args[:1])  # seconds since 1970, as the C library counts them
+    has_zone = getattr(moment, "tzinfo", None) is not None
+    return (name == "timestamp" and not has_zone) or (name == "astimezone" and not (has_zone and args))
+
 
 def _num_items(sequence: Any, factor: Any) -> int:
     """Length of `sequence * factor`; 0 if the product is a number."""
@@ -58,6 +82,9 @@ def _num_items(sequence: Any, factor: Any) -> int:
 def _refuse_null(value: Any) -> Any:
     if value is None:
         raise NullPrinted
+    if inspect.isroutine(value):  # its text has an address, which is another one in each process
+        name = value.__name__
+        raise jinja2.TemplateRuntimeError(f"it prints the method '{name}' of a value; value['{name}'] is its key")
     return value
 
 

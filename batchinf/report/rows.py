@@ -18,8 +18,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinf.base.database import open_duckdb
 from batchinf.base.errors import OutputError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import joined_schema, open_part
 from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, clip, list_names
 from batchinf.manifest.names import part_name
@@ -27,7 +28,7 @@ from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards
 from batchinf.tasks.base import Task
 
-_SETTINGS = {"memory_limit": "1GB", "threads": "2", "preserve_insertion_order": "false"}
+_SETTINGS = {"memory_limit": "1GB", "preserve_insertion_order": "false"}
 _NUM_BINS = 40
 # Numbers in lists that are read; of more, parts at equal distances are.
 _MOST_NUMBERS = 100_000_000
@@ -125,10 +126,8 @@ def _figures(
     kept = spec.get("output", {}).get("keep_columns") or ()
     own = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
     choices = spec.get("input", {}).get("choices") or ()
-    with tempfile.TemporaryDirectory() as scratch:
-        settings: dict[str, Any] = {**_SETTINGS, "temp_directory": scratch}
-        with duckdb.connect(":memory:", config=settings) as connection:
-            return _Rows(connection, paths, journalled, own, choices).figures(notes)
+    with tempfile.TemporaryDirectory() as scratch, open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
+        return _Rows(connection, paths, journalled, own, choices).figures(notes)
 
 
 def _is_readable(path: pathlib.Path) -> bool:
@@ -161,8 +160,7 @@ class _Rows:
         self._choices = choices
         schema = journalled[0].schema if journalled else pa.schema([])
         if paths:
-            with open_part(paths[0]) as file:
-                schema = file.schema_arrow
+            schema = joined_schema(paths)
         self._lists = {field.name for field in schema if pa.types.is_nested(field.type)}
         self._types = {field.name: field.type for field in schema if field.name not in self._lists}
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in own]
@@ -172,7 +170,9 @@ class _Rows:
         selects = []
         if self._paths:
             files = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self._paths)
-            selects.append(f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}])")
+            selects.append(
+                f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}], union_by_name = true)"
+            )
         if self._journalled:
             names = [name for name in self._types if name in self._journalled[0].column_names]
             self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
@@ -292,7 +292,7 @@ class _Rows:
         num_numbers = 0
         paths = _spread(self._paths)
         for batch in itertools.chain(self._list_batches(paths, names), self._journal_batches(names)):
-            for name in names:
+            for name in batch.schema.names:
                 values, k = _flat(batch.column(name))
                 num_numbers += len(values)
                 if name != "top_logprobs":
@@ -314,7 +314,8 @@ class _Rows:
     def _list_batches(self, paths: Sequence[pathlib.Path], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         for path in paths:
             with open_part(path) as file:
-                yield from file.iter_batches(_ROWS_AT_ONCE, columns=list(names))
+                own = [name for name in names if name in file.schema_arrow.names]
+                yield from file.iter_batches(_ROWS_AT_ONCE, columns=own)
 
     def _journal_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         for table in self._journalled:

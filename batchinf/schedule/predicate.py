@@ -8,27 +8,20 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinf.base.database import duckdb_errors, open_duckdb
 from batchinf.base.errors import UserError
 from batchinf.base.text import list_names
 
 ERRORS_WORD = "errors"
 _SHORT = {ERRORS_WORD: "error_type IS NOT NULL"}
 _KEY = "row_index"
-# With these settings DuckDB can access nothing outside of memory, and an expression cannot change them.
-_SETTINGS: dict[str, str | bool | int | float | list[str]] = {
-    "enable_external_access": "false",
-    "autoinstall_known_extensions": "false",
-    "autoload_known_extensions": "false",
-    "python_enable_replacements": "false",
-    "threads": "2",
-}
 _NOT_OF_ONE_ROW = {"SUBQUERY": "a query", "WINDOW": "a window over rows", "PARAMETER": "a parameter"}
 # Names that SQL reads as functions of the clock unless a column is named so, and functions that use the clock although
 # DuckDB calls them consistent.
@@ -208,13 +201,11 @@ def _free_name(names: Iterable[str]) -> str:
 
 def _connect(table: str) -> Any:
     try:
-        import duckdb
+        # Then an expression can access nothing outside of memory, and it cannot change this.
+        return open_duckdb(enable_external_access="false")
     except ImportError:
         what = "--retry" if table == "output" else "input.where"
         raise PredicateError(f"{what} needs DuckDB: pip install duckdb") from None
-    connection = duckdb.connect(":memory:", config=_SETTINGS)
-    connection.execute("SET lock_configuration = true")
-    return connection
 
 
 def _take_list(tree: dict[str, Any]) -> list[Any]:
@@ -237,29 +228,6 @@ def _walk(tree: Any) -> Iterator[dict[str, Any]]:
         yield tree
     for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
         yield from _walk(item)
-
-
-@contextlib.contextmanager
-def duckdb_errors(as_ours: Callable[[str], Exception]) -> Iterator[None]:
-    """Convert DuckDB's errors: `as_ours` makes the error from their text, and a stop becomes KeyboardInterrupt."""
-    import duckdb
-
-    try:
-        yield
-    except (duckdb.InterruptException, RuntimeError) as error:
-        # DuckDB raises this instead of a signal's KeyboardInterrupt.
-        if "interrupted" in str(error).lower():
-            raise KeyboardInterrupt from None
-        raise
-    except duckdb.Error as error:
-        raise as_ours(str(error)) from None
-
-
-def duckdb_batches(found: Any, num_rows: int) -> Iterator[pa.RecordBatch]:
-    """A DuckDB result, at most `num_rows` rows at a time."""
-    # DuckDB 2 renamed it.
-    read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
-    return iter(read(num_rows))
 
 
 def _readable(table: pa.Table) -> pa.Table:

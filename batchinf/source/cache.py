@@ -10,7 +10,7 @@ import fcntl
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -23,6 +23,9 @@ from batchinf.base.storage import Folder, create, naming
 from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp
 
 CACHE_VERSION = 2
+FURTHER_COLUMNS = "columns"  # an artifact: see `FileEntry`
+# There may be millions of further columns, most of them with one of these types.
+_SHORT_TYPES = {"n": pa.null(), "b": pa.bool_(), "i": pa.int32(), "l": pa.int64(), "d": pa.float64(), "s": pa.string()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class FileEntry:
     statistics and offsets of every column chunk; `ReadDigests` has the digests of the chunks that were read, under the
     number `content`. `artifacts` by role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (see
     `BlockDigests`), `lines` (a decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow
-    batch, then the row count), `content` (a copy of a remote file). `size`, `mtime_ns` and `inode` are the file's
+    batch, then the row count), `content` (a copy of a remote file), `columns` (those beyond the first 4,096;
+    see `further_line`). `size`, `mtime_ns` and `inode` are the file's
     stamp; the stamp of a remote file has other numbers.
     """
 
@@ -91,6 +95,29 @@ def schema_of(text: str) -> pa.Schema:
 def schema_text(schema: pa.Schema) -> str:
     """A schema as text, as entries store it."""
     return base64.b64encode(schema.serialize()).decode()
+
+
+def further_columns(entry: FileEntry, names: Collection[str], cache: Folder) -> pa.Schema | None:
+    """Each occurrence of these columns among those that an entry's schema leaves out; None: it leaves out none."""
+    artifact = entry.artifacts.get(FURTHER_COLUMNS)
+    if artifact is None:
+        return None
+    found = list[pa.Field]()
+    with open(cache.path(artifact.name), encoding="utf-8") as lines:
+        for stored in map(json.loads, lines):
+            for name in names:
+                short = stored.get(name)
+                if short is not None:
+                    found += [pa.field(name, _SHORT_TYPES[short])] if short in _SHORT_TYPES else schema_of(short)
+    return pa.schema(found)
+
+
+def further_line(columns: pa.Schema) -> bytes:
+    """Further columns of some rows as a line of the artifact: a mapping from names to types."""
+    short_of = {type: short for short, type in _SHORT_TYPES.items()}
+    shorts = {field.name: short_of.get(field.type) for field in columns if not field.metadata}
+    types = {field.name: shorts.get(field.name) or schema_text(pa.schema([field])) for field in columns}
+    return json.dumps(types).encode() + b"\n"
 
 
 def load_entries(cache: Folder) -> dict[str, FileEntry]:

@@ -15,6 +15,8 @@ from batchinf.base.errors import InputError
 BLOCK_BYTES = 1 << 20  # read at once
 MAX_LINE_BYTES = 64 << 20  # a longer line or CSV field is an error row and is never held in memory
 LINE_ENDS = (b"\n", b"\r\n")
+# Editors on Windows begin files with it. Where such files were joined, it stands before a line in the middle, too.
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TICK_NS = 20_000_000  # Linux sets mtimes by a clock that ticks every 1 to 10 ms
 
 Stamp = tuple[int, int, int]  # see `stamp`
@@ -30,6 +32,7 @@ class InputLocation:
     split: str | None = None  # of a Hugging Face dataset; None: train
     revision: str | None = None  # of a Hugging Face dataset on the hub
     name: str | None = None  # the configuration of a Hugging Face dataset
+    named: tuple[str, ...] = ()  # columns that must be found, however many others a row has
     is_shuffled: bool = False  # rows are read in any order, so every row must be quick to find
 
 

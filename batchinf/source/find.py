@@ -35,7 +35,9 @@ def is_dataset(input: InputLocation) -> bool:
         return input.format == HuggingFace.name
     if os.path.exists(path):
         return is_saved(path)
-    return looks_like_id(path) and format_by_ending(path) is None
+    # Local things come first: without a network, the hub takes half a minute to say that it has no such dataset.
+    is_near = os.path.isdir(os.path.dirname(path)) or any(map(format_by_ending, glob.glob(f"{glob.escape(path)}.*")))
+    return looks_like_id(path) and format_by_ending(path) is None and not is_near
 
 
 def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
@@ -56,6 +58,7 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     else:
         raise NoInputError(
             f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"
+            f"{' with input.format: hf' if looks_like_id(path) and format_by_ending(path) is None else ''}"
             f"{near_path(path)}"
         )
     return one_format(files, input), files

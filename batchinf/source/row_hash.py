@@ -7,7 +7,7 @@ and the text 5 are equal, and so are null and an absent column, because types an
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.source.types import is_json_column, is_text
+from batchinf.source.types import is_text
 
 
-def row_hashes(table: pa.Table) -> npt.NDArray[np.uint64]:
-    """uint64 [num_rows]: sums of xxh3-64 over each value's text, seeded with its column's name, then mixed."""
+def row_hashes(table: pa.Table, mixed: Mapping[str, Sequence[object]] | None = None) -> npt.NDArray[np.uint64]:
+    """uint64 [num_rows]: sums of xxh3-64 over each value's text, seeded with its column's name, then mixed.
+
+    mixed: the values of the columns of several types, whose text in the table may mean a text or another value.
+    """
     total = np.zeros(table.num_rows, np.uint64)
     for field, column in zip(table.schema, table.columns, strict=True):
         digest = xxhash.xxh3_64_intdigest
         seed = digest(field.name.encode(errors="replace"))
-        hashes = [0 if text is None else digest(text, seed) for text in texts(column, field)]
+        own = map(canonical, mixed[field.name]) if mixed and field.name in mixed else texts(column, field)
+        hashes = [0 if text is None else digest(text, seed) for text in own]
         total += np.array(hashes, np.uint64)
     return _mixed(total)
 
@@ -37,8 +41,6 @@ def is_in_share(hashes: npt.NDArray[np.uint64], share: float) -> npt.NDArray[np.
 def texts(column: pa.ChunkedArray, field: pa.Field) -> list[bytes | None]:
     """Each value as text; None for null. Equal values have equal texts."""
     type = field.type
-    if is_json_column(field):
-        return _each(column, lambda value: canonical(json.loads(value)))
     if pa.types.is_temporal(type) and not pa.types.is_interval(type):
         column, type = column.cast(pa.int32() if type.bit_width == 32 else pa.int64()), pa.int64()
     if pa.types.is_integer(type):
@@ -46,11 +48,7 @@ def texts(column: pa.ChunkedArray, field: pa.Field) -> list[bytes | None]:
     if is_text(type):
         found: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
         return found
-    return _each(column, canonical)
-
-
-def _each(column: pa.ChunkedArray, text: Callable[[Any], bytes | None]) -> list[bytes | None]:
-    return [None if value is None else text(value) for value in column.to_pylist()]
+    return [canonical(value) for value in column.to_pylist()]
 
 
 def canonical(value: Any) -> bytes | None:

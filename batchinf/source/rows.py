@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import DriftError, InputError
 from batchinf.base.storage import Folder
-from batchinf.source.cache import read_record, schema_of, write_record
+from batchinf.source.cache import further_columns, read_record, schema_of, write_record
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import find_files, is_dataset
@@ -22,7 +22,7 @@ from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, Sou
 from batchinf.source.formats.huggingface import open_dataset
 from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
-from batchinf.source.types import Lost
+from batchinf.source.types import Lost, settled_schema
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -99,7 +99,7 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
     save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
-    return _assembled(format, versions, scanned, cache, digests)
+    return _assembled(format, versions, scanned, cache, digests, named=input.named)
 
 
 def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
@@ -156,8 +156,11 @@ def _assembled(
     scanned: Mapping[int, ScannedFile],
     cache: Folder,
     digests: ReadDigests,
+    *,
+    named: Sequence[str],
 ) -> "Source":
-    schemas = [schema_of(version.schema) for version in versions]
+    further = _named_columns(named, scanned, cache, format)
+    schemas = [_replaced(schema_of(version.schema), further) for version in versions]
     own = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
     digests.cover([(file, e.stamp, functools.partial(format.is_same, file, e, digests)) for file, e in own])
     openers, runs = [], []
@@ -169,6 +172,24 @@ def _assembled(
             openers.append(functools.partial(format.reader, own_file))
             runs.append((added.first_row, added.stop_row))
     return Source(openers, runs, schemas, [version.fingerprint for version in versions], digests)
+
+
+def _named_columns(
+    named: Sequence[str], scanned: Mapping[int, ScannedFile], cache: Folder, format: FileFormat
+) -> pa.Schema:
+    """Those of these columns that a file has beyond the columns of its schema, with their types over all files."""
+    files = [scanned[number] for number in sorted(scanned)]
+    further = [(file.name, further_columns(entry, set(named), cache)) for file, entry in files]
+    found = [(name, schema) for name, schema in further if schema is not None]
+    names = {field.name for _, schema in found for field in schema}
+    if not names:
+        return pa.schema([])
+    first = [(file.name, pa.schema([f for f in entry.arrow_schema() if f.name in names])) for file, entry in files]
+    return settled_schema([*first, *found], format.mixed_types)
+
+
+def _replaced(schema: pa.Schema, columns: pa.Schema) -> pa.Schema:
+    return pa.schema([*(field for field in schema if field.name not in columns.names), *columns])
 
 
 class Source:

@@ -14,22 +14,50 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError
 
-MAX_COLUMNS = 4096  # of JSON lines: further columns are in the rows but not in the schema
+MAX_COLUMNS = 4096  # of JSON lines: further columns are in the schema only if they are asked for by their names
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
 MAX_JSON_DEPTH = 16
-JSON_MARK = {b"batchinf:json": b"1"}
+_JSON_KEY, _ODD_KEY, _EXTENSION_KEY = b"batchinf:json", b"batchinf:odd", b"batchinf:extension"
+JSON_MARK = {_JSON_KEY: b"1"}
 
 _NULL = pa.null()  # the type of a column without any value so far
 
 
-def _json_field(name: str) -> pa.Field:
-    """A column that holds any JSON value as its text."""
-    return pa.field(name, pa.string(), metadata=JSON_MARK)
+def _json_field(name: str, odd: str) -> pa.Field:
+    """A column of values of several types: a text stays as it is, and any other value is its JSON text.
+
+    odd: which row or file has the first value of another type, in words.
+    """
+    return pa.field(name, pa.string(), metadata={**JSON_MARK, _ODD_KEY: odd.encode(errors="replace")})
 
 
 def is_json_column(field: pa.Field) -> bool:
-    """Whether a column holds JSON values as their text."""
-    return bool(field.metadata == JSON_MARK)
+    """Whether a column holds values of several types: texts as they are, and others as their JSON text."""
+    return _JSON_KEY in (field.metadata or {})
+
+
+def odd_value(field: pa.Field) -> str:
+    """Which row or file of such a column has the first value of another type, in words."""
+    return str((field.metadata or {}).get(_ODD_KEY, b"").decode())
+
+
+def extension_of(field: pa.Field) -> str | None:
+    """The name of the extension type that a column has in its file, at any depth; its rows are read without it."""
+    name = (field.metadata or {}).get(_EXTENSION_KEY)
+    return _extension_in(field.type) if name is None else str(name.decode())
+
+
+def _extension_in(type: pa.DataType) -> str | None:
+    if isinstance(type, pa.BaseExtensionType):
+        return str(type.extension_name)
+    if isinstance(type, pa.DictionaryType):
+        return _extension_in(type.value_type)
+    return next(filter(None, (_extension_in(type.field(i).type) for i in range(type.num_fields))), None)
+
+
+def _plain_field(field: pa.Field, type: pa.DataType) -> pa.Field:
+    name = extension_of(field)
+    return pa.field(field.name, type, metadata=None if name is None else {_EXTENSION_KEY: name.encode()})
 
 
 def is_text(type: pa.DataType) -> bool:
@@ -40,7 +68,7 @@ def is_text(type: pa.DataType) -> bool:
 class MixedTypes(enum.Enum):
     """What a column becomes if no Arrow type holds all its values."""
 
-    JSON = "each value as JSON text"
+    JSON = "texts as they are, any other value as its JSON text"
     STRING = "each value as it stands in the file"
     REFUSED = "an error"
 
@@ -48,22 +76,37 @@ class MixedTypes(enum.Enum):
 # -- over all files --------------------------------------------------------------------------------------------------
 
 
-def settled_schema(schemas: Iterable[pa.Schema], mixed: MixedTypes) -> pa.Schema:
-    """The columns of all files. If types differ, a column gets a type that holds both; without one `mixed` decides."""
+def settled_schema(schemas: Iterable[tuple[str, pa.Schema]], mixed: MixedTypes) -> pa.Schema:
+    """The columns of all files. If types differ, a column gets a type that holds both; without one `mixed` decides.
+
+    schemas: each with the name of its file.
+    """
     types: dict[str, pa.DataType | None] = {}
-    for field in itertools.chain.from_iterable(schemas):
+    first_files, odd, extended = dict[str, str](), dict[str, str](), dict[str, pa.Field]()
+    for file, field in ((file, field) for file, schema in schemas for field in schema):
         found = None if is_json_column(field) else field.type
+        if extension_of(field) is not None:
+            extended.setdefault(field.name, field)
         known = types.get(field.name, found)
         types[field.name] = both = _merge(known, found, by_value=mixed is MixedTypes.REFUSED)
-        if both is None and mixed is MixedTypes.REFUSED:
-            both_types = f"{known} in one file and {found} in another"
-            raise InputError(f"column {field.name!r} is {both_types}; write the files with one type")
-    return pa.schema([_settled_field(name, type, mixed) for name, type in types.items()])
+        if found is None or not pa.types.is_null(found):
+            first_files.setdefault(field.name, file)
+        if both is None and known is not None:
+            other = first_files.get(field.name, file)
+            if mixed is MixedTypes.REFUSED:
+                both_types = f"{known} in {other} and {found} in {file}"
+                raise InputError(f"column {field.name!r} is {both_types}; write the files with one type")
+            odd[field.name] = f"{_words(found)} in {file}, but {_words(known)} in {other}"
+        if found is None:
+            odd.setdefault(field.name, f"in {file}" + (f", {odd_value(field)}" if odd_value(field) else ""))
+    settled = [_settled_field(name, type, mixed, odd.get(name, "")) for name, type in types.items()]
+    return pa.schema([_plain_field(extended.get(field.name, field), field.type) if field.name in extended else field
+                      for field in settled])  # fmt: skip
 
 
-def _settled_field(name: str, type: pa.DataType | None, mixed: MixedTypes) -> pa.Field:
+def _settled_field(name: str, type: pa.DataType | None, mixed: MixedTypes, odd: str) -> pa.Field:
     if mixed is MixedTypes.JSON and (type is None or _has_empty_struct(type)):
-        return _json_field(name)
+        return _json_field(name, odd or "a mapping without keys")
     leaves = _SETTLED if mixed is MixedTypes.REFUSED else {**_SETTLED, _NARROW: pa.int64()}
     return pa.field(name, pa.string() if type is None else _plain(type, leaves))
 
@@ -135,7 +178,7 @@ _DIGITS = {
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
     """The columns with their plain types, without metadata."""
-    return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+    return pa.schema([_plain_field(field, _plain(field.type)) for field in schema])
 
 
 def _plain(type: pa.DataType, leaves: Mapping[pa.DataType, pa.DataType] = _PLAIN) -> pa.DataType:
@@ -186,21 +229,71 @@ def cast_each(column: pa.ChunkedArray, cast: Callable[[Any], Any], type: pa.Data
 class JsonTypes:
     """The types of JSON values, found from batches of records. A column that is mixed once stays JSON."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_further: Callable[[pa.Schema], None]) -> None:
+        """keep_further: called with the columns of a batch that are beyond `MAX_COLUMNS`."""
         self._types: dict[str, pa.DataType | None] = {}
+        self._odd: dict[str, str] = {}
+        self._keep_further = keep_further
 
-    def add(self, records: Iterable[Mapping[str, object]]) -> None:
-        """Merge the types of a batch of records with those before."""
+    def add(self, records: Sequence[Mapping[str, object]], rows: Callable[[], Sequence[int]]) -> None:
+        """Merge the types of a batch of records with those before. rows: makes the records' numbers in the file."""
+        further = list[pa.Field]()
         for name, values in _by_name(records).items():
-            if name not in self._types and (len(self._types) >= MAX_COLUMNS or not is_utf8(name)):
+            if not is_utf8(name):
+                continue
+            if name not in self._types and len(self._types) >= MAX_COLUMNS:
+                type = _merge_values(_NULL, values)
+                further.append(_json_field(name, "") if type is None else pa.field(name, type))
                 continue
             known = self._types.get(name, _NULL)
-            settled = None if known is None else _merge(known, _settle(values))
-            self._types[name] = None if settled is None or _num_fields(settled) > MAX_NESTED else settled
+            self._types[name] = None if known is None else _merge_values(known, values)
+            if known is not None and self._types[name] is None:
+                self._odd[name] = _first_odd(known, [record.get(name) for record in records], rows())
+        if further:
+            self._keep_further(pa.schema(further))
 
     def schema(self) -> pa.Schema:
         """The columns in the order in which they first appeared."""
-        return pa.schema([_json_field(name) if t is None else pa.field(name, t) for name, t in self._types.items()])
+        return pa.schema(
+            [
+                _json_field(name, self._odd[name]) if type is None else pa.field(name, type)
+                for name, type in self._types.items()
+            ]
+        )
+
+
+def _merge_values(known: pa.DataType, values: Iterable[object]) -> pa.DataType | None:
+    settled = _merge(known, _settle(values))
+    return None if settled is None or _num_fields(settled) > MAX_NESTED else settled
+
+
+def _first_odd(known: pa.DataType, values: Sequence[object], rows: Sequence[int]) -> str:
+    """The first value that fits no type which holds those before it, in words."""
+    for row, value in zip(rows, values, strict=True):
+        both = _merge_values(known, [value])
+        if both is None:
+            before = "" if pa.types.is_null(known) else f", where earlier rows have {_words(known)}"
+            return f"row {row:,} has {_words(_settle([value]), value)}{before}"
+        known = both
+    return f"up to row {rows[-1]:,}"  # no value is odd by itself: numbers that only together need more digits
+
+
+def _words(type: pa.DataType | None, value: object = None) -> str:
+    """A type of JSON values in words. value: one of this type."""
+    if type is None:
+        if isinstance(value, int):
+            return "an integer of more than 64 bits"
+        kind = "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else "values"
+        return f"{kind} of several types"
+    if pa.types.is_null(type):
+        return "null"
+    if pa.types.is_boolean(type):
+        return "true or false"
+    if is_text(type):
+        return "a text"
+    if pa.types.is_list(type):
+        return f"a list ({type})"
+    return f"a mapping ({type})" if pa.types.is_struct(type) else "a number"
 
 
 def _by_name(records: Iterable[Mapping[str, object]]) -> Mapping[str, list[object]]:
@@ -296,7 +389,10 @@ def _csv_kinds(values: pa.StringArray) -> set[str]:
         except pa.ArrowInvalid:
             return {"string"}
     if len(integers) < len(values):
-        kinds.add("number" if pc.all(pc.match_substring_regex(values, _NUMBER)).as_py() else "string")
+        is_number = pc.all(pc.match_substring_regex(values, _NUMBER)).as_py()
+        # A larger number than any float would become an infinity.
+        is_number = is_number and pc.all(pc.is_finite(values.cast(pa.float64()))).as_py()
+        kinds.add("number" if is_number else "string")
     return kinds
 
 

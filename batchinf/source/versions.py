@@ -24,6 +24,7 @@ from batchinf.source.cache import (
     locked,
     read_record,
     save_entries,
+    schema_of,
     schema_text,
     write_record,
 )
@@ -495,5 +496,8 @@ def _added(number: int, file: InputFile, entry: FileEntry, first_row: int) -> Fi
 
 def _settled(scanned: dict[int, ScannedFile], format: FileFormat) -> str:
     """The columns of all files together, as `schema_text`."""
-    schemas = {entry.schema: entry.arrow_schema() for _, (_, entry) in sorted(scanned.items())}
-    return schema_text(settled_schema(schemas.values(), format.mixed_types))
+    first_files = dict[str, str]()
+    for _, (file, entry) in sorted(scanned.items()):
+        first_files.setdefault(entry.schema, file.name)
+    schemas = ((name, schema_of(schema)) for schema, name in first_files.items())
+    return schema_text(settled_schema(schemas, format.mixed_types))

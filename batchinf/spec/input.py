@@ -86,6 +86,9 @@ class InputSpec(Section):
     """A conversation. Its contents are Jinja2 templates over the row's columns; the chat template is applied."""
     messages_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the conversation: a list of messages with `role` and `content`, or JSON text of one."""
+    tools_column: Annotated[Text | None, IDENTITY] = None
+    """The column with the tools of each row's conversation, for the chat template: a list of mappings, or JSON text of
+    one; null: none. Default with `messages_column`: `tools`, if the input has such a column."""
     token_ids_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the prompt's token ids: a list, or JSON text of one. Nothing is added to them."""
     text_column: Annotated[Text | None, IDENTITY] = None
@@ -151,6 +154,13 @@ class InputSpec(Section):
         given = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
         if len(given) > 1:
             raise wrong(f"got {given[1]} beside {given[0]}; give one of them", given[1])
+        return self
+
+    @model_validator(mode="after")
+    def _tools(self) -> Self:
+        if self.tools_column is not None and self.messages_column is None:
+            raise wrong("got it without messages_column, the column of the conversations that have these tools",
+                        "tools_column")  # fmt: skip
         return self
 
     @model_validator(mode="after")

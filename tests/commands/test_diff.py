@@ -13,7 +13,7 @@ import pytest
 from extents import next_extent
 
 import jobs
-from batchinf.base.errors import UserError
+from batchinf.base.errors import OutputError, UserError
 from batchinf.base.storage import Folder
 from batchinf.commands.diff import IdentityChange, diff_jobs
 from batchinf.commands.text.compare import change_line, diff_lines
@@ -239,3 +239,26 @@ def test_of_a_long_setting_the_difference_is_shown() -> None:
     cut = change_line(IdentityChange("x", "same", "s" + "y" * 500))
     assert cut == f"  x: 'same' -> 's{'y' * 118}…"
     assert change_line(IdentityChange("x", None, {"a": 1})) == "  x: None -> {'a': 1}"
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_part_that_cannot_be_read_is_named(damage: str, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(folder / "a/out", tmp_path / "a")
+    part = sorted((tmp_path / "a/parts").iterdir())[1]
+    part.write_bytes(part.read_bytes()[:500])
+    if damage == "missing":
+        part.unlink()
+    with pytest.raises(OutputError, match=f"{part.name} cannot be read") as raised:
+        diff_jobs(str(tmp_path / "a"), str(folder / "b/out"), None, None, 0)
+    assert "\n" not in str(raised.value)
+
+
+def test_parts_of_different_columns(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The columns of each part are found by their names: one part has a column more, and before the others."""
+    shutil.copytree(folder / "a/out", tmp_path / "a")
+    part = min((tmp_path / "a/parts").iterdir())
+    table = pq.read_table(part)
+    pq.write_table(table.add_column(0, "extra", pa.array(range(table.num_rows))), part)
+    report = diff_jobs(str(tmp_path / "a"), str(folder / "a/out"), "id", None, 0)
+    same = diff_jobs(str(folder / "a/out"), str(folder / "a/out"), "id", None, 0)
+    assert report.changes == same.changes

@@ -250,3 +250,21 @@ def test_a_browser_runs_nothing_of_a_row(out: pathlib.Path, tmp_path: pathlib.Pa
     assert "<title>Unharmed" in seen.stdout
     assert "CONSOLE" not in seen.stderr
     assert "<script" not in seen.stdout
+
+
+def test_values_that_python_cannot_build(tmp_path: pathlib.Path) -> None:
+    """Arrow holds times of zones that nobody knows, and durations of more than a thousand million years."""
+    unknown = {
+        "zone": pa.array([0], pa.timestamp("us", "Mars/Base")),
+        "long": pa.array([10**18], pa.duration("s")),
+        "late": pa.array([10**14], pa.timestamp("s")),
+    }
+    pq.write_table(pa.table({"id": ["x"], "prompt": ["Say 1."], **unknown}), tmp_path / "rows.parquet")
+    output = {"keep_columns": list(unknown)}
+    jobs.finish(jobs.spec_of(tmp_path, input={"path": str(tmp_path / "rows.parquet")}, output=output))
+    [sample] = inspect_row(str(tmp_path / "out"), "x").samples
+    assert sample.fields["id"] == "x"
+    assert sample.fields["zone"] == "0 (timestamp[us, tz=Mars/Base])"
+    assert sample.fields["long"] == "1000000000000000000 (duration[s])"
+    head = jobs.run("head", tmp_path / "out", "--json")
+    assert json.loads(head.stdout)["late"] == sample.fields["late"]

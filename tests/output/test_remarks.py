@@ -198,3 +198,26 @@ def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path:
     (tmp_path / "out" / "manifest" / "000001.jsonl").write_bytes(encode_commits([plain]))
     with pytest.raises(OutputError, match="contradicts the lines before it"):
         job_status(str(tmp_path / "out"))
+
+
+def test_rows_whose_answers_are_no_choices_are_scored_and_counted(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.csv").write_text("id,text,label\n1,Good.,pos\n2,Fine.,Pos\n3,Bad.,\n4,Poor.,neg\n")
+    input = {"path": str(tmp_path / "rows.csv"), "context_column": "text", "choices": ["pos", "neg"]}
+    score = {"task": "score", "sampling": None, "input": {**input, "answer_column": "label"}}
+    done = jobs.finish(jobs.spec_of(tmp_path, output={"keep_columns": []}, **score))
+    line = (
+        "warning: 2 output rows have values in input.answer_column that are no choices: they are scored, their answer "
+        "is null, and answer_error says why"
+    )
+    assert line in done.stdout
+    rows = jobs.rows_of(tmp_path / "out")
+    assert [row["answer"] for row in rows] == [0, None, None, 1]
+    assert [row["best"] is not None for row in rows] == [True] * 4
+    assert [row["error_type"] for row in rows] == [None] * 4
+    assert [row["answer_error"] is None for row in rows] == [True, False, False, True]
+    assert rows[1]["answer_error"].startswith("got 'Pos' in column 'label'; expected the text of a choice")
+    status = json.loads(jobs.run("status", tmp_path / "out", "--json").stdout)
+    assert status["totals"]["num_wrong_answers"] == 2
+    assert line in jobs.run("status", tmp_path / "out").stdout
+    validated = jobs.run("validate", tmp_path / "job.yaml")
+    assert "warning: 2 of 4 sampled rows have values in input.answer_column that are no choices" in validated.stdout

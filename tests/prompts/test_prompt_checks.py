@@ -10,11 +10,14 @@ import pytest
 
 import batchinf
 import jobs
+from batchinf.base.errors import SpecError
 from batchinf.job.open import open_job
 from batchinf.prompts import checks
+from batchinf.prompts.builder import check_columns
 from batchinf.prompts.checks import first_row_warnings
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
+from batchinf.spec.job import JobSpec
 
 BOS = "<|begin_of_text|>"
 NOT_APPLIED = (
@@ -206,3 +209,23 @@ def test_run_warns_of_columns_without_text(tmp_path: pathlib.Path) -> None:
     done = jobs.finish(jobs.spec_of(tmp_path, input={**where, "prompt_template": "Say {{ note }}"}, **quick))
     assert "warning: 1 of 2 sampled rows has no text in 'note' (row 0 first)" in done.stderr
     assert len(jobs.rows_of(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["id;q"], "do ';' signs separate the columns? Only commas do; in pandas: read_csv(NAME, sep=';')"),
+        (["id\tq"], r"do '\t' signs separate the columns?"),
+        (["id"], None),
+    ],
+)
+def test_why_a_column_may_be_missing(names: list[str], said: str | None, tmp_path: pathlib.Path) -> None:
+    input = {"path": str(tmp_path), "prompt_column": "q"}
+    spec = JobSpec.model_validate({"model": {"name": "m"}, "input": input, "output": {"path": "o"}})
+    with pytest.raises(SpecError) as refused:
+        check_columns(spec, names, ())
+    assert (said or "it has: id") in str(refused.value)
+    (tmp_path / "x" / "q=de").mkdir(parents=True)
+    with pytest.raises(SpecError) as refused:
+        check_columns(spec, names, ())
+    assert ("names of folders, such as q=…, are no columns" in str(refused.value)) == (said is None)

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import jobs
-from batchinf.base.errors import RowError
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -202,21 +201,31 @@ ERRORS = [
     ({"x": ["a", 3]}, "wrong_type", "got a value of type int in choice 1 of column 'x'; expected text"),
     ({"x": ["a", "\ud800"]}, "invalid_unicode",
      "choice 1 of column 'x' is not valid Unicode: lone surrogate U+D800 at character 0"),
-    ({"x": ["a", "b"], "a": 2}, "invalid_answer", "got 2 in column 'a'; the row's choices are 0 to 1"),
-    ({"x": ["a", "b"], "a": -1}, "invalid_answer", "got -1 in column 'a'; the row's choices are 0 to 1"),
-    ({"x": ["a", "b"], "a": True}, "wrong_type",
+]  # fmt: skip
+
+WRONG_ANSWERS = [
+    ({"x": ["a", "b"], "a": 2}, "got 2 in column 'a'; the row's choices are 0 to 1"),
+    ({"x": ["a", "b"], "a": -1}, "got -1 in column 'a'; the row's choices are 0 to 1"),
+    ({"x": ["a", "b"], "a": True},
      "got true or false in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["a", "b"], "a": 0.5}, "wrong_type",
-     "got 0.5 in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["a", "b"], "a": "B"}, "invalid_answer",
-     "got 'B' in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["a", "b"], "a": "a\n" * 30}, "invalid_answer",
+    ({"x": ["a", "b"], "a": 0.5}, "got 0.5 in column 'a'; expected the text of a choice, its place from 0, or null"),
+    ({"x": ["a", "b"], "a": "B"}, "got 'B' in column 'a'; expected the text of a choice, its place from 0, or null"),
+    ({"x": ["a", "b"], "a": "a\n" * 30},
      "got '" + r"a\n" * 13 + "a…' in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["a", "b"], "a": ["a"]}, "wrong_type",
+    ({"x": ["a", "b"], "a": ["a"]},
      "got a list in column 'a'; expected the text of a choice, its place from 0, or null"),
-    ({"x": ["1", "0"], "a": "1"}, "invalid_answer",
+    ({"x": ["1", "0"], "a": "1"},
      "got '1' in column 'a', the text of a choice and the place of another one; give places as numbers, not as text"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG_ANSWERS)
+def test_a_row_whose_answer_is_no_choice_is_scored_without_it(values: dict[str, object], message: str) -> None:
+    input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
+    wrong, right = build("llama", [{"c": "Q", **values}, {"c": "Q", **values, "a": None}], input)
+    assert wrong.error is None and wrong.scoring is not None
+    assert (wrong.scoring.answer, wrong.scoring.answer_error) == (None, message)
+    assert spans_of(wrong) == spans_of(right)
 
 
 @pytest.mark.parametrize(("values", "error_type", "message"), ERRORS)
@@ -256,7 +265,8 @@ def test_an_answer_is_the_text_of_a_choice_or_its_place(answer: object, place: i
 def test_other_numbers_are_no_answer(answer: object) -> None:
     input = {"context_column": "c", "choices_column": "x", "answer_column": "a"}
     [prompt] = build("llama", [{"c": "Q", "x": ["a", "b c", "7", "3"], "a": answer}], input)
-    assert prompt.error is not None and prompt.error.error_type in ("invalid_answer", "wrong_type")
+    assert prompt.error is None and prompt.scoring is not None
+    assert prompt.scoring.answer is None and "in column 'a'; " in (prompt.scoring.answer_error or "")
 
 
 def test_choices_of_the_spec_are_those_of_every_row() -> None:
@@ -268,7 +278,8 @@ def test_choices_of_the_spec_are_those_of_every_row() -> None:
     assert [prompt.scoring for prompt in given] == [prompt.scoring for prompt in from_column]
     assert [prompt.scoring is not None and prompt.scoring.answer for prompt in given] == [1, None]
     [prompt] = build("llama", [{"c": "Q", "a": 2}], {"context_column": "c", "choices": labels, "answer_column": "a"})
-    assert prompt.error is not None and prompt.error.error_type == "invalid_answer"
+    assert prompt.scoring is not None and prompt.scoring.answer is None
+    assert prompt.scoring.answer_error == "got 2 in column 'a'; the row's choices are 0 to 1"
 
 
 @pytest.mark.parametrize("answer", [2, "2", " 2 ", 2.0])
@@ -279,17 +290,17 @@ def test_an_answer_among_numbers_in_the_spec_is_one_of_them_and_no_place(answer:
 
 
 @pytest.mark.parametrize(
-    ("answer", "error_type", "got"),
-    [(0, "invalid_answer", "0"), ("five", "invalid_answer", "'five'"), ("", "invalid_answer", "''"),
-     (4.5, "wrong_type", "4.5"), (decimal.Decimal("4.5"), "wrong_type", "4.5"), (float("nan"), "wrong_type", "nan"),
-     (True, "wrong_type", "true or false"), ([2], "wrong_type", "a list"), ({"stars": 2}, "wrong_type", "a mapping")],
+    ("answer", "got"),
+    [(0, "0"), ("five", "'five'"), ("", "''"), (4.5, "4.5"), (decimal.Decimal("4.5"), "4.5"), (float("nan"), "nan"),
+     (True, "true or false"), ([2], "a list"), ({"stars": 2}, "a mapping")],
 )  # fmt: skip
-def test_an_answer_that_is_none_of_the_numbers_is_told_the_numbers(answer: object, error_type: str, got: str) -> None:
+def test_an_answer_that_is_none_of_the_numbers_is_told_the_numbers(answer: object, got: str) -> None:
     """Never the place of a choice, which is no answer there."""
     input = {"context_column": "c", "choices": ["1", "2", "3"], "answer_column": "a"}
     [prompt] = build("llama", [{"c": "Q", "a": answer}], input)
     message = f"got {got} in column 'a'; expected one of input.choices (1, 2, 3), or null"
-    assert prompt.error == RowError(error_type, message)
+    assert prompt.scoring is not None and prompt.scoring.answer is None
+    assert prompt.scoring.answer_error == message
 
 
 def test_rows_are_scored_with_the_adapter_that_they_name() -> None:

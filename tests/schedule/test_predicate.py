@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchinf.schedule.predicate import Predicate, PredicateError, duckdb_batches
+from batchinf.base.database import duckdb_batches
+from batchinf.schedule.predicate import Predicate, PredicateError
 
 SCHEMA = pa.schema(
     [

@@ -59,7 +59,9 @@ def test_column_types(
     assert is_json_column(field) == (type is None)
     stored = found.read_columns(0, len(values), ["x"]).column("x").to_pylist()
     if type is None:
-        assert [text and json.loads(text.replace("?", "\\ud800")) for text in stored] == values
+        own = [value if isinstance(value, str) else text and json.loads(text.replace("?", "\\ud800"))
+               for text, value in zip(stored, values, strict=True)]  # fmt: skip
+        assert own == values
     else:
         assert all(map(holds, stored, values))
     assert [row.values.get("x") for row in found.read(0, len(values))] == values
@@ -74,9 +76,9 @@ def test_types_are_settled_over_all_files(tmp_path: pathlib.Path) -> None:
     found = open_source(InputLocation(str(tmp_path / "*.jsonl")), tmp_path / "cache")
     assert [is_json_column(field) for field in found.schema] == [False, False, True]
     assert found.read_columns(0, 3, ["x", "y", "z"]).to_pylist() == [
-        {"x": 1.0, "y": "a", "z": '"a"'},
+        {"x": 1.0, "y": "a", "z": "a"},
         {"x": 2.5, "y": "b", "z": "2.5"},
-        {"x": None, "y": None, "z": '"c"'},
+        {"x": None, "y": None, "z": "c"},
     ]
     found.close()
 
@@ -95,6 +97,8 @@ def test_types_are_settled_over_all_files(tmp_path: pathlib.Path) -> None:
         ("a _ 2", pa.string(), ["a", "", "2"]),
         ("_ _", pa.string(), ["", ""]),
         ("nan 1", pa.string(), ["nan", "1"]),
+        ("1e400 1", pa.string(), ["1e400", "1"]),
+        ("-1e400 0.5", pa.string(), ["-1e400", "0.5"]),
     ],
 )
 @pytest.mark.parametrize("batch_rows", [1, 1024])
@@ -136,10 +140,31 @@ def test_columns_beyond_a_bound_stay_in_the_rows(tmp_path: pathlib.Path, monkeyp
     found.close()
 
 
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_a_named_column_is_found_wherever_it_stands(
+    block: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(types, "MAX_COLUMNS", 3)
+    monkeypatch.setattr(input_files, "BLOCK_BYTES", block)
+    many = {f"x{i}": i for i in range(5)}
+    own = [{"late": 1, "mixed": "a", "é": ["x"]}, {"late": 2.5, "mixed": 7}, {"late": None, "mixed": None, "é": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({**many, **row}) + "\n" for row in own))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"late": 3, "mixed": [1]}) + "\n")
+    wanted = ["late", "mixed", "é"]
+    for _ in range(2):  # from a scan, and from its results
+        location = InputLocation(str(tmp_path), named=(*wanted, "none"))
+        found = open_source(location, tmp_path / ".cache")
+        assert set(found.schema.names) == {"x0", "x1", "x2", *wanted}
+        assert found.read_columns(0, 4, wanted).to_pydict() == {
+            "late": [1.0, 2.5, None, 3.0], "mixed": ["a", "7", None, "[1]"], "é": [["x"], None, None, None],
+        }  # fmt: skip
+        found.close()
+
+
 def test_parquet_files_whose_types_do_not_meet(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"x": ["a"]}), tmp_path / "b.parquet")
-    with pytest.raises(InputError, match="column 'x' is int64 in one file and string in another"):
+    with pytest.raises(InputError, match=r"column 'x' is int64 in a\.parquet and string in b\.parquet"):
         open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")
 
 
@@ -177,6 +202,6 @@ def test_types_that_no_type_holds_together(first: pa.DataType, second: pa.DataTy
     for name, type in (("a", first), ("b", second)):
         with pa.ipc.new_file(tmp_path / f"{name}.arrow", pa.schema([("x", type)])) as writer:
             writer.write_table(pa.table({"x": pa.nulls(1, type)}))
-    message = f"column 'x' is {first} in one file and {second} in another; write the files with one type"
+    message = f"column 'x' is {first} in a.arrow and {second} in b.arrow; write the files with one type"
     with pytest.raises(InputError, match=re.escape(message)):
         open_source(InputLocation(str(tmp_path)), tmp_path / ".cache")

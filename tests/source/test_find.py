@@ -7,6 +7,7 @@ from inputs import refusal
 
 from batchinf.base.errors import InputError
 from batchinf.source.files import InputLocation
+from batchinf.source.find import find_files, is_dataset
 from batchinf.source.rows import open_source
 
 
@@ -61,3 +62,23 @@ def test_a_folder_that_is_told_its_format(tmp_path: pathlib.Path) -> None:
     found = open_source(InputLocation(str(tmp_path), "jsonl"), tmp_path / ".cache")
     assert found.num_rows == 1
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_asked"),
+    [("rows", False), ("data/rows", False), ("data/x", False), ("other/rows", True), ("row", True), ("squad", True)],
+)
+def test_local_things_come_before_the_hub(
+    path: str, is_asked: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path without its ending, and one in a folder that is here, are no ids of datasets."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.jsonl").write_text('{"x": 1}\n')
+    (tmp_path / "rows.jsonl.gz").touch()
+    (tmp_path / "squad.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert is_dataset(InputLocation(path)) == is_asked
+    assert is_dataset(InputLocation(path, "hf"))
+    if not is_asked:
+        with pytest.raises(InputError, match=r"or a Hugging Face dataset's id with input\.format: hf"):
+            find_files(InputLocation(path))

@@ -33,7 +33,7 @@ json_lines = st.one_of(
 
 def expected_of_line(line: str) -> dict[str, object] | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line.removeprefix("\ufeff"))
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
@@ -70,8 +70,11 @@ def test_jsonl_of_any_lines(
         values = [(record or {}).get(field.name) for _, record in expected]
         for value, stored in zip(values, read.column(field.name).to_pylist(), strict=True):
             if is_json_column(field):
-                text = None if value is None else json.dumps(value, ensure_ascii=False)
-                assert stored == (text if text is None or is_utf8(text) else json.dumps(value))
+                if isinstance(value, str):
+                    assert stored == value.encode(errors="replace").decode()
+                else:
+                    text = None if value is None else json.dumps(value, ensure_ascii=False)
+                    assert stored == (text if text is None or is_utf8(text) else json.dumps(value))
             else:
                 assert holds(stored, value)
     found.close()
@@ -126,3 +129,29 @@ def test_memory_for_one_huge_line(tmp_path: pathlib.Path) -> None:
     assert found == [2, 5]
     assert first_pass < 100
     assert with_rows < 200
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1E+309", "9" * 400 + ".5"])
+@pytest.mark.parametrize("value", ["{}", "[0.5, {}]", '{{"deep": [{}]}}'])
+def test_a_number_that_no_float_holds_is_an_error_row(number: str, value: str, tmp_path: pathlib.Path) -> None:
+    lines = [f'{{"id": {i}, "x": {value.format(0.5 if i % 3 else number)}}}' for i in range(7)]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    found = open_source(InputLocation(str(tmp_path / "x.jsonl")), tmp_path / "cache")
+    for i, row in enumerate(found.read(0, 7)):
+        assert (row.error is None) == (i % 3 > 0)
+        if row.error is not None:
+            assert row.error.startswith(f"x.jsonl line {i + 1}: the number {number[:40]}")
+    assert "inf" not in str(found.read_columns(0, 7, ["x"]).to_pylist()).lower()
+    found.close()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.csv"])
+def test_files_with_byte_order_marks_that_were_joined(name: str, end: str, tmp_path: pathlib.Path) -> None:
+    line, head = {"x.jsonl": ('{{"text": "{}"}}', ""), "x.txt": ("{}", ""), "x.csv": ('"{}"', "text" + end)}[name]
+    texts = ["one", "two \ufeff", "three", "four"]
+    first, second = (end.join(map(line.format, half)) + end for half in (texts[:2], texts[2:]))
+    (tmp_path / name).write_bytes(f"\ufeff{head}{first}\ufeff{second}".encode())
+    found = open_source(InputLocation(str(tmp_path / name)), tmp_path / "cache")
+    assert [(row.values, row.error) for row in found.read(0, found.num_rows)] == [({"text": t}, None) for t in texts]
+    found.close()

@@ -1,5 +1,6 @@
 import contextlib
 import pathlib
+from collections.abc import Iterable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -8,6 +9,7 @@ import pytest
 from inputs import peaks
 
 from batchinf.source.files import InputLocation
+from batchinf.source.formats import parquet
 from batchinf.source.rows import open_source
 
 
@@ -53,3 +55,30 @@ def test_memory_for_one_huge_row_group(
         assert found == [num_read, num_rows - 1]
         assert first_pass < bound
         assert with_rows < bound + 50
+
+
+@pytest.mark.parametrize("is_dictionary", [False, True])
+@pytest.mark.parametrize("order", [range(7), range(6, -1, -1), [3, 3, 0, 6, 2]], ids=["on", "back", "about"])
+def test_a_column_that_is_wide_only_when_decoded_is_read_by_rows(
+    order: Iterable[int], is_dictionary: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kB in the file are lists of long texts. Decoded at once they would take gigabytes."""
+    monkeypatch.setattr(parquet, "GROUP_BYTES", 100_000)
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 50_000)
+    texts = ["x" * 10_000, "y" * 9_000]
+    lists = [[texts[i % 2]] * (i % 4 + 1) for i in range(14)]
+    type = pa.list_(pa.dictionary(pa.int32(), pa.string()) if is_dictionary else pa.string())
+    few = pa.array([["a", str(i % 3)] for i in range(14)])
+    table = pa.table({"docs": pa.array(lists).cast(type), "few": few, "id": range(14)})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=7)
+    decoded = list[int]()
+    real = parquet.cast_column
+    monkeypatch.setattr(parquet, "cast_column", lambda column, to: decoded.append(len(column)) or real(column, to))
+    with contextlib.closing(open_source(InputLocation(str(tmp_path / "x.parquet")), tmp_path / "cache")) as source:
+        for row in order:
+            for start, stop in ((row, row + 1), (row + 4, row + 7)):
+                read = source.read_columns(start, stop, ["id", "docs", "few"]).to_pylist()
+                expected = [{"id": i, "docs": lists[i], "few": few[i].as_py()} for i in range(start, stop)]
+                assert read == expected
+                assert [row.values for row in source.read(start, stop)] == expected
+    assert max(decoded) <= 5  # of 7 in a row group

@@ -100,7 +100,7 @@ def test_a_file_that_grows_during_the_scan(tmp_path: pathlib.Path, monkeypatch: 
     path = tmp_path / "x.jsonl"
     path.write_text('{"x": 1}\n')
 
-    def grow(self: object, records: object) -> None:
+    def grow(self: object, records: object, rows: object) -> None:
         path.write_text('{"x": 1}\n{"x": 2}\n')
 
     monkeypatch.setattr(JsonTypes, "add", grow)

@@ -110,8 +110,8 @@ class _Rows:
         self._text = io.TextIOWrapper(
             io.BufferedReader(stream, BLOCK_BYTES), "utf-8-sig", "surrogateescape", newline=""
         )
+        self.num_chars, self._wrong, self._is_new_row = 0, "", False
         self._reader = csv.reader(self._lines(), strict=True)
-        self.num_chars, self._wrong = 0, ""
         try:
             self.header = next((row for row in self._reader if row), [])
         except csv.Error as error:
@@ -123,6 +123,8 @@ class _Rows:
     def _lines(self) -> Iterator[str]:
         for line in iter(lambda: self._text.readline(MAX_LINE_BYTES), ""):
             self.num_chars += len(line)
+            if self._is_new_row:  # files with a byte order mark were joined
+                line, self._is_new_row = line.removeprefix("\ufeff"), False
             if not (line.isascii() or is_utf8(line)):  # other bytes are decoded to lone surrogates
                 self._wrong = self._wrong or _why_not_utf8(line)
             yield line
@@ -131,7 +133,7 @@ class _Rows:
         width = len(self.header)
         while True:
             line = self._reader.line_num + 1
-            self._wrong = ""
+            self._wrong, self._is_new_row = "", True
             try:
                 row = next(self._reader)
             except StopIteration:

@@ -115,7 +115,7 @@ class DatasetReader(ColumnarReader):
 
     def __init__(self, name: str, dataset: Any, fingerprint: str, files: Sequence[Sequence[Any]]) -> None:
         """files: path, stamp and digest of each Arrow file; none if the dataset is in memory."""
-        self.schema = settled_schema([dataset.features.arrow_schema], MixedTypes.REFUSED)
+        self.schema = settled_schema([(name, dataset.features.arrow_schema)], MixedTypes.REFUSED)
         super().__init__(self.schema, self.schema)
         self.num_rows: int = dataset.num_rows
         self.fingerprint = fingerprint

@@ -4,12 +4,13 @@ import abc
 import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,12 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.storage import Folder
-from batchinf.source.cache import FileEntry, FileFindings, Scratch
+from batchinf.base.text import shorten
+from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, FileFindings, Scratch, further_line
 from batchinf.source.digests import BlockDigests, CheckedBytes, changed
 from batchinf.source.files import (
     BLOCK_BYTES,
+    BYTE_ORDER_MARK,
     LINE_ENDS,
     MAX_LINE_BYTES,
     InputFile,
@@ -72,11 +75,11 @@ class LineFormat(FileFormat):
 
 
 def index_lines(
-    file: InputFile, scratch: Scratch, on_lines: Callable[[bytes], None], *, has_blank_rows: bool
+    file: InputFile, scratch: Scratch, on_lines: Callable[[bytes, int], None], *, has_blank_rows: bool
 ) -> tuple[str, int, int]:
     """Make the artifacts; returns content hash, number of rows and number of bytes.
 
-    on_lines: called with blocks of whole lines.
+    on_lines: called with blocks of whole lines, each with the number of rows before it.
     """
     offsets, blanks = scratch.create("offsets"), scratch.create("blanks")
     copy = scratch.create("lines") if file.is_remote or compression(file) else None
@@ -100,9 +103,9 @@ def index_lines(
         starts, is_row = _line_starts(run, has_blank_rows)
         offsets.write((starts[is_row] + offset).astype("<i8").tobytes())
         blanks.write((np.cumsum(is_row)[~is_row] + num_rows).astype("<i8").tobytes())
-        num_rows += int(is_row.sum())
         if run is not None:
-            on_lines(run)
+            on_lines(run, num_rows)
+        num_rows += int(is_row.sum())
     if block_digests:
         block_digests.end()
     offsets.write(np.array([size], "<i8").tobytes())
@@ -123,7 +126,7 @@ def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
     """Blocks of whole lines with their offsets, without a byte order mark; None is a line that is too long."""
     offset, held, num_held, is_skipping = 0, list[bytes](), 0, False
     for block in blocks:
-        if offset == num_held == 0 and block.startswith(b"\xef\xbb\xbf"):
+        if offset == num_held == 0 and block.startswith(BYTE_ORDER_MARK):
             offset, block = 3, block[3:]
         if is_skipping:
             rest = block.find(b"\n") + 1
@@ -234,7 +237,7 @@ class LineReader(abc.ABC):
 
     def _to_arrow(self, start: int, values: list[Any], field: pa.Field, lost: Lost | None) -> pa.Array:
         if field.name in self._json_columns:
-            values = [None if value is None else _json_text(value) for value in values]
+            values = [value if value is None or isinstance(value, str) else _json_text(value) for value in values]
         try:
             return pa.array(values, field.type)
         except (pa.ArrowException, UnicodeError, OverflowError):
@@ -290,10 +293,20 @@ class JsonLines(LineFormat):
     mixed_types = MixedTypes.JSON
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        types = JsonTypes()
-        content_hash, num_rows, num_bytes = index_lines(
-            file, scratch, lambda run: types.add(_records(_split_lines(run))), has_blank_rows=False
-        )
+        further: IO[bytes] | None = None
+
+        def keep_further(schema: pa.Schema) -> None:
+            nonlocal further
+            further = further or scratch.create(FURTHER_COLUMNS)
+            further.write(further_line(schema))
+
+        types = JsonTypes(keep_further)
+
+        def on_lines(run: bytes, first_row: int) -> None:
+            lines = _split_lines(run)
+            types.add(_records(lines), lambda: [first_row + i for i, line in enumerate(lines) if _records([line])])
+
+        content_hash, num_rows, num_bytes = index_lines(file, scratch, on_lines, has_blank_rows=False)
         return FileFindings(content_hash, num_rows, types.schema(), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
@@ -317,10 +330,27 @@ def _split_lines(run: bytes) -> list[bytes]:
     return [line for line in run.split(b"\n") if line.strip(WHITESPACE)]
 
 
+class _TooLarge(ValueError):
+    """A number that no float holds. Python's `json` would make an infinity of it."""
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise _TooLarge(f"the number {shorten(digits, 40)} is larger than any 64-bit float; write it as text")
+    return number
+
+
+# Only floats pay for this: text is parsed as fast as by `json.loads`.
+_JSON = json.JSONDecoder(parse_float=_finite)
+
+
 def _parse_json(line: bytes) -> dict[str, object]:
     """The record of a line; `ValueError` says why it is none."""
     try:
-        record = json.loads(line.decode())
+        record = _JSON.decode(line.removeprefix(BYTE_ORDER_MARK).decode())
+    except _TooLarge:
+        raise
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from None
     except json.JSONDecodeError as error:
@@ -338,7 +368,7 @@ def _records(lines: Sequence[bytes]) -> list[dict[str, object]]:
     """The records of the lines, without broken lines."""
     if len(lines) > 1:
         try:  # one call for many lines is three times as fast
-            records = json.loads(f"[{b','.join(lines).decode()}]")
+            records = _JSON.decode(f"[{b','.join(lines).decode()}]")
             if len(records) == len(lines) and set(map(type, records)) == {dict}:
                 return cast("list[dict[str, object]]", records)
         except (ValueError, RecursionError):
@@ -361,7 +391,7 @@ class TextLines(LineFormat):
     mixed_types = MixedTypes.STRING
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        content_hash, num_rows, num_bytes = index_lines(file, scratch, lambda run: None, has_blank_rows=True)
+        content_hash, num_rows, num_bytes = index_lines(file, scratch, lambda run, row: None, has_blank_rows=True)
         return FileFindings(content_hash, num_rows, pa.schema([(_COLUMN, pa.string())]), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
@@ -377,7 +407,7 @@ class _TextReader(LineReader):
 
     def _parse(self, line: bytes) -> dict[str, object]:
         try:
-            return {_COLUMN: line.removesuffix(b"\r").decode()}
+            return {_COLUMN: line.removeprefix(BYTE_ORDER_MARK).removesuffix(b"\r").decode()}
         except UnicodeDecodeError as error:
             raise ValueError(not_utf8(error)) from None
 

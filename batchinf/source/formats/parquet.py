@@ -30,7 +30,7 @@ from batchinf.source.formats.base import (
     check_num_rows,
     spans,
 )
-from batchinf.source.types import MixedTypes, plain_schema
+from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
 GROUP_ROWS, GROUP_BYTES = 20_000, 64 << 20  # a row group up to this size is read directly
 _SKIPPED_ROWS = 16_384
@@ -184,8 +184,41 @@ def _repeated_columns(metadata: pq.FileMetaData) -> list[str]:
     ]
 
 
+def _may_be_wide(metadata: pq.FileMetaData) -> frozenset[str]:
+    """Columns of lists or structs with dictionaries: a few bytes in the file may be gigabytes of text."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = (group.column(i) for group in groups for i in range(group.num_columns))
+    return frozenset(
+        chunk.path_in_schema.split(".")[0]
+        for chunk in chunks
+        if "." in chunk.path_in_schema and chunk.has_dictionary_page and chunk.physical_type == "BYTE_ARRAY"
+    )
+
+
+class _Stream:
+    """A column of a row group of which only a few rows are decoded at a time, from the first to the last."""
+
+    def __init__(self, group: int, batches: Iterator[pa.RecordBatch]) -> None:
+        self.group, self.start, self._stop = group, 0, 0
+        self._batches = batches
+        self._batch: pa.RecordBatch | None = None
+
+    def read(self, first: int, last: int) -> Iterator[pa.Array]:
+        """Rows `first` to `last`, which are not before `start`."""
+        while first < last:
+            while self._batch is None or first >= self._stop:
+                self._batch = next(self._batches)
+                self.start, self._stop = self._stop, self._stop + self._batch.num_rows
+            piece = self._batch.column(0).slice(first - self.start, last - first)
+            yield piece
+            first += len(piece)
+
+
 class _ParquetReader(ColumnarReader):
-    """A file of small row groups. It caches the columns that were read of the last few groups."""
+    """A file of small row groups. It caches the columns that were read of the last few groups.
+
+    A column that would take too much memory is read as a `_Stream`.
+    """
 
     def __init__(self, own: SourceFile) -> None:
         file, entry, digests = own.file, own.entry, own.digests
@@ -201,6 +234,8 @@ class _ParquetReader(ColumnarReader):
         digests.watch(entry.content, self._watch)
         self._path, self._opened = file.path, list[Stamp]()
         self._groups = Recent[int, dict[str, pa.ChunkedArray]](CACHED_GROUPS, lambda i: {}, lambda columns: None)
+        self._streams = dict[str, _Stream]()
+        self._wide_rows = dict[tuple[int, str], int | None]()
         self._watch.read(self._open)
 
     def _open(self) -> None:
@@ -215,13 +250,55 @@ class _ParquetReader(ColumnarReader):
         self._file = ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
         self._firsts = [0, *itertools.accumulate(group.num_rows for group in groups)]
+        self._may_be_wide = _may_be_wide(metadata)
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
-        tables = [
-            pa.table({name: column.slice(first, last - first) for name, column in self._group(i, columns).items()})
-            for i, first, last in spans(self._firsts, start, stop)
-        ]
+        tables = []
+        for i, first, last in spans(self._firsts, start, stop):
+            wide = {name: rows for name in columns if (rows := self._rows_at_once(i, name)) is not None}
+            held = self._group(i, [name for name in columns if name not in wide])
+            own = {name: column.slice(first, last - first) for name, column in held.items()}
+            own |= {name: cast_column(own[name], self._own[name].type) for name in own.keys() & self._may_be_wide}
+            own |= {name: self._streamed(i, name, rows, first, last) for name, rows in wide.items()}
+            tables.append(pa.table({name: own[name] for name in columns}))
         return pa.concat_tables(tables)
+
+    def _rows_at_once(self, i: int, name: str) -> int | None:
+        """How many rows of a column to decode at once; None: all of a group. The group's first row decides."""
+        if name not in self._may_be_wide:
+            return None
+        if (i, name) not in self._wide_rows:
+            num_rows = self._firsts[i + 1] - self._firsts[i]
+            first = next(self._few_rows(i, name, 1), None)
+            row_bytes = 0 if first is None else cast_column(first.column(0), self._own[name].type).nbytes
+            is_wide = row_bytes * num_rows > GROUP_BYTES
+            self._wide_rows[i, name] = max(1, BATCH_BYTES // row_bytes) if is_wide else None
+        return self._wide_rows[i, name]
+
+    def _streamed(self, i: int, name: str, num_rows: int, first: int, last: int) -> pa.ChunkedArray:
+        stream = self._streams.get(name)
+        if stream is None or stream.group != i or first < stream.start:
+            stream = self._streams[name] = _Stream(i, self._few_rows(i, name, num_rows))
+        # Cast piece by piece: Arrow casts all values behind a slice of lists.
+        pieces = [cast_column(piece, self._own[name].type) for piece in stream.read(first, last)]
+        return pa.chunked_array(pieces, self._own[name].type)
+
+    def _few_rows(self, i: int, name: str, num_rows: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a group, decoded `num_rows` at a time."""
+        self._watch.read(self._open)
+        batches = self._file.iter_batches(num_rows, [i], [name], use_threads=False)
+
+        def read_on() -> tuple[pa.RecordBatch | None, tuple[ReadRange, ...]]:
+            self._bytes.taken()
+            return next(batches, None), self._bytes.taken()
+
+        while True:
+            batch, ranges = self._watch.read(read_on)
+            if not self._digests.note(self._content, ranges):
+                raise changed(self._name)
+            if batch is None:
+                return
+            yield batch
 
     def _group(self, i: int, columns: Sequence[str]) -> dict[str, pa.ChunkedArray]:
         held = self._groups.get(i)
@@ -239,5 +316,6 @@ class _ParquetReader(ColumnarReader):
 
     def close(self) -> None:
         self._groups.clear()
+        self._streams.clear()
         self._file.close()
         self._bytes.close()

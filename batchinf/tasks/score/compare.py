@@ -32,7 +32,7 @@ from batchinf.tasks.compare import (
     value_pairs,
 )
 
-ANSWER = "answer"
+ANSWER, ANSWER_ERROR = "answer", "answer_error"
 WINNERS = ("best", "best_per_token", "best_per_byte")
 
 
@@ -67,7 +67,7 @@ class Accuracy:
 
 
 def count_right_answers(table: pa.Table) -> PartCounts:
-    """The counts of a table with the columns `answer` and `WINNERS`."""
+    """The counts of a table with the columns `answer` and `WINNERS`, and perhaps `answer_error`."""
     answer = table.column(ANSWER)
     # A failed row has no winner. A row with NaN among its scores has no winner either.
     is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
@@ -75,6 +75,7 @@ def count_right_answers(table: pa.Table) -> PartCounts:
     return PartCounts(
         num_rows=table.num_rows,
         num_answered=_num(is_answered),
+        num_wrong_answers=_num(table.column(ANSWER_ERROR).is_valid()) if ANSWER_ERROR in table.schema.names else 0,
         num_right=raw,
         num_right_per_token=per_token,
         num_right_per_byte=per_byte,

@@ -203,6 +203,7 @@ class _Draft:
     """A row before its batch is encoded.
 
     context: as text or ids; None: a text without context. targets: the texts to score. num_bytes: of each target.
+    answer: the place of the right choice, or why the row's value is none.
     asks: texts to encode, each with whether the tokenizer adds its special tokens.
     """
 
@@ -210,7 +211,7 @@ class _Draft:
     context: str | list[int] | None
     targets: list[str]
     num_bytes: list[int]
-    answer: int | None
+    answer: int | str | None
     asks: list[tuple[str, bool]]
 
 
@@ -283,8 +284,6 @@ class ScorePrompts(PromptBuilder):
         if isinstance(targets, RowError):
             return targets
         answer = self._answer(row, targets)
-        if isinstance(answer, RowError):
-            return answer
         num_bytes = [len(target.encode()) for target in targets]
         targets = [self._score.target_delimiter + target for target in targets]
         return _Draft(row, context, targets, num_bytes, answer, list(self._asks(context, targets)))
@@ -328,8 +327,10 @@ class ScorePrompts(PromptBuilder):
                 return wrong
         return texts
 
-    def _answer(self, row: Row, choices: list[str]) -> int | RowError | None:
-        """The place of the right choice. A number is a place; a text is a choice's, or a place in digits.
+    def _answer(self, row: Row, choices: list[str]) -> int | str | None:
+        """The place of the right choice; None if it is unknown; a text that says why the row's value is no choice.
+
+        A number is a place; a text is a choice's, or a place in digits.
 
         If `input.choices` are whole numbers, numbers and texts are choices and never places.
         """
@@ -338,31 +339,30 @@ class ScorePrompts(PromptBuilder):
             return None
         value = take(row.values, column, "")
         if isinstance(value, RowError):
-            return value
+            return value.error_message
         value = whole_number(value)
         if self._counts_labels and isinstance(value, int | str) and not isinstance(value, bool):
             if (text := str(value).strip()) in choices:
                 return choices.index(text)
-            return self._wrong_answer("invalid_answer", value)
+            return self._wrong_answer(value)
         place = value
         if isinstance(value, str):
             is_digits = value.strip().isdecimal() and value.isascii() and len(value) < 10
             place = int(value) if is_digits else None
             if value in choices:
                 if place is not None and choices[place : place + 1] not in ([], [value]):
-                    return RowError("invalid_answer", f"got '{value}' in column '{column}', the text of a choice and "
-                                    "the place of another one; give places as numbers, not as text")  # fmt: skip
+                    return (f"got '{value}' in column '{column}', the text of a choice and the place of another one; "
+                            "give places as numbers, not as text")  # fmt: skip
                 return choices.index(value)
             if place is None:
-                return self._wrong_answer("invalid_answer", value)
+                return self._wrong_answer(value)
         if isinstance(place, bool) or not isinstance(place, int):
-            return self._wrong_answer("wrong_type", value)
+            return self._wrong_answer(value)
         if not 0 <= place < len(choices):
-            return RowError("invalid_answer", f"got {place} in column '{column}'; the row's choices are 0 to "
-                            f"{len(choices) - 1}")  # fmt: skip
+            return f"got {place} in column '{column}'; the row's choices are 0 to {len(choices) - 1}"
         return place
 
-    def _wrong_answer(self, error_type: str, value: Any) -> RowError:
+    def _wrong_answer(self, value: Any) -> str:
         if isinstance(value, str):
             got = f"'{clip(value, 40)}'"
         else:
@@ -370,7 +370,7 @@ class ScorePrompts(PromptBuilder):
             got = str(value) if is_number else name_type(value)
         labels = f"one of input.choices ({list_names(self._where.choices or ())})"
         allowed = labels if self._counts_labels else "the text of a choice, its place from 0"
-        return RowError(error_type, f"got {got} in column '{self._where.answer_column}'; expected {allowed}, or null")
+        return f"got {got} in column '{self._where.answer_column}'; expected {allowed}, or null"
 
     # -- tokens of a row -----------------------------------------------------------------------------------------------
 
@@ -433,7 +433,9 @@ class ScorePrompts(PromptBuilder):
             return Prompt(index, [], kept, scored)
         if (wrong := self._outside(scored.spans)) is not None:
             return Prompt(index, [], kept, wrong)
-        scoring = Scoring(scored.spans, draft.answer)
+        # A row is scored without its answer, too: only the accuracy needs that.
+        answer = draft.answer
+        scoring = Scoring(scored.spans, None, answer) if isinstance(answer, str) else Scoring(scored.spans, answer)
         is_doubled = self._counts_bos and begins_with_two(scored.spans[0].token_ids, self._bos)
         return Prompt(
             index, scored.token_ids, kept, None, is_truncated=scored.is_cut, scoring=scoring, has_second_bos=is_doubled

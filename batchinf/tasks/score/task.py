@@ -37,7 +37,7 @@ from batchinf.tasks.base import (
     result_schema,
     without_requests,
 )
-from batchinf.tasks.score.compare import ScoreVerification, begin_changes
+from batchinf.tasks.score.compare import ANSWER, ANSWER_ERROR, ScoreVerification, begin_changes
 from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, has_choices, score_of, scored_columns
 
 # The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
@@ -150,11 +150,13 @@ class Score(Task):
         """See `Task.encode`. With choices, each value is a list: of one choice, or of all if they share a request."""
         scores = [self._scores(result) for result in results]
         is_missing = np.array([not spans for spans in scores], np.bool_)
+        scorings = [result.prompt.scoring for result in results]
         arrays: dict[str, pa.Array] = {
             **key_columns(results),
             **prompt_columns(results, self.spec.output.include_prompt),
             **error_columns(results),
-            "answer": pa.array([_answer(result) for result in results], pa.int32()),
+            ANSWER: pa.array([scoring and scoring.answer for scoring in scorings], pa.int32()),
+            ANSWER_ERROR: pa.array([scoring and scoring.answer_error for scoring in scorings], pa.string()),
             "num_prompt_tokens": pa.array([_num_run(result) for result in results], pa.int32()),
             "num_context_tokens": pa.array([_num_context(result) for result in results], pa.int32()),
             "num_output_tokens": pa.array([None if not spans else 0 for spans in scores], pa.int32()),
@@ -269,7 +271,7 @@ class Score(Task):
 
     def _schema(self, scored: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
         where = self.spec.input
-        answer = [("answer", pa.int32())] if where.answer_column is not None else []
+        answer = [(ANSWER, pa.int32()), (ANSWER_ERROR, pa.string())] if where.answer_column is not None else []
         context = [] if where.text_column is not None else [("num_context_tokens", pa.int32())]
         return result_schema(self.spec, [*scored, *answer, *context], may_truncate=where.text_column is None)
 
@@ -328,10 +330,6 @@ def _num_run(result: Result) -> int | None:
     if scoring is None:
         return None
     return len(scoring.spans[result.request_index].token_ids)
-
-
-def _answer(result: Result) -> int | None:
-    return None if result.prompt.scoring is None else result.prompt.scoring.answer
 
 
 def _num_context(result: Result) -> int | None:

@@ -1,0 +1,128 @@
+"""Warnings about the input's columns: values of several types, and known columns that a job leaves out.
+
+Two ids that would be the same as text are refused. `start`, `open` and `validate` use it.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from batchinf.base.errors import InputError, SpecError
+from batchinf.base.text import list_names, one_line
+from batchinf.prompts.builder import named_columns
+from batchinf.schedule.predicate import Predicate, PredicateError
+from batchinf.source.rows import Source
+from batchinf.source.types import extension_of, is_json_column, odd_value
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import PER_ROW_FIELDS
+from batchinf.tasks.base import Task
+
+_READ_ROWS = 4096
+# The first characters of JSON texts that are no JSON strings: only such a text can equal another value's JSON text.
+_OF_VALUES = frozenset("-0123456789[{tfNI")
+
+
+# Columns of well-known datasets: of conversations, of preferences, of requests.
+_KNOWN = frozenset({
+    "tools", "functions", "documents", "images", "image", "videos", "video", "audios", "audio", "chosen", "rejected",
+    "chat_template_kwargs", "response_format", "tool_choice", *PER_ROW_FIELDS,
+})  # fmt: skip
+# A column of a prompt → those that belong to the prompt, too.
+_BESIDE = {
+    "instruction": {"input", "system", "history"}, "messages": {"system"}, "conversations": {"system"},
+}  # fmt: skip
+
+
+def column_warnings(task: Task, source: Source) -> Iterator[str]:
+    """A line for each column of several types that the job uses, and one for columns that it may miss."""
+    yield from _mixed_type_warnings(task.spec, source)
+    used = {name for _, name in named_columns(task.spec, task.input_columns)}
+    known = _KNOWN.union(*(_BESIDE.get(name, ()) for name in used))
+    unused = [name for name in source.schema.names if name in known - used]
+    if unused and not task.spec.input.is_batch_file:
+        yield (
+            f"warning: the input has {list_names(unused)}, which nothing in the spec names, so the job does not use "
+            f"{'it' if len(unused) == 1 else 'them'}; input.messages or input.prompt_template can put a column into "
+            "the prompt, sampling.columns can take a setting from one, and output.keep_columns copies it"
+        )
+
+
+def _mixed_type_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
+    for name in _used(spec, source.schema):
+        field = source.schema.field(name)
+        if is_json_column(field):
+            yield (
+                f"warning: the column '{name}' holds values of several types ({odd_value(field)}): texts stay as they "
+                "are, and any other value becomes its JSON text"
+            )
+
+
+def _used(spec: JobSpec, schema: pa.Schema) -> list[str]:
+    names = [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
+    if spec.input.where is not None:
+        with contextlib.suppress(PredicateError):  # raised where rows are chosen
+            names += Predicate(spec.input.where, schema, "input").columns
+    return [name for name in dict.fromkeys(names) if name in schema.names]
+
+
+def refuse_unstorable(spec: JobSpec, schema: pa.Schema) -> None:
+    """Raise SpecError for an id or a kept column whose type the output cannot have."""
+    ids = [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
+    for place, name in (*ids, *(("output.keep_columns", name) for name in spec.output.keep_columns)):
+        field = schema.field(name)
+        if (extension := extension_of(field)) is not None:
+            raise SpecError(
+                f"{place}: the column '{name}' has the extension type {extension}, which the output would lose; write "
+                f"it as {field.type}, or leave it out"
+            )
+        try:
+            pq.write_table(pa.schema([field]).empty_table(), io.BytesIO())
+        except (pa.ArrowException, OSError) as error:
+            raise SpecError(
+                f"{place}: the column '{name}' has the type {field.type}, which Parquet cannot hold "
+                f"({one_line(error, 200)}); write it as another type, or leave it out"
+            ) from error
+
+
+def refuse_equal_ids(column: str, source: Source) -> None:
+    """Raise InputError if the id of one row is a text, and that of another row a value with this text."""
+    if not is_json_column(source.schema.field(column)):
+        return
+    texts, values = [_no_hashes()], [_no_hashes()]
+    for start in range(0, source.num_rows, _READ_ROWS):
+        rows = source.read(start, min(start + _READ_ROWS, source.num_rows), [column])
+        ids = [row.values.get(column) for row in rows]
+        texts.append(_hashes([id for id in ids if isinstance(id, str) and id[:1] in _OF_VALUES]))
+        values.append(_hashes([_text(id) for id in ids if id is not None and not isinstance(id, str)]))
+    equal = set(np.intersect1d(np.concatenate(texts), np.concatenate(values)).tolist())
+    for row in range(source.num_rows) if equal else ():
+        [found] = source.read(row, row + 1, [column])
+        id = found.values.get(column)
+        if id is not None and not isinstance(id, str) and _hash(_text(id)) in equal:
+            raise InputError(
+                f"input.id_column: row {row:,} has {_text(id)} in '{column}', and another row has the text "
+                f"{json.dumps(_text(id))}: stored as text, these ids would be equal; write all ids as texts"
+            )
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _no_hashes() -> npt.NDArray[np.uint64]:
+    return np.zeros(0, np.uint64)
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(errors="replace"))
+
+
+def _hashes(texts: Sequence[str]) -> npt.NDArray[np.uint64]:
+    return np.unique(np.array([_hash(text) for text in texts], np.uint64))
