@@ -12,6 +12,7 @@ It reads only committed parts, so it also works while the job runs. Rows come in
 order they ran. Only `batches` and `arrays` return them part by part.
 """
 
+import glob
 import itertools
 import os
 import pathlib
@@ -24,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import absolute, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.slices import folder_name, job_folders
 from batchinf.manifest.lock import not_begun_message
@@ -188,7 +189,7 @@ class Results:
         from datasets import Dataset
 
         self.schema  # noqa: B018  for its error
-        found = Dataset.from_parquet([str(path) for path in self.parts])
+        found = Dataset.from_parquet([glob.escape(absolute(path)) for path in self.parts])
         return found if (places := self._places()) is None else found.select(places)
 
     def _places(self) -> npt.NDArray[np.int64] | None:

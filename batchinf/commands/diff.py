@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import absolute, open_part
 from batchinf.base.slices import SOURCE_FOLDER
 from batchinf.base.storage import Folder, reason, refuse_foreign, writing_named
 from batchinf.base.text import clip
@@ -119,7 +119,7 @@ def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str,
     """columns: name in the view → the job's column. The view also has each row's place among the job's rows."""
     # DuckDB ignores case, so it gets names of our own.
     own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
-    connection.read_parquet([glob.escape(str(path)) for path in job.parts]).create_view(f"{view}_parts")
+    connection.read_parquet([glob.escape(absolute(path)) for path in job.parts]).create_view(f"{view}_parts")
     selected = ", ".join(f"{own[column]} AS {name}" for name, column in columns.items())
     # DuckDB numbers the rows in the order of the files, on any number of threads, and only if a query asks for it.
     connection.execute(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError
+from batchinf.base.parquet import absolute
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.schedule.positions import RUN_FOLDER
@@ -41,7 +42,7 @@ def scratch_database(folder: Folder, memory: str) -> Iterator["ScratchDatabase"]
             # Compressing took a third of the time of sorting 200,000 rows by keys of 1,200 bytes.
             "force_compression": "uncompressed",
         }
-        with duckdb.connect(f"{name}/rows", config=settings) as connection:
+        with duckdb.connect(absolute(f"{name}/rows"), config=settings) as connection:
             yield ScratchDatabase(connection, folder)
 
 

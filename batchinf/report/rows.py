@@ -4,6 +4,7 @@ DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a t
 """
 
 import contextlib
+import glob
 import itertools
 import math
 import pathlib
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import OutputError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import absolute, open_part
 from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, clip, list_names
 from batchinf.manifest.names import part_name
@@ -171,7 +172,7 @@ class _Rows:
     def _create_view(self) -> None:
         selects = []
         if self._paths:
-            files = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self._paths)
+            files = ", ".join("'" + glob.escape(absolute(path)).replace("'", "''") + "'" for path in self._paths)
             selects.append(f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}])")
         if self._journalled:
             names = [name for name in self._types if name in self._journalled[0].column_names]

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from batchinf.base.errors import SpecError
+from batchinf.base.places import check_is_here, elsewhere
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
@@ -356,6 +357,7 @@ class _Reader:
 
 
 def _read_text(name: str) -> str:
+    check_is_here(name, "the spec", "fetch the file, and give its path")
     try:
         with open(name, "rb") as file:
             content = file.read(MAX_SPEC_BYTES + 1)
@@ -445,6 +447,8 @@ def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
     name = _expand(path)
     if not name or "\0" in name:
         raise ValueError(f"got {path!r}; file must be the path of a file")
+    if (message := elsewhere(name, "fetch the file, and give its path")) is not None:
+        raise ValueError(message)
     try:
         with open(name, "rb") as file:
             content = file.read(most + 1)
@@ -485,7 +489,8 @@ def _explain(error: ValidationError) -> Iterator[tuple[str, str]]:
     for field, found in by_field.items():
         if any(other.startswith(f"{field}[") for other in by_field):
             continue  # the list's own error: too short without its wrong items
-        details = max(found, key=lambda one: len(one["loc"]))
+        # Where one of the types fits, its validator's own words say more.
+        details = max(found, key=lambda one: (one["type"] == "wrong", len(one["loc"])))
         numbers = [part for part in details["loc"] if isinstance(part, int)]
         item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
         yield field + item, _message(field, details, {one["type"] for one in found})
