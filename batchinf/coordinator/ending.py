@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from batchinf.base.errors import ErrorRateExceeded
+from batchinf.base.reasons import most_frequent
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, size_text, time_taken
@@ -26,8 +27,8 @@ class Summary:
 
     folder: the job's, or the slice's. num_rows, num_errors: output rows. num_prompt_tokens, num_output_tokens: of all
     rows. num_parts: Parquet files. device_s: device time over all attempts, in seconds. was_done: nothing was left to
-    run. speed: of this run; None if no engine worked. errors: each error type once, with the most frequent message and
-    its first row. remarks: further lines, such as an accuracy or a forecast.
+    run. speed: of this run; None if no engine worked. errors: each reason of each error type, with its first row, the
+    most frequent first. remarks: further lines, such as an accuracy or a forecast.
     """
 
     folder: str
@@ -71,9 +72,11 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
     num_counted = sum(failure.num_rows for failure in errors)
     if num_counted < num_errors:
         yield f"of the first {num_counted:,} error rows:"
-    for failure in errors:
+    shown, rest = most_frequent(errors)
+    for failure in shown:
         words = clip(failure.error_message, _MESSAGE_CHARS)
         yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.row_index})"
+    yield from rest
 
 
 def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
@@ -94,7 +97,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
         device_s=state.device_s,
         was_done=was_done,
         speed=None if was_done else state.speed,
-        errors=_by_type(commonest(folder, state, most=None)) if counts.num_errors else (),
+        errors=tuple(commonest(folder, state, most=None)) if counts.num_errors else (),
         remarks=(*remarks([state]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
@@ -105,15 +108,6 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
             + "\n".join(summary.lines())
         )
     return summary
-
-
-def _by_type(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Each error type once. failures: the most frequent first."""
-    found: dict[str, Failure] = {}
-    for failure in failures:
-        first = found.setdefault(failure.error_type, replace(failure, num_rows=0))
-        found[failure.error_type] = replace(first, num_rows=first.num_rows + failure.num_rows)
-    return tuple(sorted(found.values(), key=lambda failure: -failure.num_rows))
 
 
 @dataclass(frozen=True, slots=True)
