@@ -27,7 +27,7 @@ from batchinf.commands.shown_rows import (
 from batchinf.engines.installed import check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
-from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
+from batchinf.fleet.parallel import check_devices, check_processor, devices_note, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import length_warning, with_known_length
@@ -292,6 +292,8 @@ def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
         yield note
     if devices:
         yield from check_devices(job.spec, fit, len(backend.place(job.spec)))
+    elif is_cpu_build():
+        check_processor(job.spec, fit.max_model_len)
 
 
 def _input(job: Job) -> InputFound:

@@ -24,11 +24,11 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.extend import add_extent, check_extended, has_more, said
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.retry import RetryRequest, as_begun, take_request
-from batchinf.engines.installed import StructuresCheck
+from batchinf.engines.installed import StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
-from batchinf.fleet.parallel import with_degrees
+from batchinf.fleet.parallel import check_processor, with_degrees
 from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
 from batchinf.fleet.status import JobStatus, read_status
@@ -107,6 +107,9 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     elif retry is None:
         check_drift(prepared, state.header)
     else:
+        if is_cpu_build():  # the launcher checks the sampling that the job began with
+            with placing(file):
+                check_processor(prepared.spec, prepared.spec.length_limit(prepared.model.max_model_len))
         prepared, overrides = as_begun(prepared, state.header)
     return CheckedJob(prepared, retry, overrides, extends, has_rows)
 
