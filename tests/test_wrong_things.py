@@ -128,7 +128,8 @@ WRONG = [
           "leave it out"),
     Wrong("answers that are no choices",
           {**SCORE, "input": {"context_column": "prompt", "choices": ["fr", "de"], "answer_column": "language"}},
-          "all 2 rows would be error rows; correct the spec or the input. Row 0: invalid_answer: got 'en' in column "
+          "all 2 rows would be error rows; correct the spec or the input, or set max_error_rate 1 to store them. Row "
+          "0: invalid_answer: got 'en' in column "
           "'language'; expected the text of a choice, its place from 0, or null"),
     Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
           "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation can only be a context: "

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from batchinf.base.errors import DriftError, UserError
+from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
 from batchinf.commands.shown_rows import (
@@ -32,13 +32,13 @@ from batchinf.job.choose import choose, chosen_by
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
-from batchinf.job.sample import sample_rows
+from batchinf.job.sample import hopeless, sample_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
-from batchinf.prompts.checks import EmptyValues, repeated_id_warning
+from batchinf.prompts.checks import EmptyValues, empty_files_note, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
@@ -236,6 +236,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
                 remarks.append(warning)
             yield from (Remark("warning", text) for text in remarks)
             yield _input(job)
+            yield from (Remark("warning", text) for text in empty_files_note(job.source))
             chosen = None
             if job.spec.input.selects and state is None:
                 chosen = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch))
@@ -252,7 +253,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
                 lengths = finding if isinstance(finding, PromptLengths) else lengths
                 yield finding
             yield _output(job, folder, state, chosen)
-            _refuse_hopeless(lengths)
+            _refuse_hopeless(lengths, job.spec)
 
 
 def _model(job: Job) -> ModelFound:
@@ -366,20 +367,12 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         yield shown_row(prompt, row_id, first, tokenizer, sampling, length, is_run=is_run, is_named=bool(named))
 
 
-def _refuse_hopeless(lengths: PromptLengths | None) -> None:
-    """Raise UserError if no row of the sample has a prompt.
-
-    `run` differs: it stores such rows as error rows. It ends early if there are 1,000 or more, unless `max_error_rate`
-    is 1.
-    """
-    if lengths is None or lengths.histogram or not lengths.errors:
-        return
-    first = lengths.errors[0]
-    which = "" if lengths.num_sampled == lengths.num_rows else " of the sample"
-    raise UserError(
-        f"all {lengths.num_sampled:,} rows{which} would be error rows; correct the spec or the input. Row "
-        f"{first.first_row:,}: {first.error_type}: {first.first_message}"
-    )
+def _refuse_hopeless(lengths: PromptLengths | None, spec: JobSpec) -> None:
+    """Raise UserError if no row of the sample has a prompt, unless `max_error_rate` is 1; `run` does the same."""
+    if lengths is not None and lengths.errors and not lengths.histogram and spec.max_error_rate < 1:
+        first = lengths.errors[0]
+        error = RowError(first.error_type, first.first_message)
+        raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
 def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:

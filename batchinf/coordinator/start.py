@@ -36,6 +36,7 @@ from batchinf.job import ordering
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, placing, prepare_job
+from batchinf.job.sample import refuse_hopeless
 from batchinf.manifest.lines import BEGINNING, CHOSEN, EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
@@ -44,7 +45,7 @@ from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output import journal
 from batchinf.planning.beginnings import shared_share
 from batchinf.prompts.builder import setting
-from batchinf.prompts.checks import first_row_warnings
+from batchinf.prompts.checks import empty_files_note, first_row_warnings
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows
@@ -192,6 +193,8 @@ def start(
         request = None if state is None else take_request(job, state, checked.retry, checked.overrides)
         choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
         check_size(file, job, None if choice is None else choice.num_rows)
+        if choice is not None:
+            refuse_hopeless(job, choice.order(job.folder))
         if check is not None:
             num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
             _await(check, fleet, num_rows, display)
@@ -207,7 +210,11 @@ def start(
             _end(fleet, manifest)  # the recovery adopted all parts that were missing
         else:
             fleet.give_work(work_of(job, state, None))  # the replicas open the input during the next look at it
-            for line in (*job.task.prompt_warnings(job.model, job.source), *first_row_warnings(job.spec, job.source)):
+            for line in (
+                *empty_files_note(job.source),
+                *job.task.prompt_warnings(job.model, job.source),
+                *first_row_warnings(job.spec, job.source),
+            ):
                 display.say(line)
             _note_expected(job, state, launcher, manifest, display)
         yield StartedJob(job, state, manifest, launcher, fleet, request)
