@@ -154,12 +154,13 @@ def check_processor(spec: JobSpec, max_model_len: int | None) -> None:
     """
     sampling, engine = spec.sampling, spec.engine
     may_sample = "temperature" in sampling.columns or spec.input.is_batch_file or sampling.temperature != 0
-    tokens, chunks = engine.get("max_num_batched_tokens"), engine.get("enable_chunked_prefill")
+    tokens, chunks = engine.get("max_num_batched_tokens"), engine.get("enable_chunked_prefill", "unset")
     if spec.scripted is not None or not task_of(spec).draws_tokens or not may_sample or chunks is False:
         return
     why = "vLLM then cuts prompts, and on a processor its engine dies of a cut prompt whose output is sampled"
-    if chunks:
-        raise SpecError(f"engine.enable_chunked_prefill: got true; {why}: leave it out, or set sampling.temperature 0")
+    if chunks != "unset":  # null is vLLM's default, which is true
+        got = "null" if chunks is None else "true"
+        raise SpecError(f"engine.enable_chunked_prefill: got {got}; {why}: leave it out, or set sampling.temperature 0")
     if isinstance(tokens, int) and max_model_len is not None and tokens < max_model_len:
         raise SpecError(
             f"engine.max_num_batched_tokens: got {tokens}, less than max_model_len {max_model_len}; {why}: leave it "

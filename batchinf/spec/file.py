@@ -60,8 +60,8 @@ def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
                 yield structure, name, f"sampling.structured_outputs.{name}", is_value
 
 
-def _paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """The places of paths in a spec: (mapping, its key, the field's name)."""
+def _paths(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """The places of paths in a spec: (mapping or list, its key, the field's name)."""
     for section, name in PATH_FIELDS:
         held = data.get(section)
         value = held.get(name) if isinstance(held, dict) else None
@@ -69,6 +69,14 @@ def _paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
             yield held, name, f"{section}.{name}"
         elif isinstance(value, dict):
             yield from ((value, key, f"{section}.{name}.{key}") for key in value if isinstance(value[key], str))
+    given = data.get("input")
+    exclude = given.get("exclude") if isinstance(given, dict) else None
+    folders = exclude.get("job") if isinstance(exclude, dict) else None
+    if isinstance(folders, str):
+        yield exclude, "job", "input.exclude.job"
+    elif isinstance(folders, list):
+        texts = (number for number, folder in enumerate(folders) if isinstance(folder, str))
+        yield from ((folders, number, f"input.exclude.job[{number}]") for number in texts)
 
 
 def _expand(path: str) -> str:

@@ -144,6 +144,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_legal_degrees(tmp_path: p
     [
         ({"engine": {"max_num_batched_tokens": 511}}, "max_num_batched_tokens"),
         ({"engine": {"max_num_batched_tokens": 512, "enable_chunked_prefill": True}}, "enable_chunked_prefill"),
+        ({"engine": {"enable_chunked_prefill": None}}, "enable_chunked_prefill"),
         ({"sampling": {"temperature": 0.0, "columns": {"temperature": "t"}},
           "engine": {"max_num_batched_tokens": 511}}, "max_num_batched_tokens"),
         ({"sampling": {"temperature": 0.0}, "input": {"path": "x", "format": "openai"},
