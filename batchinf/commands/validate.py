@@ -294,6 +294,7 @@ def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
     if devices:
         yield from check_devices(job.spec, fit, len(backend.place(job.spec)))
     elif is_cpu_build():
+        backend.place(job.spec)
         check_processor(job.spec, fit.max_model_len)
 
 

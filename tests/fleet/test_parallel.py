@@ -178,4 +178,7 @@ def test_a_job_whose_prompts_would_be_cut_starts_no_engine(tmp_path: pathlib.Pat
         done = jobs.run(command, spec)
         assert done.returncode == 2
         assert "engine.max_num_batched_tokens: got 64, less than max_model_len 512" in done.stderr
+        piped = jobs.run(command, spec, "--set", "parallel.pipeline_parallel_size=2")
+        assert piped.returncode == 2
+        assert "parallel.pipeline_parallel_size: got 2, but no CUDA device is visible" in piped.stderr
     assert not list((tmp_path / "out").glob("logs/*"))
