@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import UserError
+from batchinf.base.places import check_caches, check_is_here
 from batchinf.base.slices import Slice, folder_name
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
@@ -203,6 +204,8 @@ def tune(
         more = {**given, **settings} if given is not None else [*listed, *map(_as_text, settings.items())]
         return _run(spec, more, _Display(None, True), stop, extends=False, fresh=True, begins_together=True)
 
+    if out is not None:
+        check_is_here(out, "out", "give a folder here")
     file = read_checked(spec, overrides)
     wanted = TuneWanted(budget_s, num_rows, tuple(list_of(tries)), out, write)
     backend = choose_backend(file.spec)
@@ -244,6 +247,7 @@ def _check_options(retry: str | None, fresh: bool, extend: bool, slice: str | No
 
 def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = None) -> SpecFile:
     """The spec, with engine arguments that the installed vLLM has. Raises SpecError."""
+    check_caches()
     file = read_spec(spec, overrides)
     if file.spec.scripted is None:
         check_engine_arguments(file, engine_argument_names())

@@ -9,6 +9,8 @@ import typer
 import typer.core
 
 from batchinf.base.errors import SpecError, UserError
+from batchinf.base.places import check_is_here
+from batchinf.base.slices import folder_name
 
 
 def _spec_file(context: typer.Context, path: str) -> str:
@@ -67,6 +69,13 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+def local_path(param: typer.CallbackParam, path: str | None) -> str | None:
+    """Return the option. Raises UserError for a place on another machine."""
+    if path is not None:
+        check_is_here(path, str(max(param.opts, key=len)), "give a path here")
+    return path
+
+
 def _plan_target(context: typer.Context, target: str) -> str:
     """Return the argument, or raise UserError for a job's output folder. A folder may be a model's."""
     return _spec_file(context, target) if os.path.isfile(os.path.join(target, "job.yaml")) else target
@@ -82,6 +91,7 @@ PlanTarget = Annotated[
 
 def new_spec_file(path: str) -> str:
     """Return the argument, or raise UserError if it is there already."""
+    check_is_here(path, "the spec", "give a path here")
     if os.path.isdir(path):
         raise UserError(f"{path} is a folder; batchinf init writes a job's spec, a YAML file: give the file's name")
     if os.path.lexists(path):
@@ -92,7 +102,7 @@ def new_spec_file(path: str) -> str:
 def output_folder(context: typer.Context, path: str) -> str:
     """Return the argument. Raises UserError for a file, because people give the spec in place of the folder."""
     if not os.path.isfile(path):
-        return path
+        return folder_name(path)
     takes = f"{path} is a file; batchinf {context.info_name} takes a job's output folder"
     try:
         import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec

@@ -13,6 +13,7 @@ order they ran. Only `batches` and `arrays` return them part by part.
 """
 
 import functools
+import glob
 import itertools
 import os
 import pathlib
@@ -25,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.base.parquet import joined_schema, open_part
+from batchinf.base.parquet import absolute, joined_schema, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
 from batchinf.base.slices import folder_name, job_folders
 from batchinf.manifest.lock import not_begun_message
@@ -194,7 +195,7 @@ class Results:
         from datasets import Dataset, Features
 
         features = Features.from_arrow_schema(self.schema)
-        found = Dataset.from_parquet([str(path) for path in self.parts], features=features)
+        found = Dataset.from_parquet([glob.escape(absolute(path)) for path in self.parts], features=features)
         return found if (places := self._places()) is None else found.select(places)
 
     def _places(self) -> npt.NDArray[np.int64] | None:

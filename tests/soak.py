@@ -265,7 +265,7 @@ class Soak:
         for member in everyone:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.send_signal(number)
-        if kind.endswith("twice") and not self._sleep(process, self._chance.uniform(0.0, 0.5)):
+        if kind.endswith("twice") and not self._sleep(process, self._chance.uniform(0.0, 1.0)):
             process.send_signal(number)
         process.wait(60)
         return True

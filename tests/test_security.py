@@ -16,6 +16,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 import batchinf
 import jobs
@@ -26,7 +27,7 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import StartedReplica
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import Row, open_source
-from batchinf.spec.file import read_spec
+from batchinf.spec.file import dump_spec, read_spec
 from batchinf.spec.job import JobSpec
 
 SECRETS = {
@@ -98,6 +99,19 @@ def test_a_secret_is_not_expanded_into_a_path(
     with pytest.raises(SpecError, match=name) as caught:
         read_spec(jobs.spec_of(tmp_path), [f"{field}=/data/${name}/x"])
     assert "SENTINEL" not in str(caught.value)
+
+
+@pytest.mark.parametrize("job", ["/data/$NAME/x", ["~/x", "${NAME}/y"]])
+def test_folders_of_other_jobs_are_paths_too(job: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME", "a$b")
+    monkeypatch.setenv("HOME", "/home/me")
+    spec = read_spec(jobs.spec_of(tmp_path, input={"exclude": {"job": job, "on": "id"}})).spec
+    assert spec.input.exclude is not None
+    assert spec.input.exclude.job == (("/data/a$b/x",) if isinstance(job, str) else ("/home/me/x", "a$b/y"))
+    assert read_spec({**yaml.safe_load(dump_spec(spec))}).spec == spec  # job.yaml has it, and is read as it is
+    monkeypatch.setenv("HF_TOKEN", "SENTINEL")
+    with pytest.raises(SpecError, match=r"input\.exclude\.job.*HF_TOKEN"):
+        read_spec(jobs.spec_of(tmp_path, input={"exclude": {"job": "$HF_TOKEN/x", "on": "id"}}))
 
 
 # -- no pickle, no eval ------------------------------------------------------------------------------------------------

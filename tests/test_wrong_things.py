@@ -126,10 +126,6 @@ WRONG = [
     Wrong("answer without choices", {**SCORE, "input": {"text_column": "prompt", "answer_column": "id"}},
           "job.yaml:5:3: input.answer_column: got it without choices_column or choices; it is the right one of them: "
           "leave it out"),
-    Wrong("answers that are no choices",
-          {**SCORE, "input": {"context_column": "prompt", "choices": ["fr", "de"], "answer_column": "language"}},
-          "2 of 2 sampled rows have values in input.answer_column that are no choices; correct the spec or the input. "
-          "Row 0: got 'en' in column 'language'; expected the text of a choice, its place from 0, or null"),
     Wrong("chat to score", {**SCORE, "input": {"text_column": "prompt", "system_prompt": "Be brief."}},
           "job.yaml:4:3: input.text_column: got it with a field of chat; a conversation can only be a context: "
           "name the column of the text after it in continuation_column"),

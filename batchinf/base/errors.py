@@ -4,6 +4,7 @@
     ├── UserError              2  the user can fix it; shown as one line without a traceback
     │   ├── SpecError             the job spec
     │   ├── InputError            the input
+    │   │   └── NoRowsError          the input is there and has no rows; `run` ends with 0 instead
     │   ├── ModelError            the model's folder or hub id
     │   ├── DriftError            a resume with another spec, input or model
     │   ├── OutputError           the output folder: foreign, damaged, full or held by another process
@@ -40,6 +41,10 @@ class SpecError(UserError):
 
 class InputError(UserError):
     """The input cannot be read as the spec says."""
+
+
+class NoRowsError(InputError):
+    """The input is there and has no rows."""
 
 
 class ModelError(UserError):

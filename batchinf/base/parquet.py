@@ -15,12 +15,20 @@ from batchinf.base.text import one_line
 _Read = TypeVar("_Read", pa.Table, pa.RecordBatch)
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path as pyarrow, DuckDB and fsspec need it: they take the relative path `run:1/a.parquet` for a URL."""
+    return os.path.abspath(path)
+
+
 class ParquetFile(pq.ParquetFile):  # type: ignore[misc]
     """pyarrow's `ParquetFile`, but a name is always that of a column, never a path.
 
     To pyarrow the name `a` is also the column `a.b`, and `a.b` is also field `b` of a struct `a`, which it then returns
     with this field alone. All files that may have columns of users are read by this class.
     """
+
+    def __init__(self, source: Any, **options: Any) -> None:
+        super().__init__(absolute(source) if isinstance(source, str | os.PathLike) else source, **options)
 
     def read(self, columns: Sequence[str] | None = None, **options: Any) -> pa.Table:
         return _only(super().read(columns, **options), columns)
@@ -67,7 +75,7 @@ def open_part(path: str | os.PathLike[str], **options: Any) -> Iterator[ParquetF
     raises UnicodeDecodeError for names in a footer, and EOFError.
     """
     try:
-        with ParquetFile(pathlib.Path(path), **options) as file:
+        with ParquetFile(path, **options) as file:
             yield file
     except MemoryError:  # also Arrow's: the file may be whole
         raise

@@ -20,6 +20,7 @@ from typing import Any
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.places import check_is_here
 from batchinf.base.record import NewerRecord, decode_record, encode_record
 from batchinf.base.storage import Folder, reason
 from batchinf.base.text import name_type, near_path
@@ -33,9 +34,10 @@ _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
 
 
 def folder_name(out: object) -> str:
-    """The output folder that a caller in Python names, as text. Raises OutputError for a value that is no path."""
+    """The output folder that a caller names, as text. Raises UserError for a value that is no path of this host."""
     name = os.fspath(out) if isinstance(out, str | os.PathLike) else None
     if isinstance(name, str):
+        check_is_here(name, "the output folder", "copy the folder to this host, and give the copy")
         return name
     raise OutputError(f"got {name_type(out)} as the output folder; must be its path, such as 'out/my-job'")
 

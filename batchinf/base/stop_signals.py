@@ -25,6 +25,9 @@ STOP_SIGNALS = (*SENT_SIGNALS, _TIMER)
 # Stands for the event of a job in Python; no signal has this number.
 _EVENT = 0
 
+# One Ctrl-C may reach the process twice: from the terminal, and passed on by `timeout` or a launcher.
+_SAME_PRESS_S = 0.5
+
 # Slurm and Kubernetes kill 30 s after SIGTERM. The rest is for writing parts and freeing devices.
 _TERM_DRAIN_S = 20.0
 _TERM_END_S = 25.0
@@ -138,7 +141,10 @@ def on_stop_signals(act: Callable[[int], None] | None = None) -> Iterator[None]:
     heard = _own.heard
 
     def handle(number: int, frame: FrameType | None) -> None:
-        heard.append((number, time.monotonic()))
+        now = time.monotonic()
+        if number == signal.SIGINT and any(it == number and now - at < _SAME_PRESS_S for it, at in heard):
+            return
+        heard.append((number, now))
         if act is not None:
             act(number)
 

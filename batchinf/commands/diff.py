@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from batchinf.base.database import duckdb_batches, duckdb_errors, open_duckdb
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.parquet import open_part, readable_rows
+from batchinf.base.parquet import absolute, open_part, readable_rows
 from batchinf.base.slices import SOURCE_FOLDER
 from batchinf.base.storage import Folder, reason, refuse_foreign, writing_named
 from batchinf.base.text import clip, one_line
@@ -116,7 +116,7 @@ def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str,
     """columns: name in the view → the job's column. The view also has each row's place among the job's rows."""
     # DuckDB ignores case, so it gets names of our own.
     own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
-    files = [glob.escape(str(path)) for path in job.parts]
+    files = [glob.escape(absolute(path)) for path in job.parts]
     connection.read_parquet(files, union_by_name=True).create_view(f"{view}_parts")
     selected = ", ".join(f"{own[column]} AS {name}" for name, column in columns.items())
     # DuckDB numbers the rows in the order of the files, on any number of threads, and only if a query asks for it.

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError, RowError
+from batchinf.base.reasons import reason
 from batchinf.prompts.encoder import show
 from batchinf.records import Prompt, Request, Span
 from batchinf.source.rows import Source
@@ -31,7 +32,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class PromptErrors:
-    """Rows of the sample that will have an error of one type, and the first of them."""
+    """Rows of the sample that will have an error of one type for one reason, and the first of them."""
 
     error_type: str
     num_rows: int
@@ -65,7 +66,7 @@ class PromptLengths:
 class LengthCounts:
     """Counts a sample. num_rows: rows that run. room: the most tokens of prompt and output together; None: unknown.
 
-    lengths: of prompts without an error. errors: rows by error type; firsts: the first of each. num_truncated,
+    lengths: of prompts without an error. errors: rows by type and reason; firsts: the first of each. num_truncated,
     num_tight: see `PromptLengths`.
     """
 
@@ -73,16 +74,16 @@ class LengthCounts:
     room: int | None
     max_tokens: int | None
     lengths: list[int] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-    firsts: dict[str, PromptErrors] = field(default_factory=dict)
+    errors: Counter[tuple[str, str]] = field(default_factory=Counter)
+    firsts: dict[tuple[str, str], PromptErrors] = field(default_factory=dict)
     num_truncated: int = 0
     num_tight: int = 0
 
     def add(self, prompt: Prompt) -> None:
         if (error := prompt.error) is not None:
-            self.errors[error.error_type] += 1
-            first = PromptErrors(error.error_type, 0, prompt.row_index, error.error_message)
-            self.firsts.setdefault(error.error_type, first)
+            key = error.error_type, reason(error.error_message)
+            self.errors[key] += 1
+            self.firsts.setdefault(key, PromptErrors(error.error_type, 0, prompt.row_index, error.error_message))
             return
         length, sampling = len(prompt.token_ids), prompt.sampling
         self.lengths.append(length)
@@ -92,10 +93,7 @@ class LengthCounts:
 
     def summary(self) -> PromptLengths:
         lengths, num_sampled = sorted(self.lengths), len(self.lengths) + self.errors.total()
-        errors = (
-            PromptErrors(name, number, self.firsts[name].first_row, self.firsts[name].first_message)
-            for name, number in self.errors.most_common()
-        )
+        errors = (replace(self.firsts[key], num_rows=number) for key, number in self.errors.most_common())
         return PromptLengths(
             num_rows=self.num_rows,
             num_sampled=num_sampled,

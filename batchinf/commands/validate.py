@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from batchinf.base.errors import DriftError, UserError
+from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
 from batchinf.commands.shown_rows import (
@@ -27,19 +27,19 @@ from batchinf.commands.shown_rows import (
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
-from batchinf.fleet.parallel import check_devices, devices_note, with_degrees
+from batchinf.fleet.parallel import check_devices, check_processor, devices_note, with_degrees
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
-from batchinf.job.sample import sample_rows
+from batchinf.job.sample import hopeless, sample_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
-from batchinf.prompts.checks import EmptyValues, repeated_id_warning
+from batchinf.prompts.checks import EmptyValues, empty_files_note, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
@@ -238,6 +238,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
                 remarks.append(warning)
             yield from (Remark("warning", text) for text in remarks)
             yield _input(job)
+            yield from (Remark("warning", text) for text in empty_files_note(job.source))
             chosen = None
             if job.spec.input.selects and state is None:
                 chosen = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch))
@@ -256,7 +257,7 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
                 lengths = finding if isinstance(finding, PromptLengths) else lengths
                 yield finding
             yield _output(job, folder, state, chosen)
-            _refuse_hopeless(lengths)
+            _refuse_hopeless(lengths, job.spec)
 
 
 def _model(job: Job) -> ModelFound:
@@ -296,6 +297,9 @@ def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
         yield note
     if devices:
         yield from check_devices(job.spec, fit, len(backend.place(job.spec)))
+    elif is_cpu_build():
+        backend.place(job.spec)
+        check_processor(job.spec, fit.max_model_len)
 
 
 def _input(job: Job) -> InputFound:
@@ -376,30 +380,20 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
 
 
 def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]:
-    """A warning of these rows, whose answers are no choices. Raises UserError if these are all sampled prompts."""
+    """A warning of these rows, whose answers are no choices."""
     if not prompts or prompts[0].scoring is None:
         return
     first = f"Row {prompts[0].row_index}: {prompts[0].scoring.answer_error}"
     which = f"{len(prompts):,} of {num_prompts:,} sampled rows have values in input.answer_column that are no choices"
-    if len(prompts) == num_prompts:
-        raise UserError(f"{which}; correct the spec or the input. {first}")
     yield f"warning: {which}; `run` scores them, and their answer is null. {first}"
 
 
-def _refuse_hopeless(lengths: PromptLengths | None) -> None:
-    """Raise UserError if no row of the sample has a prompt.
-
-    `run` differs: it stores such rows as error rows. It ends early if there are 1,000 or more, unless `max_error_rate`
-    is 1.
-    """
-    if lengths is None or lengths.histogram or not lengths.errors:
-        return
-    first = lengths.errors[0]
-    which = "" if lengths.num_sampled == lengths.num_rows else " of the sample"
-    raise UserError(
-        f"all {lengths.num_sampled:,} rows{which} would be error rows; correct the spec or the input. Row "
-        f"{first.first_row:,}: {first.error_type}: {first.first_message}"
-    )
+def _refuse_hopeless(lengths: PromptLengths | None, spec: JobSpec) -> None:
+    """Raise UserError if no row of the sample has a prompt, unless `max_error_rate` is 1; `run` does the same."""
+    if lengths is not None and lengths.errors and not lengths.histogram and spec.max_error_rate < 1:
+        first = lengths.errors[0]
+        error = RowError(first.error_type, first.first_message)
+        raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
 def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from batchinf.base.errors import ErrorRateExceeded
+from batchinf.base.reasons import most_frequent
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, size_text, time_taken
@@ -26,8 +27,9 @@ class Summary:
 
     folder: the job's, or the slice's. num_rows, num_errors: output rows. num_prompt_tokens, num_output_tokens: of all
     rows. num_parts: Parquet files. device_s: device time over all attempts, in seconds. was_done: nothing was left to
-    run. speed: of this run; None if no engine worked. errors: each error type once, with the most frequent message and
-    its first row. remarks: further lines, such as an accuracy or a forecast.
+    run. speed: of this run; None if no engine worked. errors: each reason of each error type, with its first row, the
+    most frequent first. remarks: further lines, such as an accuracy or a forecast. If the input has no rows, no job
+    begins, and all numbers are 0.
     """
 
     folder: str
@@ -53,6 +55,8 @@ class Summary:
 
     def lines(self) -> list[str]:
         """What was done, how fast, where it is, each kind of error with an example, and the next command."""
+        if not self.num_parts:
+            return list(self.remarks)
         verb = "was already done" if self.was_done else "done"
         files = "Parquet file" if self.num_parts == 1 else "Parquet files"
         return [
@@ -71,9 +75,18 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
     num_counted = sum(failure.num_rows for failure in errors)
     if num_counted < num_errors:
         yield f"of the first {num_counted:,} error rows:"
-    for failure in errors:
+    shown, rest = most_frequent(errors)
+    for failure in shown:
         words = clip(failure.error_message, _MESSAGE_CHARS)
         yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.row_index})"
+    yield from rest
+
+
+def nothing_to_run(file: SpecFile) -> Summary:
+    """The summary of a job that does not begin, because its input has no rows."""
+    folder = os.fspath(job_folder(file.spec.output.path, file.slice).root)
+    remark = f"done: {file.spec.input.path} has no rows, so nothing ran, and {folder} holds no job"
+    return Summary(folder, 0, 0, 0, 0, 0, 0, 0.0, False, None, (), (remark,))
 
 
 def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
@@ -94,7 +107,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
         device_s=state.device_s,
         was_done=was_done,
         speed=None if was_done else state.speed,
-        errors=_by_type(commonest(folder, state, most=None)) if counts.num_errors else (),
+        errors=tuple(commonest(folder, state, most=None)) if counts.num_errors else (),
         remarks=(*remarks([state]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
@@ -105,15 +118,6 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
             + "\n".join(summary.lines())
         )
     return summary
-
-
-def _by_type(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Each error type once. failures: the most frequent first."""
-    found: dict[str, Failure] = {}
-    for failure in failures:
-        first = found.setdefault(failure.error_type, replace(failure, num_rows=0))
-        found[failure.error_type] = replace(first, num_rows=first.num_rows + failure.num_rows)
-    return tuple(sorted(found.values(), key=lambda failure: -failure.num_rows))
 
 
 @dataclass(frozen=True, slots=True)

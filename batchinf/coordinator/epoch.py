@@ -5,14 +5,14 @@ import functools
 import time
 from dataclasses import asdict
 
-from batchinf.base.errors import HopelessJob, Interrupted, OutputError
+from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.coordinator import progress
 from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.ending import StoppedWork, Summary, finished, stopped_lines
+from batchinf.coordinator.ending import StoppedWork, Summary, finished, nothing_to_run, stopped_lines
 from batchinf.coordinator.extend import has_more
 from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, tidy
@@ -78,6 +78,10 @@ def run_job(
     try:
         with ahead_of_time_limit(file.spec.stop_before_s, display.say):
             _hold_and_run(checked, backend, display, began, begins_together=begins_together)
+    except NoRowsError:
+        if read_state(folder) is not None or retry is not None:
+            raise
+        return nothing_to_run(file)
     finally:
         display.close()
     done = read_state(folder)

@@ -20,6 +20,7 @@ from batchinf.fleet.launcher import Launcher
 from batchinf.job.choose import choose
 from batchinf.job.disk_space import check_size
 from batchinf.job.open import check_cut
+from batchinf.job.sample import refuse_hopeless
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning, read_state
@@ -127,7 +128,9 @@ def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int
                     display.say(CHECKING)
                 list(check.lines())
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.root) as scratch:
-            num_rows = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch)).num_rows
+            choice = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch))
+            refuse_hopeless(job, choice.order(Folder(scratch)))
+        num_rows = choice.num_rows
         check_size(file, job, num_rows if job.slice is None else len(job.slice.rows(num_rows)))
 
 

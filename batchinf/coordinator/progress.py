@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import BatchinfError, OutputError, RowError
 from batchinf.base.parquet import open_part
+from batchinf.base.reasons import reason
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, size_text, time_text
 from batchinf.job.open import Job, begun_at
@@ -31,12 +31,11 @@ _MOST_ROWS = 10_000
 _SHOWN = 3
 _MESSAGE_CHARS = 300
 _PROMPT_CHARS = 200
-_NUMBER = re.compile(r"\d[\d,.]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Error rows of one type whose messages are equal except for numbers.
+    """Error rows of one type and one reason.
 
     error_message, row_index: those of the first of these rows.
     """
@@ -64,7 +63,7 @@ def commonest(folder: Folder, state: State, journal: Journal | None = None, most
         for table in tables:
             for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
                 kind, words = row["error_type"], row["error_message"] or ""
-                key = kind, _NUMBER.sub("#", words)
+                key = kind, reason(words)
                 first = found.get(key) or Failure(kind, words, row["row_index"], 0)
                 found[key] = Failure(kind, first.error_message, first.row_index, first.num_rows + 1)
             num_looked_at += table.num_rows

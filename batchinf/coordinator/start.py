@@ -7,7 +7,6 @@ and tells the replicas about the rows. If anything on the way is refused, it end
 
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -26,11 +25,11 @@ from batchinf.coordinator.extend import add_extent, check_extended, has_more, sa
 from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.retry import RetryRequest, as_begun, take_request
-from batchinf.engines.installed import StructuresCheck
+from batchinf.engines.installed import StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
-from batchinf.fleet.parallel import with_degrees
+from batchinf.fleet.parallel import check_processor, with_degrees
 from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
 from batchinf.fleet.status import JobStatus, read_status
@@ -39,6 +38,7 @@ from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import Job, PreparedJob, check_drift, location_of, new_header, new_job_id, placing, prepare_job
+from batchinf.job.sample import refuse_hopeless
 from batchinf.manifest.lines import BEGINNING, CHOSEN, EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
@@ -48,7 +48,7 @@ from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.planning.beginnings import shared_share
 from batchinf.prompts.builder import setting
-from batchinf.prompts.checks import first_row_warnings
+from batchinf.prompts.checks import empty_files_note, first_row_warnings
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows
@@ -115,6 +115,9 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     elif retry is None:
         check_drift(prepared, state.header, files=others)
     else:
+        if is_cpu_build():  # the launcher checks the sampling that the job began with
+            with placing(file):
+                check_processor(prepared.spec, prepared.spec.length_limit(prepared.model.max_model_len))
         prepared, overrides = as_begun(prepared, state.header, others)
     return CheckedJob(prepared, contents, retry, overrides, extends, has_rows)
 
@@ -203,6 +206,8 @@ def start(
         request = None if state is None else take_request(job, state, checked.retry, checked.overrides)
         choice = ordering.begin_or_restore(job, file, state, display.say, lock.check)
         check_size(file, job, None if choice is None else choice.num_rows)
+        if choice is not None:
+            refuse_hopeless(job, choice.order(job.folder))
         if check is not None:
             num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
             _await(check, fleet, num_rows, display)
@@ -220,8 +225,13 @@ def start(
             _end(fleet, manifest)  # the recovery adopted all parts that were missing
         else:
             fleet.give_work(work_of(job, state, None))  # the replicas open the input during the next look at it
-            warnings = (job.task.prompt_warnings(job.model, job.source), first_row_warnings(job.spec, job.source))
-            for line in (*column_warnings(job.task, job.source), *itertools.chain(*warnings)):
+            lines = (
+                *empty_files_note(job.source),
+                *column_warnings(job.task, job.source),
+                *job.task.prompt_warnings(job.model, job.source),
+                *first_row_warnings(job.spec, job.source),
+            )
+            for line in lines:
                 display.say(line)
             _note_expected(job, state, launcher, manifest, display)
         yield StartedJob(job, state, manifest, launcher, fleet, identity, request)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from batchinf.base.slices import source_folder
 from batchinf.base.storage import Folder
+from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, kept
-from batchinf.fleet.parallel import check_devices
+from batchinf.fleet.parallel import check_devices, check_processor
 from batchinf.fleet.settings import Chosen, chosen_arguments, replicas_per_device
 from batchinf.job.open import Job, begun_at
 from batchinf.manifest.lines import Retry
@@ -87,6 +88,8 @@ class Launcher:
         settings = _settings(spec, fit, chosen, state, say)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
+        if not slots[0].devices and is_cpu_build():
+            check_processor(spec, fit.max_model_len)
         backend.check_free(settings.engine, slots)
         return cls(backend, spec, model, adapters, folder, epoch, slots, settings, chosen)
 

@@ -182,6 +182,8 @@ def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit
         # A task with its own limit holds a row of the vocabulary for each token, so a few tokens matter.
         floor = _LEAST_ROWS if "max_num_batched_tokens" in fit.batch_limits else _LEAST_BATCHED_TOKENS
         least = max(floor, smaller.get("max_num_seqs", now["max_num_seqs"]))
+        if fit.device_bytes is None:  # smaller steps would cut prompts: see `check_processor`
+            least = max(least, fit.max_model_len or tokens)
         if tokens > least:
             smaller["max_num_batched_tokens"] = max(least, tokens // 2)
     return smaller or None

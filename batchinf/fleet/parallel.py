@@ -146,6 +146,28 @@ def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
         )
 
 
+def check_processor(spec: JobSpec, max_model_len: int | None) -> None:
+    """Raise SpecError for settings by which vLLM may cut the prompt of a sampled request on a processor.
+
+    Its engine dies of that: the generator of a request's random numbers cannot be put back there. A step that is full
+    cuts short prompts, too. spec: resolved. max_model_len: of the engine.
+    """
+    sampling, engine = spec.sampling, spec.engine
+    may_sample = "temperature" in sampling.columns or spec.input.is_batch_file or sampling.temperature != 0
+    tokens, chunks = engine.get("max_num_batched_tokens"), engine.get("enable_chunked_prefill", "unset")
+    if spec.scripted is not None or not task_of(spec).draws_tokens or not may_sample or chunks is False:
+        return
+    why = "vLLM then cuts prompts, and on a processor its engine dies of a cut prompt whose output is sampled"
+    if chunks != "unset":  # null is vLLM's default, which is true
+        got = "null" if chunks is None else "true"
+        raise SpecError(f"engine.enable_chunked_prefill: got {got}; {why}: leave it out, or set sampling.temperature 0")
+    if isinstance(tokens, int) and max_model_len is not None and tokens < max_model_len:
+        raise SpecError(
+            f"engine.max_num_batched_tokens: got {tokens}, less than max_model_len {max_model_len}; {why}: leave it "
+            "out, lower engine.max_model_len, or set sampling.temperature 0"
+        )
+
+
 def devices_note(devices: Sequence[str], *, is_cpu_build: bool) -> str | None:
     """A line for a host without devices, such as a login node."""
     if devices or is_cpu_build:

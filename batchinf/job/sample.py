@@ -1,7 +1,15 @@
-"""A sample of a job's rows, spread evenly. `validate` and `plan` read it."""
+"""A sample of a job's rows, spread evenly. `validate`, `plan` and the start of a job read it."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from batchinf.base.errors import RowError, UserError
+from batchinf.base.reasons import reason
+from batchinf.job.open import Job, begun_at, max_model_len
+from batchinf.prompts.encoder import load_tokenizer
 
 MOST_SAMPLED = 1000
 # Rows to read together. In an input with large row groups, one row takes as long as these.
@@ -18,3 +26,39 @@ def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
         first, stop = (len(positions) * number // num_runs for number in (run, run + 1))
         start = draw.randint(first, stop - RUN_ROWS)
         yield positions[start : start + RUN_ROWS]
+
+
+def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
+    """Raise UserError if all sampled rows would be error rows, unless `max_error_rate` is 1.
+
+    positions: of the rows that run. Reads only as far as the first good row. `validate` reads the same sample.
+    """
+    if job.slice is not None:
+        if job.spec.input.selects:
+            return  # of the other slices, the chosen rows are not known here
+        positions = range(job.source.num_rows)  # the rows of one slice may be bad by themselves
+    if job.spec.max_error_rate == 1:
+        return
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, None))
+    counts, firsts = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, RowError]]()
+    for sampled in sample_rows(positions, 0):
+        for start in range(0, len(sampled), RUN_ROWS):
+            places = np.sort(np.asarray(sampled[start : start + RUN_ROWS], np.int64))
+            for prompt in builder.build(job.source.read_rows(places, builder.columns), max_model_len(job)):
+                if prompt.error is None:
+                    return
+                key = prompt.error.error_type, reason(prompt.error.error_message)
+                counts[key] += 1
+                firsts.setdefault(key, (prompt.row_index, prompt.error))
+    if counts:
+        raise hopeless(counts.total(), len(positions), *firsts[counts.most_common(1)[0][0]])
+
+
+def hopeless(num_sampled: int, num_rows: int, row_index: int, error: RowError) -> UserError:
+    """The error about a job all of whose sampled rows would be error rows. row_index, error: of one of them."""
+    which = "" if num_sampled == num_rows else " of the sample"
+    return UserError(
+        f"all {num_sampled:,} rows{which} would be error rows; correct the spec or the input, or set max_error_rate 1 "
+        f"to store them. Row {row_index:,}: {error.error_type}: {error.error_message}"
+    )

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchinf.base.database import duckdb_batches, duckdb_errors, open_duckdb
 from batchinf.base.errors import OutputError
+from batchinf.base.parquet import absolute
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.schedule.positions import RUN_FOLDER
@@ -38,7 +39,7 @@ def scratch_database(folder: Folder, memory: str) -> Iterator["ScratchDatabase"]
             # Compressing took a third of the time of sorting 200,000 rows by keys of 1,200 bytes.
             "force_compression": "uncompressed",
         }
-        with open_duckdb(f"{name}/rows", **settings) as connection:
+        with open_duckdb(absolute(f"{name}/rows"), **settings) as connection:
             yield ScratchDatabase(connection, folder)
 
 

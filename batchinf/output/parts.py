@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from batchinf.base.parquet import absolute
 from batchinf.base.storage import Folder
 from batchinf.manifest.names import staging_name
 from batchinf.output.counts import count_rows, number_columns
@@ -477,7 +478,8 @@ def verify_part(
             data = memoryview(file.read_buffer())
         if deep and not is_sealed(data):
             return None
-        counts = _counts_of(pq.read_metadata(path), shard, rows or ShardRows(shard.start, shard.stop), fingerprint)
+        footer = pq.read_metadata(absolute(path))
+        counts = _counts_of(footer, shard, rows or ShardRows(shard.start, shard.stop), fingerprint)
     except (pa.ArrowException, OSError, ValueError, KeyError):
         return None
     return None if counts is None else _part(counts, shard.index, path.name, len(data), xxhash.xxh3_128_hexdigest(data))

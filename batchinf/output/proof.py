@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import OutputError
-from batchinf.base.parquet import ParquetFile
+from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
@@ -213,7 +213,7 @@ def _plain_flaw(path: pathlib.Path, job_id: str, shard: Shard, first_row: int, l
 
 def _number_flaw(path: pathlib.Path, shard: Shard, line: Part, num_samples: int) -> str | None:
     expected = shard.num_rows * num_samples
-    for num_rows in (line.num_rows, pq.read_metadata(path).num_rows):
+    for num_rows in (line.num_rows, pq.read_metadata(absolute(path)).num_rows):
         if num_rows != expected:
             return f"has {num_rows:,} rows, but must have {expected:,}"
     return None

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
-from batchinf.base.parquet import open_part
+from batchinf.base.parquet import absolute, open_part
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name
@@ -60,7 +60,7 @@ def replaces(folder: Folder, staged: str, part: str) -> bool:
 
 
 def _metadata(folder: Folder, name: str) -> dict[str, str]:
-    stored = pq.read_metadata(folder.path(name)).metadata or {}
+    stored = pq.read_metadata(absolute(folder.path(name))).metadata or {}
     return {key.decode(): value.decode() for key, value in stored.items()}
 
 

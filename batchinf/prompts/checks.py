@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jinja2
 
 from batchinf.base.errors import SpecError
-from batchinf.base.text import clip, describe_error, list_names
+from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.identity import Model
 from batchinf.prompts.builder import Renderer
 from batchinf.prompts.chat import GIVEN, own_templates, variables
@@ -166,6 +166,12 @@ def first_row_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
         found.add(_first_rows(source, _num_first(spec, source, _LOOKED_AT), found.columns))
     yield from found.warnings()
     yield from repeated_id_warning(spec, source)
+
+
+def empty_files_note(source: Source) -> Iterator[str]:
+    """A line about files of the input without rows."""
+    if empty := source.empty_files:
+        yield f"note: {counted(len(empty), 'input file')} without rows: {list_names(empty)}"
 
 
 def repeated_id_warning(spec: JobSpec, source: Source) -> Iterator[str]:

@@ -4,6 +4,7 @@ DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a t
 """
 
 import contextlib
+import glob
 import itertools
 import math
 import pathlib
@@ -20,7 +21,8 @@ import pyarrow.compute as pc
 
 from batchinf.base.database import open_duckdb
 from batchinf.base.errors import OutputError
-from batchinf.base.parquet import joined_schema, open_part
+from batchinf.base.parquet import absolute, joined_schema, open_part
+from batchinf.base.reasons import COMPARED_CHARS, VARYING
 from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, clip, list_names
 from batchinf.manifest.names import part_name
@@ -169,7 +171,7 @@ class _Rows:
     def _create_view(self) -> None:
         selects = []
         if self._paths:
-            files = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self._paths)
+            files = ", ".join("'" + glob.escape(absolute(path)).replace("'", "''") + "'" for path in self._paths)
             selects.append(
                 f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}], union_by_name = true)"
             )
@@ -260,11 +262,12 @@ class _Rows:
         if "error_message" not in self._types:
             return (), 0
         id_, prompt = ("id" if "id" in self._types else "NULL", "prompt" if "prompt" in self._types else "NULL")
+        varying = VARYING.replace("'", "''")
         rows = self._query(
             "SELECT error_type, count(*), arg_min(left(error_message, 2000), row_index), min(row_index), "
             f"arg_min(left({id_}::VARCHAR, 500), row_index), arg_min(left({prompt}, 2000), row_index), "
             "count(*) OVER () FROM output WHERE error_type IS NOT NULL "
-            "GROUP BY error_type, regexp_replace(left(error_message, 400), '[0-9][0-9,.]*', '#', 'g') "
+            f"GROUP BY error_type, regexp_replace(left(error_message, {COMPARED_CHARS}), '{varying}', '#', 'g') "
             f"ORDER BY count(*) DESC, min(row_index) LIMIT {_MOST_GROUPS}"
         )
         groups = tuple(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.base.errors import DriftError, InputError
+from batchinf.base.errors import DriftError, InputError, NoRowsError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import further_columns, read_record, schema_of, write_record
 from batchinf.source.digests import ReadDigests
@@ -70,7 +70,7 @@ def open_source(
     folder = Folder(cache)
     source = _of_dataset(input, folder) if is_dataset(input) else _of_files(input, folder, taken, new)
     if source.num_rows == 0:
-        raise InputError(f"{input.path} has no rows; give an input with at least one")
+        raise NoRowsError(f"{input.path} has no rows; give an input with at least one")
     return source
 
 
@@ -164,6 +164,7 @@ def _assembled(
     own = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
     digests.cover([(file, e.stamp, functools.partial(format.is_same, file, e, digests)) for file, e in own])
     openers, runs = [], []
+    stops: dict[str, int] = {}
     for version, schema in zip(versions, schemas, strict=True):
         for added in version.added:
             file, entry = scanned[added.file]
@@ -171,7 +172,10 @@ def _assembled(
             own_file = SourceFile(file, entry, schemas[-1], schema, cache, digests)
             openers.append(functools.partial(format.reader, own_file))
             runs.append((added.first_row, added.stop_row))
-    return Source(openers, runs, schemas, [version.fingerprint for version in versions], digests)
+            stops[file.name] = max(added.stop_row, stops.get(file.name, 0))
+    source = Source(openers, runs, schemas, [version.fingerprint for version in versions], digests)
+    source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
+    return source
 
 
 def _named_columns(
@@ -203,6 +207,7 @@ class Source:
     schemas: tuple[pa.Schema, ...]  # of each version; `schema` is the last
     fingerprint: str  # of the content, not of paths
     fingerprints: tuple[str, ...]  # of each version with those before it; `fingerprint` is the last
+    empty_files: tuple[str, ...] = ()  # names of the files without rows
 
     def __init__(
         self,

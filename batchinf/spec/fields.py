@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from batchinf.base.places import elsewhere
+
 Resume = Literal["identity", "layout", "runtime"]
 
 IDENTITY = Field(json_schema_extra={"resume": "identity"})
@@ -44,6 +46,17 @@ def _usable_path(path: str) -> str:
     if path.startswith("~"):
         raise wrong(f"got {path!r}, but there is no such user's home; for a name that begins with ~ write ./~")
     return path
+
+
+def on_this_host(instead: str) -> AfterValidator:
+    """Refuses places such as `s3://bucket/x`. instead: what to do."""
+
+    def check(path: str) -> str:
+        if (message := elsewhere(path, instead)) is not None:
+            raise wrong(message)
+        return path
+
+    return AfterValidator(check)
 
 
 # vLLM and Arrow store these numbers in 32 bits.

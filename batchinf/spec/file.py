@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from batchinf.base.errors import SpecError
+from batchinf.base.places import check_is_here, elsewhere
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
@@ -59,8 +60,8 @@ def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
                 yield structure, name, f"sampling.structured_outputs.{name}", is_value
 
 
-def _paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """The places of paths in a spec: (mapping, its key, the field's name)."""
+def _paths(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """The places of paths in a spec: (mapping or list, its key, the field's name)."""
     for section, name in PATH_FIELDS:
         held = data.get(section)
         value = held.get(name) if isinstance(held, dict) else None
@@ -68,6 +69,14 @@ def _paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
             yield held, name, f"{section}.{name}"
         elif isinstance(value, dict):
             yield from ((value, key, f"{section}.{name}.{key}") for key in value if isinstance(value[key], str))
+    given = data.get("input")
+    exclude = given.get("exclude") if isinstance(given, dict) else None
+    folders = exclude.get("job") if isinstance(exclude, dict) else None
+    if isinstance(folders, str):
+        yield exclude, "job", "input.exclude.job"
+    elif isinstance(folders, list):
+        texts = (number for number, folder in enumerate(folders) if isinstance(folder, str))
+        yield from ((folders, number, f"input.exclude.job[{number}]") for number in texts)
 
 
 def _expand(path: str) -> str:
@@ -356,6 +365,7 @@ class _Reader:
 
 
 def _read_text(name: str) -> str:
+    check_is_here(name, "the spec", "fetch the file, and give its path")
     try:
         with open(name, "rb") as file:
             content = file.read(MAX_SPEC_BYTES + 1)
@@ -445,6 +455,8 @@ def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
     name = _expand(path)
     if not name or "\0" in name:
         raise ValueError(f"got {path!r}; file must be the path of a file")
+    if (message := elsewhere(name, "fetch the file, and give its path")) is not None:
+        raise ValueError(message)
     try:
         with open(name, "rb") as file:
             content = file.read(most + 1)
@@ -485,7 +497,8 @@ def _explain(error: ValidationError) -> Iterator[tuple[str, str]]:
     for field, found in by_field.items():
         if any(other.startswith(f"{field}[") for other in by_field):
             continue  # the list's own error: too short without its wrong items
-        details = max(found, key=lambda one: len(one["loc"]))
+        # Where one of the types fits, its validator's own words say more.
+        details = max(found, key=lambda one: (one["type"] == "wrong", len(one["loc"])))
         numbers = [part for part in details["loc"] if isinstance(part, int)]
         item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
         yield field + item, _message(field, details, {one["type"] for one in found})

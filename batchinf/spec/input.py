@@ -19,6 +19,7 @@ from batchinf.spec.fields import (
     Text,
     as_tuple,
     is_json,
+    on_this_host,
     wrong,
 )
 
@@ -55,11 +56,14 @@ class MessageSpec(Section):
     """Text of the message: a Jinja2 template over the row's columns."""
 
 
+_JobFolder = Annotated[Path, on_this_host("copy the job's output folder to this host, and give the copy")]
+
+
 class ExcludeSpec(Section):
     """Rows that earlier jobs have done."""
 
-    job: Annotated[Annotated[tuple[Path, ...], Field(strict=False, min_length=1)] | Path, AfterValidator(as_tuple),
-                   IDENTITY]  # fmt: skip
+    job: Annotated[Annotated[tuple[_JobFolder, ...], Field(strict=False, min_length=1)] | _JobFolder,
+                   AfterValidator(as_tuple), IDENTITY]  # fmt: skip
     """Output folder of a job, or several. Rows that have an output row without an error there are left out."""
     on: Annotated[Literal["id", "prompt_hash"], IDENTITY]
     """How rows are compared: by their `id`, or by the token ids of their prompts."""

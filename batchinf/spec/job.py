@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
 
+from batchinf.base.places import elsewhere
 from batchinf.spec.fields import (
     IDENTITY,
     LAYOUT,
@@ -26,6 +27,7 @@ from batchinf.spec.fields import (
     identity_or,
     is_json,
     null_hint,
+    on_this_host,
     resume_of,
     wrong,
 )
@@ -68,14 +70,17 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
 }
 
 
+HubOrPath = Annotated[Path, on_this_host("give a Hugging Face id, or fetch the files and give their folder")]
+
+
 class ModelSpec(Section):
     """The model and how its weights are loaded."""
 
-    name: Annotated[Path, RUNTIME]
+    name: Annotated[HubOrPath, RUNTIME]
     """A Hugging Face id or a folder. A resume uses the same commit of an id. All bytes identify a local model."""
     revision: Annotated[Text | None, IDENTITY] = None
     """Branch, tag or commit of a Hugging Face id."""
-    tokenizer: Annotated[Path | None, IDENTITY] = None
+    tokenizer: Annotated[HubOrPath | None, IDENTITY] = None
     """A Hugging Face id or a folder; default: the model's tokenizer."""
     dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], IDENTITY] = "auto"
     """Type of the weights and of the arithmetic; `auto`: from the model's config."""
@@ -87,7 +92,7 @@ class ModelSpec(Section):
     """Run Python code of the model. Use it only if you would run a program of the model's author."""
     reasoning_parser: Annotated[Text | None, IDENTITY] = None
     """vLLM's name of a reasoning parser, such as `qwen3`. The reasoning goes to the column `reasoning`."""
-    lora: Annotated[Annotated[dict[Text, Path], Field(min_length=1)] | Path | None, RUNTIME] = None
+    lora: Annotated[Annotated[dict[Text, HubOrPath], Field(min_length=1)] | HubOrPath | None, RUNTIME] = None
     """A LoRA adapter for all rows: a folder or a Hugging Face id. Or several: a mapping from names to adapters;
     `input.adapter_column` then names the adapter of each row. All bytes of a folder's files identify it. A resume
     uses the same commit of an id."""
@@ -170,11 +175,14 @@ class RaySpec(Section):
         return variables
 
 
+_COPY_OUTPUT = "give a folder here, such as out/my-job, and copy it there when the job is done"
+
+
 class OutputSpec(Section):
     """The output folder, and the columns and the types that are stored."""
 
-    path: Annotated[Path, RUNTIME]
-    """The job's output folder."""
+    path: Annotated[Path, on_this_host(_COPY_OUTPUT), RUNTIME]
+    """The job's output folder, on this host or on a file system that it shares with others."""
     rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
     """Rows in one Parquet part. Parts of the last eighth of the rows have a quarter of this number. `auto`: parts of
     about 64 MiB with at most 50,000 rows; a small job has smaller parts."""
@@ -305,6 +313,11 @@ class JobSpec(Section):
         for argument, value in engine.items():
             if not is_json({argument: value}):
                 raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings", argument)
+        speculative = engine.get("speculative_config")
+        draft = speculative.get("model") if isinstance(speculative, dict) else None
+        for argument, value in {**engine, "speculative_config.model": draft}.items():
+            if isinstance(value, str) and (message := elsewhere(value, "give a path here")) is not None:
+                raise wrong(message, argument)
         share = engine.get("gpu_memory_utilization", 0.5)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")

@@ -97,6 +97,37 @@ def test_more_signals_disturb_neither_the_unwinding_nor_the_exit_code() -> None:
     assert (done.returncode, done.stderr.strip()) == (1, "the lock is freed stopped on SIGTERM")
 
 
+PRESSED = """
+import os, signal, sys, time
+from batchinf.base.errors import Interrupted
+from batchinf.base.stop_signals import interruptible
+steps = []
+try:
+    with interruptible(ends_process=True):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        finally:
+            try:
+                for wait_s in (0, 0.2, float(sys.argv[1])):
+                    time.sleep(wait_s)
+                    os.kill(os.getpid(), signal.SIGINT)
+                steps.append("the lock is freed")
+            except KeyboardInterrupt:
+                steps.append("disturbed")
+except Interrupted as error:
+    sys.exit(" ".join([*steps, str(error)]))
+"""
+
+
+@pytest.mark.parametrize(("wait_s", "words"), [("0.1", "the lock is freed"), ("0.5", "disturbed")])
+def test_ctrl_c_twice_within_half_a_second_counts_once(wait_s: str, words: str) -> None:
+    """The terminal signals the process, and `timeout` or a launcher passes its own signal on."""
+    command = [sys.executable, "-c", PRESSED, wait_s]
+    done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (1, f"{words} stopped on SIGINT")
+
+
 # -- whole jobs ------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +161,18 @@ def test_a_signal_to_the_whole_tree_at_once(tmp_path: pathlib.Path) -> None:
     jobs.finish(spec, "--set", "scripted.step_s=0")
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert len(jobs.events_of(out, "replica_started")) == 4
+
+
+def test_ctrl_c_that_comes_twice_drains(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, scripted=LONG, output={"rows_per_shard": 40}, drain_timeout_s=60)
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: is_at_work(tmp_path / "out") or process.poll() is not None)
+    process.send_signal(INT)
+    time.sleep(0.1)
+    process.send_signal(INT)
+    code, _, errors = jobs.end(process)
+    assert code == 75, errors
+    assert "runs again: nothing; no request was cut off" in errors
 
 
 @pytest.mark.slow

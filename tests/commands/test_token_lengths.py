@@ -98,13 +98,14 @@ def test_what_is_said_of_a_sample() -> None:
     lines = list(length_lines(lengths.summary()))
     assert lines[0] == "prompt lengths in tokens (1,000 of 5,000 rows):"
     mean = sum(lengths.lengths) * 5
-    assert lines[-6:] == [
+    assert lines[-7:] == [
         f"  p50 20 · p95 30 · max 97 · about {mean / 1000:.3g}k prompt tokens in all",
         "  2 of them leave less than max_tokens below max_model_len 128",
         "  1 of them is cut to fit (prompt_truncated)",
         "  7 of 1,000 rows will be error rows:",
-        "    6 null_prompt, first row 995: column 'prompt' is null",
+        "    5 null_prompt, first row 995: column 'prompt' is null",
         "    1 unreadable, first row 1,000: not JSON: " + "x" * 358 + "…",
+        "    1 null_prompt, first row 1,001: another",
     ]
 
 

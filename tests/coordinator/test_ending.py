@@ -17,7 +17,9 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import counted
 from batchinf.manifest.lock import Holder
 from batchinf.output import journal
+from batchinf.report.page import write_report
 
+MODEL = str(jobs.MODEL)
 QUICK = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
 
 
@@ -50,6 +52,38 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     assert (again.was_done, again.speed, again.errors) == (True, None, summary.errors)
     with pytest.raises(batchinf.ErrorRateExceeded, match="2 × prompt_too_long: got 100,000"):
         batchinf.run(spec, overrides={"max_error_rate": 0}, quiet=True)
+
+
+def test_no_row_is_told_under_the_reason_of_another(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A type of error has many reasons: `unsupported_request` is a field, or another, of a batch file."""
+    others = ("suffix", "stream", "echo", "suffixes")
+    bodies = [
+        *({"prompt": {"text": number}} for number in range(5)),
+        *({"prompt": "a", "n": value} for value in ("two", "'3", "é")),
+        *({"prompt": "a", "top_p": value} for value in ("x", "y")),
+        *({"prompt": "a", field: True} for field in others),
+    ]
+    lines = [{"custom_id": f"{place}", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, **body}}
+             for place, body in enumerate([*bodies, {"prompt": "a"}])]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None, "format": "openai"}
+    sections = {"input": where, "output": {"keep_columns": []}, "max_error_rate": 1, "sampling": None, **QUICK}
+    spec = jobs.spec_of(tmp_path, **sections)
+    summary = batchinf.run(spec, quiet=True)
+    rows = {row["row_index"]: row["error_message"] or "" for row in summary.results.table().to_pylist()}
+    told = {one.row_index: one.num_rows for one in summary.errors}
+    assert told == {0: 5, 5: 3, 8: 2, 10: 1, 11: 1, 12: 1, 13: 1}
+    assert sum(told.values()) == len(bodies) == summary.num_errors
+    for place, field in enumerate([*["body.prompt"] * 5, *["body.n"] * 3, *["top_p"] * 2, *others]):
+        assert f"{field}:" in rows[place], rows[place]
+    shown = [line for line in summary.lines() if " × " in line]
+    assert [line.split(" (as in ")[-1] for line in shown[:4]] == [f"row_index {place})" for place in (0, 5, 8, 10)]
+    assert shown[4:] == ["3 × unsupported_request for 3 other reasons"]
+    checked = str(batchinf.validate(spec))
+    assert "\n    5 unsupported_request, first row 0: body.prompt" in checked
+    assert "\n    3 × unsupported_request for 3 other reasons" in checked
+    page = write_report(str(tmp_path / "out"), None).read_text()
+    assert page.count("<td>unsupported_request</td>") == 6
 
 
 @pytest.mark.parametrize(("drain_s", "is_long"), [(0.0, True), pytest.param(30.0, False, marks=pytest.mark.slow)])

@@ -10,6 +10,7 @@ import pytest
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.coordinator.progress import commonest, failure_lines, is_hopeless
+from batchinf.manifest.state import read_state
 
 WORD = "word "
 
@@ -100,9 +101,37 @@ def test_just_below_half_runs_to_its_end(tmp_path: pathlib.Path) -> None:
 
 
 def test_nobody_is_judged_by_fewer_than_1000_rows(tmp_path: pathlib.Path) -> None:
-    done = jobs.run("run", job_of(tmp_path, lambda index: None, 900))
+    done = jobs.run("run", job_of(tmp_path, lambda index: "fine" if index == 899 else None, 900))
     assert done.returncode == 3, done.stderr
-    assert jobs.state_of(tmp_path / "out").counts.num_errors == 900
+    assert jobs.state_of(tmp_path / "out").counts.num_errors == 899
+
+
+@pytest.mark.parametrize(("num_rows", "which"), [(30, "all 30 rows"), (3000, "all 1,000 rows of the sample")])
+def test_run_ends_where_validate_ends_if_no_row_has_a_prompt(num_rows: int, which: str, tmp_path: pathlib.Path) -> None:
+    spec = job_of(tmp_path, lambda index: "" if index % 5 == 0 else None, num_rows)
+    said = "would be error rows; correct the spec or the input, or set max_error_rate 1 to store them. Row"
+    checked, done = jobs.run("validate", spec), jobs.run("run", spec)
+    assert (checked.returncode, done.returncode) == (2, 2)
+    assert f"error: {which} {said}" in done.stderr
+    assert "null_prompt: column 'prompt' is null" in done.stderr
+    assert checked.stderr.splitlines()[-1] == done.stderr.splitlines()[-1]
+    assert read_state(Folder(tmp_path / "out")) is None
+    if num_rows > 1000:
+        return
+    accepted = ("--set", "max_error_rate=1", "--set", "scripted.step_s=0")
+    assert jobs.run("validate", spec, *accepted).returncode == 0
+    jobs.finish(spec, *accepted)
+    assert jobs.state_of(tmp_path / "out").counts.num_errors == 30
+    # The finished job stays where the new one cannot begin.
+    assert jobs.run("run", spec, "--fresh").returncode == 2
+    assert jobs.state_of(tmp_path / "out").is_done
+
+
+def test_a_slice_whose_own_rows_are_bad_runs(tmp_path: pathlib.Path) -> None:
+    spec = job_of(tmp_path, lambda index: None if index < 20 else "fine", 40, step_s=0.0)
+    done = jobs.run("run", spec, "--slice", "0/2")
+    assert done.returncode == 3, done.stderr
+    assert jobs.state_of(tmp_path / "out" / "slice-0").counts.num_errors == 20
 
 
 def test_errors_are_counted_by_what_they_say_but_for_numbers(tmp_path: pathlib.Path) -> None:
@@ -129,7 +158,7 @@ def test_nothing_of_a_row_moves_the_cursor(tmp_path: pathlib.Path) -> None:
     spec = job_of(tmp_path, lambda index: "x", 10)
     spec.write_text(json.dumps({**json.loads(spec.read_text()), "input": {
         "path": str(tmp_path / "rows.jsonl"), "prompt_template": template}}))  # fmt: skip
-    assert jobs.run("run", spec).returncode == 3
+    jobs.finish(spec, "--set", "max_error_rate=1")
     out = tmp_path / "out"
     [failure] = commonest(Folder(out), jobs.state_of(out))
     [_, line, row] = failure_lines([failure], ["prompt"])

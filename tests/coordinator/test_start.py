@@ -416,3 +416,38 @@ def test_real_engines(prompts: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert [row["token_ids"] for row in found[1]] == [row["token_ids"] for row in found[0]]
     for row, expected in zip(found[1], found[0], strict=True):
         assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-3)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_input_that_is_there_without_rows_is_no_error(content: str, tmp_path: pathlib.Path) -> None:
+    """One of the files of a pipeline may be empty. Once it has rows, the same command runs them."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(content)
+    spec = jobs.spec_of(tmp_path, input={"path": str(rows), "id_column": None}, output={"keep_columns": []})
+    for arguments in ((), (), ("--slice", "0/2"), ("--extend",)):
+        done = jobs.finish(spec, *arguments)
+        assert done.stdout.startswith(f"done: {rows} has no rows, so nothing ran, and {tmp_path / 'out'}")
+        assert len(done.stdout.splitlines()) == 1
+    assert jobs.run("head", tmp_path / "out").returncode == 2
+    rows.unlink()
+    gone = jobs.run("run", spec)
+    assert (gone.returncode, "does not exist" in gone.stderr) == (2, True)
+    rows.write_text('{"prompt": "Once"}\n')
+    jobs.finish(spec)
+    assert len(jobs.rows_of(tmp_path / "out")) == 1
+    # What a job has done is not gone because its input is.
+    rows.write_text(content)
+    drifted = jobs.run("run", spec)
+    assert drifted.returncode == 2
+    assert len(jobs.rows_of(tmp_path / "out")) == 1
+
+
+def test_files_without_rows_beside_others_are_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, content in (("a", ""), ("b", '{"prompt": "Once"}\n'), ("c", "\n")):
+        (tmp_path / "in" / f"{name}.jsonl").write_text(content)
+    spec = jobs.spec_of(tmp_path, input={"path": str(tmp_path / "in"), "id_column": None}, output={"keep_columns": []})
+    said = "note: 2 input files without rows: a.jsonl, c.jsonl"
+    assert said in jobs.run("validate", spec).stdout.splitlines()
+    assert said in jobs.finish(spec).stderr.splitlines()
+    assert len(jobs.rows_of(tmp_path / "out")) == 1

@@ -686,7 +686,9 @@ def test_engine_arguments_come_from_the_spec(monkeypatch: pytest.MonkeyPatch) ->
     assert arguments(job({"max_logprobs": -1}, logprobs=21))["max_logprobs"] == -1
     assert arguments(job({"max_logprobs": 5}, prompt_logprobs=7))["max_logprobs"] == 7
     assert arguments(job({"seed": 3, "enforce_eager": False}))["enforce_eager"] is False
-    assert "enable_chunked_prefill" not in arguments(job({"max_num_batched_tokens": 64}))
+    for sizes, is_whole in (({"max_num_batched_tokens": 64, "max_model_len": 65}, False), ({"max_model_len": 65}, True),
+                            ({"max_num_batched_tokens": 64, "max_model_len": 64}, True)):  # fmt: skip
+        assert arguments(job(sizes)).get("enable_chunked_prefill") is (False if is_whole else None)
     assert "async_scheduling" not in arguments(job({"speculative_config": speculation}))
     monkeypatch.setattr("batchinf.engines.vllm.arguments.PREEMPTS_IN_FLIGHT", False)
     assert arguments(job({"speculative_config": speculation}))["async_scheduling"] is False

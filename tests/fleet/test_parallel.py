@@ -10,13 +10,15 @@ import transformers  # noqa: F401
 
 import jobs
 from batchinf.base.errors import SpecError
+from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.parallel import check_devices, choose_degrees, with_degrees
+from batchinf.fleet.parallel import check_devices, check_processor, choose_degrees, with_degrees
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of
 from batchinf.planning.gpus import gpu_named
 from batchinf.planning.throughput import Workload
 from batchinf.spec.file import SpecFile, read_spec
+from batchinf.spec.job import JobSpec
 from benchmarks.shapes import SHAPES
 
 
@@ -135,3 +137,48 @@ def test_heads_that_do_not_divide_are_refused_with_the_legal_degrees(tmp_path: p
         [line] = done.stderr.strip().splitlines()[-1:]
         assert "parallel.tensor_parallel_size: got 3" in line and "must be one of 1, 2" in line
         assert f"{path}:" in line
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"engine": {"max_num_batched_tokens": 511}}, "max_num_batched_tokens"),
+        ({"engine": {"max_num_batched_tokens": 512, "enable_chunked_prefill": True}}, "enable_chunked_prefill"),
+        ({"engine": {"enable_chunked_prefill": None}}, "enable_chunked_prefill"),
+        ({"sampling": {"temperature": 0.0, "columns": {"temperature": "t"}},
+          "engine": {"max_num_batched_tokens": 511}}, "max_num_batched_tokens"),
+        ({"sampling": {"temperature": 0.0}, "input": {"path": "x", "format": "openai"},
+          "engine": {"max_num_batched_tokens": 511}}, "max_num_batched_tokens"),
+        ({"engine": {"max_num_batched_tokens": 512}}, None),
+        ({"engine": {}}, None),
+        ({"sampling": {"temperature": 0.0}, "engine": {"max_num_batched_tokens": 64}}, None),
+        ({"sampling": {"temperature": 0.0}, "engine": {"enable_chunked_prefill": True}}, None),
+        ({"task": "embed", "sampling": {}, "engine": {"max_num_batched_tokens": 64}}, None),
+        ({"scripted": {}, "engine": {"max_num_batched_tokens": 64}}, None),
+    ],
+)  # fmt: skip
+def test_prompts_of_sampled_rows_that_would_be_cut_on_a_processor(sections: dict[str, Any], field: str | None) -> None:
+    given = {"model": {"name": "m"}, "task": "generate", "input": {"path": "x"}, "output": {"path": "y"},
+             "sampling": {"temperature": 0.8}}  # fmt: skip
+    spec = JobSpec.model_validate({**given, **sections})
+    if field is None:
+        check_processor(spec, 512)
+        return
+    with pytest.raises(SpecError, match=rf"^engine\.{field}: got .* its engine dies"):
+        check_processor(spec, 512)
+
+
+def test_a_job_whose_prompts_would_be_cut_starts_no_engine(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    if not is_cpu_build():
+        pytest.skip("not on a processor")
+    engine = {"max_model_len": 512, "max_num_batched_tokens": 64}
+    spec = jobs.spec_of(tmp_path, scripted=None, engine=engine, sampling={"temperature": 0.8})
+    for command in ("validate", "run"):
+        done = jobs.run(command, spec)
+        assert done.returncode == 2
+        assert "engine.max_num_batched_tokens: got 64, less than max_model_len 512" in done.stderr
+        piped = jobs.run(command, spec, "--set", "parallel.pipeline_parallel_size=2")
+        assert piped.returncode == 2
+        assert "parallel.pipeline_parallel_size: got 2, but no CUDA device is visible" in piped.stderr
+    assert not list((tmp_path / "out").glob("logs/*"))

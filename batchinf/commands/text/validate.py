@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from batchinf.base.reasons import most_frequent
 from batchinf.base.text import counted, one_line, short_count
 from batchinf.commands.shown_rows import LengthRange, PromptLengths, ScoredText, ShownRow, ShownSampling
 from batchinf.commands.validate import (
@@ -132,11 +133,13 @@ def length_lines(found: PromptLengths) -> Iterator[str]:
     if found.errors:
         num_errors = sum(error.num_rows for error in found.errors)
         yield f"  {num_errors:,} of {found.num_sampled:,} rows will be error rows:"
-        for error in found.errors:
+        shown, rest = most_frequent(found.errors)
+        for error in shown:
             words = one_line(
                 f"{error.num_rows:,} {error.error_type}, first row {error.first_row:,}: {error.first_message}"
             )
             yield f"    {words if len(words) <= _MOST_ERROR_CHARS else words[: _MOST_ERROR_CHARS - 1] + '…'}"
+        yield from (f"    {line}" for line in rest)
 
 
 def bar_lines(ranges: Sequence[LengthRange]) -> Iterator[str]:

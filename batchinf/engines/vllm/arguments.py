@@ -18,6 +18,7 @@ from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
+from batchinf.model.identity import derive_max_model_len
 from batchinf.model.lora import ADAPTER_CONFIG, Adapter, rank_for
 from batchinf.model.memory import on_cpu, vocab_size_of
 from batchinf.records import Request
@@ -102,14 +103,16 @@ _PROMPT_WORKER = f"{__package__}.kernels.whole_steps.PromptWorker"
 
 def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: those of the spec, and batchinf's choice for others."""
-    spec = task.spec
+    spec, config = task.spec, _config(model_path)
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
     if spec.sampling.structured_outputs is not None or spec.input.is_batch_file:  # it begins after the thinking
         given["reasoning_parser"] = spec.model.reasoning_parser
     given["logprobs_mode"] = task.logprobs_mode
-    chosen = {"seed": 0, "disable_log_stats": False} | (_cpu_defaults(spec) if current_platform.is_cpu() else {})
+    chosen = {"seed": 0, "disable_log_stats": False} | (
+        _cpu_defaults(spec, derive_max_model_len(config)) if current_platform.is_cpu() else {}
+    )
     if task.vocabulary_rows is not None:
         chosen |= {"max_logprobs": -1, "worker_extension_cls": WORKER}
     has_steps_in_flight = spec.parallel.pipeline_parallel_size != 1 or bool(spec.engine.get("speculative_config"))
@@ -122,7 +125,7 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     if current_platform.is_cuda():
         chosen["worker_cls"] = _DECODING_WORKER if task.draws_tokens else _PROMPT_WORKER
     chosen |= task.default_batch_limits(
-        _vocab_size(model_path),
+        vocab_size_of(config),
         None if current_platform.is_cpu() else current_platform.get_device_total_memory(),
     )
     known = EngineArgs.__dataclass_fields__  # names differ between versions
@@ -159,20 +162,21 @@ def wants_late_mask(task: Task) -> bool:
     return task.logprobs_mode.startswith("raw_") and bool(has_both or task.spec.input.is_batch_file)
 
 
-def _cpu_defaults(spec: JobSpec) -> dict[str, Any]:
-    # A seeded request with a chunked prompt kills the engine.
-    whole = {} if "max_num_batched_tokens" in spec.engine else {"enable_chunked_prefill": False}
+def _cpu_defaults(spec: JobSpec, max_model_len: int | None) -> dict[str, Any]:
+    # A seeded request with a chunked prompt kills the engine. vLLM refuses to do without chunks in smaller steps.
+    tokens, length = spec.engine.get("max_num_batched_tokens"), spec.engine.get("max_model_len", max_model_len)
+    holds_longest = tokens is None or (length is not None and tokens >= length)
+    whole = {"enable_chunked_prefill": False} if holds_longest else {}
     return {"enforce_eager": True, "dtype": on_cpu(spec.model).dtype, **whole}
 
 
-def _vocab_size(model_path: str) -> int | None:
-    """The vocabulary size in the model's config; None if the config is not in this folder."""
-    path = pathlib.Path(model_path, "config.json")
+def _config(model_path: str) -> dict[str, Any]:
+    """The model's config; empty if it is not in this folder."""
     try:
-        config = json.loads(path.read_bytes())
+        config: dict[str, Any] = json.loads(pathlib.Path(model_path, "config.json").read_bytes())
     except (OSError, ValueError):
-        return None
-    return vocab_size_of(config)
+        return {}
+    return config
 
 
 def extra_of(request: Request) -> dict[str, Any]:

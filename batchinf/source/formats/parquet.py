@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchinf.base.errors import InputError
-from batchinf.base.parquet import ParquetFile
+from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
 from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_input
@@ -49,7 +49,7 @@ class Parquet(FileFormat):
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         """See `FileFormat`. Only the footer is read, unless the file is spooled."""
-        metadata = pq.read_metadata(file.path)
+        metadata = pq.read_metadata(absolute(file.path))
         schema = plain_schema(metadata.schema.to_arrow_schema())
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
@@ -59,7 +59,7 @@ class Parquet(FileFormat):
         return FileFindings(_footer_hash(file), metadata.num_rows, schema, ranges=ranges)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        return [dict.fromkeys(pq.read_schema(file.path).names)]
+        return [dict.fromkeys(pq.read_schema(absolute(file.path)).names)]
 
     def reader(self, own: SourceFile) -> Reader:
         return ArrowReader(own) if _is_spooled(own.entry) else _ParquetReader(own)
@@ -93,7 +93,7 @@ class Parquet(FileFormat):
         """See `FileFormat`. A run begins at most `_SKIPPED_ROWS` rows after the start of a row group."""
         if file.is_remote:
             return None
-        draw, metadata = random.Random(seed), pq.read_metadata(file.path)
+        draw, metadata = random.Random(seed), pq.read_metadata(absolute(file.path))
         groups = [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
         chosen = sorted(draw.sample(groups, min(num_runs, len(groups))))
         batches = []
@@ -108,11 +108,11 @@ class Parquet(FileFormat):
                     if number in wanted:
                         batches.append(batch)
         if batches:
-            pq.write_table(pa.Table.from_batches(batches), to, row_group_size=GROUP_ROWS)
+            pq.write_table(pa.Table.from_batches(batches), absolute(to), row_group_size=GROUP_ROWS)
         return float(metadata.num_rows)
 
     def spool(self, file: InputFile, scratch: Scratch) -> tuple[ReadRange, ...]:
-        metadata = pq.read_metadata(file.path)
+        metadata = pq.read_metadata(absolute(file.path))
         schema = plain_schema(metadata.schema.to_arrow_schema())
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
@@ -244,7 +244,7 @@ class _ParquetReader(ColumnarReader):
             return
         if self._opened:
             self.close()
-        self._opened, metadata = self._watch.trusted, pq.read_metadata(self._path)
+        self._opened, metadata = self._watch.trusted, pq.read_metadata(absolute(self._path))
         repeated = _repeated_columns(metadata)
         self._bytes = DigestedFile(self._path)
         self._file = ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)

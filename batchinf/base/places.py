@@ -1,0 +1,42 @@
+"""Tells places on other machines, such as `s3://bucket/x`, from paths. Every local path that a user gives is checked.
+
+Without the check, such a place is a relative path: a job would fill a folder `s3:` on this host.
+"""
+
+import os
+import re
+
+from batchinf.base.errors import UserError
+from batchinf.base.text import clip
+
+# A scheme or a host before the first slash: `s3://b/x`, `zip://a::s3://b/x`, `me@host:/x`. pathlib makes `s3:/b/x` of
+# `s3://b/x`. One letter is no scheme.
+_ELSEWHERE = re.compile(r"\s*[\w+.@:-]+[\w+.@-]:+/")
+# The folders of caches, of this package and of the libraries that it uses.
+_CACHE_FOLDERS = (
+    "HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR",
+)  # fmt: skip
+
+
+def elsewhere(path: str, instead: str) -> str | None:
+    """The message about a place that is not on this host; None for a path. instead: what to do."""
+    if not _ELSEWHERE.match(path):
+        return None
+    if path.strip().startswith("file:/"):
+        instead = "write the path alone, without file:"
+    without_secrets = re.sub(r"//[^/@]*@", "//…@", path.partition("?")[0])
+    here = f"; '{os.path.normpath(path)}' is a path here too: rename it to use it" if os.path.lexists(path) else ""
+    return f"got '{clip(without_secrets, 200)}', but only a path of this host is possible: {instead}{here}"
+
+
+def check_is_here(path: str, name: str, instead: str) -> None:
+    """Raise UserError for a place that is not on this host. name: of the argument or the variable."""
+    if (message := elsewhere(path, instead)) is not None:
+        raise UserError(f"{name}: {message}")
+
+
+def check_caches() -> None:
+    """Raise UserError if the environment puts a cache on another machine."""
+    for name in _CACHE_FOLDERS:
+        check_is_here(os.environ.get(name, ""), name, "set it to a folder of this host, or unset it")
