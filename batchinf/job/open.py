@@ -251,7 +251,7 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
 
 _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
-# milliseconds, where xgrammar may take seconds, and masks tokens faster: `benchmarks/structures.py`.
+# milliseconds, where xgrammar may take seconds; a mask costs it more: `benchmarks/structures.py`.
 _BACKEND = "guidance"
 
 
