@@ -163,8 +163,8 @@ class InputSpec(Section):
     @model_validator(mode="after")
     def _tools(self) -> Self:
         if self.tools_column is not None and self.messages_column is None:
-            raise wrong("got it without messages_column, the column of the conversations that have these tools",
-                        "tools_column")  # fmt: skip
+            raise wrong("got it without messages_column; must be given beside the column of the conversations that "
+                        "have these tools", "tools_column")  # fmt: skip
         return self
 
     @model_validator(mode="after")

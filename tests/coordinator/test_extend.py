@@ -216,12 +216,25 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(tmp_path: pathlib.
     assert "1 file is changed: b.jsonl; 1 file is gone: d.jsonl; restore these to continue the job" in refused.stderr
     write(tmp_path / "data" / "b.jsonl", *FIRST[:25])
     write(tmp_path / "data" / "d.jsonl", *FIRST[25:])
-    write(tmp_path / "data" / "a.jsonl", *MORE[:10], language=7)
+    with (tmp_path / "data" / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "text", "prompt": "p", "language": "en"}) + "\n")
     refused = jobs.run("run", spec, "--extend")
     assert refused.returncode == 2
-    assert "'language'" in refused.stderr and "in the job's output" in refused.stderr
+    assert "'id' is int64 in the job's output, but of mixed types with the new rows" in refused.stderr
     assert len(jobs.state_of(out).extents) == 1
     assert jobs.state_of(out).is_done
+
+
+def test_a_column_of_texts_takes_in_other_values(tmp_path: pathlib.Path) -> None:
+    """The rows that are done stay as they are, because a text is itself beside other values too."""
+    spec = begin(tmp_path)
+    before = [row["language"] for row in jobs.rows_of(tmp_path / "out")]
+    write(tmp_path / "data" / "a.jsonl", *MORE[:10], language=7)
+    done = jobs.finish(spec, "--extend")
+    assert "warning: the column 'language' holds values of several types" in done.stderr
+    after = [row["language"] for row in jobs.rows_of(tmp_path / "out")]
+    assert after[:40] == before
+    assert after[40:50] == ["7"] * 10
 
 
 def test_a_damaged_manifest_is_made_anew_with_all_extents(tmp_path: pathlib.Path) -> None:
