@@ -28,8 +28,8 @@ class Summary:
     folder: the job's, or the slice's. num_rows, num_errors: output rows. num_prompt_tokens, num_output_tokens: of all
     rows. num_parts: Parquet files. device_s: device time over all attempts, in seconds. was_done: nothing was left to
     run. speed: of this run; None if no engine worked. errors: each reason of each error type, with its first row, the
-    most frequent first. remarks: further lines, such as an accuracy or a forecast. If the input has no rows, no job
-    begins, and all numbers are 0.
+    most frequent first. remarks: further lines, such as an accuracy or a forecast. has_begun: false if the
+    input has no rows; then all numbers are 0.
     """
 
     folder: str
@@ -44,6 +44,7 @@ class Summary:
     speed: Speed | None
     errors: tuple[Failure, ...]
     remarks: tuple[str, ...]
+    has_begun: bool = True
 
     @property
     def results(self) -> Results:
@@ -55,7 +56,7 @@ class Summary:
 
     def lines(self) -> list[str]:
         """What was done, how fast, where it is, each kind of error with an example, and the next command."""
-        if not self.num_parts:
+        if not self.has_begun:
             return list(self.remarks)
         verb = "was already done" if self.was_done else "done"
         files = "Parquet file" if self.num_parts == 1 else "Parquet files"
@@ -86,7 +87,7 @@ def nothing_to_run(file: SpecFile) -> Summary:
     """The summary of a job that does not begin, because its input has no rows."""
     folder = os.fspath(job_folder(file.spec.output.path, file.slice).root)
     remark = f"done: {file.spec.input.path} has no rows, so nothing ran, and {folder} holds no job"
-    return Summary(folder, 0, 0, 0, 0, 0, 0, 0.0, False, None, (), (remark,))
+    return Summary(folder, 0, 0, 0, 0, 0, 0, 0.0, False, None, (), (remark,), has_begun=False)
 
 
 def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
