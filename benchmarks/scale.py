@@ -1,11 +1,11 @@
-"""The coordinator with many replicas: its processor time, its memory, and how long a replica waits for its next shard.
+"""The coordinator with many replicas: its processor time, its memory, and how long a replica waits for its next lease.
 
     python benchmarks/scale.py --replicas 1000 --rows 100000000 --rows-per-s 200
 
 The coordinator is that of `batchinf run`, with the local backend's channels and all files of a job. The replicas are
-simulated by one other process: each takes its shards, reports once a second, writes a journal segment for each open
-shard every ten seconds and a part for each finished shard, and runs its rows at a steady rate. They read no rows and
-write no data. Runs on any CPU with two cores; the second one is for the simulated replicas.
+simulated by one other process: each takes its leases, reports as often as it is told, writes a journal segment for
+each open lease every ten seconds and a part for each finished shard, and runs its rows at a steady rate. They read no
+rows and write no data. Runs on any CPU with two cores; the second one is for the simulated replicas.
 """
 
 import argparse
@@ -38,22 +38,24 @@ from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.channel import Channel
 from batchinf.manifest.names import staging_name
-from batchinf.records import EngineInfo, EngineStats, Part, Shard, StartedReplica
+from batchinf.records import EngineInfo, EngineStats, Lease, Part, StartedReplica
 from batchinf.replica.messages import (
     Assign,
     Begin,
     Command,
+    Identified,
     Launch,
+    LeaseBegun,
+    LeaseStored,
     Progress,
     Ready,
     Revoke,
     Revoked,
-    ShardBegun,
     ShardClosed,
     StartPhase,
     Stop,
     Stopped,
-    TakesShards,
+    TakesLeases,
     Work,
 )
 from batchinf.spec.file import read_spec
@@ -70,15 +72,16 @@ JOURNAL_S = 10.0
 class Replica:
     """One simulated replica: rows finish at a steady rate, in the order of assignment.
 
-    shards: not begun. open: begun, each with the row at which it ends, counted over all rows that it was given.
-    hungry_since: when it reported that it began its last shard; None while it has another.
+    leases: not begun. open: begun, each with the row at which it ends, counted over all rows that it was given.
+    hungry_since: when it reported that it began its last lease; None while it has another. reported: the rows that its
+    last report said.
     """
 
     channel: Channel
     rows_per_s: float
     launch: Launch
-    shards: "collections.deque[Shard]" = field(default_factory=collections.deque)
-    open: "collections.deque[tuple[Shard, float]]" = field(default_factory=collections.deque)
+    leases: "collections.deque[Lease]" = field(default_factory=collections.deque)
+    open: "collections.deque[tuple[Lease, float]]" = field(default_factory=collections.deque)
     given: float = 0.0
     finished: float = 0.0
     is_up: bool = False
@@ -88,6 +91,9 @@ class Replica:
     steps: int = 0
     num_segments: int = 0
     idle_s: float = 0.0
+    progress_s: float = 1.0
+    reported: int = 0
+    reported_at: float = 0.0
 
 
 class Replicas:
@@ -104,8 +110,8 @@ class Replicas:
         self._waits: list[float] = []
         self._all: list[Replica] = []
         self._last_up = self._last_assigned = 0.0
-        # At the end of a job, shards move from replica to replica. Such a wait is not the coordinator's.
-        self._moved: set[int] = set()
+        # At the end of a job, leases move from replica to replica. Such a wait is not the coordinator's.
+        self._moved: set[tuple[int, int]] = set()
 
     def figures(self) -> dict[str, Any]:
         """What was measured: waits in seconds, times of the monotonic clock, and the idle share of the time between."""
@@ -146,7 +152,7 @@ class Replicas:
         self._all.append(replica)
         self._poller.register(channel.fileno(), select.EPOLLIN)
         channel.send(StartPhase("importing vLLM", f"host-{launch.replica // 8:03d}"))
-        channel.send(TakesShards(WINDOW))
+        channel.send(TakesLeases(WINDOW))
         self._at(self._chance.uniform(0.5, 1.0) * self._start_s, self._come_up, replica)
         for message in others:
             self._take(replica, message)
@@ -167,18 +173,20 @@ class Replicas:
 
     def _take(self, replica: Replica, message: Command) -> None:
         match message:
-            case Assign(shards):
-                if not {shard.index for shard in shards} <= self._moved:
+            case Assign(leases):
+                replica.progress_s = message.progress_s
+                # While few rows are left, a replica waits because it has its share.
+                if message.progress_s == 1.0 and not {lease.key for lease in leases} <= self._moved:
                     self._last_assigned = time.monotonic()
                     if replica.hungry_since is not None:
                         self._waits.append(self._last_assigned - replica.hungry_since)
                 replica.hungry_since = None
-                replica.shards.extend(shards)
+                replica.leases.extend(leases)
                 self._run(replica)
             case Revoke(asked):
-                back = tuple(shard.index for shard in replica.shards if shard.index in asked)
+                back = tuple(lease.key for lease in replica.leases if lease.key in asked)
                 self._moved.update(back)
-                replica.shards = collections.deque(s for s in replica.shards if s.index not in back)
+                replica.leases = collections.deque(it for it in replica.leases if it.key not in back)
                 if replica.is_up:
                     replica.channel.send(Revoked(back))
             case Begin():
@@ -190,7 +198,7 @@ class Replicas:
             case Stop():
                 replica.channel.send(Stopped())
                 replica.is_over = True
-            case Work():
+            case Work() | Identified():
                 pass
 
     def _come_up(self, replica: Replica) -> None:
@@ -198,7 +206,7 @@ class Replicas:
         replica.channel.send(Ready(info, self._start_s))
 
     def _run(self, replica: Replica) -> None:
-        """Advance to now: finish rows, close and begin shards; come again when the next of these is due."""
+        """Advance to now: finish rows, close and begin leases; come again when the next of these is due."""
         if not replica.is_up:
             return
         now = time.monotonic()
@@ -208,39 +216,46 @@ class Replicas:
         replica.finished, replica.looked_at = min(could, replica.given), now
         replica.steps += 1
         while replica.open and replica.open[0][1] <= replica.finished + 1e-6:
-            shard, _ = replica.open.popleft()
-            replica.channel.send(ShardClosed(self._part(replica, shard)))
-        while replica.shards and replica.given - replica.finished < WINDOW:
-            shard = replica.shards.popleft()
-            replica.given += shard.num_rows
-            replica.open.append((shard, replica.given))
-            replica.channel.send(ShardBegun(shard.index, 0, 0))
-            if not replica.shards:
+            lease, _ = replica.open.popleft()
+            if lease.is_whole:
+                num_rows = 0 if lease.is_stored else lease.num_rows
+                replica.channel.send(ShardClosed(self._part(replica, lease), num_rows))
+            else:
+                replica.channel.send(LeaseStored(lease.key, lease.num_rows))
+        while replica.leases and replica.given - replica.finished < WINDOW:
+            lease = replica.leases.popleft()
+            replica.given += 0 if lease.is_stored else lease.num_rows
+            replica.open.append((lease, replica.given))
+            replica.channel.send(LeaseBegun(lease.key, 0, 0))
+            if not replica.leases:
                 replica.hungry_since = time.monotonic()
         due = [end - replica.finished for _, end in list(replica.open)[:1]]
-        if replica.shards:
+        if replica.leases:
             due.append(replica.given - replica.finished - WINDOW)
         if due:
             self._at(max(0.001, min(due) / replica.rows_per_s), self._run, replica)
 
-    def _part(self, replica: Replica, shard: Shard) -> Part:
+    def _part(self, replica: Replica, shard: Lease) -> Part:
         launch = replica.launch
         name = f"staging/{staging_name(shard.index, launch.incarnation)}"
         return make_part(Folder(pathlib.Path(launch.folder)), launch.job_id, shard, name)
 
     def _report(self, replica: Replica) -> None:
+        self._at(replica.progress_s, self._report, replica)
         rows, tokens = int(replica.finished), int(replica.finished) * 128
+        if rows == replica.reported and time.monotonic() - replica.reported_at < 1.0:
+            return
+        replica.reported, replica.reported_at = rows, time.monotonic()
         in_flight = min(WINDOW, int(replica.given - replica.finished))
         stats = EngineStats(min(MAX_NUM_SEQS, in_flight), 0, 0.6, 0, tokens, tokens // 4)
         progress = Progress(rows, {}, tokens, tokens, replica.steps, in_flight, 0.0, stats, 600, rows)
         replica.channel.send(progress)
-        self._at(1.0, self._report, replica)
 
     def _journal(self, replica: Replica) -> None:
         folder = pathlib.Path(replica.launch.folder, "journal")
-        for shard, _ in replica.open:
+        for lease, _ in replica.open:
             replica.num_segments += 1
-            path = folder / f"{shard.index:06d}-{replica.launch.incarnation}-{replica.num_segments:05d}"
+            path = folder / f"{lease.index:06d}-{replica.launch.incarnation}-{replica.num_segments:05d}"
             path.write_bytes(b"\0" * 64)
         self._at(JOURNAL_S, self._journal, replica)
 
@@ -404,7 +419,7 @@ def main() -> None:
     print(*sampler.lines(seen["last_up"], seen["last_assigned"]), sep="\n")
     waits = sorted(seen["waits"])
     print(
-        f"from a replica's message that it began its last shard to the next one's arrival: median "
+        f"from a replica's message that it began its last lease to the next one's arrival: median "
         f"{1e3 * waits[len(waits) // 2]:.1f} ms, p99 {1e3 * waits[len(waits) * 99 // 100]:.1f} ms, longest "
         f"{1e3 * waits[-1]:.1f} ms, {len(waits):,} times"
     )

@@ -1,10 +1,10 @@
 """Simulates a job on several replicas, with the coordinator's own decisions, beside even splits of its rows.
 
-    python benchmarks/tail.py                                      # all cases, some minutes; the table of RESULTS.md
-    python benchmarks/tail.py --rows 4000 --replicas 8 --skews 0.2 --list     # some of them, a line each
+    python benchmarks/tail.py                                                 # all cases: the table of RESULTS.md
+    python benchmarks/tail.py --rows 4000 --replicas 8 --skews 0.2 --list     # some of them
 
-A case is a number of rows and of replicas, the skew (seconds from the first replica that is up to the last; `never`: the
-last one does not come), the lengths of outputs and the time of a step. It measures the seconds from the first replica
+A case is a number of rows and of replicas, the skew (seconds from the first replica that is up to the last; `never`:
+the last one does not come), the lengths of outputs and the time of a step. It measures the seconds from the first replica
 that is up to the last row, and compares them with `LLM.generate` over a file for each replica that comes up: the better
 of two splits, by consecutive rows and by stripes. `bound` is 1.05 of that and half a second.
 
@@ -13,6 +13,7 @@ replicas report as `replica/incarnation.py` does. The decisions are those of `fl
 """
 
 import argparse
+import dataclasses
 import heapq
 import itertools
 import math
@@ -206,7 +207,7 @@ class Replica:
 
     def tell(self, now: float, assignment: Assignment) -> None:
         """Report to the coordinator, as a replica does."""
-        # Rows finish in another order, but a lease is stored once as many rows are finished as it and those before have.
+        # Rows finish in another order, but a lease is stored once as many rows are finished as it and earlier ones have.
         while self.open and self.open[0][1] <= self.engine.num_finished:
             lease, _ = self.open.popleft()
             event = LeaseStored(lease.key, lease.num_rows)
@@ -237,6 +238,7 @@ class Fleet:
         self.replicas = [replica.known for replica in replicas]
         self.stall_timeout_s = 300.0
         self.requests_per_row = 1
+        self.revoked: list[tuple[FleetReplica, list[tuple[int, int]]]] = []
 
     def assign(self, replica: FleetReplica, leases: list[Lease], condemned: Any, *, progress_s: float) -> None:
         own = self.by_number[replica.number]
@@ -254,15 +256,9 @@ class Fleet:
         self.revoked.append((replica, [lease.key for lease in own.assigned if lease.key in keys]))
         own.assigned = deque(lease for lease in own.assigned if lease.key not in keys)
 
-    @property
-    def revoked(self) -> list[tuple[FleetReplica, list[tuple[int, int]]]]:
-        return self.__dict__.setdefault("_revoked", [])
-
 
 class NoTrials:
     """A job without suspected rows."""
-
-    leases: dict[tuple[int, int], Lease] = {}
 
     def give(self) -> None: ...
 
@@ -288,13 +284,9 @@ def seconds_shared(case: Case) -> tuple[float, list[int]]:
     pending = PendingRows([extent], np.zeros(total_shards([extent]), np.bool_))
     replicas = [Replica(case, number, tokens) for number in range(case.num_replicas)]
     fleet, clock = Fleet(replicas), [-1.0]
-    assignment = Assignment(
-        fleet,
-        pending,
-        NoTrials(),
-        most_tokens=case.most_tokens,
-        clock=lambda: clock[0],  # type: ignore[arg-type]
-    )
+    trials: Any = NoTrials()
+    known_fleet: Any = fleet
+    assignment = Assignment(known_fleet, pending, trials, most_tokens=case.most_tokens, clock=lambda: clock[0])
     assignment.assign()
     now = 0.0
     info = EngineInfo(8192, case.max_num_seqs, 1, "", {})
@@ -351,8 +343,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             continue
         if case.num_replicas == 1 and case.skew != "0":
             continue
-        yield Case(*(getattr(case, name) for name in ("num_rows", "num_replicas", "skew", "lengths", "step")),
-                   args.max_num_seqs, args.num_cached)  # fmt: skip
+        yield dataclasses.replace(case, max_num_seqs=args.max_num_seqs, num_cached=args.num_cached)
 
 
 def summary(name: str, outcomes: list[Outcome]) -> str:
@@ -383,7 +374,7 @@ def main() -> None:
             print(
                 f"{case.num_rows:>9,} rows, {case.num_replicas:>2} replicas, skew {case.skew:>5}, {case.lengths:>10}, "
                 f"{case.step:>8}: {it.shared_s:8.2f} s, split {it.split_s:8.2f} s, {it.ratio:.3f}"
-                f"{'' if it.is_within else ' out'}{' MOST' if it.ratio > MOST else ''}  {it.rows if len(it.rows) <= 8 else ''}"
+                f"{'' if it.is_within else ' out'}{' MOST' if it.ratio > MOST else ''} {it.rows[:8]}"
             )
     print("| cases | number | median | 95 % | most | within the bound |\n" + "| --- " * 6 + "|")
     print(summary("all", outcomes))

@@ -26,7 +26,7 @@ from batchinf.coordinator.epoch import FOLDERS
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Extent, Part, Request
+from batchinf.records import Completion, Extent, Lease, Part, Request
 from batchinf.replica.incarnation import Pipeline
 from batchinf.replica.messages import Assign, Event, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Worker
@@ -119,13 +119,14 @@ def run(spec: JobSpec, model: str, choices: Sequence[Sequence[int]] = ()) -> tup
     engine = TimedEngine(spec.scripted, len(tokenizer), tokenizer.eos_token_id, choices)
     rows_per_shard = choose_rows_per_shard(source.num_rows, 1, task_of(spec).estimated_bytes_per_row())
     extents = (Extent(0, source.num_rows, rows_per_shard, 0, 0, source.num_rows),)
-    shards = tuple(shard_at(extents, index) for index in range(total_shards(extents)))
+    shards = [shard_at(extents, index) for index in range(total_shards(extents))]
+    leases = tuple(Lease(shard.index, shard.start, shard.stop) for shard in shards)
     task = task_of(spec)
-    watch = Watch(len(shards))
+    watch = Watch(len(leases))
     front = Pipeline(task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
     worker = front.complete(engine, None, InFlightRecord(bytearray(RECORD_BYTES[0])))
     worker.begin()
-    front.feeder.assign(Assign(shards))
+    front.feeder.assign(Assign(leases))
     watch.run(worker)
     return engine, watch
 

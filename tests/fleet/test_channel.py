@@ -19,7 +19,9 @@ PART = records.Part(
 MESSAGES = (
     messages.Launch(1, "000001.0001", "out", "ab", "{}", "model", "tokenizer", None, (0, 2)),
     messages.Work("{}", {"batchinf.job_id": "ab"}, "source", ("first",), (extent_of_all(0, 9, 3, 0, 0),), None),
-    messages.Assign((records.Lease(0, 0, 10, attempts=2), records.Lease(1, 10, 2**40, is_whole=False)), ((3, "x"),), 0.1),
+    messages.Assign(
+        (records.Lease(0, 0, 10, attempts=2), records.Lease(1, 10, 2**40, is_whole=False)), ((3, "x"),), 0.1
+    ),
     messages.Revoke(((1, 4), (2, 9))),
     messages.Trial((records.Lease(1, 0, 9),), ((1, 2), (3,)), True),
     messages.Begin(),

@@ -6,7 +6,7 @@ import math
 import pathlib
 import random
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ class Engine:
         if self.later & set(there) and not is_probe:
             return [InFlightRequest(row, True) for row in there]
         return None
+
+
+def of_shard(shard: int) -> Callable[[Lease], bool]:
+    return lambda lease: lease.index == shard
 
 
 def search(
@@ -123,7 +127,10 @@ def test_rows_of_a_lost_host_are_suspected_after_a_second_one() -> None:
     # An ordinary death of another replica knows nothing of lost hosts.
     case, _ = quarantine.died(0, "d", shards, [InFlightRequest(4, False)])
     assert case.stage == "replay"
-    assert [sorted(quarantine.finished(lambda lease: lease.index == shard)) for shard in (0, 1)] == [["a", "b", "d"], ["c"]]
+    assert [sorted(quarantine.finished(of_shard(shard))) for shard in (0, 1)] == [
+        ["a", "b", "d"],
+        ["c"],
+    ]
 
 
 def test_several_killers_are_all_found_and_nobody_else() -> None:
@@ -160,11 +167,13 @@ def test_a_killing_from_outside_condemns_only_who_was_alone_twice() -> None:
 
 
 def test_cases_are_handed_over_and_closed() -> None:
-    cases = [Case(name, replica, (Lease(replica, replica, replica + 1),), (replica,)) for replica, name in enumerate("abc")]
+    cases = [
+        Case(name, replica, (Lease(replica, replica, replica + 1),), (replica,)) for replica, name in enumerate("abc")
+    ]
     quarantine = Quarantine(cases)
     quarantine.hand_over([1])
     assert [quarantine.of(replica) is not None for replica in range(3)] == [False, True, False]
-    assert [quarantine.finished(lambda lease: lease.index == shard) for shard in range(3)] == [["a"], ["b"], ["c"]]
+    assert [quarantine.finished(of_shard(shard)) for shard in range(3)] == [["a"], ["b"], ["c"]]
     assert quarantine.of(1) is None
 
 
