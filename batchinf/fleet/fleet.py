@@ -156,8 +156,8 @@ class FleetReplica:
 
     @property
     def outstanding_rows(self) -> int:
-        """Rows assigned and not finished, by its latest report."""
-        finished = self.num_open_rows
+        """Rows assigned that its engine has not finished, by its latest report."""
+        finished = self.num_open_rows + self.progress.num_unstored
         held = sum(lease.num_to_run for key, lease in self.leases.items() if key not in self.revoking)
         return max(0, held - finished // self.requests_per_row)
 
@@ -270,7 +270,7 @@ def _note_report(replica: FleetReplica) -> None:
         progress, per_row = replica.progress, replica.requests_per_row
         engine = progress.engine
         running, waiting = -(-engine.num_running // per_row), -(-engine.num_waiting // per_row)
-        num_rows = progress.num_rows // per_row
+        num_rows = (progress.num_rows + progress.num_unstored) // per_row
         usage = engine.kv_cache_usage
         replica.intake.note(Report(time.monotonic(), progress.steps, num_rows, running, waiting, usage))
 

@@ -494,7 +494,8 @@ def _says_more(progress: Progress, before: Progress) -> bool:
     """Whether the engine has finished or begun rows since, so that it may have room for more."""
     old, new = before.engine, progress.engine
     moved = (old.num_running, old.num_waiting) != (new.num_running, new.num_waiting)
-    return moved or progress.num_rows != before.num_rows
+    finished = (before.num_rows + before.num_unstored, progress.num_rows + progress.num_unstored)
+    return moved or finished[0] != finished[1]
 
 
 def last_words(error: BaseException) -> Failed:

@@ -138,7 +138,8 @@ class Progress:
     num_rows: output rows that are finished. errors: those that failed, by the error's type. num_answered: those that
     the engine finished without an error, so none from the journal. num_prompt_tokens: of prompts that the engine has
     run. num_output_tokens: generated so far, those of unfinished requests too. in_flight: requests in the engine.
-    num_waiting: those that are ready for it.
+    num_waiting: those that are ready for it. num_unstored: those that the engine has finished, and that are not among
+    `num_rows` yet: their results are being decoded and encoded.
     """
 
     num_rows: int
@@ -152,6 +153,7 @@ class Progress:
     num_waiting: int = 0
     num_answered: int = 0
     busy_s: float = 0.0
+    num_unstored: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ class Worker:
             counts_output=counts_output, pipeline_parallel_size=engine.info.settings.get("pipeline_parallel_size", 1)
         )
         self._busy_s = 0.0
+        self._num_finished = 0
         self._stalled_by_disk_s = 0.0
         self._stalled_since: float | None = None
 
@@ -160,6 +161,7 @@ class Worker:
             num_waiting=len(self._ready),
             num_answered=totals.num_answered,
             busy_s=round(self._busy_s, 3),
+            num_unstored=max(0, self._num_finished - totals.num_requests),
         )
 
     def begin(self) -> None:
@@ -257,6 +259,7 @@ class Worker:
                 items.append((Finished(pending, completion), num_bytes(completion)))
             else:
                 pending.probe.set()
+        self._num_finished += len(items)
         self._finished.offer_all(items)
 
     def _raise_from_threads(self) -> None:

@@ -72,12 +72,13 @@ class WriterTotals:
     """Output rows stored since the worker started.
 
     num_rows, errors: include rows that the journal already had. errors: by the error's type. num_answered: rows that
-    the engine finished without an error.
+    the engine finished without an error. num_requests: those that the engine finished.
     """
 
     num_rows: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     num_answered: int = 0
+    num_requests: int = 0
 
 
 class Writer(threading.Thread):
@@ -195,6 +196,7 @@ class Writer(threading.Thread):
                     # A new object, because another thread reads the old one.
                     self.totals.errors = self.totals.errors + errors
                 self.totals.num_answered += max(0, num_rows - errors.total())
+        self.totals.num_requests += len(finished)
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:

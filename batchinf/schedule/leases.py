@@ -247,7 +247,9 @@ class Sharing:
         left_rows = pending.num_rows + sum(load.outstanding_rows for load in replicas)
         windows = sum(load.window_rows for load in accepting)
         windows += num_absent * max((load.window_rows for load in accepting), default=0)
-        return cls(max(1, num_up + num_awaited), left_rows, left_rows < _FEW_WINDOWS * windows)
+        # One replica alone shares with none, so nothing is gained if rows wait here and not in its own queue.
+        are_few = len(replicas) + num_absent > 1 and left_rows < _FEW_WINDOWS * windows
+        return cls(max(1, num_up + num_awaited), left_rows, are_few)
 
     @property
     def share(self) -> int:

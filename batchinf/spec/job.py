@@ -185,7 +185,8 @@ class OutputSpec(Section):
     """The job's output folder, on this host or on a file system that it shares with others."""
     rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
     """Rows in one Parquet part. Parts of the last eighth of the rows have a quarter of this number. `auto`: parts of
-    about 64 MiB with at most 50,000 rows; a small job has smaller parts."""
+    about 64 MiB with at most 50,000 rows; a small job has smaller parts. Replicas share the rows of a part, so this
+    does not change how evenly they work."""
     logprobs_dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
     """Stored type of logprobs."""
     include_prompt: Annotated[bool, IDENTITY] = False
