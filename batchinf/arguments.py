@@ -76,6 +76,11 @@ def local_path(param: typer.CallbackParam, path: str | None) -> str | None:
     return path
 
 
+def path_option(*names: str, help: str, metavar: str | None = None) -> Any:
+    """An option that takes a path of this host."""
+    return typer.Option(*names, help=help, metavar=metavar, callback=local_path)
+
+
 def _plan_target(context: typer.Context, target: str) -> str:
     """Return the argument, or raise UserError for a job's output folder. A folder may be a model's."""
     return _spec_file(context, target) if os.path.isfile(os.path.join(target, "job.yaml")) else target

@@ -26,9 +26,9 @@ from batchinf.arguments import (
     PlanTarget,
     SliceText,
     SpecPath,
-    local_path,
     new_spec_file,
     output_folder,
+    path_option,
 )
 from batchinf.base.errors import BatchinfError, Interrupted, UserError, out_of_memory_message
 from batchinf.base.process import collect_as_usual
@@ -61,8 +61,7 @@ def _init(
         str | None, typer.Option("--labels", metavar="A,B", help="With --for label: the words to choose from.")
     ] = None,
     out: Annotated[
-        str | None,
-        typer.Option("--out", help="The output folder; default: out/ and the spec's name.", callback=local_path),
+        str | None, path_option("--out", help="The output folder; default: out/ and the spec's name.")
     ] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
@@ -225,8 +224,7 @@ def _plan(
         ),
     ] = None,
     plot: Annotated[
-        str | None,
-        typer.Option("--plot", metavar="FILE.svg", help="Draw the degrees, or a model's memory.", callback=local_path),
+        str | None, path_option("--plot", metavar="FILE.svg", help="Draw the degrees, or a model's memory.")
     ] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
@@ -273,8 +271,7 @@ def _tune(
         ),
     ] = None,
     out: Annotated[
-        str | None,
-        typer.Option("--out", metavar="FOLDER", help="Folder of the trials; default: OUT-tune.", callback=local_path),
+        str | None, path_option("--out", metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")
     ] = None,
     writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
     as_json: AsJson = False,
@@ -360,9 +357,7 @@ def _inspect(
         str | None, typer.Argument(metavar="ROW", help="The row's id, or its position from 0.", show_default=False)
     ] = None,
     row: Annotated[str | None, typer.Option("--row", metavar="ID", help="The same as ROW.")] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Write a page instead.", callback=local_path)
-    ] = None,
+    html: Annotated[str | None, path_option("--html", metavar="FILE", help="Write a page instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
@@ -394,10 +389,7 @@ def _inspect(
 def _report(
     out: Out,
     file: Annotated[
-        str | None,
-        typer.Option(
-            "-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.", callback=local_path
-        ),
+        str | None, path_option("-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.")
     ] = None,
 ) -> None:
     """Write an HTML page about a job, running or not: speed, replicas, lengths, logprobs, errors."""
@@ -444,12 +436,7 @@ def _diff(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            metavar="FILE.parquet",
-            help="Also write the differences of each row to a file.",
-            callback=local_path,
-        ),
+        path_option("--out", metavar="FILE.parquet", help="Also write the differences of each row to a file."),
     ] = None,
     num_rows: Annotated[int, typer.Option("-n", min=0, help="Number of changed rows to show.")] = 3,
     as_json: AsJson = False,
@@ -508,9 +495,7 @@ def _slurm(
     account: Annotated[str | None, typer.Option("--account", help="Account that pays for the time.")] = None,
     constraint: Annotated[str | None, typer.Option("--constraint", help="Features of the nodes.")] = None,
     modules: Annotated[list[str] | None, typer.Option("--module", help="A module to load. May be repeated.")] = None,
-    venv: Annotated[
-        str | None, typer.Option("--venv", help="A virtual environment to activate.", callback=local_path)
-    ] = None,
+    venv: Annotated[str | None, path_option("--venv", help="A virtual environment to activate.")] = None,
     container: Annotated[str | None, typer.Option("--container", help="An Apptainer image with batchinf.")] = None,
     directives: Annotated[
         list[str] | None,
@@ -519,10 +504,7 @@ def _slurm(
         ),
     ] = None,
     script: Annotated[
-        str | None,
-        typer.Option(
-            "--script", metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.", callback=local_path
-        ),
+        str | None, path_option("--script", metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
     ] = None,
     submits: Annotated[
         bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")

@@ -4,9 +4,9 @@
     python benchmarks/tail.py --rows 4000 --replicas 8 --skews 0.2 --list     # some of them
 
 A case is a number of rows and of replicas, the skew (seconds from the first replica that is up to the last; `never`:
-the last one does not come), the lengths of outputs and the time of a step. It measures the seconds from the first replica
-that is up to the last row, and compares them with `LLM.generate` over a file for each replica that comes up: the better
-of two splits, by consecutive rows and by stripes. `bound` is 1.05 of that and half a second.
+the last one does not come), the lengths of outputs and the time of a step. It measures the seconds from the first
+replica that is up to the last row, and compares them with `LLM.generate` over a file for each replica that comes up:
+the better of two splits, by consecutive rows and by stripes. `bound` is 1.05 of that and half a second.
 
 The engine admits what has room, a step takes `constant` 33 ms or `growing` 10.6 ms and 21.9 µs for each request, and
 replicas report as `replica/incarnation.py` does. The decisions are those of `fleet/assignment.py`.
@@ -207,7 +207,7 @@ class Replica:
 
     def tell(self, now: float, assignment: Assignment) -> None:
         """Report to the coordinator, as a replica does."""
-        # Rows finish in another order, but a lease is stored once as many rows are finished as it and earlier ones have.
+        # Rows finish in another order. A lease counts as stored once so many rows are finished.
         while self.open and self.open[0][1] <= self.engine.num_finished:
             lease, _ = self.open.popleft()
             event = LeaseStored(lease.key, lease.num_rows)

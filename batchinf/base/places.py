@@ -30,9 +30,9 @@ def elsewhere(path: str, instead: str) -> str | None:
     return f"got '{clip(without_secrets, 200)}', but only a path of this host is possible: {instead}{here}"
 
 
-def check_is_here(path: str, name: str, instead: str) -> None:
+def check_is_here(path: str | os.PathLike[str], name: str, instead: str) -> None:
     """Raise UserError for a place that is not on this host. name: of the argument or the variable."""
-    if (message := elsewhere(path, instead)) is not None:
+    if (message := elsewhere(os.fspath(path), instead)) is not None:
         raise UserError(f"{name}: {message}")
 
 

@@ -47,8 +47,8 @@ from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.planning.beginnings import shared_share
-from batchinf.prompts.builder import setting
 from batchinf.prompts.checks import empty_files_note, first_row_warnings
+from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows

@@ -25,10 +25,11 @@ from batchinf.manifest.state import MANIFEST_VERSION, State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.model.memory import Needs
-from batchinf.prompts.builder import TOOLS, check_columns, check_sampling_columns, named_columns, with_tools
+from batchinf.prompts.builder import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
+from batchinf.prompts.row_sampling import check_sampling_columns
 from batchinf.records import Extent, Prompt
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard

@@ -1,18 +1,14 @@
 """Makes prompts from rows: the text or token ids, the row's own sampling and its adapter. Feeders use it."""
 
-import decimal
 import difflib
 import glob
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import pyarrow as pa
-from pydantic import ValidationError
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type, shorten
@@ -20,152 +16,18 @@ from batchinf.model.lora import adapter_places
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
 from batchinf.prompts.openai import COLUMNS, BatchPrompts
+from batchinf.prompts.row_sampling import RowSampling, wanted_columns
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
-from batchinf.source.types import is_json_column, is_text
 from batchinf.spec.fields import null_hint
 from batchinf.spec.input import InputSpec
-from batchinf.spec.job import JobSpec, field_docs
-from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 
-# Size of the cache of checked settings. To check one costs about 20 µs, a hit less than 1 µs.
-_MOST_KNOWN = 4096
 _SHOWN_CHARS = 60
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
 TOOLS = "tools"  # the column of datasets of conversations
-_LISTS = frozenset({"stop", "stop_token_ids"})
-_TEXTS = frozenset({"stop"})
-
-
-class RowSampling:
-    """Row → its sampling. columns: the input columns that hold it, without repeats."""
-
-    def __init__(self, sampling: SamplingSpec) -> None:
-        """sampling: the job's, resolved. `sampling.columns` maps the fields that rows set to their columns."""
-        self._fields = dict(sampling.columns)
-        self._job = sampling.model_dump(exclude={"columns", "structured_outputs"})
-        # A schema is long and nearly always the same for all rows, so it is not checked again for each row.
-        self._structure = {"structured_outputs": sampling.structured_outputs}
-        self._known: dict[tuple[Any, ...], SamplingSpec | RowError] = {}
-        self.columns: tuple[str, ...] = tuple(dict.fromkeys(self._fields.values()))
-
-    def of(self, values: Mapping[str, Any]) -> SamplingSpec | RowError | None:
-        """The sampling of a row with these values, or its error; None if rows have no values of their own.
-
-        A null or missing value means the job's value.
-        """
-        if not self._fields:
-            return None
-        return self.with_values({field: values.get(column) for field, column in self._fields.items()})
-
-    def with_values(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        """The job's sampling with the given values in place of its own, or the row's error. Null: the job's value."""
-        # 1, 1.0 and True are equal and have one hash, but only some of them may be valid.
-        key = (*given, *map(_hashable, given.values()))
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            found = self._known[key] = self._make(given)
-        return found
-
-    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their sampling. A prompt with an error keeps the error."""
-        if not self._fields:
-            return list(prompts)
-        return [self._applied(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
-
-    def _applied(self, row: Row, prompt: Prompt) -> Prompt:
-        if prompt.error is not None:
-            return prompt
-        found = self.of(row.values)
-        return replace(prompt, error=found) if isinstance(found, RowError) else replace(prompt, sampling=found)
-
-    def _make(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        own = {field: _as_in_a_spec(field, value) for field, value in given.items() if value is not None}
-        try:
-            # SamplingSpec reads a mapping as the name of a column. In a row a mapping is an error, and so is True.
-            own |= {field: True for field, value in own.items() if isinstance(value, dict) and field in PER_ROW_FIELDS}
-            made = SamplingSpec.model_validate({**self._job, **own})
-            return made if "structured_outputs" in own else made.model_copy(update=self._structure)
-        except ValidationError as error:
-            return RowError("invalid_sampling", self._reason(error, given))
-
-    def _reason(self, error: ValidationError, given: Mapping[str, Any]) -> str:
-        first = error.errors(include_url=False)[0]
-        context = first.get("ctx", {})
-        field = str(context.get("field") or "") if not first["loc"] else str(first["loc"][0])
-        column = f" (column '{self._fields[field]}')" if field in self._fields else ""
-        if first["type"] == "wrong":
-            return f"sampling.{field}{column}: {context['reason']}"
-        doc, value = field_docs()[f"sampling.{field}"], given.get(field)
-        shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
-        has_empty = field in _TEXTS and "" in (value if isinstance(value, list) else (value,))
-        hint = "; leave empty texts out, or give null for the job's own" if has_empty else ""
-        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}{hint}"
-
-
-def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
-    """Raise SpecError if a column has a type that can hold no valid value of its field. The columns must exist.
-
-    A column of mixed JSON values passes: its values are checked row by row.
-    """
-    for field, column in sampling.columns.items():
-        found = schema.field(column)
-        if not is_json_column(found) and not _may_fit(field, found.type):
-            words = "text, or nothing at all" if is_text(found.type) else str(found.type)
-            raise SpecError(
-                f"sampling.{field}: the column '{column}' holds {words}; "
-                f"each value must be {field_docs()[f'sampling.{field}'].allowed}, or null for the job's own"
-            )
-
-
-def wanted_columns(sampling: SamplingSpec) -> Iterator[tuple[str, str]]:
-    """The fields that rows set for themselves: dotted name and column."""
-    return ((f"sampling.{field}", column) for field, column in sampling.columns.items())
-
-
-def _may_fit(field: str, type: pa.DataType) -> bool:
-    if pa.types.is_null(type):
-        return True
-    is_list = any(test(type) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
-    if is_list and field in _LISTS:
-        return _may_fit(field, type.value_type) if not pa.types.is_nested(type.value_type) else False
-    if field in _TEXTS:
-        return is_text(type)
-    return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_decimal(type))
-
-
-def _hashable(value: Any) -> Any:
-    kind = value.__class__
-    return repr(value) if kind is list or kind is dict else (kind, value)
-
-
-def setting(field: str, value: Any) -> str:
-    """A field of sampling with its value, in words: `stop ["END"]`, `max_tokens what fits`."""
-    if field == "max_tokens" and value is None:
-        return "max_tokens what fits"
-    return f"{field} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-
-
-def _as_in_a_spec(field: str, value: Any) -> Any:
-    if _is_whole(field):
-        value = whole_number(value)
-    return float(value) if isinstance(value, decimal.Decimal) and value.is_finite() else value
-
-
-def whole_number(value: Any) -> Any:
-    """A whole number as int. Columns with nulls often hold whole numbers as floats, and databases as decimals."""
-    if isinstance(value, decimal.Decimal):  # `value % 1` fails for more than 28 digits
-        is_whole = value.is_finite() and value == value.to_integral_value()
-    else:
-        is_whole = isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole else value
-
-
-def _is_whole(field: str) -> bool:
-    return field_docs()[f"sampling.{field}"].allowed.startswith("a whole number")
 
 
 class RowAdapter:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
-from batchinf.prompts.builder import RowSampling
+from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.text import Answers, Detokenizer
 from batchinf.replica.worker import TokenCount

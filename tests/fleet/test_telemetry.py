@@ -36,7 +36,7 @@ def test_a_look_is_a_line(tmp_path: pathlib.Path) -> None:
         {"replica": 1, "incarnation": "000001.0002", "state": "running", "num_running": 3, "num_waiting": 2,
          "num_ready": 4, "kv_cache_usage": 0.5, "prefix_cache_queries": 40, "prefix_cache_hits": 30,
          "num_preemptions": 1, "num_prompt_tokens": 200, "num_output_tokens": 300, "num_rows": 10, "num_answered": 0,
-         "steps": 7, "stalled_by_disk_s": 0.25}
+         "steps": 7, "stalled_by_disk_s": 0.25, "busy_s": 0.0}
     ]  # fmt: skip
     assert found["devices"] == []
 

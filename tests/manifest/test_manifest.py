@@ -22,7 +22,7 @@ from batchinf.manifest.lines import EXPECTED_SPEED, SPEED, Header, Retry, part_l
 from batchinf.manifest.lock import LOCK, JobLock, LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import MANIFEST_VERSION, NUM_KEPT_EVENTS, State, last_epoch, read_beginning, read_state
-from batchinf.records import Bottleneck, ExpectedSpeed, Extent, Part, PartCounts, Speed, StartedReplica
+from batchinf.records import Bottleneck, ExpectedSpeed, Extent, Lease, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import total_shards
 
 HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
@@ -341,7 +341,8 @@ def test_lines_that_do_not_follow_are_damage(folder: Folder, line: dict[str, Any
 
 AT = "2026-01-01T00:00:00+00:00"
 CASE = {
-    "origin": "a", "replica": 0, "shards": [1], "suspects": [2], "stage": "probe", "accused": [], "later": [[3]],
+    "origin": "a", "replica": 0, "leases": [asdict(Lease(1, 8, 9))], "suspects": [2], "stage": "probe",
+    "accused": [], "later": [[3]],
     "num_deaths": 1, "is_found": False, "doubted": None, "kept_as": "case/a",
 }  # fmt: skip
 # By kind or by the event's name: a line with every field that is read again.

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 import jobs
 from batchinf.base.errors import RowError, SpecError
-from batchinf.prompts import builder
-from batchinf.prompts.builder import PromptBuilder, RowSampling, check_columns, check_sampling_columns
+from batchinf.prompts import row_sampling
+from batchinf.prompts.builder import PromptBuilder, check_columns
+from batchinf.prompts.row_sampling import RowSampling, check_sampling_columns
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import JSON_MARK
@@ -109,11 +110,11 @@ def test_a_missing_value_is_the_job_s_and_kinds_are_told_apart() -> None:
 def test_few_distinct_settings_are_made_once_and_many_do_not_pile_up() -> None:
     rows = RowSampling(sampling(seed={"column": "own"}, max_tokens={"column": "budget"}))
     assert rows.of({"own": 1, "budget": 2}) is rows.of({"own": 1, "budget": 2})
-    for seed in range(2 * builder._MOST_KNOWN):
+    for seed in range(2 * row_sampling._MOST_KNOWN):
         found = rows.of({"own": seed})
         assert isinstance(found, SamplingSpec)
         assert (found.seed, found.max_tokens) == (seed, None)
-    assert len(rows._known) <= builder._MOST_KNOWN
+    assert len(rows._known) <= row_sampling._MOST_KNOWN
 
 
 def test_a_structure_is_the_job_s_for_every_row() -> None:

@@ -20,7 +20,7 @@ from batchinf.engines.installed import (
     reasoning_parser_names,
     structures_config,
 )
-from batchinf.prompts.builder import RowSampling
+from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request, Result
 from batchinf.replica.text import Answer, Answers, Detokenizer
 from batchinf.spec.file import SpecFile

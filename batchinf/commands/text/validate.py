@@ -17,7 +17,7 @@ from batchinf.commands.validate import (
     ValidateFinding,
 )
 from batchinf.model.memory import needs_lines
-from batchinf.prompts.builder import setting
+from batchinf.prompts.row_sampling import setting
 
 _COLUMNS = 80
 _MOST_ERROR_CHARS = 400  # the advice is at the end of a message

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, list_names, name_type
-from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error, whole_number
+from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error
 from batchinf.prompts.encoder import Encoder, begins_with_two, show
+from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
 from batchinf.spec.fields import IDENTITY, Section, Whole, wrong
