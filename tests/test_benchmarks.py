@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("command", [
     "worker_speed.py --rows 200 --out {out}",
-    "tail.py --rows 300 --replicas 2 --order input --seeds 1",
+    "tail.py --rows 30 --replicas 2 --skews 0.2 --lengths equal --jobs 1",
     "telemetry.py --replicas 2",
     "wire.py",
     "structures.py check --rows 200 --rounds 1 --out {out}",
