@@ -121,6 +121,7 @@ def here(folder: pathlib.Path) -> list[Any]:
     return found_in(folder)
 
 
+@pytest.mark.slow
 def test_what_is_found(here: list[Any]) -> None:
     """The table compares something: rows are chosen and prompts made, and what depends on the machine is an error."""
     assert [len(rows) for rows in here[:4]] == [8, 24, 34, 12]
@@ -147,7 +148,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("other", ["all at once", *jobs.slowly(*list(OTHERS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("other", list(OTHERS))
 def test_an_environment_changes_nothing(other: str, folder: pathlib.Path, here: list[Any]) -> None:
     assert found_in(folder, **OTHERS[other]) == here
 

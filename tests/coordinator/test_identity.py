@@ -180,6 +180,7 @@ def test_killed_at_a_step(step: str, tmp_path: pathlib.Path) -> None:
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
+@pytest.mark.slow
 def test_a_resume_with_unchanged_files_reads_no_weights(tmp_path: pathlib.Path) -> None:
     model = model_in(tmp_path)
     spec = jobs.spec_of(tmp_path, model=str(model), **SLOWLY)
@@ -209,6 +210,7 @@ def test_a_file_that_changes_while_an_engine_loads_it_is_refused(tmp_path: pathl
     assert results_in(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_slices_are_of_one_model(tmp_path: pathlib.Path) -> None:
     model = model_in(tmp_path)
     spec = jobs.spec_of(tmp_path, model=str(model), scripted={"step_s": 0.0})

@@ -228,6 +228,27 @@ def test_a_row_that_kills_becomes_an_error_row(point: str, action: str, most: in
     assert [name for name in jobs.state_of(out).kept if name != "speed" and not name.startswith("platform/")] == []
 
 
+@pytest.mark.parametrize(
+    ("point", "action", "most"),
+    [("prompt", "die", 4), pytest.param("output", "kill SIGSEGV", 6, marks=pytest.mark.slow)],
+)
+def test_a_row_that_kills_in_a_shard_of_four_replicas(
+    point: str, action: str, most: int, tmp_path: pathlib.Path
+) -> None:
+    """All rows are one shard, which is cut over the replicas, in leases of one row to sixteen."""
+    sections = {"input": {"limit": 64}, "output": {"rows_per_shard": 73}, "parallel": {"data_parallel_size": 4}}
+    spec = jobs.spec_of(tmp_path, **sections, scripted={"step_s": 0.02, "start_s": 1.0}, max_error_rate=0.1)
+    jobs.finish(spec, faults=f"engine.{point}.30:*={action}")
+    rows, unhurt = jobs.rows_of(tmp_path / "out"), jobs.unhurt()
+    assert [row["row_index"] for row in rows] == list(range(64))
+    assert [row["row_index"] for row, good in zip(rows, unhurt, strict=False) if row["text"] != good["text"]] == [30]
+    assert rows[30]["error_type"] == "engine_death"
+    deaths = deaths_of(tmp_path / "out")
+    assert 3 <= len(deaths) <= most
+    assert len({death["replica"] for death in deaths}) == 1
+    assert not list((tmp_path / "out" / "journal").iterdir())
+
+
 @pytest.mark.slow
 def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
     """Three rows of three shards are suspects, the others are done by the time that those run again."""
