@@ -228,7 +228,9 @@ def test_among_few_rows_a_replica_holds_no_more_than_its_engine_runs() -> None:
 def test_an_engine_that_has_not_reported_gets_a_quarter_of_its_share() -> None:
     given = hand_out(pending_of((200, 200)), *(load(index, rows=0, window=100, engine=None) for index in range(2)))
     assert {index: sum(sizes) for index, sizes in given.items()} == {0: 25, 1: 25}
-    assert hand_out(pending_of((200, 200)), load(0, rows=67, window=100, engine=None)) == {}
+    assert hand_out(pending_of((200, 200)), load(0, rows=67, window=100, engine=None), absent=1) == {}
+    # One replica alone shares with none.
+    assert hand_out(pending_of((200, 200)), load(0, rows=67, window=100, engine=None)) == {0: [175]}
 
 
 def test_rows_are_held_back_for_those_that_are_awaited() -> None:
