@@ -10,12 +10,12 @@ below.
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from batchinf.base.text import one_line
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, RESERVE_BYTES, Fit, default_limits, gib
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, RESERVE_BYTES, Fit, Needs, default_limits, gib
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -58,29 +58,33 @@ _LEAST_SEQS = 16
 _LEAST_BATCHED_TOKENS = 2048
 _LEAST_ROWS = 512
 _SHARE_STEP = 0.05
+_MOST_SHARE_STEP = 0.3
 # If the model's needs are unknown.
 _LEAST_SHARE = 0.3
 _MOST_DEGREE = 16
+# Shorter sequences are not advised.
+_LEAST_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """One failure. Sizes are in bytes, lengths in tokens; None if the error text does not say.
-
-    kind: `free` less memory is free than asked for; `cache` nothing is left for the KV cache; `length` too little for
-    one sequence; `load` while the weights were loaded; `start` later in the start; `step` while running; `host` the
-    host's memory. asked: by vLLM or torch. needed, available: KV cache of one sequence. most_tokens: the longest
-    sequence that fits.
-    """
+    """One failure. Sizes are None if the error text does not say."""
 
     kind: Kind
+    """`free` less memory is free than asked for; `cache` nothing is left for the KV cache; `length` too little for one
+    sequence; `load` while the weights were loaded; `start` later in the start; `step` while running; `host` the host's
+    memory."""
     words: str
     asked_bytes: int | None = None
+    """By vLLM or torch."""
     free_bytes: int | None = None
     total_bytes: int | None = None
     needed_bytes: int | None = None
+    """KV cache of one sequence."""
     available_bytes: int | None = None
+    """For the KV cache of one sequence."""
     most_tokens: int | None = None
+    """The longest sequence that fits."""
 
 
 def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
@@ -89,30 +93,50 @@ def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
     was_up: whether the engine had started.
     """
     text = one_line(text)
-    if not was_up and (found := _FREE.search(text)):
-        asked, free, total = (int(float(found[name]) * GIB) for name in ("asked", "free", "total"))
-        return OutOfMemory("free", found[0], asked_bytes=asked, free_bytes=free, total_bytes=total)
-    if not was_up and (found := _LENGTH.search(text)):
-        most = found["most"] or found["most_"]
-        sizes = [None if found[name] is None else int(float(found[name]) * GIB) for name in ("needed", "available")]
-        tokens = int(most) if most else None
-        return OutOfMemory("length", found[0], needed_bytes=sizes[0], available_bytes=sizes[1], most_tokens=tokens)
-    if not was_up and (found := _CACHE.search(text)):
-        return OutOfMemory("cache", found[0])
-    if found := _WARM_UP.search(text) or _DEVICE.search(text):
+    if not was_up and (failure := _at_check(text)) is not None:
+        return failure
+    if match := _WARM_UP.search(text) or _DEVICE.search(text):
         kind: Kind = "step" if was_up else "load" if _LOAD.search(text) else "start"
-        return _with_sizes(OutOfMemory(kind, found[0]), text)
-    if found := _HOST.search(text):
-        return OutOfMemory("host", found[0])
+        return _with_sizes(OutOfMemory(kind, match[0]), text)
+    if match := _HOST.search(text):
+        return OutOfMemory("host", match[0])
     return None
 
 
+def _at_check(text: str) -> OutOfMemory | None:
+    """A failure that vLLM's own checks of a start found."""
+    if match := _FREE.search(text):
+        return OutOfMemory(
+            "free",
+            match[0],
+            asked_bytes=_of_gib(match["asked"]),
+            free_bytes=_of_gib(match["free"]),
+            total_bytes=_of_gib(match["total"]),
+        )
+    if match := _LENGTH.search(text):
+        most = match["most"] or match["most_"]
+        return OutOfMemory(
+            "length",
+            match[0],
+            needed_bytes=_of_gib(match["needed"]),
+            available_bytes=_of_gib(match["available"]),
+            most_tokens=int(most) if most else None,
+        )
+    if match := _CACHE.search(text):
+        return OutOfMemory("cache", match[0])
+    return None
+
+
+def _of_gib(size: str | None) -> int | None:
+    return None if size is None else int(float(size) * GIB)
+
+
 def _with_sizes(failure: OutOfMemory, text: str) -> OutOfMemory:
-    found = _TRIED.search(text)
-    if found is None:
+    match = _TRIED.search(text)
+    if match is None:
         return failure
-    asked, total, free = (int(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3, 5))
-    return replace(failure, words=found[0], asked_bytes=asked, free_bytes=free, total_bytes=total)
+    asked, total, free = (int(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3, 5))
+    return replace(failure, words=match[0], asked_bytes=asked, free_bytes=free, total_bytes=total)
 
 
 def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
@@ -122,8 +146,7 @@ def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
         "gpu_memory_utilization": DEFAULT_GPU_MEMORY_UTILIZATION,
     }
     names = (*defaults, "kv_cache_memory_bytes", "num_gpu_blocks_override")
-    given = {name: engine[name] for name in names if engine.get(name) is not None}
-    return {**defaults, **fit.batch_limits, **given}
+    return {**defaults, **fit.batch_limits, **{name: engine[name] for name in names if engine.get(name) is not None}}
 
 
 def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
@@ -172,21 +195,32 @@ def _to_what_is_free(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> di
 
 def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> dict[str, Any] | None:
     smaller = {}
-    if isinstance(now["max_num_seqs"], int) and now["max_num_seqs"] > _LEAST_SEQS:
-        smaller["max_num_seqs"] = max(_LEAST_SEQS, now["max_num_seqs"] // 2)
-    # Without chunked prefill a batch must hold the longest prompt. On a CPU, chunks are off unless a size is given.
-    has_chunks = engine.get("enable_chunked_prefill") is not False
-    is_named = engine.get("max_num_batched_tokens") is not None
+    num_seqs = now["max_num_seqs"]
+    if isinstance(num_seqs, int) and num_seqs > _LEAST_SEQS:
+        smaller["max_num_seqs"] = num_seqs = max(_LEAST_SEQS, num_seqs // 2)
     tokens = now["max_num_batched_tokens"]
-    if has_chunks and (is_named or fit.device_bytes is not None) and isinstance(tokens, int):
-        # A task with its own limit holds a row of the vocabulary for each token, so a few tokens matter.
-        floor = _LEAST_ROWS if "max_num_batched_tokens" in fit.batch_limits else _LEAST_BATCHED_TOKENS
-        least = max(floor, smaller.get("max_num_seqs", now["max_num_seqs"]))
-        if fit.device_bytes is None:  # smaller steps would cut prompts: see `check_processor`
-            least = max(least, fit.max_model_len or tokens)
+    if _has_chunks(engine, fit) and isinstance(tokens, int):
+        least = _least_tokens(tokens, num_seqs, fit)
         if tokens > least:
             smaller["max_num_batched_tokens"] = max(least, tokens // 2)
     return smaller or None
+
+
+def _has_chunks(engine: Mapping[str, Any], fit: Fit) -> bool:
+    """Whether vLLM cuts long prompts. Otherwise a step must hold the longest prompt."""
+    is_named = engine.get("max_num_batched_tokens") is not None
+    # On a CPU, chunks are off unless a size is given.
+    return engine.get("enable_chunked_prefill") is not False and (is_named or fit.device_bytes is not None)
+
+
+def _least_tokens(tokens: int, num_seqs: int, fit: Fit) -> int:
+    """The floor of `max_num_batched_tokens`, which is `tokens` now."""
+    # A task with its own limit holds a row of the vocabulary for each token, so a few tokens matter.
+    floor = _LEAST_ROWS if "max_num_batched_tokens" in fit.batch_limits else _LEAST_BATCHED_TOKENS
+    least = max(floor, num_seqs)
+    if fit.device_bytes is None:  # smaller steps would cut prompts: see `check_processor`
+        least = max(least, fit.max_model_len or tokens)
+    return least
 
 
 def _smaller_pool(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
@@ -196,60 +230,63 @@ def _smaller_pool(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[
     if isinstance(size := now.get("kv_cache_memory_bytes"), int):
         least = fit.sequence_bytes or size // 2
         return {"kv_cache_memory_bytes": int(size * 0.9)} if size * 0.9 >= least else None
-    step = _SHARE_STEP
+    return _smaller_share(now["gpu_memory_utilization"], cause, fit)
+
+
+def _smaller_share(now: float, cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
+    """A smaller `gpu_memory_utilization`: by what was missing, or by the usual step if that is too much."""
+    steps = [_SHARE_STEP]
     if cause.asked_bytes and cause.total_bytes:
         missing = (cause.asked_bytes - (cause.free_bytes or 0)) / cause.total_bytes
-        step = max(step, min(0.3, missing + 0.01))
-    share = round(now["gpu_memory_utilization"] - step, 2)
-    least_share = fit.least_utilization()
-    floor = _LEAST_SHARE if least_share is None else least_share
-    if share < floor:
-        share = round(now["gpu_memory_utilization"] - _SHARE_STEP, 2)
-    return {"gpu_memory_utilization": share} if share >= floor else None
+        steps.insert(0, max(_SHARE_STEP, min(_MOST_SHARE_STEP, missing + 0.01)))
+    least = fit.least_utilization()
+    shares = (round(now - step, 2) for step in steps)
+    share = next((share for share in shares if share >= (_LEAST_SHARE if least is None else least)), None)
+    return None if share is None else {"gpu_memory_utilization": share}
 
 
 def explain(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> str:
     """One message: what was needed, what there was, and the changes that would help by calculation."""
     changes = _changes(cause, engine, fit)
     can = f"; to go on, {'; or '.join(changes)}" if changes else ""
-    return f"{_what(cause)}: {', '.join(_figures(cause, engine, fit, model))}{can}"
+    return f"{_WHAT[cause.kind]}: {', '.join(_figures(cause, engine, fit, model))}{can}"
 
 
-def _what(cause: OutOfMemory) -> str:
-    return {
-        "free": "not enough memory is free on the device",
-        "cache": "out of memory at the start, nothing is left for the KV cache",
-        "length": "out of memory at the start, the KV cache would not hold one sequence of max_model_len",
-        "load": "out of memory while the weights were loaded",
-        "start": "out of memory at the start",
-        "step": "out of memory while running",
-        "host": "out of the host's memory",
-    }[cause.kind]
+_WHAT: dict[Kind, str] = {
+    "free": "not enough memory is free on the device",
+    "cache": "out of memory at the start, nothing is left for the KV cache",
+    "length": "out of memory at the start, the KV cache would not hold one sequence of max_model_len",
+    "load": "out of memory while the weights were loaded",
+    "start": "out of memory at the start",
+    "step": "out of memory while running",
+    "host": "out of the host's memory",
+}
 
 
 def _figures(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> list[str]:
-    now, device_bytes = effective(engine, fit), cause.total_bytes or fit.device_bytes
     degree = fit.tensor_parallel_size * fit.pipeline_parallel_size
-    figures = []
-    if fit.weight_bytes is not None:
-        each = f" on each of {degree} devices" if degree > 1 else ""
-        figures.append(f"{model} takes {gib(fit.weight_bytes)} for its weights{each}")
-    sequence = cause.needed_bytes or fit.sequence_bytes
-    if sequence is not None:
-        length = "" if fit.max_model_len is None else f" {fit.max_model_len:,}"
-        figures.append(f"the KV cache of one sequence of max_model_len{length} takes {gib(sequence)}")
-    if cause.available_bytes is not None:
-        figures.append(f"{gib(cause.available_bytes)} were left for it")
+    each = f" on each of {degree} devices" if degree > 1 else ""
+    length = "" if fit.max_model_len is None else f" {fit.max_model_len:,}"
     asker = "vLLM asked for" if cause.kind == "free" else "the allocation that failed was of"
-    if cause.asked_bytes is not None:
-        figures.append(f"{asker} {gib(cause.asked_bytes)}")
-    if cause.free_bytes is not None:
-        figures.append(f"{gib(cause.free_bytes)} were free")
-    if device_bytes:
-        share = now["gpu_memory_utilization"]
-        figures.append(f"the device has {gib(device_bytes)}, of which gpu_memory_utilization {share:g} is "
-                       f"{gib(device_bytes * share)}")  # fmt: skip
-    return figures or [cause.words]
+    share = effective(engine, fit)["gpu_memory_utilization"]
+    device_bytes = cause.total_bytes or fit.device_bytes
+    figures: list[tuple[float | None, Callable[[float], str]]] = [
+        (fit.weight_bytes, lambda size: f"{model} takes {gib(size)} for its weights{each}"),
+        (
+            cause.needed_bytes or fit.sequence_bytes,
+            lambda size: f"the KV cache of one sequence of max_model_len{length} takes {gib(size)}",
+        ),
+        (cause.available_bytes, lambda size: f"{gib(size)} were left for it"),
+        (cause.asked_bytes, lambda size: f"{asker} {gib(size)}"),
+        (cause.free_bytes, lambda size: f"{gib(size)} were free"),
+        (
+            device_bytes or None,
+            lambda size: (
+                f"the device has {gib(size)}, of which gpu_memory_utilization {share:g} is {gib(size * share)}"
+            ),
+        ),
+    ]
+    return [text(size) for size, text in figures if size is not None] or [cause.words]
 
 
 def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[str]:
@@ -274,11 +311,8 @@ def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str
     if fit.device_bytes is None and cause.needed_bytes is not None:
         space = math.ceil(cause.needed_bytes / GIB)
         return [f"set the environment variable VLLM_CPU_KVCACHE_SPACE to {space} (GiB), which sizes the cache on a CPU"]
-    share, least = now["gpu_memory_utilization"], fit.least_utilization(RESERVE_BYTES)
-    if cause.kind == "length" and fit.device_bytes and cause.needed_bytes and cause.available_bytes is not None:
-        # vLLM's own figures include activations.
-        missing = (cause.needed_bytes - cause.available_bytes) / fit.device_bytes
-        least = max(least or 0.0, int((share + missing) * 100 + 2) / 100)
+    share = now["gpu_memory_utilization"]
+    least = _least_share(cause, share, fit)
     if cause.kind != "load" and least is not None and share < least <= 0.97:
         changes.append(f"raise engine.gpu_memory_utilization to {least:g}")
     if degree := _least_degree(cause, now, fit):
@@ -286,9 +320,21 @@ def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str
     return changes
 
 
+def _least_share(cause: OutOfMemory, share: float, fit: Fit) -> float | None:
+    """The `gpu_memory_utilization` at which the job would fit; None if that is not known. share: now."""
+    least = fit.least_utilization(RESERVE_BYTES)
+    if cause.kind != "length" or not fit.device_bytes or not cause.needed_bytes or cause.available_bytes is None:
+        return least
+    # vLLM's own figures include activations.
+    missing = (cause.needed_bytes - cause.available_bytes) / fit.device_bytes
+    return max(least or 0.0, int((share + missing) * 100 + 2) / 100)
+
+
 def _would_fit(changed: Fit, fit: Fit, cause: OutOfMemory, now: Mapping[str, Any]) -> bool:
     """Whether the weights and one sequence would fit; by vLLM's figure of what was left, if it gave one."""
-    before, after, sequence = fit.weight_bytes, changed.weight_bytes, changed.sequence_bytes
+    before = fit.weight_bytes
+    after = changed.weight_bytes
+    sequence = changed.sequence_bytes
     if cause.available_bytes is None or before is None or after is None or sequence is None:
         return bool(changed.fits(now["gpu_memory_utilization"], RESERVE_BYTES))
     return sequence <= cause.available_bytes + before - after
@@ -306,22 +352,28 @@ def _least_degree(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> int |
 
 def _new_job(cause: OutOfMemory, engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> list[str]:
     """Advice that changes the output, and so needs a new job."""
-    share, choices = now["gpu_memory_utilization"], []
     if cause.kind not in ("cache", "length", "load"):
         return []
-    most = cause.most_tokens or (fit.most_tokens(share, RESERVE_BYTES) if cause.kind != "length" else None)
-    if most and most >= 256 and (fit.max_model_len is None or most < fit.max_model_len):
+    choices = []
+    most = cause.most_tokens
+    if not most and cause.kind != "length":
+        most = fit.most_tokens(now["gpu_memory_utilization"], RESERVE_BYTES)
+    if most and most >= _LEAST_LENGTH and (fit.max_model_len is None or most < fit.max_model_len):
         choices.append(f"engine.max_model_len {most} or less")
-    cache = fit.needs.kv_cache
-    if cache is not None and cache.item_bytes == 2 and not engine.get("kv_cache_dtype"):
-        smaller = replace(fit, needs=replace(fit.needs, kv_cache=cache.in_fp8()))
-        if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
-            choices.append("engine.kv_cache_dtype fp8")
-    if fit.needs.weights is not None and cache is not None:
-        smaller = replace(fit, needs=replace(fit.needs, weights=fit.needs.weights.halved()))
-        if _would_fit(smaller, fit, cause, now) and not _would_fit(fit, fit, cause, now):
-            choices.append("model.quantization fp8, where the weights are not quantized yet")
+    if not _would_fit(fit, fit, cause, now):
+        smaller = _smaller_needs(engine, fit.needs)
+        choices += [name for name, needs in smaller if _would_fit(replace(fit, needs=needs), fit, cause, now)]
     return [f"begin a new job, with another output.path, with {' or '.join(choices)}"] if choices else []
+
+
+def _smaller_needs(engine: Mapping[str, Any], needs: Needs) -> Iterator[tuple[str, Needs]]:
+    """What the model would need with another type of the cache or of the weights, by the field to change."""
+    cache = needs.kv_cache
+    if cache is not None and cache.item_bytes == 2 and not engine.get("kv_cache_dtype"):
+        yield "engine.kv_cache_dtype fp8", replace(needs, kv_cache=cache.in_fp8())
+    if needs.weights is not None and cache is not None:
+        name = "model.quantization fp8, where the weights are not quantized yet"
+        yield name, replace(needs, weights=needs.weights.halved())
 
 
 # A replica is given up after this many starts without enough memory: the first, and one with lower settings.
@@ -330,17 +382,16 @@ _MOST_STARTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """One step down: the fields of the event `oom_step_down`.
-
-    lowered: all settings that are lower than the spec's by now. applies_to: the spec's values then, by dotted name;
-    None if it had none. If the spec has another value later, that value counts instead of the lowered one.
-    """
+    """One step down: the fields of the event `oom_step_down`."""
 
     cause: str
     before: dict[str, Any]
     after: dict[str, Any]
     lowered: dict[str, Any]
+    """All settings that are lower than the spec's by now."""
     applies_to: dict[str, Any]
+    """The spec's values then, by dotted name; None if it had none. If the spec has another value later, that value
+    counts instead of the lowered one."""
 
     def fields(self) -> dict[str, Any]:
         """For the manifest."""
@@ -355,14 +406,13 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What happens to a replica that ran out of memory.
-
-    again: it starts with the latest settings, lowered by `step` or by another replica before. given up: nothing is left
-    to try. died: nothing is left to lower, so it counts as any other death. words: for people.
-    """
+    """What happens to a replica that ran out of memory."""
 
     action: Literal["again", "given up", "died"]
+    """`again`: it starts with the latest settings, lowered by `step` or by another replica before. `given up`: nothing
+    is left to try. `died`: nothing is left to lower, so it counts as any other death."""
     words: str
+    """For people."""
     step: Lowered | None = None
 
 
@@ -396,8 +446,8 @@ class EngineSettings:
             graphs = self._chosen["compilation_config"]
             sizes = graphs["cudagraph_capture_sizes"]
             # A full batch or step has a graph of its own.
-            kept = sorted({self._lowered[limit], *(size for size in sizes if size <= self._lowered[limit])})
-            engine["compilation_config"] = {**graphs, "cudagraph_capture_sizes": kept}
+            smaller = sorted({self._lowered[limit], *(size for size in sizes if size <= self._lowered[limit])})
+            engine["compilation_config"] = {**graphs, "cudagraph_capture_sizes": smaller}
         return engine
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
@@ -427,7 +477,13 @@ class EngineSettings:
         before = {name: now[name] for name in step}
         self._lowered = self._lowered | step
         self._generation += 1
-        line = Lowered(cause.words, before, step, dict(self._lowered), applies_to(self._spec, self._lowered))
+        line = Lowered(
+            cause=cause.words,
+            before=before,
+            after=step,
+            lowered=dict(self._lowered),
+            applies_to=applies_to(self._spec, self._lowered),
+        )
         changes = ", ".join(f"{name} {before[name]} -> {value}" for name, value in step.items())
         return Verdict("again", f"{_head(words)}; starting again with {changes}", line)
 
@@ -456,7 +512,8 @@ def kept(spec: JobSpec, event: Mapping[str, Any]) -> dict[str, Any]:
 
     A setting is dropped if the spec has another value now; all are dropped if the parallel degrees changed.
     """
-    lowered, before = dict(event.get("lowered", {})), event.get("applies_to", {})
+    lowered = dict(event.get("lowered", {}))
+    before = event.get("applies_to", {})
     now = applies_to(spec, lowered)
     if any(now[name] != before.get(name) for name in now if name.startswith("parallel.")):
         return {}
