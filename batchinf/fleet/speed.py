@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
-from batchinf.fleet.out_of_memory import EngineSettings
+from batchinf.fleet.engine_settings import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
 from batchinf.job.open import Job
 from batchinf.manifest.lines import EventLine
