@@ -189,7 +189,7 @@ class Coordinator:
 
     def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> None:
         """Do what follows from messages of replicas. Their parts are committed together."""
-        closed: list[tuple[FleetReplica, LeaseFinished]] = []
+        closed: list[LeaseFinished] = []
         ready: list[tuple[FleetReplica, Ready]] = []
         has_any_stopped = False
         for replica, action in actions:
@@ -199,7 +199,7 @@ class Coordinator:
                     self._assignment.note_stored(action.lease)
                 case LeaseFinished():
                     self._count.add_lease(action)
-                    closed.append((replica, action))
+                    closed.append(action)
                 case LeasesGivenBack(leases):
                     self._assignment.take_back(leases)
                 case LeaseBegun():
@@ -236,21 +236,21 @@ class Coordinator:
             self._manifest.event("journal_damaged", shard=shard, segment=name, moved_to=moved_to)
             self._display.say(f"warning: {name} is damaged; it is kept as {moved_to}, and its results run again")
 
-    def _commit(self, closed: Sequence[tuple[FleetReplica, LeaseFinished]] = ()) -> None:
+    def _commit(self, closed: Sequence[LeaseFinished] = ()) -> None:
         """Publish and commit the parts of closed shards."""
         folder = self._job.folder
-        publish([action.part for _, action in closed if action.part is not None], folder, self._manifest, self._lock)
-        for replica, action in closed:
-            assert action.part is not None
-            folder.delete(f"staging/{action.part.file}")
-            self._manifest.part(action.part, replica.number, action.incarnation)
-            self._count.add_part(action.part)
-            self._trials.forget(action.part.shard)
-        if closed and self._is_finished:
+        parts = [(finished, finished.part) for finished in closed if finished.part is not None]
+        publish([part for _, part in parts], folder, self._manifest, self._lock)
+        for finished, part in parts:
+            folder.delete(f"staging/{part.file}")
+            self._manifest.part(part, finished.replica, finished.incarnation)
+            self._count.add_part(part)
+            self._trials.forget(part.shard)
+        if parts and self._is_finished:
             self._manifest.event("all_committed")
         self._manifest.commit()
         faults.point("coordinator.before_drop")
-        drop(folder, dict.fromkeys(action.lease.index for _, action in closed))
+        drop(folder, dict.fromkeys(part.shard for _, part in parts))
 
     def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
@@ -292,7 +292,7 @@ class Coordinator:
         for finished in end.finished:
             self._count.add_lease(finished)
         if end.finished:
-            self._commit([(end.replica, finished) for finished in end.finished])
+            self._commit(end.finished)
         if end.was_asked:
             self.num_unfinished += end.num_unfinished
             if self._identity.is_open:

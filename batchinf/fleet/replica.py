@@ -54,8 +54,9 @@ _MAX_BACK_OFF_S = 30.0
 class LeaseFinished:
     """The replica has finished a lease that it held. The coordinator commits the part, or notes the stored results."""
 
-    lease: Lease
+    replica: int
     incarnation: str
+    lease: Lease
     num_rows: int
     errors: Mapping[str, int]
     part: Part | None
@@ -323,8 +324,14 @@ class FleetReplica:
         current.revoking.discard(lease.key)
         current.finished_rows += event.num_rows
         current.finished_errors.update(event.errors)
-        part = event.part if isinstance(event, ShardClosed) else None
-        return LeaseFinished(lease, current.name, event.num_rows, event.errors, part=part)
+        return LeaseFinished(
+            replica=self.number,
+            incarnation=current.name,
+            lease=lease,
+            num_rows=event.num_rows,
+            errors=event.errors,
+            part=event.part if isinstance(event, ShardClosed) else None,
+        )
 
     def note_start_detail(self, detail: str) -> None:
         """What the starting engine does, by its log."""

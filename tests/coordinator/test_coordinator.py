@@ -27,7 +27,7 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel, SharedMemory
-from batchinf.fleet.replica import FleetReplica, LeaseFinished
+from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
 from batchinf.records import Lease, Part
 from batchinf.replica.messages import Failed, Launch, ShardClosed, Stopped
@@ -375,7 +375,8 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
         other_end.send(closed)
         other_end.send(Failed("OSError", "the cause", 1))
     [ended] = fleet.reap()
-    assert ended.finished == (LeaseFinished(lease, "000001.0000", 1, {}, closed.part),)
+    [finished] = ended.finished
+    assert (finished.lease, finished.incarnation, finished.part) == (lease, "000001.0000", closed.part)
     assert ended.leases == (Lease(8, 80, 81),)
     assert ended.cause == replica.cause == "the cause"
     assert not (replica.is_live or fleet.handles)

@@ -95,7 +95,9 @@ def test_what_others_see_of_each_state(state: str) -> None:
 
 
 def finished(lease: Lease, num_rows: int, part: Part | None = None) -> LeaseFinished:
-    return LeaseFinished(lease, "000001.0001", num_rows, {"refused": 1}, part)
+    return LeaseFinished(
+        replica=0, incarnation="000001.0001", lease=lease, num_rows=num_rows, errors={"refused": 1}, part=part
+    )
 
 
 # event: the action in a state in which the replica holds its leases, the action in the other states, and the state
