@@ -5,6 +5,7 @@ engine runs before the fork.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable
 
 
@@ -20,7 +21,7 @@ class FirstFork:
     def __init__(self, *, is_expected: bool) -> None:
         """is_expected: if no fork is to come, calls do not wait."""
         self._is_over = not is_expected
-        self._waiting: list[Callable[[], object]] = []
+        self._waiting: deque[Callable[[], object]] = deque()
         if is_expected:
             os.register_at_fork(after_in_parent=self.release, after_in_child=self._forget)
 
@@ -33,8 +34,12 @@ class FirstFork:
     def release(self) -> None:
         """Wait no longer: there has been a fork, or none comes."""
         self._is_over = True
-        while self._waiting:
-            self._waiting.pop(0)()
+        while True:
+            try:
+                call = self._waiting.popleft()
+            except IndexError:  # another thread may have taken the last one
+                return
+            call()
 
     def _forget(self) -> None:
         # The calls belong to the parent, even if the child is forked in turn.
