@@ -7,7 +7,6 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf import __version__
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import PAGE_MARK, Folder, reason, write_named
@@ -20,6 +19,7 @@ from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.template import template
 from batchinf.report.timeline import PHASES, Timeline, timeline
 from batchinf.tasks.registry import task_of
+from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
 _SPEC_CHARS, _LINE_CHARS = 100_000, 400
