@@ -20,9 +20,9 @@ from batchinf.manifest.state import read_state
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
-from batchinf.tasks.base import prompt_hash
-from batchinf.tasks.compare import TOKEN_COLUMNS
+from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.registry import stored_task
+from batchinf.tasks.stored import TOKEN_COLUMNS
 
 # Columns of numbers for each token, by what they are of: `output` or `scored` tokens, and the prompt's.
 _PREFIXES = ("", "prompt_")

@@ -1,5 +1,6 @@
 """Collects the results of leases, and writes the part of a whole shard. Replicas and the coordinator use it."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
+from pydantic import TypeAdapter
+from pydantic_core import from_json
 
 from batchinf.base.parquet import absolute
 from batchinf.base.storage import Folder
@@ -30,7 +33,6 @@ from batchinf.records import ALWAYS_WRITTEN, COUNT_NAMES, BoolArray, Int64Array,
 from batchinf.schedule.positions import ShardRows
 from batchinf.source.rows import Source
 from batchinf.tasks.base import Task
-from batchinf.tasks.score.compare import ANSWER
 
 # Most requests of a row that are accepted from a segment. Each takes a byte of memory.
 _MOST_REQUESTS = 1 << 20
@@ -241,6 +243,7 @@ class OpenLease:
 
 
 PART_VERSION = 1
+_COUNTS = TypeAdapter(PartCounts)
 _PREFIX = "batchinf."
 
 UNSTORABLE = "unstorable_value"  # the error type of a row whose id or kept column cannot be stored as it is
@@ -289,7 +292,7 @@ def write_part(
     names = ([] if target.id_column is None else [target.id_column]) + list(target.keep_columns)
     schema = shard.task.output_schema([source.schema.field(column) for column in names])
     results, merged = shard.task.result_schema, _Merged(shard)
-    numbers, has_answer = number_columns(results), ANSWER in results.names
+    numbers = number_columns(results)
     # A retry has only some of the rows, but the old part counted all.
     counts = PartCounts(num_second_bos=max(num_second_bos, merged.num_second_bos))
     with target.folder.writing(f"staging/{name}", fault="parts") as file:
@@ -297,7 +300,7 @@ def write_part(
         with pq.ParquetWriter(sink, schema, **shard.task.parquet_options(schema)) as writer:
             tables = _output(shard, merged, source, names)
             for table in _row_groups(tables if merge is None else merge(tables), shard.task.row_group_bytes):
-                counts += count_rows(table, numbers, has_answer=has_answer)
+                counts += count_rows(table, shard.task, numbers)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
             own = {**_own_metadata(shard.lease, shard.rows), **count_entries(counts)}
             writer.add_key_value_metadata({**target.metadata, **own, **UNSEALED})
@@ -313,14 +316,13 @@ def _part(counts: PartCounts, shard: int, file: str, num_bytes: int, digest: str
 
 def count_entries(counts: PartCounts) -> dict[str, str]:
     """The counts as entries of a part's footer."""
-    return {f"{_PREFIX}{name}": str(value) for name, value in counts.written().items()}
+    return {f"{_PREFIX}{name}": json.dumps(value) for name, value in counts.written().items()}
 
 
 def stated_counts(entries: Mapping[str, str]) -> PartCounts:
     """The counts in a footer. Raises KeyError if one is missing, ValueError if one is no number."""
-    required, rare = ALWAYS_WRITTEN, set(COUNT_NAMES) - ALWAYS_WRITTEN
-    names = [*required, *(name for name in rare if f"{_PREFIX}{name}" in entries)]
-    return PartCounts(**{name: int(entries[f"{_PREFIX}{name}"]) for name in names})
+    names = [name for name in COUNT_NAMES if name in ALWAYS_WRITTEN or f"{_PREFIX}{name}" in entries]
+    return _COUNTS.validate_python({name: from_json(entries[f"{_PREFIX}{name}"]) for name in names})
 
 
 def _own_metadata(shard: Shard, rows: ShardRows) -> dict[str, str]:
