@@ -99,8 +99,7 @@ def choose_degrees(
     chosen = best(allowed)
     if chosen is not None:
         return chosen
-    num_per_node = max(8, num_devices)
-    needed = next(that_fit(fit, context, share, devices_per_node=num_per_node, most=MOST_DEVICES), None)
+    needed = next(that_fit(fit, context, share, max(8, num_devices), most=MOST_DEVICES), None)
     hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices}"
     raise file.error(
         "parallel.tensor_parallel_size",

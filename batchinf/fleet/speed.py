@@ -65,7 +65,8 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
     context = fit.max_model_len or lengths.longest
     degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context=context, share=share)
     each = {
-        number: prediction_of(fit, degrees, shape, gpu, work=work, share=share, sharers=number) for number in sharers
+        number: prediction_of(fit, degrees, shape, gpu=gpu, work=work, share=share, sharers=number)
+        for number in sharers
     }
     # Each replica takes rows at its own speed.
     slowest = each[max(sharers)]
