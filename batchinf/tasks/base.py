@@ -314,6 +314,7 @@ class Task(abc.ABC):
         self.spec = spec
         self._has_id = spec.input.id_column is not None
         self._new_names = spec.output.keep_columns
+        self.left_out: frozenset[str] = frozenset()  # columns that the output lacks: the job began without them
 
     # -- the spec ------------------------------------------------------------------------------------------------------
 
@@ -476,8 +477,9 @@ class Task(abc.ABC):
         """
         ids, kept = (columns[:1], columns[1:]) if self._has_id else ((), columns)
         kept = [field.with_name(self._name(field.name)) for field in kept]
-        keys = [field for field in self.own if field.name in _KEYS]
-        others = [field for field in self.own if field.name not in _KEYS]
+        stored = [field for field in self.own if field.name not in self.left_out]
+        keys = [field for field in stored if field.name in _KEYS]
+        others = [field for field in stored if field.name not in _KEYS]
         fields = [*(field.with_name("id") for field in ids), *keys, *kept, *others]
         names = [field.name for field in fields]
         taken = sorted({field.name for field in kept if names.count(field.name) > 1})
@@ -510,7 +512,7 @@ class Task(abc.ABC):
 
         zstd 1, byte-stream split on numbers in lists, dictionaries where values repeat, checksums on pages.
         """
-        own = {*self.own.names} - {"sample_index"}
+        own = {*self.own.names} - {"sample_index"} - self.left_out
         flat = [field.name for field in schema if not pa.types.is_nested(field.type)]
         leaves = [leaf_of(field) for field in schema if field.name in own and pa.types.is_nested(field.type)]
         # DuckDB cannot read byte-stream split float16. It would save 0.22 of 1.77 bytes a logprob.
