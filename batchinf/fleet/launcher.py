@@ -191,6 +191,7 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
         taken=job.source.fingerprints,
         extents=state.extents,
         begun_at=begun_at(job, state.header),
+        columns=state.header.columns,
     )
 
 

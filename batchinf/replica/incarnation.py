@@ -181,7 +181,7 @@ class Incarnation:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
         pipeline = Pipeline(
-            task=task_of(spec),
+            task=work.columns.task(spec),
             source=source,
             tokenizer=self._tokenizer,
             folder=self._folder,
@@ -191,6 +191,7 @@ class Incarnation:
             order=RunOrder(self._folder, work.extents),
             begun_at=work.begun_at,
             may_store=self._may_store,
+            columns=work.columns,
         )
         self._feeder = pipeline.feeder
         limits = expected_limits(spec, *self._launch.config_limits, self._tokenizer)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from batchinf.manifest.columns import Columns
 from batchinf.model.lora import Adapter
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
 
@@ -56,6 +57,8 @@ class Work:
     """Of the job; they define the run order."""
     begun_at: str | None
     """When the job began, in ISO format; templates see it as today's date."""
+    columns: Columns
+    """Those of the job's parts and segments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
+from batchinf.job.open import carried_columns
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import retry_of
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenLease, PartTarget, write_part
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import EngineInfo, Lease, Part
@@ -87,8 +90,12 @@ class Pipeline:
         order: RunOrder | None = None,
         begun_at: str | None = None,
         may_store: Callable[[], object] = lambda: None,
+        columns: Columns | None = None,
     ) -> None:
-        """order: None if rows run in the order of their positions. may_store: waits until results may be durable."""
+        """order: None if rows run in the order of their positions. may_store: waits until results may be durable.
+
+        columns: those of the job's files; None: all that the task has.
+        """
         self._spec = task.spec
         self._task = task
         self._source = source
@@ -100,7 +107,9 @@ class Pipeline:
         self._order = order
         self._begun_at = begun_at
         self._may_store = may_store
-        self._journal = Journal(folder, incarnation, task.result_schema, self._before_segment)
+        carried = [source.schema.field(name) for name in carried_columns(task.spec)]
+        self._columns = columns or Columns.of_new_job(task, carried)
+        self._journal = Journal(folder, incarnation, self._columns.journal_schema, self._before_segment)
         self._retry = retry_of(incarnation)
         self._chosen = stored_positions(folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
@@ -188,8 +197,8 @@ class Pipeline:
         target = PartTarget(
             folder=self._folder,
             source=self._source,
-            id_column=self._spec.input.id_column,
-            keep_columns=tuple(self._spec.output.keep_columns),
+            carried=tuple(carried_columns(self._spec)),
+            columns=self._columns,
             metadata={**self._metadata, **versions, "batchinf.device": info.device},
             incarnation=self._incarnation,
         )
