@@ -16,7 +16,7 @@ import jobs
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.settings import MEASUREMENT
+from batchinf.fleet.thresholds import MEASUREMENT
 from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent
