@@ -13,11 +13,13 @@ from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.slices import Slice, job_folders, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import list_names
-from batchinf.commands.status import open_state, read_job, stored_spec
+from batchinf.commands.status import open_state, read_job
 from batchinf.job.open import carried_columns, open_job_input
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.journal import Journal, error_rows
+from batchinf.manifest.versions import stored_spec
+from batchinf.output.batches import error_rows
+from batchinf.output.journal import Journal
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.tasks.base import ShownColumns
@@ -122,8 +124,9 @@ class _Journalled:
 
     def __init__(self, folder: Folder, state: State) -> None:
         self._spec = stored_spec(state.header.spec)
-        self._task = task_of(self._spec)
-        self._journal = Journal(folder, "look", self._task.result_schema)
+        self._recorded = state.header.columns
+        self._task = self._recorded.task(self._spec)
+        self._journal = Journal(folder, "look", self._recorded.journal_schema)
         cache = source_folder(folder, Slice.of(state.header.identity))
         self._source = open_job_input(self._spec, cache, state.source_fingerprints, "ignore")
         self._columns = carried_columns(self._spec)
@@ -135,14 +138,14 @@ class _Journalled:
     def rows(self, shard: int, num_rows: int, *, only_errors: bool) -> pa.Table:
         """The journal's first results of one shard, as output rows."""
         tables = self._journal.tables(shard)
-        results = pa.concat_tables([self._task.result_schema.empty_table(), *tables])
+        results = pa.concat_tables([self._recorded.journal_schema.empty_table(), *tables])
         rows = self._order.of(shard_at(self._order.extents, shard))
         results = results.filter(pa.array(rows.locals(results["row_index"].to_numpy()) >= 0))
         order = [("row_index", "ascending"), ("request_index", "ascending")]
         results = (error_rows(results) if only_errors else results).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
         if not self._columns:
-            return self._task.reduce(None, results)
+            return self._recorded.output_rows(self._task, None, results)
         columns = [self._source.read_columns(index, index + 1, self._columns, {}) for index in indices]
         empty = self._source.read_columns(0, 0, self._columns)
-        return self._task.reduce(pa.concat_tables(columns or [empty]), results)
+        return self._recorded.output_rows(self._task, pa.concat_tables(columns or [empty]), results)

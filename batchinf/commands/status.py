@@ -4,7 +4,7 @@ import datetime
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, read_cut
@@ -12,11 +12,11 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder, not_begun_message
 from batchinf.manifest.state import State, read_state
+from batchinf.manifest.versions import stored_spec
 from batchinf.output.counts import rules_out_tokens
 from batchinf.output.journal import num_results
 from batchinf.records import ExpectedSpeed, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
 Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
@@ -275,11 +275,3 @@ def open_state(out: str) -> tuple[Folder, State]:
 def read_job(folder: Folder) -> State | None:
     """The state in a job's manifest; None before the job has begun."""
     return read_state(folder) if folder.exists("manifest") else None
-
-
-def stored_spec(spec: dict[str, Any]) -> JobSpec:
-    """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
-    try:
-        return JobSpec.model_validate(spec)
-    except ValueError as error:
-        raise OutputError("the manifest holds a job that this batchinf cannot read: use the right version") from error

@@ -97,6 +97,7 @@ class Task(abc.ABC):
         self.spec = spec
         self._has_id = spec.input.id_column is not None
         self._new_names = spec.output.keep_columns
+        self.left_out: frozenset[str] = frozenset()  # columns that the output lacks: the job began without them
 
     # -- the spec ------------------------------------------------------------------------------------------------------
 
@@ -291,8 +292,9 @@ class Task(abc.ABC):
         """
         ids, kept = (columns[:1], columns[1:]) if self._has_id else ((), columns)
         kept = [field.with_name(self._name(field.name)) for field in kept]
-        keys = [field for field in self.computed_schema if field.name in _KEYS]
-        others = [field for field in self.computed_schema if field.name not in _KEYS]
+        stored = [field for field in self.computed_schema if field.name not in self.left_out]
+        keys = [field for field in stored if field.name in _KEYS]
+        others = [field for field in stored if field.name not in _KEYS]
         fields = [*(field.with_name("id") for field in ids), *keys, *kept, *others]
         names = [field.name for field in fields]
         if taken := sorted({field.name for field in kept if names.count(field.name) > 1}):
@@ -328,7 +330,7 @@ class Task(abc.ABC):
         zstd 1, byte-stream split on numbers in lists, dictionaries where values repeat, checksums on pages.
         """
         flat = [field.name for field in schema if not pa.types.is_nested(field.type)]
-        leaves = [leaf_of(schema.field(name)) for name in self.computed_schema.names]
+        leaves = [leaf_of(schema.field(name)) for name in self.computed_schema.names if name not in self.left_out]
         split = [path for path, item in leaves if _is_split(path, item)]
         return {
             "compression": "zstd",
