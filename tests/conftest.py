@@ -50,7 +50,8 @@ LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_w
     test_start
     test_disk test_slices test_nothing_is_lost test_pairs test_coordinator test_fuzz test_choose test_check
     test_retry test_backend test_tasks_pooled test_fork_server test_changed_input test_ordering test_early_shards
-    test_out_of_memory test_security test_two_at_once test_extend test_stop_signals test_api test_seam test_page
+    test_out_of_memory test_folders test_security test_two_at_once test_extend test_stop_signals test_api test_seam
+    test_page
     test_examples test_memory test_inspect test_head test_tasks_score test_spec test_cli test_lock test_formats
     test_json test_plan test_model_identity test_non_finite test_tasks_logits test_watching test_source test_lora
     test_ending test_readme test_row_sampling test_fresh test_diff test_remarks test_reasoning_job test_elastic
