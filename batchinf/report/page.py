@@ -1,15 +1,17 @@
 """Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
 
+import contextlib
 import datetime
 import functools
 import os
 import pathlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
-from batchinf.base.storage import PAGE_MARK, Folder, reason, write_named
+from batchinf.base.storage import PAGE_MARK, Folder, has_mark, reason, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job
 from batchinf.fleet.status import read_looks
@@ -32,13 +34,22 @@ def write_report(out: str, file: str | None = None) -> pathlib.Path:
 
     file: None means `report.html` in the output folder. Raises OutputError without a job, or if another file is there.
     """
-    html = report_page(out).encode()
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
+    mark = b"" if file is None else PAGE_MARK
+    with _writing(path):
+        refuse_foreign(path, lambda there: has_mark(there, mark))  # before the charts are drawn
+    html = report_page(out).encode()
+    with _writing(path):
+        write_named(path, html, mark)
+    return path
+
+
+@contextlib.contextmanager
+def _writing(path: pathlib.Path) -> Iterator[None]:
     try:
-        write_named(path, html, b"" if file is None else PAGE_MARK)
+        yield
     except OSError as error:
         raise OutputError(f"cannot write {path}: {reason(error)}; name another file with -o") from error
-    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(cut, min_size=1, max_size=3), st.booleans(), steps, st.data())
 def test_each_row_is_in_one_place(
     cuts: list[tuple[int, int]], is_retry: bool, steps: list[tuple[str, int]], data: st.DataObject
@@ -398,7 +398,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cut, st.lists(st.integers(1, 30), min_size=1, max_size=4), events)
 def test_each_shard_is_closed_once_whatever_happens(
     cut: tuple[int, int], windows: list[int], events: list[tuple[str, int]]

@@ -18,6 +18,8 @@ from batchinf.base.errors import Interrupted, UserError
 from batchinf.tuning import tune
 from batchinf.tuning.trial import TuneTrial, run_trial
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
 NUM_ROWS = 60
 
 
