@@ -367,7 +367,7 @@ class Task(abc.ABC):
 
     def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
         """Makes prompts of the job's rows; see `PromptBuilder`."""
-        return PromptBuilder(self.spec, tokenizer, vocab_size, begun_at, self.output_room)
+        return PromptBuilder(self.spec, tokenizer, vocab_size, begun_at, output_room=self.output_room)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         """A line for each setting that works but is probably a mistake."""
