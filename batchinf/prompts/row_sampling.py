@@ -45,15 +45,15 @@ class RowSampling:
             return None
         return self.with_values({field: values.get(column) for field, column in self._fields.items()})
 
-    def with_values(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        """The job's sampling with the given values in place of its own, or the row's error. Null: the job's value."""
+    def with_values(self, values: Mapping[str, Any]) -> SamplingSpec | RowError:
+        """The job's sampling with these values in place of its own, or the row's error. Null: the job's value."""
         # 1, 1.0 and True are equal and have one hash, but only some of them may be valid.
-        key = (*given, *map(_hashable, given.values()))
+        key = (*values, *map(_hashable, values.values()))
         sampling = self._known.get(key)
         if sampling is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            sampling = self._known[key] = self._make(given)
+            sampling = self._known[key] = self._make(values)
         return sampling
 
     def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -68,8 +68,8 @@ class RowSampling:
         sampling = self.of(row.values)
         return replace(prompt, error=sampling) if isinstance(sampling, RowError) else replace(prompt, sampling=sampling)
 
-    def _make(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        values = {field: _as_in_a_spec(field, value) for field, value in given.items() if value is not None}
+    def _make(self, row_values: Mapping[str, Any]) -> SamplingSpec | RowError:
+        values = {field: _as_in_a_spec(field, value) for field, value in row_values.items() if value is not None}
         for field, value in values.items():
             # SamplingSpec reads a mapping as the name of a column. In a row a mapping is an error, and so is True.
             if isinstance(value, dict) and field in PER_ROW_FIELDS:
@@ -78,9 +78,9 @@ class RowSampling:
             sampling = SamplingSpec.model_validate({**self._job, **values})
             return sampling if "structured_outputs" in values else sampling.model_copy(update=self._structure)
         except ValidationError as error:
-            return RowError("invalid_sampling", self._reason(error, given))
+            return RowError("invalid_sampling", self._reason(error, row_values))
 
-    def _reason(self, error: ValidationError, given: Mapping[str, Any]) -> str:
+    def _reason(self, error: ValidationError, row_values: Mapping[str, Any]) -> str:
         first = error.errors(include_url=False)[0]
         context = first.get("ctx", {})
         field = str(context.get("field") or "") if not first["loc"] else str(first["loc"][0])
@@ -88,7 +88,7 @@ class RowSampling:
         if first["type"] == "wrong":
             return f"sampling.{field}{column}: {context['reason']}"
         doc = field_docs()[f"sampling.{field}"]
-        value = given.get(field)
+        value = row_values.get(field)
         shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
         has_empty = field in _TEXTS and "" in (value if isinstance(value, list) else (value,))
         hint = "; leave empty texts out, or give null for the job's own" if has_empty else ""

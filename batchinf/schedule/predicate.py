@@ -82,7 +82,8 @@ class Predicate:
 
         try:
             with duckdb_errors(self._wrong):
-                named = _readable(table).rename_columns([self._named[name] for name in table.column_names])
+                fields = [field.with_type(without_half_floats(field.type)) for field in table.schema]
+                named = table.cast(pa.schema(fields)).rename_columns([self._named[name] for name in table.column_names])
                 self._connection.register(self._table, named)
                 return self._connection.execute(query).fetchnumpy()
         finally:
@@ -234,11 +235,6 @@ def _walk(tree: Any) -> Iterator[dict[str, Any]]:
         yield tree
     for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
         yield from _walk(item)
-
-
-def _readable(table: pa.Table) -> pa.Table:
-    fields = [field.with_type(without_half_floats(field.type)) for field in table.schema]
-    return table.cast(pa.schema(fields))
 
 
 def without_half_floats(type: pa.DataType) -> pa.DataType:
