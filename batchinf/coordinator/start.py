@@ -28,7 +28,7 @@ from batchinf.coordinator.retry import RetryRequest, as_begun, take_request
 from batchinf.engines.installed import StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
+from batchinf.fleet.launcher import Launcher, note_end, start_due, work_of
 from batchinf.fleet.parallel import check_processor, with_degrees
 from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
@@ -44,6 +44,7 @@ from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning, read_state
+from batchinf.manifest.versions import begun_spec, later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.planning.beginnings import shared_share
@@ -99,6 +100,8 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     Raises UserError, and writes nothing.
     """
     prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    if state is not None:
+        begun_spec(prepared.folder, state.header)
     contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
     others = [] if state is None else contents.differences(state.files)
     overrides: dict[str, Any] = {}
@@ -157,21 +160,23 @@ def start(
     checked = replace(checked, prepared=with_known_length(checked.prepared, display.say))
     checked = with_known_degrees(checked, backend, display)
     prepared, state, folder = checked.prepared, checked.state, checked.prepared.folder
+    if state is not None and (later := later_columns(folder, state.header)):
+        display.say(later_columns_line(later))
     file, before = prepared.file, state or read_beginning(folder)
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     backend.end_leftovers(before.running_replicas, before.job_id)
     with placing(file):
         launcher = Launcher.of(
-            backend,
-            prepared.spec,
-            prepared.model,
-            prepared.adapters,
-            folder,
-            epoch,
-            state,
-            display.say,
-            functools.partial(shared_share, file),
+            backend=backend,
+            spec=prepared.spec,
+            model=prepared.model,
+            adapters=prepared.adapters,
+            folder=folder,
+            epoch=epoch,
+            state=state,
+            say=display.say,
+            shared_share=functools.partial(shared_share, file),
         )
     manifest = Manifest(folder, epoch, lock, state)
     note_ended(before, read_status(folder), manifest, lock.predecessor_seen_at)
@@ -192,7 +197,7 @@ def start(
         if checked.has_rows:
             display.say(f"starting {counted(len(launcher.slots), 'replica')} while the input is read")
             with shielded():
-                note_started(manifest, backend, fleet.start_due())
+                start_due(fleet, manifest)
             faults.point("start.replicas")
         else:
             display.say("reading the input")
