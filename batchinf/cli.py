@@ -16,7 +16,6 @@ from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
-from batchinf import __version__
 from batchinf.arguments import (
     App,
     AsJson,
@@ -35,6 +34,7 @@ from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
 from batchinf.base.text import names_in, plain, to_json
+from batchinf.version import __version__
 
 app = App(
     no_args_is_help=True,
@@ -517,22 +517,10 @@ def _slurm(
 
     file = read_checked(spec, set_ or ())
     options = SlurmOptions(
-        num_nodes=nodes,
-        num_slices=array,
-        gpus=gpus,
-        cpus=cpus,
-        mem=mem,
-        time=time,
-        partition=partition,
-        account=account,
-        constraint=constraint,
-        modules=tuple(modules or ()),
-        venv=venv,
-        container=container,
-        directives=tuple(directives or ()),
-        overrides=tuple(set_ or ()),
-        command=shlex.join(["batchinf", *sys.argv[1:]]),
-    )
+        num_nodes=nodes, num_slices=array, gpus=gpus, cpus=cpus, mem=mem, time=time, partition=partition,
+        account=account, constraint=constraint, modules=tuple(modules or ()), directives=tuple(directives or ()),
+        venv=venv, container=container, overrides=tuple(set_ or ()), command=shlex.join(["batchinf", *sys.argv[1:]]),
+    )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, options), file)
     submitted = submit(path, file, options) if submits else None

@@ -187,10 +187,10 @@ def test_an_output_column(tmp_path: pathlib.Path) -> None:
     )
     copy.replace(
         path,
-        "            **error_columns(results),\n",
+        '        "stop_reason": strings(stops),\n',
         """\
-            "num_words": pa.array([len((result.text or "").split()) for result in results], pa.int32()),
-            **error_columns(results),
+        "stop_reason": strings(stops),
+        "num_words": pa.array([len((result.text or "").split()) for result in results], pa.int32()),
 """,
     )
     found = copy.run()

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchinf.tasks.compare import StoredLogprobs, StoredVectors, delta
+from batchinf.tasks.compare import delta
+from batchinf.tasks.stored import StoredLogprobs, StoredVectors
 
 # Ranks of a position's likeliest tokens are compared for at most this many tokens.
 _MOST_RANKED = 64
@@ -71,7 +72,7 @@ class LogprobDeviations(Deviations):
     def add(
         self, stored: StoredLogprobs, values: npt.NDArray[np.float32], best: npt.NDArray[np.int64]
     ) -> tuple[int, float]:
-        """Add a row's logprobs. values: the reference's, for `stored.wanted`. best: the reference's likeliest tokens.
+        """Add a row's logprobs. values: the reference's, for `stored.tokens`. best: the reference's likeliest tokens.
 
         Returns the place of the worst token in its prompt or output, from 0, and its deviation, which is infinite if a
         value is missing.
@@ -85,7 +86,7 @@ class LogprobDeviations(Deviations):
             known_top = deltas[:, 1:][~is_nan[:, 1:]]
             self.max_abs_delta_top = max(self.max_abs_delta_top, float(known_top.max(initial=0.0)))
             self.num_ranked += len(numbers)
-            self.num_agreeing += int((stored.wanted[:, 1] == best).sum())
+            self.num_agreeing += int((stored.tokens[:, 1] == best).sum())
         if numbers.shape[1] > 2:
             self._correlate(numbers[:, 1 : _MOST_RANKED + 1], values[:, 1 : _MOST_RANKED + 1])
         else:

@@ -269,7 +269,7 @@ def diff_jobs(a: str, b: str, *, on: str | None = None, to: str | None = None, n
         columns = comparison.columns
         rows = joined_rows(first, second, key=key, columns=columns, wide=comparison.wide, scratch=scratch)
         _write(map(comparison.take, rows), to)
-    changes = comparison.found()
+    changes = comparison.summary()
     if not changes.num_both:
         raise _none_in_both(first, second, key)
     return DiffReport(

@@ -14,14 +14,14 @@ from batchinf.base.errors import BatchinfError, UserError
 from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import one_line
 from batchinf.commands.begun_job import opened
-from batchinf.commands.status import stored_spec
 from batchinf.job.open import begun_at, max_model_len
+from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
-from batchinf.tasks.base import prompt_hash
-from batchinf.tasks.compare import TOKEN_COLUMNS
+from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.registry import stored_task
+from batchinf.tasks.stored import TOKEN_COLUMNS
 
 # Columns with a value for each token of the output or the prompt.
 _OF_TOKENS = {f"{prefix}{name}" for prefix in ("", "prompt_") for name in ("token_ids", *TOKEN_COLUMNS)}

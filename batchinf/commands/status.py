@@ -4,7 +4,7 @@ import datetime
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, read_cut
@@ -12,13 +12,12 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder, not_begun_message
 from batchinf.manifest.state import State, read_state
-from batchinf.output.counts import accuracy_of, rules_out_tokens
+from batchinf.manifest.versions import stored_spec
+from batchinf.output.counts import rules_out_tokens
 from batchinf.output.journal import num_results
 from batchinf.records import ExpectedSpeed, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.score.compare import Accuracy
 
 Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
 
@@ -37,8 +36,8 @@ class JobTotals:
     """The committed output of a job, or of all its slices that have begun.
 
     begun_at: UTC in ISO format, of the first slice. num_starts: number of epochs. device_s: device time of replicas
-    that have ended. num_rows: output rows of the whole job. num_parts: of the slices that have begun. accuracy: None if
-    the job has no answers. num_wrong_answers: rows whose value in the column of answers is no choice.
+    that have ended. num_rows: output rows of the whole job. num_parts: of the slices that have begun. task_counts: what
+    the task counts, by name; empty if it counts nothing.
     num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
     rules_out_tokens: whether a structure or the sampling gives some tokens the logprob -inf.
     num_second_bos: rows whose prompts begin with two BOS tokens.
@@ -57,8 +56,7 @@ class JobTotals:
     num_bytes: int
     num_prompt_tokens: int
     num_output_tokens: int
-    accuracy: Accuracy | None
-    num_wrong_answers: int
+    task_counts: dict[str, int]
     num_nan_rows: int
     num_inf_rows: int
     rules_out_tokens: bool
@@ -250,8 +248,7 @@ def _totals(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_parts: int)
         num_bytes=sum(state.num_bytes for state in states),
         num_prompt_tokens=counts.num_prompt_tokens,
         num_output_tokens=counts.num_output_tokens,
-        accuracy=accuracy_of(states),
-        num_wrong_answers=counts.num_wrong_answers,
+        task_counts=counts.task_counts or {},
         num_nan_rows=counts.num_nan_rows,
         num_inf_rows=counts.num_inf_rows,
         rules_out_tokens=rules_out_tokens(first.header.spec),
@@ -278,11 +275,3 @@ def open_state(out: str) -> tuple[Folder, State]:
 def read_job(folder: Folder) -> State | None:
     """The state in a job's manifest; None before the job has begun."""
     return read_state(folder) if folder.exists("manifest") else None
-
-
-def stored_spec(spec: dict[str, Any]) -> JobSpec:
-    """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
-    try:
-        return JobSpec.model_validate(spec)
-    except ValueError as error:
-        raise OutputError("the manifest holds a job that this batchinf cannot read: use the right version") from error

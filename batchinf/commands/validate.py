@@ -376,7 +376,16 @@ def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Seque
         [first, *_] = task.expand(prompt, length or _LONG)
         is_run = position in positions
         row_id = row.values.get(id_column) if id_column else None
-        yield shown_row(prompt, row_id, first, tokenizer, sampling, length, is_run=is_run, is_named=bool(named))
+        yield shown_row(
+            prompt,
+            row_id,
+            first,
+            tokenizer=tokenizer,
+            job_sampling=sampling,
+            max_model_len=length,
+            is_run=is_run,
+            is_named=bool(named),
+        )
 
 
 def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]:

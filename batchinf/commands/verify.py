@@ -17,9 +17,10 @@ from batchinf.records import Prompt
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
-from batchinf.tasks.base import prompt_hash
-from batchinf.tasks.compare import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
+from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.registry import task_of
+from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
+from batchinf.tasks.verification import Verification
 
 if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
@@ -186,7 +187,13 @@ def read_rows(results: Results, places: Sequence[int], verification: Verificatio
                 if here:
                     values = part.read_row_group(group, columns).take(here).to_pylist()
                     rows += [
-                        StoredRow({"sample_index": 0, **row}, verification.vector_columns, path, group, place)
+                        StoredRow(
+                            values={"sample_index": 0, **row},
+                            columns=verification.vector_columns,
+                            part=path,
+                            group=group,
+                            place=place,
+                        )
                         for row, place in zip(values, here, strict=True)
                     ]
                 start = stop
@@ -237,7 +244,7 @@ class _Comparison:
         else:
             logprobs = self.deviations.setdefault(stored.kind, LogprobDeviations())
             assert isinstance(logprobs, LogprobDeviations)
-            scores = self.reference.scores(stored.token_ids, stored.first, stored.wanted, adapter, self._are_logits)
+            scores = self.reference.scores(stored, adapter, self._are_logits)
             place, deviation = logprobs.add(stored, scores.values, scores.best)
         return {"kind": stored.kind, "place": place, "max_abs_delta": deviation}
 
@@ -245,8 +252,8 @@ class _Comparison:
 def _reference_wanted(job: Job, state: State, options: VerifyOptions) -> ReferenceWanted:
     pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
     return ReferenceWanted(
-        job.model,
-        job.adapters,
+        model=job.model,
+        adapters=job.adapters,
         dtype=options.dtype,
         device=options.device,
         pooling_type=pooling_type.rpartition(".")[2].upper(),

@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import open_part
-from batchinf.job.open import Job, PreparedJob, carried_columns, check_drift
+from batchinf.job.open import Job, PreparedJob, check_drift
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
@@ -83,7 +83,7 @@ def take_request(job: Job, state: State, text: str | None, overrides: dict[str, 
     """
     if text is None:
         return None
-    predicate = Predicate(text, _output_schema(job))
+    predicate = Predicate(text, state.header.columns.part_schema)
     last = state.retries[max(state.retries)] if state.retries and not state.is_done else None
     is_same = last is not None and (last.predicate, last.overrides) == (predicate.text, overrides)
     if last is not None and not is_same and _is_unfinished(job, state, last):
@@ -98,7 +98,15 @@ def begin_retry(job: Job, state: State, manifest: Manifest, request: RetryReques
     """Choose the rows of a new retry and store the choice; None if no row matches. All other work must be done."""
     number = 1 + max([0, *state.retries, *(part.retry for part in state.parts.values())])
     shards = range(total_shards(state.extents))
-    retry = Retry(number, request.predicate.text, request.overrides, 0, 0, "", state.extents[-1].stop_row)
+    retry = Retry(
+        number=number,
+        predicate=request.predicate.text,
+        overrides=request.overrides,
+        num_rows=0,
+        num_shards=0,
+        positions="",
+        stop_row=state.extents[-1].stop_row,
+    )
     return _choose(job, state, manifest, request.predicate, retry, shards)
 
 
@@ -114,7 +122,7 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
         chosen = _chosen_rows(job, number, retry.positions)
         if chosen is None and behind.any():
             # The file is lost. The shards that are behind the retry are unchanged, so the same rows match again.
-            predicate = Predicate(retry.predicate, _output_schema(job))
+            predicate = Predicate(retry.predicate, state.header.columns.part_schema)
             _choose(job, state, manifest, predicate, retry, np.flatnonzero(behind).tolist())
             chosen = _chosen_rows(job, number)
         elif chosen is not None and behind.any() and state.event_counts["lost"]:
@@ -122,7 +130,7 @@ def next_phase(job: Job, state: State, manifest: Manifest) -> RetryPhase | None:
             # loses its part later, its rows are chosen here.
             empty = behind & (chosen.counts(order.shards()) == 0)
             if empty.any():
-                predicate = Predicate(retry.predicate, _output_schema(job))
+                predicate = Predicate(retry.predicate, state.header.columns.part_schema)
                 _choose(job, state, manifest, predicate, retry, np.flatnonzero(empty).tolist(), chosen)
                 chosen = _chosen_rows(job, number)
         if chosen is None:
@@ -209,7 +217,3 @@ def _with_overrides(job: Job, overrides: dict[str, Any]) -> Job:
 
 def _sampling(fields: dict[str, Any]) -> SamplingSpec:
     return SamplingSpec.model_validate_json(json.dumps(fields))
-
-
-def _output_schema(job: Job) -> pa.Schema:
-    return job.task.output_schema([job.source.schema.field(name) for name in carried_columns(job.spec)])

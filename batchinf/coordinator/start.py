@@ -44,6 +44,7 @@ from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning, read_state
+from batchinf.manifest.versions import begun_spec, later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.planning.beginnings import shared_share
@@ -99,6 +100,8 @@ def check_first(file: SpecFile, state: State | None, retry: str | None = None, *
     Raises UserError, and writes nothing.
     """
     prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    if state is not None:
+        begun_spec(prepared.folder, state.header)
     contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
     others = [] if state is None else contents.differences(state.files)
     overrides: dict[str, Any] = {}
@@ -157,6 +160,8 @@ def start(
     checked = replace(checked, prepared=with_known_length(checked.prepared, display.say))
     checked = with_known_degrees(checked, backend, display)
     prepared, state, folder = checked.prepared, checked.state, checked.prepared.folder
+    if state is not None and (later := later_columns(folder, state.header)):
+        display.say(later_columns_line(later))
     file, before = prepared.file, state or read_beginning(folder)
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)

@@ -5,7 +5,7 @@ import pathlib
 
 from batchinf.job.open import Job, carried_columns, objection
 from batchinf.manifest.state import State
-from batchinf.output.journal import row_bytes
+from batchinf.output.batches import row_bytes
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.file import SpecFile
 

@@ -13,15 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, InputError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
 from batchinf.base.storage import Folder
 from batchinf.base.text import size_text
 from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import Header
-from batchinf.manifest.state import MANIFEST_VERSION, State
+from batchinf.manifest.state import State
+from batchinf.manifest.versions import FORMAT_VERSION, stored_spec
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import Adapter, lora_identity, resolve_adapters
 from batchinf.model.memory import Needs
@@ -174,6 +178,7 @@ class PreparedJob:
             identity["slice"] = str(self.file.slice)
         if self.state is not None:
             identity["input.limit"] = self.limit
+            identity = _without_later_fields(identity, self.state.header)
         # Through JSON and back, so that it compares equal to the manifest's identity.
         found: dict[str, Any] = json.loads(json.dumps(identity))
         return found
@@ -199,7 +204,8 @@ class PreparedJob:
         if self.state is None and spec.input.is_batch_file:
             rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
             check_batch_models(spec, [row.values for row in rows])
-        task_of(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
+        if self.state is None:  # the output of a begun job keeps its columns
+            task_of(spec).output_schema(_carried_fields(spec, source))
         identity = self._identity(spec, source.fingerprints[0])
         return Job(spec, self.origins, self.folder, self.model, source, identity, self.file.slice, self.adapters)
 
@@ -375,6 +381,18 @@ def _limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRow
     raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
 
 
+def _without_later_fields(identity: dict[str, Any], header: Header) -> dict[str, Any]:
+    """The identity without fields that came after the job began, if they have their defaults."""
+    if identity.keys() <= header.identity.keys():
+        return identity
+    defaults = fields(stored_spec(header.spec), "identity")
+    return {
+        name: value
+        for name, value in identity.items()
+        if name in header.identity or name not in defaults or value != defaults[name]
+    }
+
+
 def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
     """Fingerprints of the input that the job has taken in. A new slice has that of the other slices."""
     if state is not None:
@@ -386,6 +404,10 @@ def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
 def carried_columns(spec: JobSpec) -> list[str]:
     """Input columns that the output has, too: the id first, then the kept ones."""
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
+
+
+def _carried_fields(spec: JobSpec, source: Source) -> list[pa.Field]:
+    return [source.schema.field(name) for name in carried_columns(spec)]
 
 
 def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str], new: NewRows) -> Source:
@@ -420,7 +442,8 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) 
     if rows_per_shard == "auto":
         rows_per_shard = auto_rows_per_shard(job, choice, num_replicas)
     header = Header(
-        format_version=MANIFEST_VERSION,
+        format_version=FORMAT_VERSION,
+        batchinf_version=__version__,
         job_id=job_id,
         created_at=_now(),
         identity=job.identity,
@@ -430,6 +453,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice | None, job_id: str) 
             **({} if choice.ordered_by == "input" else {"order": choice.ordered_by}),
         },
         spec=job.spec.model_dump(mode="json"),
+        columns=Columns.of_new_job(job.task, _carried_fields(job.spec, job.source)),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
 

@@ -8,19 +8,20 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from batchinf import __version__
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import PAGE_MARK, Folder, reason, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
-from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job, stored_spec
+from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
+from batchinf.manifest.versions import stored_spec
 from batchinf.report import charts
 from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.template import template
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_named, task_of
+from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
 _SPEC_CHARS = 100_000
@@ -56,7 +57,8 @@ def report_page(out: str) -> str:
     """The page as HTML."""
     report = job_status(out)
     begun = [(job, state) for job in job_folders(out) if (state := read_job(job.folder)) is not None]
-    if not begun or report.totals is None:
+    totals = report.totals
+    if not begun or totals is None:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
     history = timeline(
         {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
@@ -69,8 +71,9 @@ def report_page(out: str) -> str:
         made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         version=__version__,
         report=report,
-        totals=report.totals,
-        cards=_cards(report, report.totals, history, rows),
+        totals=totals,
+        cards=_cards(report, totals, history, rows),
+        count_lines=list(task_named(totals.task).count_lines(totals.num_rows_committed, totals.task_counts)),
         timeline=history,
         replicas=_replicas(history),
         runs=[run for job, state in begun if (run := _run_speed(job, state)) is not None],
@@ -107,8 +110,8 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         Card("device time", duration(totals.device_s), "of replicas that have ended"),
         Card("output", size_text(totals.num_bytes), parts),
     ]
-    if totals.accuracy is not None and totals.accuracy.num_answered:
-        cards.append(Card("accuracy", f"{totals.accuracy.shares[0]:.2%}", "best"))
+    figures = task_named(totals.task).count_figures(totals.num_rows_committed, totals.task_counts)
+    cards.extend(Card(*figure) for figure in figures)
     live = [job.progress for job in report.jobs if job.progress is not None]
     if len(live) == 1 and live[0].left_s is not None:
         cards.append(Card("time left", duration(live[0].left_s), "when the report was made"))

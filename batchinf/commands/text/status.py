@@ -9,8 +9,9 @@ from batchinf.commands.status import JobState, JobTotals, Load, RetryProgress, S
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.speed_text import expected_line, speed_lines
 from batchinf.fleet.status import ReplicaStatus
-from batchinf.output.counts import accuracy_lines, non_finite_lines, wrong_answer_lines
+from batchinf.output.counts import non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
+from batchinf.tasks.registry import task_named
 
 
 def status_lines(report: StatusReport) -> Iterator[str]:
@@ -129,7 +130,6 @@ def _total_lines(totals: JobTotals, num_journalled: int) -> Iterator[str]:
     )
     if num_journalled:
         yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
-    yield from accuracy_lines(totals.accuracy)
-    yield from wrong_answer_lines(totals.num_wrong_answers)
+    yield from task_named(totals.task).count_lines(totals.num_rows_committed, totals.task_counts)
     yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows, expects_inf=totals.rules_out_tokens)
     yield from second_bos_lines(totals.num_second_bos)
