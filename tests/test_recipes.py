@@ -113,8 +113,9 @@ def test_an_error_type_of_rows(tmp_path: pathlib.Path) -> None:
 
 def test_a_message_in_each_direction(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a message between coordinator and replica")
+    path = "batchinf/replica/messages.py"
     copy.replace(
-        "batchinf/replica/messages.py",
+        path,
         "Command = ",
         '''\
 @dataclass(frozen=True, slots=True)
@@ -133,40 +134,39 @@ class Greeting:
 
 Command = Greet | ''',
     )
-    copy.replace("batchinf/replica/messages.py", "    | Stopped\n", "    | Stopped\n    | Greeting\n")
+    copy.replace(path, "\nEvent = ", "\nEvent = Greeting | ")
+    path = "batchinf/replica/incarnation.py"
     copy.replace(
-        "batchinf/replica/incarnation.py",
+        path, "from batchinf.replica.messages import (", "from batchinf.replica.messages import (Greet, Greeting,"
+    )
+    copy.replace(
+        path,
         "                case Begin():\n",
         """\
-                case messages.Greet(name):
-                    self._port.send(messages.Greeting(f"hello {name}"))
+                case Greet(name):
+                    self._port.send(Greeting(f"hello {name}"))
                 case Begin():
 """,
     )
+    path = "batchinf/fleet/assignment.py"
+    copy.replace(path, "from batchinf.replica.messages import ", "from batchinf.replica.messages import Greet, ")
     copy.replace(
-        "batchinf/replica/incarnation.py",
-        "from batchinf.replica.messages import",
+        path,
+        "        self._fleet.send(replica, Begin())\n",
         """\
-from batchinf.replica import messages
-from batchinf.replica.messages import""",
-    )
-    copy.replace(
-        "batchinf/fleet/assignment.py",
-        "            replica.handle.send(Begin())\n",
-        """\
-            from batchinf.replica.messages import Greet
-
-            replica.handle.send(Greet("world"))
-            replica.handle.send(Begin())
+        self._fleet.send(replica, Greet("world"))
+        self._fleet.send(replica, Begin())
 """,
     )
+    path = "batchinf/fleet/replica.py"
+    copy.replace(path, "from batchinf.replica.messages import (", "from batchinf.replica.messages import (Greeting,")
     copy.replace(
-        "batchinf/fleet/fleet.py",
-        "        case messages.Stopped():\n",
+        path,
+        "            case Stopped():\n",
         """\
-        case messages.Greeting(text):
-            print(text)
-        case messages.Stopped():
+            case Greeting(text):
+                print(text)
+            case Stopped():
 """,
     )
     done = copy.batchinf("run", copy.spec())

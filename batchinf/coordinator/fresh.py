@@ -115,7 +115,15 @@ def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int
     checked = with_known_degrees(checked, backend, display)
     prepared, file = checked.prepared, checked.prepared.file
     Launcher.of(
-        backend, prepared.spec, prepared.model, prepared.adapters, folder, epoch, None, display.say, lambda: None
+        backend=backend,
+        spec=prepared.spec,
+        model=prepared.model,
+        adapters=prepared.adapters,
+        folder=folder,
+        epoch=epoch,
+        state=None,
+        say=display.say,
+        shared_share=lambda: None,
     )
     folder.sweep("")
     job = prepared.open(None if file.slice is not None else folder.path(_SCAN))

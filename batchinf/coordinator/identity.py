@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from batchinf.base import faults
 from batchinf.base.slices import share_files
 from batchinf.base.text import size_text
-from batchinf.fleet.fleet import Fleet, FleetReplica
+from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.replica import FleetReplica
 from batchinf.job.open import Job, files_drift
 from batchinf.manifest.log import Manifest
 from batchinf.model.content import Contents
@@ -41,13 +42,13 @@ class IdentityGate:
         self.is_open = True
         for replica in fleet.replicas:
             if replica.is_running:
-                self._tell(replica)
+                fleet.send(replica, Identified())
 
-    def admit(self, replica: FleetReplica) -> None:
+    def admit(self, fleet: Fleet, replica: FleetReplica) -> None:
         """Check, for a replica whose engine is up, that no file has changed since before the engine loaded it."""
         self._contents.check_unchanged()
         if self.is_open:
-            self._tell(replica)
+            fleet.send(replica, Identified())
         elif not self._has_said:
             self._has_said = True
             num_read, num_bytes = self._contents.num_bytes_read, self._contents.num_bytes
@@ -55,10 +56,6 @@ class IdentityGate:
                 f"results wait in memory until all bytes of the model's files are read: {size_text(num_read)} of "
                 f"{size_text(num_bytes)} so far"
             )
-
-    def _tell(self, replica: FleetReplica) -> None:
-        if replica.handle is not None:
-            replica.handle.send(Identified())
 
     def _record(self) -> None:
         job, digests = self._job, self._contents.digests

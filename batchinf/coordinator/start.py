@@ -28,7 +28,7 @@ from batchinf.coordinator.retry import RetryRequest, as_begun, take_request
 from batchinf.engines.installed import StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
+from batchinf.fleet.launcher import Launcher, note_end, start_due, work_of
 from batchinf.fleet.parallel import check_processor, with_degrees
 from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
@@ -168,15 +168,15 @@ def start(
     backend.end_leftovers(before.running_replicas, before.job_id)
     with placing(file):
         launcher = Launcher.of(
-            backend,
-            prepared.spec,
-            prepared.model,
-            prepared.adapters,
-            folder,
-            epoch,
-            state,
-            display.say,
-            functools.partial(shared_share, file),
+            backend=backend,
+            spec=prepared.spec,
+            model=prepared.model,
+            adapters=prepared.adapters,
+            folder=folder,
+            epoch=epoch,
+            state=state,
+            say=display.say,
+            shared_share=functools.partial(shared_share, file),
         )
     manifest = Manifest(folder, epoch, lock, state)
     note_ended(before, read_status(folder), manifest, lock.predecessor_seen_at)
@@ -197,7 +197,7 @@ def start(
         if checked.has_rows:
             display.say(f"starting {counted(len(launcher.slots), 'replica')} while the input is read")
             with shielded():
-                note_started(manifest, backend, fleet.start_due())
+                start_due(fleet, manifest)
             faults.point("start.replicas")
         else:
             display.say("reading the input")

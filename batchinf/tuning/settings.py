@@ -104,7 +104,8 @@ class _Start:
             devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
         size = backend.device_size(devices[0]) if devices else (None, "")
         fit = fit_of(resolve(spec.model), spec, *size, task.default_batch_limits)
-        return cls(spec, len(devices), fit, {**fit.limits, **chosen_arguments(spec, fit, task, 1, share).engine})
+        chosen = chosen_arguments(spec, fit, task, 1, shared_share=share)
+        return cls(spec, len(devices), fit, {**fit.limits, **chosen.engine})
 
     @property
     def replicas_per_device(self) -> int:

@@ -46,7 +46,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Release the memory. No record may use it any more."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
         with contextlib.suppress(BufferError):  # an interrupted reader is released with its exception
