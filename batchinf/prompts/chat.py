@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox

@@ -122,10 +122,10 @@ def test_a_search_that_has_used_its_budget_is_the_same_the_next_time(
 ) -> None:
     ran: list[tuple[str, int]] = []
 
-    def run_trial(candidate: Any, kept: Any, num_rows: int, *_: Any) -> TuneTrial:
+    def run_trial(candidate: Any, num_rows: int, **_: Any) -> TuneTrial:
         ran.append((candidate.name, num_rows))
         speed = 10.0 + len(candidate.name)
-        return TuneTrial(candidate, num_rows, speed, speed, speed, 10.0, 10.0, 0)
+        return TuneTrial(candidate, num_rows, rows_per_s=speed, start_s=10.0, work_s=10.0)
 
     monkeypatch.setattr(tune, "run_trial", run_trial)
     options: dict[str, Any] = {"num_rows": 600, "tries": ["scripted.max_num_seqs=1,64,32,16"], "say": lambda _: None}
