@@ -15,7 +15,8 @@ from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
 from batchinf.base.text import one_line
 from batchinf.commands.status import stored_spec
-from batchinf.job.open import begun_at, max_model_len, open_job
+from batchinf.job.job import begun_at, max_model_len
+from batchinf.job.open import open_job
 from batchinf.manifest.state import read_state
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.results import Results

@@ -13,7 +13,9 @@ import numpy.typing as npt
 from batchinf.base.errors import DriftError, UserError
 from batchinf.base.parquet import open_part
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
-from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job
+from batchinf.job.drift import check_drift
+from batchinf.job.job import Job, begun_at, max_model_len
+from batchinf.job.open import open_job
 from batchinf.manifest.state import State, read_state
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt

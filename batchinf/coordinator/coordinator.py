@@ -30,7 +30,7 @@ from batchinf.fleet.fleet import Ended, Fleet, FleetReplica, Key
 from batchinf.fleet.launcher import note_end, note_started
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
-from batchinf.job.open import Job
+from batchinf.job.job import Job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name

@@ -82,16 +82,27 @@ def choose_degrees(
     """The best of the degrees that fit the devices and what the spec fixes. gpu: None: not in the table."""
     given, context = file.spec.parallel, fit.max_model_len
     assert context is not None and fit.device_bytes is not None
-    known = gpu or Gpu("", fit.device_name, fit.device_bytes, 1e12, 1e14, 1e14, 1e14, (8, 0), 1e11, "")
+    known = gpu or Gpu(
+        name="",
+        title=fit.device_name,
+        memory_bytes=fit.device_bytes,
+        bandwidth=1e12,
+        bf16=1e14,
+        fp16=1e14,
+        fp8=1e14,
+        capability=(8, 0),
+        link=1e11,
+        source="",
+    )
     shape = shape_of(fit.needs) if gpu is not None else None
     machine = Machine(known, num_devices, 1, share)
-    found = [it for it in options(fit, machine, context, shape, work) if _is_as_given(it, given)]
+    found = [it for it in options(fit, machine, context, shape=shape, work=work) if _is_as_given(it, given)]
     if (data := given.data_parallel_size) != "auto":
         found = [dataclasses.replace(it, data=data) for it in found]
     chosen = best(found)
     if chosen is not None:
         return chosen
-    needed = next(that_fit(fit, context, share, max(8, num_devices), MOST_DEVICES), None)
+    needed = next(that_fit(fit, context, share, max(8, num_devices), most=MOST_DEVICES), None)
     hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices}"
     raise file.error(
         "parallel.tensor_parallel_size",

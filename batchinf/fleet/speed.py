@@ -14,7 +14,7 @@ from typing import Any, Literal
 from batchinf.base.storage import Folder
 from batchinf.fleet.out_of_memory import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
-from batchinf.job.open import Job
+from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.state import State
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
@@ -57,8 +57,11 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
     work = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // len(sharers))))
     share = float(fit.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     context = fit.max_model_len or lengths.longest
-    degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context, share)
-    each = {number: prediction_of(fit, degrees, shape, gpu, work, share, number) for number in sharers}
+    degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context=context, share=share)
+    each = {
+        number: prediction_of(fit, degrees, shape, gpu=gpu, work=work, share=share, sharers=number)
+        for number in sharers
+    }
     # Each replica takes rows at its own speed.
     slowest = each[max(sharers)]
     in_all = sum(each[number].tokens_per_s for number in sharers)

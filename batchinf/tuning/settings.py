@@ -202,7 +202,7 @@ def _degrees(spec: JobSpec, fit: Fit, num_devices: int) -> list[Settings]:
     share = float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     found: list[Settings] = [
         {"parallel.tensor_parallel_size": it.tensor, "parallel.pipeline_parallel_size": it.pipeline}
-        for it in that_fit(fit, fit.max_model_len, share, num_devices, num_devices)
+        for it in that_fit(fit, fit.max_model_len, share, num_devices, most=num_devices)
         if num_devices % it.num_devices == 0 and (it.tensor, it.pipeline) != parallel.sizes
     ]
     return found
