@@ -28,9 +28,9 @@ _NOT_CUT = 1.5
 # While few rows are left, a replica gets more once it has room for so much of what it may hold, or for a whole lease.
 _GRAIN = 1 / 16
 # Replicas that start together come up within a second or two of each other. Their rows are held back so long, but at
-# most for a quarter of the time that the rows take: should a replica never come, the job ends that much later.
+# most for this part of the time that the rows take: should a replica never come, the job ends that much later.
 HOLD_S, PROMISED_HOLD_S = 2.0, 5.0
-_HOLD_SHARE = 0.25
+_HOLD_SHARE = 0.22
 
 
 @dataclass(slots=True)

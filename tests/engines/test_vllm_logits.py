@@ -263,7 +263,7 @@ def processed(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any, vllm_engine: "VllmEngine") -> None:
     is_default = mode == "raw_logprobs"
     engine = vllm_engine if is_default else start(logprobs_mode=mode, logprob_token_ids=CHOSEN)
-    sampling = SamplingSpec(temperature=0.7, top_k=40, top_p=1.0)
+    sampling = SamplingSpec(temperature=0.7, top_k=40, top_p=1.0, prompt_logprobs=2)
     requests = [
         Request(row, 0, prompt, sampling, 4, 7 + row, logprob_token_ids=CHOSEN[row % 2 :])
         for row, prompt in enumerate(PROMPTS)
@@ -275,7 +275,16 @@ def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any, vllm_engine:
             engine.close()
     for completion in done:
         prompt, found = completion.request.prompt_token_ids, completion.logprobs
-        expected = reference([*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
+        scores = reference([*prompt, *completion.token_ids])
+        of_prompt = completion.prompt_logprobs
+        assert of_prompt is not None
+        assert len(of_prompt.logprobs) == len(prompt) - 1
+        # Those of the prompt know no temperature and no top k.
+        raw = scores[: len(prompt) - 1]
+        raw = log_softmax(raw) if mode.endswith("logprobs") else raw
+        rows = np.arange(len(raw))[:, None]
+        np.testing.assert_allclose(of_prompt.logprobs, raw[rows, of_prompt.token_ids], atol=1e-3, rtol=0)
+        expected = scores[len(prompt) - 1 : -1]
         if mode.startswith("processed"):
             expected = processed(expected)
         if mode.endswith("logprobs"):

@@ -76,6 +76,8 @@ def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_pa
     marker, once, out = tmp_path / "held", tmp_path / "once", tmp_path / "out"
     once.mkdir()
     spec = spec_of(tmp_path, two_nodes)
+    # A process of the same user with a group of its own, as another job of the host has.
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     process = start(spec, f"{step}=hold {marker}", BATCHINF_FAULTS_ONCE=str(once))
     replica = held_at(marker, process)
     if victim == "node":
@@ -97,6 +99,9 @@ def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_pa
     if victim == "node":
         # Rows of a lost node count as not tried.
         assert set(jobs.table_of(out)["attempts"].to_pylist()) == {1}
+    assert bystander.poll() is None, "a process group that no replica had was ended"
+    bystander.kill()
+    bystander.wait()
 
 
 @pytest.mark.slow
@@ -110,9 +115,13 @@ def test_a_row_that_kills_its_node_is_found(two_nodes: TestCluster, tmp_path: pa
             # The coordinator has to hear which rows are in the engine: at first once a second.
             time.sleep(1.5)
             replica = psutil.Process(int(text))
-            two_nodes.kill(two_nodes.node_of(replica))
-            assert jobs.are_gone([replica]), "a replica outlived its actor"
+            node = two_nodes.node_of(replica)
+            # Without its file, this replica would go on. And the next one that holds may write the file before the node
+            # is gone; without that, it would run the row.
+            replica.suspend()
             marker.unlink()
+            two_nodes.kill(node)
+            assert jobs.are_gone([replica]), "a replica outlived its actor"
             two_nodes.restore(2)
             num_lost += 1
         time.sleep(0.05)

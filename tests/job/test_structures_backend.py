@@ -79,3 +79,32 @@ def test_replicas_get_the_backend_that_only_the_input_has_shown(tmp_path: pathli
     after = before.model_copy(update={"engine": {**before.engine, CONFIG: {"backend": "guidance"}}})
     launched = json.loads(EngineSettings(before, fit, {"max_num_seqs": 32}).launch_spec("1.1", after))
     assert launched["engine"] == {"max_num_seqs": 32, CONFIG: {"backend": "guidance"}}
+
+
+def test_validate_names_what_is_only_checked_in_schemas_of_rows(tmp_path: pathlib.Path) -> None:
+    def line(number: int, schema: dict[str, Any]) -> str:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"model": str(jobs.MODEL), "messages": [{"role": "user", "content": "a"}], "response_format": form}
+        return json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+    schemas = [
+        {"type": "object"},
+        {"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
+        {"allOf": [{"type": "string"}, {"type": "number"}]},
+    ]
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text("".join(line(number, schema) + "\n" for number, schema in enumerate(schemas)))
+    spec = jobs.spec_of(
+        tmp_path,
+        scripted=None,
+        input={"path": str(batch), "id_column": None},
+        output={"keep_columns": []},
+        max_error_rate=1,
+    )
+    done = jobs.run("validate", spec)
+    assert done.returncode == 0, done.stderr
+    lines = [text for text in done.stdout.splitlines() if text.startswith("structured outputs of rows")]
+    assert lines[0].endswith("3 schemas in the sample, all by guidance")
+    assert "uniqueItems only checked, not enforced" in lines[1]
+    assert "1 cannot be compiled, so that their rows are errors" in lines[2]
+    assert "allOf" in lines[2]
