@@ -1,11 +1,13 @@
-"""Runs a job: takes the lock, starts the job, runs its rows and its retries, and makes the summary."""
+"""Runs a job: checks it, takes the lock, starts it, runs its rows and its retries, and makes the summary."""
 
 import contextlib
 import functools
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError
+import pyarrow as pa
+
+from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, SpecError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
@@ -15,25 +17,31 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import StoppedWork, Summary, finished, nothing_to_run, stopped_lines
 from batchinf.coordinator.extend import NOTHING_NEW, has_more
 from batchinf.coordinator.fresh import move_job_aside
-from batchinf.coordinator.prepare import prepare_run
 from batchinf.coordinator.recovery import has_leftovers, tidy
-from batchinf.coordinator.retry import UnfinishedRetry, begin_retry, next_retry
+from batchinf.coordinator.retry import UnfinishedRetry, as_begun, begin_retry, next_retry
 from batchinf.coordinator.start import Epoch, open_checked, start
+from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import work_of
+from batchinf.fleet.parallel import check_processor
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
+from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
+from batchinf.job.open import location_of, over_rows, placing, prepare_job
 from batchinf.manifest.lines import SPEED
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
+from batchinf.model.content import Contents
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.positions import RunOrder, chosen_in_order
+from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows, total_shards
+from batchinf.source.rows import first_rows
 from batchinf.spec.file import SpecFile
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -58,14 +66,16 @@ def run_job(
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
     began = time.monotonic()
-    if fresh:
-        move_job_aside(file, backend, display)
     out = file.spec.output.path
     folder = job_folder(out, file.slice)
+    if fresh:
+        if file.slice is not None:
+            check_place(out, file.slice)
+        move_job_aside(_prepare(file, None)[0], backend, display)
     check_place(out, file.slice)
     state = read_state(folder) if folder.exists("manifest") else None
     _check_held(folder, state, retry)
-    prepared, contents = prepare_run(file, state, retry, extends=extends)
+    prepared, contents = _prepare(file, state, retry, extends=extends)
     if state is not None and retry is None and _is_finished(prepared, state):
         if extends:
             display.say(NOTHING_NEW)
@@ -85,14 +95,9 @@ def run_job(
             current = read_state(folder, state)
             if current is not state:  # another process has run the job since, or moved it
                 _check_held(folder, current, retry)
-                prepared, contents = prepare_run(file, current, retry, extends=extends)
+                prepared, contents = _prepare(file, current, retry, extends=extends)
             with start(prepared, contents, backend, lock=lock, number=number, display=display) as epoch:
-                if not epoch.state.committed.all():
-                    _run_shards(epoch, epoch.job, epoch.state, epoch.replicas.fleet, begins_together=begins_together)
-                _run_retries(epoch)
-                _note_speed(epoch, time.monotonic() - began)
-                epoch.manifest.done()
-                epoch.manifest.commit()
+                _run_all(epoch, began, begins_together=begins_together)
             tidy(folder)
     except NoRowsError:
         if read_state(folder) is not None or retry is not None:
@@ -101,6 +106,46 @@ def run_job(
     finally:
         display.close()
     return finished(file, _state(folder))
+
+
+def _prepare(
+    file: SpecFile, state: State | None, retry: str | None = None, *, extends: bool = False
+) -> tuple[PreparedJob, Contents]:
+    """The checks that take milliseconds and write nothing: spec, model, settings of the folder's job, first rows.
+
+    Returns the job, and the model's local files as they are before an engine starts. state: of the job in the folder.
+    retry: a predicate for the rows that run again. extends: take in new rows of the input. Raises UserError.
+    """
+    prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
+    if state is None:
+        return _over_first_rows(prepared), contents
+    differences = contents.differences(state.files)
+    prepared = replace(prepared, retry=retry, has_rows=not state.committed.all())
+    if retry is None:
+        check_drift(prepared, state.header, files=differences)
+        return prepared, contents
+    if is_cpu_build():  # the launcher checks the sampling that the job began with
+        with placing(file):
+            check_processor(prepared.spec, prepared.spec.length_limit(prepared.model.max_model_len))
+    return as_begun(prepared, state.header, differences), contents
+
+
+def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
+    """The new job over an input whose first rows are those of its input."""
+    where = prepared.file.spec.input.where
+    with placing(prepared.file):
+        rows = first_rows(location_of(prepared.file.spec))
+    if rows is None:
+        return prepared
+    try:
+        prepared = over_rows(prepared, rows)
+        if where is not None:
+            Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
+    except (SpecError, PredicateError):
+        # Later rows may be other ones: the scan decides, and replicas wait for it.
+        return replace(prepared, has_rows=False)
+    return prepared
 
 
 def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
@@ -129,6 +174,16 @@ def _state(folder: Folder) -> State:
     state = read_state(folder)
     assert state is not None
     return state
+
+
+def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
+    """Run all rows and retries that are left. Then the job is done. began: see `time.monotonic`."""
+    if not epoch.state.committed.all():
+        _run_shards(epoch, epoch.job, epoch.state, epoch.replicas.fleet, begins_together=begins_together)
+    _run_retries(epoch)
+    _note_speed(epoch, time.monotonic() - began)
+    epoch.manifest.done()
+    epoch.manifest.commit()
 
 
 def _run_shards(

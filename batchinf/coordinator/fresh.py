@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, check_place, is_slice_folder
+from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, is_slice_folder
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.prepare import prepare_run
 from batchinf.coordinator.start import CHECKING, with_known_degrees
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
@@ -35,16 +34,14 @@ _SIGNS = ("manifest", "parts", "job.yaml", CUT_RECORD)
 _SCAN = ".tmp-fresh"
 
 
-def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -> None:
+def move_job_aside(prepared: PreparedJob, backend: Backend, display: ProgressDisplay) -> None:
     """Move a job to the first free name of `OUT.1`, `OUT.2`, ..., if there is one and the new one can begin.
 
     A whole job begins anew in place of a whole job or of all slices, and a slice in place of itself. The move is
     durable on return. Raises UserError, and moves nothing, if the new job cannot begin, if another process runs a job
     in the folder, if it holds other files too, or if it cannot be moved.
     """
-    if file.slice is not None:
-        check_place(file.spec.output.path, file.slice)
-    prepared, _ = prepare_run(file, None)
+    file = prepared.file
     # Move the folder, not a link to it, so that the new job stays on the same disk.
     link = prepared.folder.root
     folder = Folder(link.resolve())
@@ -113,7 +110,7 @@ def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
 def _check_all(
     prepared: PreparedJob, backend: Backend, *, folder: Folder, epoch: int, display: ProgressDisplay
 ) -> None:
-    """Make the checks of a start that `prepare_run` does not make, and start nothing.
+    """Make the checks of a start that `epoch` has not made, and start nothing.
 
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """

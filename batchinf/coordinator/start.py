@@ -1,7 +1,7 @@
 """The start of an epoch, the same for every job: replicas, and beside them the scan of the input; then `Work`.
 
-`prepare` has made the checks that take milliseconds. Replicas start next: they need only the spec, the model and their
-devices. If anything on the way is refused, they end. `epoch` uses it.
+`epoch` has made the checks that take milliseconds. Replicas start next: they need only the spec, the model and their
+devices. If anything on the way is refused, they end.
 """
 
 import contextlib
@@ -10,9 +10,12 @@ import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import TracebackType
 from typing import Any
 
 from batchinf.base import faults
+from batchinf.base.errors import BatchinfError
+from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, describe_error
 from batchinf.coordinator.begin import begin_job, new_job_id
@@ -20,12 +23,11 @@ from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.extend import check_extended, extend_job
 from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.recovery import note_ended, recover
-from batchinf.coordinator.replicas import Replicas
 from batchinf.coordinator.retry import new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, work_of
+from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
 from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
@@ -52,11 +54,64 @@ from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_rows
+from batchinf.spec.job import JobSpec
 
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
 _LOOK_EVERY_S = 1.0
 CHECKING = "checking the structured outputs with vLLM, whose import takes 10 s or more"
+
+
+class Replicas:
+    """The replicas of an epoch. When the `with` block ends, all have ended; the manifest records starts and ends."""
+
+    def __init__(self, launcher: Launcher, manifest: Manifest, job_id: str) -> None:
+        self.launcher = launcher
+        self.fleet = launcher.fleet(job_id)
+        self._manifest = manifest
+        self._job_id = job_id
+
+    def __len__(self) -> int:
+        return len(self.launcher.slots)
+
+    def start(self) -> None:
+        """Start the replicas that are due, and commit that to the manifest."""
+        with shielded():
+            note_started(self._manifest, self.launcher.backend, self.fleet.start_due())
+
+    def end(self) -> None:
+        """End the replicas that run, and commit their ends."""
+        with shielded():
+            for ended in self.fleet.kill():
+                note_end(self._manifest, ended)
+            self._manifest.commit()
+
+    def match(self, spec: JobSpec) -> None:
+        """Make the replicas fit the job, now that its input is known.
+
+        If only later rows show that the input is a batch file, the replicas end, and those that start later have
+        engines with other arguments.
+        """
+        if spec.input.format == self.launcher.spec.input.format:
+            return
+        self.end()
+        self.launcher = replace(self.launcher, spec=spec)
+        self.fleet = self.launcher.fleet(self._job_id, num_before=self.fleet.num_incarnations)
+
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                # Later errors, for example from a full disk, must not hide the first one.
+                with contextlib.suppress(BatchinfError, OSError):
+                    self._manifest.discard()
+                    self.end()
+        finally:
+            self.fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
 
 
 @dataclass(frozen=True, slots=True)

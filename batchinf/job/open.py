@@ -192,7 +192,8 @@ def over_rows(prepared: PreparedJob, rows: Sequence[Mapping[str, object]]) -> Pr
         return prepared
     with placing(prepared.file):
         spec = _with_columns(prepared, {name: None for row in rows for name in row})
-        check_batch_models(spec, rows)
+        if spec.input.is_batch_file:
+            check_batch_models(spec, rows)
         return replace(prepared, spec=spec)
 
 
