@@ -26,6 +26,7 @@ from batchinf.base.errors import (
     UserError,
     VerificationFailed,
 )
+from batchinf.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from batchinf.api import (
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
         tune,
         validate,
     )
-
-__version__ = "0.1.0"
 
 _OF_API = (
     "JobSpec", "JobStatus", "PlanReport", "Results", "StatusReport", "Summary", "TuneReport", "ValidateReport",

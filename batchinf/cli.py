@@ -16,7 +16,6 @@ from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
-from batchinf import __version__
 from batchinf.arguments import (
     App,
     AsJson,
@@ -35,6 +34,7 @@ from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.terminal import wrapped
 from batchinf.base.text import names_in, plain, to_json
+from batchinf.version import __version__
 
 app = App(
     no_args_is_help=True,

@@ -6,8 +6,9 @@ A stored record declares its fields with these types, so that one definition ser
 import datetime
 import operator
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 PositiveCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # a second
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Flag = Annotated[bool, Field(strict=True)]
 # Lone surrogates are valid JSON, but UTF-8 cannot encode them. Pydantic checks for them only if a length is given.
 JsonText = Annotated[str, Field(strict=True, min_length=0)]
@@ -40,85 +42,84 @@ Time = Annotated[JsonText, AfterValidator(_is_time)]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens to score: those from `start` on, given those before it. Both are at least one token.
-
-    num_bytes: of the scored text in UTF-8. If a text has several windows, the first has all its bytes.
-    """
+    """Tokens to score: those from `start` on, given those before it. Both are at least one token."""
 
     token_ids: list[int]
     start: int
     num_bytes: int
+    """Of the scored text in UTF-8. If a text has several windows, the first has all its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The spans of a row: a continuation, each choice, or each window of a text.
-
-    answer: index of the right choice; None if it is unknown. answer_error: why the row's own value is none.
-    """
+    """The spans of a row: a continuation, each choice, or each window of a text."""
 
     spans: tuple[Span, ...]
     answer: int | None = None
+    """Index of the right choice; None if it is unknown."""
     answer_error: str | None = None
+    """Why the row's own value is no choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
-    """What was predicted of a run at its start. Rates are of all replicas; cache_tokens: of one.
-
-    work_s: for the rows that were left, from the first request to the last part. limited_by: in words.
-    """
+    """What was predicted of a run at its start. Rates are of all replicas."""
 
     work_s: Seconds
+    """For the rows that were left, from the first request to the last part."""
     prompt_tokens_per_s: Rate
     output_tokens_per_s: Rate
     cache_tokens: Count
+    """Of one replica."""
     limited_by: JsonText
+    """In words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What limited a run, by its telemetry. share: of the time, from 0 to 1. reason: in words. change: one to try.
-
-    kind: the memory for the cache, `max_num_seqs`, the input and the tokenizer, the engine's own work on the processor,
-    or the arithmetic of the devices.
-    """
+    """What limited a run, by its telemetry."""
 
     kind: Literal["memory", "sequences", "input", "processor", "compute"]
-    share: Annotated[float, Field(strict=True, ge=0, le=1)]
+    """The memory for the cache, `max_num_seqs`, the input and the tokenizer, the engine's own work on the processor, or
+    the arithmetic of the devices."""
+    share: Share
+    """Of the time."""
     reason: JsonText
+    """In words."""
     change: JsonText
+    """A change to try."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShare:
-    """What one replica did of a run. num_rows: output rows that its engine answered.
-
-    busy: the share of `Speed.work_s`, from 0 to 1, in which its engine had requests.
-    """
+    """What one replica did of a run."""
 
     num_rows: Count
-    busy: Annotated[float, Field(strict=True, ge=0, le=1)]
+    """Output rows that its engine answered."""
+    busy: Share
+    """Of `Speed.work_s`: the time in which its engine had requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a run was. run_s: from its beginning to its end. work_s: from the first request to the last part.
-
-    prompt_tokens_per_s, output_tokens_per_s: of all engines, while they worked. num_gpus: 0 on processors.
-    cache_tokens: of one engine; None if it does not say. expected: None without GPUs that the table knows. bottleneck:
-    None if the run was too short to say. replicas: by number; empty for a single one.
-    """
+    """How fast a run was. Rates are of all engines, while they worked."""
 
     run_s: Seconds
+    """From its beginning to its end."""
     work_s: Seconds
+    """From the first request to the last part."""
     prompt_tokens_per_s: Rate
     output_tokens_per_s: Rate
     num_gpus: Count = 0
+    """0 on processors."""
     cache_tokens: Count | None = None
+    """Of one engine; None if it does not say."""
     expected: ExpectedSpeed | None = None
+    """None without GPUs that the table knows."""
     bottleneck: Bottleneck | None = None
+    """None if the run was too short to say."""
     replicas: tuple[ReplicaShare, ...] = ()
+    """By number; empty for a single one."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -142,18 +143,20 @@ class Extent:
     """Rows that were taken in together, with their own cuts. Later rows make a new extent, so earlier cuts never move.
 
     The first seven eighths are cut every `rows_per_shard` rows, the last eighth every `rows_per_shard // 4`, so that
-    replicas end together. start: the first place in the run order. first_shard: index of the first shard.
-    The rows were chosen among the positions `first_row` to `stop_row` (exclusive) of the source. positions: digest of
-    the file with the chosen rows in the order in which they run; None if all were chosen and run by position.
+    replicas end together. The rows were chosen among the positions `first_row` to `stop_row` (exclusive) of the source.
     """
 
     start: Count
+    """The first place in the run order."""
     num_rows: Count
     rows_per_shard: PositiveCount
     first_shard: Count
+    """Index of the first shard."""
     first_row: Count
     stop_row: Count
     positions: JsonText | None = None
+    """Digest of the file with the chosen rows in the order in which they run; None if all were chosen and run by
+    position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,58 +203,57 @@ class Lease(Shard):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row made ready for an engine: its token ids, or the error why there are none.
-
-    sampling: the row's own; None is the job's. is_truncated: the prompt was cut to fit. positions: the row's own token
-    positions, from 0, after which values are returned. adapter: the name of its LoRA adapter; None is the plain model.
-    scoring: the spans to score; `token_ids` are then the context's and those of all continuations. has_second_bos: the
-    engine's prompt begins with two BOS tokens.
-    """
+    """A row made ready for an engine: its token ids, or the error why there are none."""
 
     row_index: int
     token_ids: list[int]
     text: str | None
     error: RowError | None
     sampling: SamplingSpec | None = None
+    """The row's own; None is the job's."""
     is_truncated: bool = False
+    """Whether the prompt was cut to fit."""
     positions: tuple[int, ...] | None = None
+    """The row's own token positions, from 0, after which values are returned."""
     adapter: str | None = None
+    """The name of its LoRA adapter; None is the plain model."""
     scoring: Scoring | None = None
+    """The spans to score; `token_ids` are then the context's and those of all continuations."""
     has_second_bos: bool = False
+    """Whether the engine's prompt begins with two BOS tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsWanted:
-    """The logits or logprobs that a request asks for: `Completion.values` has one row for each position.
-
-    positions: prompt tokens, from 0, after which a row is returned; None means a row for each generated token.
-    token_ids: the columns; None is the whole vocabulary in order. width: number of columns. dtype: `float16` or
-    `float32`.
-    """
+    """The logits or logprobs that a request asks for: `Completion.values` has one row for each position."""
 
     positions: Sequence[int] | None
+    """Prompt tokens, from 0, after which a row is returned; None means a row for each generated token."""
     token_ids: tuple[int, ...] | None
+    """The columns; None is the whole vocabulary in order."""
     width: int
+    """Number of columns."""
     dtype: str
+    """`float16` or `float32`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt for the engine. `(row_index, request_index)` names it within the job.
-
-    adapter: the LoRA adapter to run it with; None is the plain model. logprob_token_ids: tokens whose logprobs are
-    returned at each output position, instead of the likeliest tokens. rows: the logits to return.
-    """
+    """One prompt for the engine. `(row_index, request_index)` names it within the job."""
 
     row_index: int
     request_index: int
     prompt_token_ids: list[int]
     sampling: SamplingSpec
-    max_tokens: int
-    seed: int | None
+    _: KW_ONLY
+    max_tokens: int = 1
+    seed: int | None = None
     adapter: str | None = None
+    """The LoRA adapter to run it with; None is the plain model."""
     logprob_token_ids: tuple[int, ...] | None = None
+    """Tokens whose logprobs are returned at each output position, instead of the likeliest tokens."""
     rows: RowsWanted | None = None
+    """The logits to return."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -260,48 +262,43 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of consecutive tokens, in the engine's order.
-
-    token_ids: int32 [num_tokens, k + 1], the token itself first, then ranks 1 to k (the token may stand twice).
-    logprobs: float32 [num_tokens, k + 1], natural logarithms.
-    ranks: int32 [num_tokens], the token's own rank, from 1.
-    """
+    """Logprobs of consecutive tokens, in the engine's order."""
 
     token_ids: IntArray
+    """[num_tokens, k + 1], the token itself first, then ranks 1 to k (the token may stand twice)."""
     logprobs: FloatArray
+    """[num_tokens, k + 1], natural logarithms."""
     ranks: IntArray
+    """[num_tokens], the token's own rank, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request, as the engine returns it.
-
-    token_ids: int32 [num_output_tokens].
-    finish_reason: `stop`, `length` or `repetition`; `error` if the engine cannot compile the request's structure, with
-    its words as stop_reason. An aborted request makes no completion.
-    stop_reason: the stop string or token id that ended it; None for the end-of-sequence token.
-    text: set only if the engine itself decoded it (stop strings). Otherwise the writer decodes it, in batches.
-    prompt_logprobs: [num_prompt_tokens - 1, k + 1]: the first token has none.
-    values: float [num_positions, width]: logits or pooled vectors.
-    """
+    """A finished request, as the engine returns it. An aborted request makes no completion."""
 
     request: Request
     token_ids: IntArray
+    """[num_output_tokens]."""
     finish_reason: str
+    """`stop`, `length` or `repetition`; `error` if the engine cannot compile the request's structure, with its words as
+    `stop_reason`."""
     stop_reason: int | str | None = None
+    """The stop string or token id that ended it; None for the end-of-sequence token."""
     text: str | None = None
+    """Set only if the engine itself decoded it (stop strings). Otherwise the writer decodes it, in batches."""
     cumulative_logprob: float | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    """[num_prompt_tokens - 1, k + 1]: the first token has none."""
     values: npt.NDArray[Any] | None = None
+    """Float [num_positions, width]: logits or pooled vectors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """One finished request, ready to be stored: a completion with its text, or an error.
 
-    A row is finished when it has `num_requests` results. Text that was produced is kept beside an error. reasoning: the
-    text before the answer, if a reasoning parser splits it off; `text` is None if the reasoning did not end.
+    A row is finished when it has `num_requests` results.
     """
 
     prompt: Prompt
@@ -309,9 +306,12 @@ class Result:
     num_requests: int
     completion: Completion | None
     text: str | None
+    """Text that was produced is kept beside an error. None if a reasoning parser splits the reasoning off, and the
+    reasoning did not end."""
     error: RowError | None
     attempts: int
     reasoning: str | None = None
+    """The text before the answer, if a reasoning parser splits it off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,14 +340,15 @@ class EngineStats:
 
 # Counts that few jobs have are written only if they are not 0.
 _RARE = {"is_rare": True}
+_NOT_WRITTEN = {"is_written": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCounts:
     """Counts of a part's output rows. Manifest lines, footers, their checks and all sums derive from these fields.
 
-    They are counted while the part is written, so `status` adds up lines and reads no part. A new count is one more
-    field, and code for it in `count_rows` of `output/counts.py`.
+    They are counted while the part is written, so `status` adds up lines and reads no part. A new count of all tasks is
+    one more field, and code for it in `count_rows` of `output/counts.py`; a task counts in `Task.count`.
     """
 
     num_rows: Count = 0
@@ -361,80 +362,75 @@ class PartCounts:
     """Rows with an infinity among the model's numbers."""
     num_second_bos: Count = field(default=0, metadata=_RARE)
     """Rows whose prompts begin with two BOS tokens."""
-    num_answered: Count = field(default=0, metadata=_RARE)
-    """Rows with an `answer` and with scores."""
-    num_wrong_answers: Count = field(default=0, metadata=_RARE)
-    """Rows with an `answer_error`: their value in the column of answers is no choice."""
-    num_right: Count = field(default=0, metadata=_RARE)
-    """Rows whose `best` is the answer."""
-    num_right_per_token: Count = field(default=0, metadata=_RARE)
-    """Rows whose `best_per_token` is the answer."""
-    num_right_per_byte: Count = field(default=0, metadata=_RARE)
-    """Rows whose `best_per_byte` is the answer."""
+    task_counts: dict[SharedText, Count] | None = field(default=None, metadata=_RARE)
+    """The task's own counts, by name; None if it has none."""
 
     @classmethod
     def sum(cls, counts: Iterable["PartCounts"]) -> Self:
-        sums = map(sum, zip(*map(_counts_of, counts), strict=True))
-        return cls(**dict(zip(COUNT_NAMES, sums, strict=False)))
+        parts = list(counts)
+        numbers = map(sum, zip(*map(_numbers_of, parts), strict=True))
+        of_task: Counter[str] | None = None
+        for part in parts:
+            if part.task_counts is not None:
+                of_task = of_task or Counter(dict.fromkeys(part.task_counts, 0))
+                of_task.update(part.task_counts)
+        task_counts = None if of_task is None else dict(of_task)
+        return cls(**dict(zip(_NUMBER_NAMES, numbers, strict=False)), task_counts=task_counts)
 
     def __add__(self, other: "PartCounts") -> Self:
         return self.sum((self, other))
 
-    def written(self) -> dict[str, int]:
+    def written(self) -> dict[str, Any]:
         """The counts by name, as a manifest line and a footer have them."""
-        counts = zip(COUNT_NAMES, _counts_of(self), strict=True)
-        return {name: number for name, number in counts if number or name in ALWAYS_WRITTEN}
+        counts = ((name, getattr(self, name)) for name in COUNT_NAMES)
+        return {name: count for name, count in counts if count or name in ALWAYS_WRITTEN}
 
 
 COUNT_NAMES = tuple(count.name for count in fields(PartCounts))
-_counts_of = operator.attrgetter(*COUNT_NAMES)
 ALWAYS_WRITTEN = frozenset(count.name for count in fields(PartCounts) if not count.metadata.get("is_rare"))
+_NUMBER_NAMES = tuple(name for name in COUNT_NAMES if name != "task_counts")
+_numbers_of = operator.attrgetter(*_NUMBER_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part(PartCounts):
-    """A Parquet file that holds one whole shard, and its manifest line. About 500 bytes of memory.
-
-    file: its name in `staging/`; once published, in `parts/`.
-    digest: xxh3-128 of its bytes.
-    retry: the last retry that it has been through; 0 for none.
-    replica, incarnation: which made it, if known.
-    num_kept, num_kept_errors: rows, and errors among them, that a retry copied from the part that this one replaces.
-    Only the coordinator that commits the part needs them; they are not written.
-    """
+    """A Parquet file that holds one whole shard, and its manifest line. About 500 bytes of memory."""
 
     shard: Count
     file: JsonText
+    """Its name in `staging/`; once published, in `parts/`."""
     num_bytes: Count
     digest: JsonText
+    """xxh3-128 of its bytes."""
     retry: Count = 0
+    """The last retry that it has been through; 0 for none."""
     replica: Count | None = None
+    """Which replica made it, if known."""
     incarnation: SharedText = ""
-    num_kept: Count = field(default=0, metadata={"is_written": False})
-    num_kept_errors: Count = field(default=0, metadata={"is_written": False})
+    num_kept: Count = field(default=0, metadata=_NOT_WRITTEN)
+    """Rows that a retry copied from the part that this one replaces, for the coordinator that commits the part."""
+    num_kept_errors: Count = field(default=0, metadata=_NOT_WRITTEN)
+    """Errors among these rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartedReplica:
-    """An incarnation of a replica, as its `replica_started` event says.
-
-    identity: JSON values by which the backend of that name finds it again, such as a process group. Only that backend
-    reads them.
-    """
+    """An incarnation of a replica, as its `replica_started` event says."""
 
     replica: Count
     incarnation: JsonText
     backend: JsonText
     identity: dict[JsonText, Any]
+    """JSON values by which the backend finds it again, such as a process group. Only that backend reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayGroup:
-    """A placement group of Ray whose bundles hold one engine on several hosts, one device each.
-
-    address: of the cluster. group_id: in hexadecimal digits. bundles: what each asks for, by Ray's names.
-    """
+    """A placement group of Ray whose bundles hold one engine on several hosts, one device each."""
 
     address: str
+    """Of the cluster."""
     group_id: str
+    """In hexadecimal digits."""
     bundles: tuple[dict[str, float], ...]
+    """What each asks for, by Ray's names."""

@@ -26,9 +26,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import DriftError, OutputError
-from batchinf.base.parquet import absolute, joined_schema, open_part
+from batchinf.base.parquet import ParquetFile, absolute, joined_schema, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
-from batchinf.base.slices import folder_name, job_folders
+from batchinf.base.slices import JobFolder, folder_name, job_folders
+from batchinf.base.storage import Folder
 from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
@@ -50,8 +51,8 @@ class Results:
         """out: the job's output folder. Raises OutputError if there is no job in it."""
         self.folder = folder_name(out)
         jobs = job_folders(self.folder)
-        found = [(job.folder, read_state(job.folder)) for job in jobs if job.folder.exists("manifest")]
-        states = [state for _, state in found if state is not None]
+        begun = [*_begun(jobs)]
+        states = [state for _, state in begun]
         if not states:
             raise OutputError(not_begun_message(self.folder))
         self.spec: dict[str, Any] = states[0].header.spec
@@ -64,7 +65,7 @@ class Results:
         self.num_rows = sum(state.counts.num_rows for state in states)
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         self.parts: list[pathlib.Path] = [
-            path for folder, state in found if state is not None for path in _paths(folder.path("parts"), state)
+            folder.path(f"parts/{part_name(shard)}") for folder, state in begun for shard in sorted(state.parts)
         ]
 
     def __len__(self) -> int:
@@ -99,9 +100,8 @@ class Results:
         for path in self.parts:
             # With pre_buffer, Parquet would read all wanted columns of a part at once.
             with open_part(path, pre_buffer=False, buffer_size=1 << 20) as file:
-                own = [name for name in names if name in file.schema_arrow.names]
-                for batch in file.iter_batches(num_rows, columns=own):
-                    yield batch if own == names else _filled(batch, names, self._schema)
+                for batch in file.iter_batches(num_rows, columns=_of_part(file, names)):
+                    yield _filled(batch, names, self._schema)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows in order, in memory. Name the columns that you need: columns of tokens are large."""
@@ -125,8 +125,8 @@ class Results:
         else:
             pieces = None
         if pieces is not None:
-            found = np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
-            return found if (places := self._places()) is None else found[places]
+            values = np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
+            return values if (places := self._places()) is None else values[places]
         if pa.types.is_nested(type):
             raise OutputError(f"column {column!r} holds {type}: read it with {_read_with(type)}")
         return _plain(self.table([column]).column(0))
@@ -142,10 +142,10 @@ class Results:
         try:
             # In pieces: Arrow's lists have 32-bit offsets, which may not be enough for all rows.
             pieces = (batch.column(0) for batch in self.batches([column]))
-            found = join_ragged(itertools.chain([pa.array([], type)], pieces))
+            lists = join_ragged(itertools.chain([pa.array([], type)], pieces))
         except OutputError as error:
             raise OutputError(f"column {column!r}: {error}") from None
-        return found if (places := self._places()) is None else found.take(places)
+        return lists if (places := self._places()) is None else lists.take(places)
 
     def tokens(self, column: str = "token_ids") -> Ragged:
         """The texts of a column of token ids, such as `token_ids`, `prompt_token_ids` or `top_token_ids`.
@@ -156,15 +156,15 @@ class Results:
         """
         if column in self.schema.names and not column.endswith("token_ids"):
             raise OutputError(f"column {column!r} has no token ids: give one whose name ends with token_ids")
-        found = self.ragged(column)
-        ids, places = np.unique(found.values, return_inverse=True)
+        tokens = self.ragged(column)
+        ids, places = np.unique(tokens.values, return_inverse=True)
         # An id of -1 stands for null.
         known = [int(token_id) for token_id in ids if token_id >= 0]
         texts = [""] * (len(ids) - len(known)) + token_texts(self.tokenizer(), known)
-        values = (
-            np.array(texts, np.object_)[places.reshape(found.values.shape)] if texts else found.values.astype(object)
-        )
-        return Ragged(values, found.offsets, found.is_null)
+        values = tokens.values.astype(object)
+        if texts:
+            values = np.array(texts, np.object_)[places.reshape(tokens.values.shape)]
+        return Ragged(values, tokens.offsets, tokens.is_null)
 
     def tokenizer(self) -> Any:
         """The job's own transformers tokenizer, at the commit that the job began with.
@@ -188,15 +188,15 @@ class Results:
         """
         readers = [_reader(self._type(column)) for column in columns]
         for batch in self.batches(columns, num_rows):
-            yield {name: read(found) for name, found, read in zip(columns, batch.columns, readers, strict=True)}
+            yield {name: read(values) for name, values, read in zip(columns, batch.columns, readers, strict=True)}
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset, which keeps an Arrow copy in its cache and maps it into memory."""
         from datasets import Dataset, Features
 
         features = Features.from_arrow_schema(self.schema)
-        found = Dataset.from_parquet([glob.escape(absolute(path)) for path in self.parts], features=features)
-        return found if (places := self._places()) is None else found.select(places)
+        dataset = Dataset.from_parquet([glob.escape(absolute(path)) for path in self.parts], features=features)
+        return dataset if (places := self._places()) is None else dataset.select(places)
 
     def _places(self) -> npt.NDArray[np.int64] | None:
         """For each row in order, its place among the rows of all parts; None if the parts are in order."""
@@ -219,6 +219,13 @@ class Results:
         return self.schema.field(name).type
 
 
+def _begun(jobs: Sequence[JobFolder]) -> Iterator[tuple[Folder, State]]:
+    """The folders and states of the slices that have begun, or of the whole job."""
+    for job in jobs:
+        if job.folder.exists("manifest") and (state := read_state(job.folder)) is not None:
+            yield job.folder, state
+
+
 def _reader(type: pa.DataType) -> "Callable[[pa.Array], Ragged | npt.NDArray[Any]]":
     if pa.types.is_list(type):
         return to_ragged
@@ -237,9 +244,11 @@ def _read_with(type: pa.DataType) -> str:
 def _read_part(path: pathlib.Path, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
     # One descriptor: a retry may put another file in the part's place between two.
     with open_part(path) as file:
-        own = [name for name in columns if name in file.schema_arrow.names]
-        read = file.read(columns=own)
-        return read if own == list(columns) else _filled(read, columns, schema)
+        return _filled(file.read(columns=_of_part(file, columns)), columns, schema)
+
+
+def _of_part(file: ParquetFile, columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if name in file.schema_arrow.names]
 
 
 _Read = TypeVar("_Read", pa.Table, pa.RecordBatch)
@@ -247,8 +256,11 @@ _Read = TypeVar("_Read", pa.Table, pa.RecordBatch)
 
 def _filled(read: _Read, columns: Sequence[str], schema: pa.Schema) -> _Read:
     """What was read of a part, with nulls in the columns that the part does not have."""
-    own, types = read.schema.names, {name: schema.field(name).type for name in columns}
-    arrays = [read.column(name) if name in own else pa.nulls(read.num_rows, types[name]) for name in columns]
+    names = read.schema.names
+    if names == list(columns):
+        return read
+    types = {name: schema.field(name).type for name in columns}
+    arrays = [read.column(name) if name in names else pa.nulls(read.num_rows, types[name]) for name in columns]
     return read.from_arrays(arrays, schema=pa.schema(types))
 
 
@@ -268,10 +280,6 @@ def _one_each(lists: Ragged, column: str) -> npt.NDArray[Any]:
         raise OutputError(f"column {column!r} has rows with several vectors: read it with ragged()")
     if len(lists.values) == len(lists):
         return lists.values
-    found = np.full((len(lists), lists.values.shape[1]), np.nan, lists.values.dtype)
-    found[lists.lengths == 1] = lists.values
-    return found
-
-
-def _paths(folder: pathlib.Path, state: State) -> list[pathlib.Path]:
-    return [folder / part_name(shard) for shard in sorted(state.parts)]
+    vectors = np.full((len(lists), lists.values.shape[1]), np.nan, lists.values.dtype)
+    vectors[lists.lengths == 1] = lists.values
+    return vectors

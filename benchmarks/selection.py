@@ -84,16 +84,32 @@ def write_input(folder: pathlib.Path, num_rows: int) -> None:
 
 def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
     """Write the output of a job that has done every other row, as far as `exclude` reads it."""
+    from batchinf import __version__
     from batchinf.base.storage import Folder
+    from batchinf.manifest.columns import Columns
     from batchinf.manifest.lines import Header
     from batchinf.manifest.log import Manifest
     from batchinf.manifest.names import part_name
+    from batchinf.manifest.versions import FORMAT_VERSION
     from batchinf.records import Extent, Part
+    from batchinf.source.cache import schema_text
 
     folder = Folder(out)
     folder.make("manifest", "parts")
     manifest = Manifest(folder, 1)
-    manifest.header(Header(1, "0" * 32, "2026-01-01T00:00:00+00:00", {}, "0" * 32, {}, {}))
+    no_columns = schema_text(pa.schema([]))
+    header = Header(
+        format_version=FORMAT_VERSION,
+        batchinf_version=__version__,
+        job_id="0" * 32,
+        created_at="2026-01-01T00:00:00+00:00",
+        identity={},
+        fingerprint="0" * 32,
+        layout={},
+        spec={},
+        columns=Columns(journal=no_columns, part=no_columns),
+    )
+    manifest.header(header)
     manifest.extent(Extent(0, num_rows // 2, _PART_ROWS, 0, 0, num_rows // 2), "input")
     for shard, start in enumerate(range(0, num_rows, 2 * _PART_ROWS)):
         ids = range(start, min(start + 2 * _PART_ROWS, num_rows), 2)

@@ -46,7 +46,7 @@ import jobs
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import FileHeader, Folder
 from batchinf.commands.head import read_head
-from batchinf.commands.status import job_status, stored_spec
+from batchinf.commands.status import job_status
 from batchinf.coordinator import recovery
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.local.backend import LocalBackend
@@ -57,9 +57,11 @@ from batchinf.manifest.lock import LOCK, Holder, JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name
 from batchinf.manifest.state import last_epoch, read_state
-from batchinf.output import journal, parts
-from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenLease, verify_part
+from batchinf.manifest.versions import stored_spec
+from batchinf.output import parts, seal
+from batchinf.output.journal import Journal, list_shards
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import verify_part
 from batchinf.prompts.builder import Renderer
 from batchinf.records import Lease
 from batchinf.replica.messages import Assign, Failed, Progress
@@ -366,7 +368,7 @@ def make_job(folder: pathlib.Path) -> pathlib.Path:
         process.communicate(timeout=60)
     for path in out.glob("*/.tmp-*"):
         path.unlink()
-    assert journal.list_shards(Folder(out))
+    assert list_shards(Folder(out))
     return out
 
 
@@ -714,8 +716,8 @@ def _sealed_part(data: bytes) -> bytes:
     start = max(0, len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
     end = bytearray(data[start:])
     with contextlib.suppress(ValueError):
-        place = journal._seal_place(end)
-        end[place] = journal.UNSEALED["batchinf.seal"].encode()
+        place = seal._seal_place(end)
+        end[place] = seal.UNSEALED["batchinf.seal"].encode()
         digest = xxhash.xxh3_128(data[:start])
         digest.update(end)
         end[place] = digest.hexdigest().encode()

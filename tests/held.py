@@ -10,8 +10,8 @@ from batchinf.commands.verify import VectorDeviations, add_vectors
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.compare import ReferenceWanted, StoredRow, StoredVectors
 from batchinf.tasks.registry import task_of
+from batchinf.tasks.stored import ReferenceWanted, StoredRow, StoredVectors
 
 
 def held(
@@ -21,12 +21,15 @@ def held(
     path, task = folder / "part.parquet", task_of(spec)
     pq.write_table(results, path)
     verification = task.verification(spec)
-    reference = verification.reference(ReferenceWanted(resolve(spec.model), (), "float32", "cpu", pooling_type))
+    wanted = ReferenceWanted(
+        model=resolve(spec.model), adapters=(), dtype="float32", device="cpu", pooling_type=pooling_type
+    )
+    reference = verification.reference(wanted)
     are_logits = task.logprobs_mode == "raw_logits"
     found: dict[str, VectorDeviations] = {}
     small = results.select([name for name in ("row_index", *verification.columns) if name in results.column_names])
     for place, (row, prompt) in enumerate(zip(small.to_pylist(), prompts, strict=True)):
-        row_of = StoredRow(row, verification.vector_columns, path, 0, place)
+        row_of = StoredRow(values=row, columns=verification.vector_columns, part=path, group=0, place=place)
         for stored in verification.stored(row_of, prompt, task.expand(prompt, 512)):
             assert isinstance(stored, StoredVectors)
             deviations = found.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))

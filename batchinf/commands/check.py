@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message
@@ -19,13 +20,13 @@ from batchinf.manifest.lines import EventLine
 from batchinf.manifest.lock import JobLock, live_holder
 from batchinf.manifest.log import snapshot_commits
 from batchinf.manifest.names import parse_part_name, part_name
-from batchinf.manifest.state import State, check_version, last_epoch, list_logs, read_beginning, read_state
+from batchinf.manifest.state import State, last_epoch, list_logs, read_beginning, read_state
+from batchinf.manifest.versions import check_version, stored_spec
 from batchinf.output.journal import Journal, list_shards
-from batchinf.output.proof import NUM_THREADS, Flaw, find_flaw, job_of, other_owner
+from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, job_of, other_owner
 from batchinf.records import Extent
 from batchinf.schedule.positions import RunOrder, positions_name, read_positions
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
-from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
 _KINDS = {"header", "extent", "files", "event", "snapshot", "counted_event"}
@@ -35,17 +36,15 @@ _PARTS_TO_ASK = 100
 def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
     """Write a new log for the lock's `epoch` and move the others to `damaged/`. Returns their names there.
 
-    Raises OutputError, without changes, if the lines about the job are lost or have a newer format.
+    Raises OutputError, without changes, if the lines about the job are lost or have another format.
     """
     logs = [name for _, name in list_logs(folder)]
     lines = {name: list(_useful_lines(folder, name)) for name in logs}
     owner = _owner(folder, lines)
     state = State()
-    for name in logs:
-        if any(fields.get("job_id", owner) != owner for fields in lines[name]):
-            continue
-        for fields in lines[name]:
-            _apply(folder, state, fields)
+    for log in lines.values():
+        if all(fields.get("job_id", owner) == owner for fields in log):
+            _apply(folder, state, log)
     if not state.has_header or not state.extents:
         raise OutputError(
             f"{folder.path('manifest')} cannot be repaired: its lines about the job are damaged; restore it from a "
@@ -61,13 +60,11 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
     return [folder.move_aside(name) for name in logs]
 
 
-def _useful_lines(folder: Folder, name: str) -> list[Fields]:
-    lines = []
+def _useful_lines(folder: Folder, name: str) -> Iterator[Fields]:
     for fields in whole_lines(folder, name):
         check_version(folder, fields)
         if fields.get("kind") in _KINDS:
-            lines.append(fields)
-    return lines
+            yield fields
 
 
 def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
@@ -75,15 +72,17 @@ def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
     stated = {fields["job_id"] for log in lines.values() for fields in log if "job_id" in fields}
     if len(stated) < 2:
         return next(iter(stated), None)
-    names = [name for name in folder.list("parts") if parse_part_name(name) is not None]
-    owners = Counter(job_of(folder, f"parts/{name}") for name in names[:_PARTS_TO_ASK])
-    known = [owner for owner, _ in owners.most_common() if owner in stated]
-    if not known:
-        raise OutputError(
-            f"{folder.path('manifest')} holds logs of several jobs, {', '.join(sorted(stated))}, and no part shows "
-            "which of them belongs here: move the other logs away"
-        )
-    return known[0]
+    names = itertools.islice(
+        (name for name in folder.list("parts") if parse_part_name(name) is not None), _PARTS_TO_ASK
+    )
+    owners = Counter(job_of(folder, f"parts/{name}") for name in names)
+    for owner, _ in owners.most_common():
+        if owner in stated:
+            return owner
+    raise OutputError(
+        f"{folder.path('manifest')} holds logs of several jobs, {', '.join(sorted(stated))}, and no part shows which "
+        "of them belongs here: move the other logs away"
+    )
 
 
 def _is_same(extent: Extent, fields: Fields) -> bool:
@@ -91,11 +90,12 @@ def _is_same(extent: Extent, fields: Fields) -> bool:
     return all(getattr(extent, name) == fields[name] for name in ("start", "num_rows", "first_row"))
 
 
-def _apply(folder: Folder, state: State, fields: Fields) -> None:
-    if fields["kind"] == "extent" and any(_is_same(extent, fields) for extent in state.extents):
-        return  # repeated by a snapshot
+def _apply(folder: Folder, state: State, log: list[Fields]) -> None:
     try:
-        state.apply(fields)
+        for fields in log:
+            # A snapshot repeats extents.
+            if fields["kind"] != "extent" or not any(_is_same(extent, fields) for extent in state.extents):
+                state.apply(fields)
     except (LookupError, ValueError) as error:
         raise OutputError(
             f"{folder.path('manifest')} cannot be repaired: a line about the division into shards is damaged; restore "
@@ -119,23 +119,25 @@ _HARMLESS = ("part_unnamed", "journal_damaged", "spec_restored")
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """A problem that was found.
-
-    file: its name in the job's folder. detail: more about the problem, if there is more. moved_to: its name in
-    `damaged/` after a repair. needs_repair: whether the next run cannot notice it without a repair. shard, num_shards:
-    of `manifest_incomplete`, the first missing shard and the number of missing ones. job_id, other_job_id: of
-    `manifest_of_other_job`, the job of the manifest and that of the parts.
-    """
+    """A problem that was found."""
 
     problem: Problem
     file: str
+    """Its name in the job's folder."""
     detail: str = ""
+    """More about the problem, if there is more."""
     moved_to: str | None = None
+    """Its name in `damaged/` after a repair."""
     needs_repair: bool = False
+    """Whether the next run cannot notice it without a repair."""
     shard: int | None = None
+    """The shard of a part or segment; of `manifest_incomplete`, the first missing shard."""
     num_shards: int | None = None
+    """Of `manifest_incomplete`: the number of missing shards."""
     job_id: str | None = None
+    """Of `manifest_of_other_job`: the job of the manifest."""
     other_job_id: str | None = None
+    """Of `manifest_of_other_job`: the job of the parts."""
 
     @property
     def is_wrong(self) -> bool:
@@ -145,26 +147,27 @@ class CheckFinding:
 
 @dataclass(frozen=True, slots=True)
 class JobCheck:
-    """The findings in a job, or in one slice of a job.
-
-    slice: such as `3/8`; None: a whole job. has_begun: if not, nothing can be wrong yet. is_checked: whether the
-    manifest could be read; if not, the numbers are 0. num_parts, num_rows: of the whole job. activity: `done`,
-    `running` or `stopped`. replaced_logs: names in `damaged/` of a damaged manifest's files, after a repair. error: why
-    a slice could not be checked, or a manifest not be repaired.
-    """
+    """The findings in a job, or in one slice of a job."""
 
     folder: str
     slice: str | None
+    """Such as `3/8`; None: a whole job."""
     has_begun: bool = True
+    """If not, nothing can be wrong yet."""
     is_checked: bool = False
+    """Whether the manifest could be read; if not, the numbers are 0."""
     findings: tuple[CheckFinding, ...] = ()
     num_parts: int = 0
+    """Of the whole job."""
     num_parts_checked: int = 0
     num_rows: int = 0
+    """Output rows of the whole job."""
     num_rows_committed: int = 0
     activity: Literal["done", "running", "stopped", ""] = ""
     replaced_logs: tuple[str, ...] = ()
+    """Names in `damaged/` of a damaged manifest's files, after a repair."""
     error: str | None = None
+    """Why a slice could not be checked, or a manifest not be repaired."""
 
     @property
     def num_wrong(self) -> int:
@@ -179,13 +182,15 @@ class JobCheck:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The report of `check`. is_deep: each byte was read. jobs: one, or all slices in the order of their rows."""
+    """The report of `check`."""
 
     folder: str
     is_deep: bool
+    """Whether each byte was read."""
     is_repair: bool
     is_whole: bool
     jobs: tuple[JobCheck, ...]
+    """One, or all slices in the order of their rows."""
 
 
 def check_job(out: str, *, is_deep: bool, repair: bool) -> CheckReport:
@@ -195,11 +200,10 @@ def check_job(out: str, *, is_deep: bool, repair: bool) -> CheckReport:
     so that the next run makes them again. Raises OutputError if there is no job, or if it cannot be repaired.
     """
     folders = job_folders(out)
-    if folders[0].slice is None:
-        jobs: tuple[JobCheck, ...] = (_check_job(folders[0], is_deep, repair),)
-    else:
-        jobs = tuple(_check_slice(job, is_deep, repair) for job in folders)
-    return CheckReport(out, is_deep, repair, all(job.is_whole for job in jobs), jobs)
+    check = _check_job if folders[0].slice is None else _check_slice
+    jobs = tuple(check(job, is_deep, repair) for job in folders)
+    is_whole = all(job.is_whole for job in jobs)
+    return CheckReport(folder=out, is_deep=is_deep, is_repair=repair, is_whole=is_whole, jobs=jobs)
 
 
 def _check_slice(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
@@ -220,17 +224,17 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
             f"{folder.root} holds no job yet: its input has not been read to the end; wait until the running job has "
             "read it, or run the job again"
         )
-    name = None if job.slice is None else str(job.slice)
+    check = JobCheck(str(folder.root), None if job.slice is None else str(job.slice))
     with JobLock(folder).held(lambda: last_epoch(folder)) if repair else contextlib.nullcontext() as epoch:
         try:
             state = read_state(folder)
         except OutputError as error:
-            found = CheckFinding("manifest_damaged", "manifest/", str(error))
+            finding = CheckFinding("manifest_damaged", "manifest/", str(error))
         else:
             if state is not None:
-                return _check_state(JobCheck(str(folder.root), name), folder, state, is_deep, repair)
-            found = CheckFinding("manifest_without_job", "manifest/")
-        return _rebuilt(JobCheck(str(folder.root), name, findings=(found,)), folder, epoch)
+                return dataclasses.replace(check, **_findings(folder, state, is_deep=is_deep, repair=repair))
+            finding = CheckFinding("manifest_without_job", "manifest/")
+        return _rebuilt(dataclasses.replace(check, findings=(finding,)), folder, epoch)
 
 
 def _is_beginning(folder: Folder) -> bool:
@@ -254,38 +258,33 @@ def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
         return dataclasses.replace(check, error=str(error))
 
 
-def _check_state(check: JobCheck, folder: Folder, state: State, is_deep: bool, repair: bool) -> JobCheck:
+def _findings(folder: Folder, state: State, *, is_deep: bool, repair: bool) -> dict[str, Any]:
+    """The fields of a `JobCheck` whose manifest can be read."""
     num_parts_checked = len(state.parts)
-    findings = [*_check_parts(folder, state, is_deep, repair)]
+    task = task_of(stored_spec(state.header.spec))
+    findings = [*_check_parts(folder, state, is_deep=is_deep, repair=repair)]
     state = read_state(folder, state) or state
     findings += _check_names(folder, state)
     findings += _check_coverage(state)
     findings += _check_spec(folder, state, repair)
     findings += _check_journal(folder, state)
-    return dataclasses.replace(
-        check,
-        is_checked=True,
-        findings=tuple(findings),
-        num_parts=total_shards(state.extents),
-        num_parts_checked=num_parts_checked,
-        num_rows=total_rows(state.extents) * task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input,
-        num_rows_committed=state.counts.num_rows,
-        activity="done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
-    )
+    return {
+        "is_checked": True,
+        "findings": tuple(findings),
+        "num_parts": total_shards(state.extents),
+        "num_parts_checked": num_parts_checked,
+        "num_rows": total_rows(state.extents) * task.num_rows_per_input,
+        "num_rows_committed": state.counts.num_rows,
+        "activity": "done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
+    }
 
 
-def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> Iterator[CheckFinding]:
+def _check_parts(folder: Folder, state: State, *, is_deep: bool, repair: bool) -> Iterator[CheckFinding]:
     for number, extent in enumerate(state.extents, 1):
         if extent.positions is not None and read_positions(folder, number, extent.positions) is None:
             yield CheckFinding("selection_lost", positions_name(number))
             return
-    flaws = _flaws(folder, state, sorted(state.parts), is_deep)
-    if flaws:
-        # A running job may have replaced a part in the meantime. So the check is repeated with the current manifest.
-        if live_holder(folder) is not None:
-            time.sleep(_SETTLE_S)
-        state = read_state(folder, state) or state
-        flaws = _flaws(folder, state, sorted(flaws.keys() & state.parts.keys()), is_deep)
+    state, flaws = _lasting_flaws(folder, state, is_deep)
     owner = other_owner(folder, state, list(flaws)) if len(flaws) == len(state.parts) else None
     if owner is not None:
         yield CheckFinding("manifest_of_other_job", "manifest/", job_id=state.header.job_id, other_job_id=owner)
@@ -296,25 +295,43 @@ def _check_parts(folder: Folder, state: State, is_deep: bool, repair: bool) -> I
         yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
 
 
+def _lasting_flaws(folder: Folder, state: State, is_deep: bool) -> tuple[State, dict[int, Flaw]]:
+    """The current state, and flaws of parts by shard.
+
+    A running job may have replaced a part in the meantime. So flaws are looked at again with the current manifest.
+    """
+    flaws = _flaws(folder, state, sorted(state.parts), is_deep)
+    if flaws:
+        if live_holder(folder) is not None:
+            time.sleep(_SETTLE_S)
+        state = read_state(folder, state) or state
+        flaws = _flaws(folder, state, sorted(flaws.keys() & state.parts.keys()), is_deep)
+    return state, flaws
+
+
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
-    num_samples = task_of(JobSpec.model_validate(state.header.spec)).num_rows_per_input
-    order = RunOrder(folder, state.extents)
+    parts = PartsOfJob(
+        folder=folder,
+        job_id=state.header.job_id,
+        order=RunOrder(folder, state.extents),
+        num_samples=task_of(stored_spec(state.header.spec)).num_rows_per_input,
+        schema=state.header.columns.part_schema,
+    )
 
     def look(shard: int) -> Flaw | None:
-        place, job_id = shard_at(state.extents, shard), state.header.job_id
-        flaw = find_flaw(folder, job_id, place, state.parts[shard], num_samples, order, is_deep=is_deep)
+        place = shard_at(state.extents, shard)
+        flaw = parts.flaw(place, state.parts[shard], is_deep=is_deep)
         if flaw is None or shard not in state.replacing:
             return flaw
         # A retry may have put its part in place, and been killed before the manifest said so. The next run says it.
-        new = find_flaw(folder, job_id, place, state.replacing[shard], num_samples, order, is_deep=is_deep)
-        return None if new is None else flaw
+        return flaw if parts.flaw(place, state.replacing[shard], is_deep=is_deep) else None
 
-    found = {}
+    flaws = dict[int, Flaw]()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for start in range(0, len(shards), _CHUNK):
             chunk = shards[start : start + _CHUNK]
-            found.update({shard: flaw for shard, flaw in zip(chunk, pool.map(look, chunk), strict=True) if flaw})
-    return found
+            flaws.update({shard: flaw for shard, flaw in zip(chunk, pool.map(look, chunk), strict=True) if flaw})
+    return flaws
 
 
 def _check_names(folder: Folder, state: State) -> Iterator[CheckFinding]:
@@ -347,8 +364,7 @@ def _check_spec(folder: Folder, state: State, repair: bool) -> Iterator[CheckFin
 
 
 def _check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
-    schema = task_of(JobSpec.model_validate(state.header.spec)).result_schema
-    journal = Journal(folder, "check", schema)
+    journal = Journal(folder, "check", state.header.columns.journal_schema)
     for shard in list_shards(folder):
         if shard not in state.parts:
             for name in journal.recover(shard).damaged:

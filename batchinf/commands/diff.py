@@ -257,7 +257,7 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
     with tempfile.TemporaryDirectory() as scratch:
         for_each = joined_rows(first, second, key, changes.columns, changes.wide, scratch)
         _write((changes.take(rows) for rows in for_each), to)
-    found = changes.found()
+    found = changes.summary()
     if not found.num_both:
         raise _none_in_both(first, second, key)
     # A row of one job is joined with at most one row of the other.

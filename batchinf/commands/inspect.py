@@ -14,16 +14,16 @@ from batchinf.base.errors import BatchinfError, UserError
 from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
 from batchinf.base.text import one_line
-from batchinf.commands.status import stored_spec
 from batchinf.job.job import begun_at, max_model_len
 from batchinf.job.open import open_job
 from batchinf.manifest.state import read_state
+from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
-from batchinf.tasks.base import prompt_hash
-from batchinf.tasks.compare import TOKEN_COLUMNS
+from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.registry import stored_task
+from batchinf.tasks.stored import TOKEN_COLUMNS
 
 # Columns of numbers for each token, by what they are of: `output` or `scored` tokens, and the prompt's.
 _PREFIXES = ("", "prompt_")

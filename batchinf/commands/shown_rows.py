@@ -42,40 +42,43 @@ class PromptErrors:
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """Prompt lengths in tokens, from a sample of `num_sampled` of the `num_rows` rows that run.
-
-    histogram: of prompts without an error, ascending. p50, p95, longest: None without such prompts. num_tokens: of all
-    rows, estimated from the sample. max_model_len: None: unknown. num_tight: rows whose prompt leaves no room for
-    `max_tokens`. num_truncated: prompts that were cut to fit. errors: the most frequent first.
-    """
+    """Prompt lengths in tokens, from a sample of `num_sampled` of the `num_rows` rows that run."""
 
     num_rows: int
     num_sampled: int
     max_model_len: int | None
+    """None: unknown."""
     histogram: tuple[LengthRange, ...]
+    """Of prompts without an error, ascending."""
     p50: int | None
+    """None without such prompts, as are `p95` and `longest`."""
     p95: int | None
     longest: int | None
     num_tokens: int
+    """Of all rows, estimated from the sample."""
     num_tight: int
+    """Rows whose prompt leaves no room for `max_tokens`."""
     num_truncated: int
+    """Prompts that were cut to fit."""
     errors: tuple[PromptErrors, ...]
+    """The most frequent first."""
 
 
 @dataclass(slots=True)
 class LengthCounts:
-    """Counts a sample. num_rows: rows that run. room: the most tokens of prompt and output together; None: unknown.
-
-    lengths: of prompts without an error. errors: rows by type and reason; firsts: the first of each. num_truncated,
-    num_tight: see `PromptLengths`.
-    """
+    """Counts the prompts of a sample."""
 
     num_rows: int
+    """Rows that run."""
     room: int | None
+    """The most tokens of prompt and output together; None: unknown."""
     max_tokens: int | None
     lengths: list[int] = field(default_factory=list)
+    """Of prompts without an error."""
     errors: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Rows by type and reason."""
     firsts: dict[tuple[str, str], PromptErrors] = field(default_factory=dict)
+    """The first of each."""
     num_truncated: int = 0
     num_tight: int = 0
 
@@ -85,14 +88,15 @@ class LengthCounts:
             self.errors[key] += 1
             self.firsts.setdefault(key, PromptErrors(error.error_type, 0, prompt.row_index, error.error_message))
             return
-        length, sampling = len(prompt.token_ids), prompt.sampling
+        length = len(prompt.token_ids)
         self.lengths.append(length)
         self.num_truncated += prompt.is_truncated
-        wanted = self.max_tokens if sampling is None else sampling.max_tokens
-        self.num_tight += wanted is not None and self.room is not None and length + wanted > self.room
+        max_tokens = self.max_tokens if prompt.sampling is None else prompt.sampling.max_tokens
+        self.num_tight += max_tokens is not None and self.room is not None and length + max_tokens > self.room
 
     def summary(self) -> PromptLengths:
-        lengths, num_sampled = sorted(self.lengths), len(self.lengths) + self.errors.total()
+        lengths = sorted(self.lengths)
+        num_sampled = len(lengths) + self.errors.total()
         errors = (replace(self.firsts[key], num_rows=number) for key, number in self.errors.most_common())
         return PromptLengths(
             num_rows=self.num_rows,
@@ -120,7 +124,8 @@ def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:
 
 def _edges(lengths: Sequence[int]) -> list[int]:
     """Ascending edges. The first is at most the shortest length, the last is above the longest."""
-    shortest, longest = lengths[0], lengths[-1]
+    shortest = lengths[0]
+    longest = lengths[-1]
     if longest > 8 * max(1, lengths[len(lengths) // 2]):
         edges = [0 if shortest == 0 else 1 << (shortest.bit_length() - 1)]
         while edges[-1] <= longest:
@@ -149,61 +154,65 @@ class RowSetting:
 
 @dataclass(frozen=True, slots=True)
 class ShownSampling:
-    """The sampling of a row.
-
-    own: fields other than max_tokens that differ from the job's. max_tokens: None: as many as fit. num_left: tokens
-    that fit after the prompt; None: unknown. seed: of the first sample; None: greedy.
-    """
+    """The sampling of a row."""
 
     own: tuple[RowSetting, ...]
+    """Fields other than max_tokens that differ from the job's."""
     max_tokens: int | None
+    """None: as many as fit."""
     job_max_tokens: int | None
     num_left: int | None
+    """Tokens that fit after the prompt; None: unknown."""
     seed: int | None
+    """Of the first sample; None: greedy."""
     num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """A continuation, a choice or a window of a text. token_ids: the scored tokens."""
+    """A continuation, a choice or a window of a text."""
 
     context: str
     num_context_tokens: int
     text: str
     token_ids: tuple[int, ...]
+    """The scored tokens."""
     is_answer: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ShownRow:
-    """A row as it will run.
-
-    id: from the job's `id_column`; None without one. error: why it will be an error row; other fields are then empty.
-    text: the prompt as the model sees it. max_model_len: None: unknown. sampling: None if the task makes no text.
-    scored: for tasks that score prompts. is_run: whether the job runs it. is_named: whether the user named this row.
-    """
+    """A row as it will run."""
 
     row_index: int
     id: Any
+    """From the job's `id_column`; None without one."""
     error: RowError | None
+    """Why it will be an error row; other fields are then empty."""
     text: str = ""
+    """The prompt as the model sees it."""
     token_ids: tuple[int, ...] = ()
     is_truncated: bool = False
     max_model_len: int | None = None
+    """None: unknown."""
     sampling: ShownSampling | None = None
+    """None if the task makes no text."""
     scored: tuple[ScoredText, ...] = ()
+    """For tasks that score prompts."""
     is_run: bool = True
+    """Whether the job runs it."""
     is_named: bool = False
+    """Whether the user named this row."""
 
 
 def shown_row(
     prompt: Prompt,
     row_id: object,
     request: Request,
+    *,
     tokenizer: object,
     job_sampling: SamplingSpec | None,
     max_model_len: int | None,
-    *,
     is_run: bool,
     is_named: bool,
 ) -> ShownRow:
@@ -240,16 +249,22 @@ def _sampling(request: Request, own: SamplingSpec | None, job: SamplingSpec, lef
 
 
 def _scored(spans: Sequence[Span], answer: int | None, tokenizer: object) -> tuple[ScoredText, ...]:
-    found = []
-    ids: list[int] | None = None
-    context = ""
+    contexts: dict[tuple[int, ...], str] = {}
+    texts = []
     for number, span in enumerate(spans):
-        if span.token_ids[: span.start] != ids:
-            ids = span.token_ids[: span.start]
-            context = show(tokenizer, ids)
-        own = span.token_ids[span.start :]
-        found.append(ScoredText(context, span.start, show(tokenizer, own), tuple(own), number == answer))
-    return tuple(found)
+        context = tuple(span.token_ids[: span.start])
+        scored = span.token_ids[span.start :]
+        if context not in contexts:
+            contexts = {context: show(tokenizer, context)}
+        text = ScoredText(
+            context=contexts[context],
+            num_context_tokens=span.start,
+            text=show(tokenizer, scored),
+            token_ids=tuple(scored),
+            is_answer=number == answer,
+        )
+        texts.append(text)
+    return tuple(texts)
 
 
 def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]:
@@ -258,34 +273,26 @@ def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]
     return [positions[number] for number in sorted(drawn)]
 
 
-def find_row(source: Source, id_column: str | None, wanted: str) -> int:
+def find_row(source: Source, id_column: str | None, text: str) -> int:
     """The first row with this id, converted to the column's type; without a column of ids, the row at this position.
 
     Reads the column up to that row. Raises InputError.
     """
     if id_column is None:
-        return _position(source, wanted)
+        if not text.isascii() or not text.isdigit() or int(text) >= source.num_rows:
+            raise InputError(
+                f"--row {text}: the job has no id_column, so a row is named by its position, 0 to "
+                f"{source.num_rows - 1:,}"
+            )
+        return int(text)
     field = source.schema.field(id_column)
-    ids = _as_type(field, wanted)
+    try:
+        ids = pa.array([text]).cast(field.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise InputError(f"--row {text}: the ids in '{field.name}' are {field.type}; give one of them") from None
     for start in range(0, source.num_rows, _LOOK_ROWS):
         table = source.read_columns(start, min(start + _LOOK_ROWS, source.num_rows), [id_column], {})
         place: int = pc.index(pc.is_in(table.column(0), ids), True).as_py()
         if place >= 0:
             return start + place
-    raise InputError(f"--row {wanted}: none of {source.num_rows:,} rows has this in '{id_column}' ({field.type})")
-
-
-def _position(source: Source, wanted: str) -> int:
-    if not wanted.isascii() or not wanted.isdigit() or int(wanted) >= source.num_rows:
-        raise InputError(
-            f"--row {wanted}: the job has no id_column, so a row is named by its position, 0 to {source.num_rows - 1:,}"
-        )
-    return int(wanted)
-
-
-def _as_type(field: pa.Field, wanted: str) -> pa.Array:
-    """The value that it means in the column."""
-    try:
-        return pa.array([wanted]).cast(field.type)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        raise InputError(f"--row {wanted}: the ids in '{field.name}' are {field.type}; give one of them") from None
+    raise InputError(f"--row {text}: none of {source.num_rows:,} rows has this in '{id_column}' ({field.type})")

@@ -4,7 +4,6 @@ import datetime
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, read_cut
@@ -21,11 +20,11 @@ from batchinf.commands.text.status import (
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder, not_begun_message
 from batchinf.manifest.state import State, read_state
-from batchinf.output.counts import accuracy_of, rules_out_tokens
+from batchinf.manifest.versions import stored_spec
+from batchinf.output.counts import rules_out_tokens
 from batchinf.output.journal import num_results
 from batchinf.records import PartCounts
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
 
@@ -160,8 +159,7 @@ def _totals(states: Sequence[State], num_rows: int, num_parts: int) -> JobTotals
         num_bytes=sum(state.num_bytes for state in states),
         num_prompt_tokens=counts.num_prompt_tokens,
         num_output_tokens=counts.num_output_tokens,
-        accuracy=accuracy_of(states),
-        num_wrong_answers=counts.num_wrong_answers,
+        task_counts=counts.task_counts or {},
         num_nan_rows=counts.num_nan_rows,
         num_inf_rows=counts.num_inf_rows,
         rules_out_tokens=rules_out_tokens(first.header.spec),
@@ -194,11 +192,3 @@ def open_state(out: str) -> tuple[Folder, State]:
 def read_job(folder: Folder) -> State | None:
     """The state in a job's manifest; None before the job has begun."""
     return read_state(folder) if folder.exists("manifest") else None
-
-
-def stored_spec(spec: dict[str, Any]) -> JobSpec:
-    """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
-    try:
-        return JobSpec.model_validate(spec)
-    except ValueError as error:
-        raise OutputError("the manifest holds a job that this batchinf cannot read: use the right version") from error

@@ -22,9 +22,11 @@ from batchinf.records import Prompt
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
-from batchinf.tasks.base import prompt_hash
-from batchinf.tasks.compare import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification, delta
+from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.compare import delta
 from batchinf.tasks.registry import task_of
+from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
+from batchinf.tasks.verification import Verification
 
 if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
@@ -98,7 +100,7 @@ class VectorDeviations(_Deviations):
 def add_logprobs(
     to: LogprobDeviations, stored: StoredLogprobs, values: npt.NDArray[np.float32], best: npt.NDArray[np.int64]
 ) -> tuple[int, float]:
-    """Add a row's logprobs. values: the reference's, for `stored.wanted`. best: the reference's likeliest tokens.
+    """Add a row's logprobs. values: the reference's, for `stored.tokens`. best: the reference's likeliest tokens.
 
     Returns the place of the worst token in its prompt or output, from 0, and its deviation, which is infinite if a
     value is missing.
@@ -117,7 +119,7 @@ def add_logprobs(
         known_top = found[:, 1:][~is_nan[:, 1:]]
         to.max_abs_delta_top = max(to.max_abs_delta_top, float(known_top.max(initial=0.0)))
         to.num_ranked += len(own)
-        to.num_agreeing += int((stored.wanted[:, 1] == best).sum())
+        to.num_agreeing += int((stored.tokens[:, 1] == best).sum())
     if own.shape[1] > 2:
         to.correlate(own[:, 1 : _MOST_RANKED + 1], values[:, 1 : _MOST_RANKED + 1])
     else:
@@ -354,7 +356,13 @@ def read_rows(
                 if here:
                     rows = part.read_row_group(group, wanted).take(here).to_pylist()
                     found += [
-                        StoredRow({"sample_index": 0, **row}, vector_columns, path, group, place)
+                        StoredRow(
+                            values={"sample_index": 0, **row},
+                            columns=vector_columns,
+                            part=path,
+                            group=group,
+                            place=place,
+                        )
                         for row, place in zip(rows, here, strict=True)
                     ]
                     left = left[len(here) :]
@@ -418,7 +426,13 @@ def _compare(
 def _reference_wanted(job: Job, state: State, wanted: Wanted) -> ReferenceWanted:
     pooling_type = str((_said(state, "pooling") or {}).get("seq_pooling_type") or "")
     pooling_type = pooling_type.rpartition(".")[2].upper()
-    return ReferenceWanted(job.model, job.adapters, wanted.dtype, wanted.device, pooling_type)
+    return ReferenceWanted(
+        model=job.model,
+        adapters=job.adapters,
+        dtype=wanted.dtype,
+        device=wanted.device,
+        pooling_type=pooling_type,
+    )
 
 
 def _add_row(
@@ -436,7 +450,7 @@ def _add_row(
         return None if stored.positions is None else int(stored.positions[place]), most
     logprobs = deviations.setdefault(stored.kind, LogprobDeviations())
     assert isinstance(logprobs, LogprobDeviations)
-    scores = reference.scores(stored.token_ids, stored.first, stored.wanted, adapter, are_logits)
+    scores = reference.scores(stored, adapter, are_logits)
     return add_logprobs(logprobs, stored, scores.values, scores.best)
 
 

@@ -7,15 +7,18 @@ from batchinf.base.slices import claim_whole
 from batchinf.base.storage import Folder
 from batchinf.fleet.launcher import Launcher
 from batchinf.job.drift import now
-from batchinf.job.job import Job
+from batchinf.job.job import Job, carried_fields
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import CHOSEN, Header
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.state import MANIFEST_VERSION, State, read_state
+from batchinf.manifest.state import State, read_state
+from batchinf.manifest.versions import FORMAT_VERSION
 from batchinf.output import journal
 from batchinf.records import Extent
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard
 from batchinf.spec.file import dump_spec
+from batchinf.version import __version__
 
 
 def new_job_id() -> str:
@@ -58,7 +61,8 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
     if rows_per_shard == "auto":
         rows_per_shard = auto_rows_per_shard(job, choice, num_replicas)
     header = Header(
-        format_version=MANIFEST_VERSION,
+        format_version=FORMAT_VERSION,
+        batchinf_version=__version__,
         job_id=job_id,
         created_at=now(),
         identity=job.identity,
@@ -68,6 +72,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
             **({} if choice.ordered_by == "input" else {"order": choice.ordered_by}),
         },
         spec=job.spec.model_dump(mode="json"),
+        columns=Columns.of_new_job(job.task, carried_fields(job.spec, job.source.schema)),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
 

@@ -35,6 +35,7 @@ from batchinf.job.open import location_of, over_rows, placing, prepare_job
 from batchinf.manifest.lines import SPEED
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
+from batchinf.manifest.versions import begun_spec
 from batchinf.model.content import Contents
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.leases import PendingRows
@@ -117,6 +118,8 @@ def _prepare(
     retry: a predicate for the rows that run again. extends: take in new rows of the input. Raises UserError.
     """
     prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    if state is not None:
+        begun_spec(prepared.folder, state.header)
     contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
     if state is None:
         return _over_first_rows(prepared), contents

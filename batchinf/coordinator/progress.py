@@ -17,7 +17,8 @@ from batchinf.job.job import Job, begun_at
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.journal import Journal, error_rows, list_shards
+from batchinf.output.batches import error_rows
+from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.schedule.shards import total_rows
@@ -99,7 +100,7 @@ def failure_lines(failures: Sequence[Failure], prompts: Sequence[str]) -> list[s
 
 def ended_early_lines(job: Job, state: State) -> list[str]:
     """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
-    failures = commonest(job.folder, state, Journal(job.folder, "look", job.task.result_schema))
+    failures = commonest(job.folder, state, Journal(job.folder, "look", state.header.columns.journal_schema))
     return [
         *failure_lines(failures, _prompts(job, failures, begun_at(job, state.header))),
         f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and all other finished requests "

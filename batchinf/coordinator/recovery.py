@@ -17,6 +17,7 @@ from batchinf.output import journal
 from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces, with_retry
+from batchinf.output.seal import digest_of
 from batchinf.records import Part
 from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
@@ -122,7 +123,7 @@ def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
 def _digest(folder: Folder, name: str) -> str | None:
     try:
         with folder.path(name).open("rb", buffering=0) as file:
-            return journal.digest_of(file)[1].hex()
+            return digest_of(file)[1].hex()
     except OSError:
         return None
 

@@ -15,7 +15,7 @@ from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import open_part
 from batchinf.job.drift import check_drift
-from batchinf.job.job import Job, PreparedJob, carried_columns
+from batchinf.job.job import Job, PreparedJob
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
@@ -74,7 +74,7 @@ def new_retry(job: Job, state: State, text: str | None, overrides: Mapping[str, 
     """
     if text is None:
         return None
-    predicate = Predicate(text, _output_schema(job))
+    predicate = Predicate(text, state.header.columns.part_schema)
     last = state.retries[max(state.retries)] if state.retries and not state.is_done else None
     if last is not None and (last.predicate, last.overrides) == (predicate.text, overrides):
         return None
@@ -114,7 +114,7 @@ def next_retry(job: Job, state: State, manifest: Manifest) -> UnfinishedRetry | 
         chosen = _chosen_rows(job, number, retry.positions)
         missing = _not_chosen(state, order, chosen, behind)
         if missing.any():
-            predicate = Predicate(retry.predicate, _output_schema(job))
+            predicate = Predicate(retry.predicate, state.header.columns.part_schema)
             shards = np.flatnonzero(missing).tolist()
             _choose(job, state, manifest, retry, predicate=predicate, shards=shards, before=chosen)
             chosen = _chosen_rows(job, number)
@@ -219,7 +219,3 @@ def _with_overrides(job: Job, overrides: Mapping[str, Any]) -> Job:
 
 def _sampling(fields: dict[str, Any]) -> SamplingSpec:
     return SamplingSpec.model_validate_json(json.dumps(fields))
-
-
-def _output_schema(job: Job) -> pa.Schema:
-    return job.task.output_schema([job.source.schema.field(name) for name in carried_columns(job.spec)])

@@ -46,6 +46,7 @@ from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_beginning
+from batchinf.manifest.versions import later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.planning.beginnings import shared_share
@@ -148,6 +149,8 @@ def start(
     number: of the epoch. contents: the model's local files.
     """
     prepared = with_known_numbers(prepared, backend, display.say)
+    if prepared.state is not None and (later := later_columns(prepared.folder, prepared.state.header)):
+        display.say(later_columns_line(later))
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import RequestRefused, RowError
 from batchinf.records import Completion, EngineInfo, EngineStats, FloatArray, IntArray, Request, TokenLogprobs
 from batchinf.spec.job import ScriptedSpec
 from batchinf.tasks.base import Task
+from batchinf.version import __version__
 
 
 class ScriptedEngine:

@@ -171,12 +171,13 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
         **({} if job.slice is None else {"batchinf.slice": str(job.slice)}),
     }
     return Work(
-        job.spec.input.model_dump_json(),
-        metadata,
-        os.fspath(source_folder(job.folder, job.slice)),
-        job.source.fingerprints,
-        state.extents,
-        begun_at(job, state.header),
+        input=job.spec.input.model_dump_json(),
+        metadata=metadata,
+        source_folder=os.fspath(source_folder(job.folder, job.slice)),
+        taken=job.source.fingerprints,
+        extents=state.extents,
+        begun_at=begun_at(job, state.header),
+        columns=state.header.columns,
     )
 
 

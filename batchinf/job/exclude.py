@@ -20,7 +20,7 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
 from batchinf.source.row_hash import texts
 from batchinf.source.types import is_text
-from batchinf.tasks.base import prompt_hash
+from batchinf.tasks.columns import prompt_hash
 
 _MEMORY = "64MB"
 # Bytes of keys that are stored or looked up at once: few at first if there is a limit, as a few rows are then probably

@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+
 from batchinf.base.slices import Slice, read_cut
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import State
+from batchinf.manifest.versions import stored_spec
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter, lora_identity
 from batchinf.source.rows import NewRows, Source
@@ -60,6 +63,7 @@ class PreparedJob:
             identity["slice"] = str(self.file.slice)
         if self.state is not None:
             identity["input.limit"] = self.limit
+            identity = _without_later_fields(identity, self.state.header)
         # Through JSON and back, so that it compares equal to the manifest's identity.
         stored: dict[str, Any] = json.loads(json.dumps(identity))
         return stored
@@ -102,9 +106,26 @@ class Job:
         return fingerprint(self.identity)
 
 
+def _without_later_fields(identity: dict[str, Any], header: Header) -> dict[str, Any]:
+    """The identity without fields that came after the job began, if they have their defaults."""
+    if identity.keys() <= header.identity.keys():
+        return identity
+    defaults = fields(stored_spec(header.spec), "identity")
+    return {
+        name: value
+        for name, value in identity.items()
+        if name in header.identity or name not in defaults or value != defaults[name]
+    }
+
+
 def carried_columns(spec: JobSpec) -> list[str]:
     """Input columns that the output has, too: the id first, then the kept ones."""
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
+
+
+def carried_fields(spec: JobSpec, schema: pa.Schema) -> list[pa.Field]:
+    """These columns as fields of the input."""
+    return [schema.field(name) for name in carried_columns(spec)]
 
 
 def max_model_len(job: Job) -> int | None:

@@ -14,7 +14,7 @@ from batchinf.base.errors import InputError, SpecError
 from batchinf.base.slices import job_folder, read_cut, source_folder
 from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.job.drift import limit_as_begun, refusing_other_job
-from batchinf.job.job import Job, PreparedJob, carried_columns
+from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import resolve_adapters
@@ -235,7 +235,8 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
         if state is None and spec.input.is_batch_file:
             rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
             check_batch_models(spec, [row.values for row in rows])
-        task_of(spec).output_schema([source.schema.field(name) for name in carried_columns(spec)])
+        if state is None:  # the output of a begun job keeps its columns
+            task_of(spec).output_schema(carried_fields(spec, source.schema))
         return Job(
             file=file,
             spec=spec,

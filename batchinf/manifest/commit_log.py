@@ -51,9 +51,8 @@ def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
             if mark is not None:
                 num_commits += 1
                 if mark != num_commits:
-                    raise damage(
-                        folder, name, (f"line {number} ends commit {mark}, but commit {num_commits} was expected")
-                    )
+                    what = f"line {number} ends commit {mark}, but commit {num_commits} was expected"
+                    raise damage(folder, name, what)
                 yield from commit
                 commit = []
 
@@ -145,9 +144,8 @@ class CommitLog:
 
     def _check_place(self) -> None:
         """Raise OutputError if the file was deleted or replaced: no reader would see what is written to it."""
-        own = os.fstat(self._file.fileno())
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(own, self._path.stat()):
+            if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 return
         raise OutputError(
             f"{self._path} was deleted or replaced while the job ran; restore the folder, or start a new job with "
@@ -155,9 +153,9 @@ class CommitLog:
         )
 
     def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def _mend(self) -> None:
         """Cut off what a failed commit left behind."""

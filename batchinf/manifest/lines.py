@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import Fields
 from batchinf.records import (
-    ALWAYS_WRITTEN,
     COUNT_NAMES,
     Count,
     ExpectedSpeed,
@@ -24,42 +24,53 @@ from batchinf.records import (
     Time,
 )
 
+# Each part's line and footer has these counts. Any other count is 0 where it is missing: a later version added it.
+BASIC_COUNTS = ("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens")
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 CHOSEN = "chosen"  # an event: how many rows were chosen from how many
 BEGINNING = "beginning"  # the event that begins the log of a new job, before replicas start and the job has a header
 
-EXPECTED_SPEED, SPEED = "expected_speed", "speed"  # events: a run's prediction, and its speed when it has ended
+EXPECTED_SPEED = "expected_speed"  # an event: the prediction of a run
+SPEED = "speed"  # an event: the speed of a run that has ended
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the job is. identity, layout and spec are JSON values."""
+    """What the job is, as it began. Identity, layout and spec are JSON values."""
 
     format_version: PositiveCount
+    batchinf_version: JsonText
+    """The version of batchinf that began the job."""
     job_id: JsonText
     created_at: Time
     identity: Fields
+    """What a resume must have, too, by dotted name."""
     fingerprint: JsonText
+    """Hash of the identity."""
     layout: Fields
+    """What was chosen once: how rows are cut into shards, and their order."""
     spec: Fields
+    """The spec as resolved."""
+    columns: Columns
+    """Those of all its parts and journal segments, whichever version writes them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """A retry that has begun.
-
-    overrides: the changed sampling fields by dotted name, JSON values. num_rows, num_shards: chosen input rows, and the
-    shards that hold them. positions: digest of the file of the chosen rows. stop_row: rows from here on came into the
-    job later, and do not belong to the retry.
-    """
+    """A retry that has begun."""
 
     number: PositiveCount
     predicate: JsonText
     overrides: dict[JsonText, Any]
+    """The changed sampling fields by dotted name, JSON values."""
     num_rows: Count
+    """Chosen input rows."""
     num_shards: Count
+    """Shards that hold chosen rows."""
     positions: JsonText
+    """Digest of the file of the chosen rows."""
     stop_row: Count
+    """Rows from here on came into the job later, and do not belong to the retry."""
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
@@ -68,22 +79,21 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The local files of the model, its tokenizer and its adapters.
-
-    files: xxh3-128 of all bytes, by name. It is durable before any result of the job.
-    """
+    """The local files of the model, its tokenizer and its adapters. It is durable before any result of the job."""
 
     files: dict[JsonText, JsonText]
+    """xxh3-128 of all bytes, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSums:
-    """The sums over the logs that a snapshot replaces. running_replicas: those without a `replica_ended` event."""
+    """The sums over the logs that a snapshot replaces."""
 
     replaces: list[JsonText]
     device_s: Seconds
     event_counts: dict[JsonText, Count]
     running_replicas: list[StartedReplica]
+    """Those without a `replica_ended` event."""
 
 
 class EventLine(NamedTuple):
@@ -197,10 +207,18 @@ class _ExtentOrigin(BaseModel):
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
-_HEADER, _RETRY, _SNAPSHOT = TypeAdapter(Header), TypeAdapter(Retry), TypeAdapter(SnapshotSums)
-_FILES = TypeAdapter(ModelFiles)
-_EXPECTED, _MEASURED = TypeAdapter(ExpectedSpeed), TypeAdapter(Speed)
-_EXTENT, _PART, _STARTED = TypeAdapter(Extent), TypeAdapter(Part), TypeAdapter(StartedReplica)
+_EXTENT = TypeAdapter(Extent)
+_PART = TypeAdapter(Part)
+_STARTED = TypeAdapter(StartedReplica)
+_EXPECTED_SPEED = TypeAdapter(ExpectedSpeed)
+_SPEED = TypeAdapter(Speed)
+# By the line's kind; parts, extents and events need further checks.
+_RECORDS: dict[str, TypeAdapter[Any]] = {
+    "header": TypeAdapter(Header),
+    "retry": TypeAdapter(Retry),
+    "files": TypeAdapter(ModelFiles),
+    "snapshot": TypeAdapter(SnapshotSums),
+}
 
 
 def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | EventLine | SnapshotSums | None:
@@ -210,24 +228,16 @@ def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | Eve
     """
     match line["kind"]:
         case "part" | "replacing":
-            if not line.keys() >= ALWAYS_WRITTEN:
-                raise LookupError(f"a part without {sorted(ALWAYS_WRITTEN - line.keys())}")
+            if missing := [name for name in BASIC_COUNTS if name not in line]:
+                raise LookupError(f"a part without {missing}")
             return _PART.validate_python(line)
         case "event" | "counted_event" | "kept_event" | "done":
             return _read_event(line)
-        case "header":
-            return _HEADER.validate_python(line)
         case "extent":
             _ExtentOrigin.model_validate(line)
             return _checked(_EXTENT.validate_python(line))
-        case "retry":
-            return _RETRY.validate_python(line)
-        case "files":
-            return _FILES.validate_python(line)
-        case "snapshot":
-            return _SNAPSHOT.validate_python(line)
-        case str():
-            return None
+        case str() as kind:
+            return _RECORDS[kind].validate_python(line) if kind in _RECORDS else None
     raise ValueError("a kind that is no text")
 
 
@@ -255,18 +265,18 @@ def read_started(event: EventLine) -> StartedReplica:
 
 def read_expected_speed(event: EventLine) -> ExpectedSpeed:
     """The prediction in an event of this name."""
-    return _EXPECTED.validate_python(event.fields["speed"])
+    return _EXPECTED_SPEED.validate_python(event.fields["speed"])
 
 
 def read_speed(event: EventLine) -> Speed:
     """The speed in an event of this name."""
-    return _MEASURED.validate_python(event.fields["speed"])
+    return _SPEED.validate_python(event.fields["speed"])
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 _PART_NAMES = tuple(
-    own.name for own in fields(Part) if own.name not in COUNT_NAMES and own.metadata.get("is_written", True)
+    field.name for field in fields(Part) if field.name not in COUNT_NAMES and field.metadata.get("is_written", True)
 )
 _part_values = operator.attrgetter(*_PART_NAMES)
 

@@ -37,11 +37,7 @@ class LockLost(OutputError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds the job: the lock file's content.
-
-    start_time: of the process, in clock ticks since boot; no other process has the same pid and start time. token:
-    random, new for each acquisition. heartbeat: counts up while the holder lives. since: UTC.
-    """
+    """The process that holds the job: the lock file's content."""
 
     host: str
     machine: str
@@ -49,10 +45,14 @@ class Holder:
     pid_namespace: str
     pid: int
     start_time: int
+    """Of the process, in clock ticks since boot; no other process has the same pid and start time."""
     since: str
+    """UTC."""
     token: str
+    """Random, new for each acquisition."""
     epoch: int = 0
     heartbeat: int = 0
+    """Counts up while the holder lives."""
 
     @classmethod
     def this_process(cls) -> "Holder":
@@ -79,9 +79,11 @@ class Holder:
             holder = cls(**fields)
         except (ValueError, TypeError, RecursionError):
             return None
-        values = [(getattr(holder, field.name), field.type) for field in dataclasses.fields(cls)]
-        is_ours = all(type(value) is kind for value, kind in values)
-        return holder if is_ours and all(value.isprintable() for value, kind in values if kind is str) else None
+        for field in dataclasses.fields(cls):
+            value = getattr(holder, field.name)
+            if type(value) is not field.type or (isinstance(value, str) and not value.isprintable()):
+                return None
+        return holder
 
     def __str__(self) -> str:
         return f"pid {self.pid} on host {self.host}"

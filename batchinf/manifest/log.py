@@ -39,18 +39,23 @@ def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     running = [dataclasses.asdict(replica) for replica in state.running_replicas]
     counts = {"device_s": state.device_s, "event_counts": state.event_counts, "running_replicas": running}
     yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
-    yield {"kind": "header", **dataclasses.asdict(state.header)}
-    limits = [{"limit": state.limits[i]} if i in state.limits else {} for i in range(len(state.extents))]
-    yield from map(_extent_line, state.extents, state.source_fingerprints, limits)
-    if state.files:
-        yield {"kind": "files", "files": state.files}
-    yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
+    yield from _job_lines(state)
     yield from (part_line("part", part) for part in state.parts.values())
     yield from (part_line("replacing", part) for part in state.replacing.values())
     yield from (event_line("counted_event", event) for event in state.events)
     yield from (event_line("kept_event", event) for event in state.kept.values())
     if state.done is not None:
         yield event_line("done", state.done)
+
+
+def _job_lines(state: State) -> Iterator[Fields]:
+    yield {"kind": "header", **dataclasses.asdict(state.header)}
+    for number, extent in enumerate(state.extents):
+        limit = {"limit": state.limits[number]} if number in state.limits else {}
+        yield _extent_line(extent, state.source_fingerprints[number], limit)
+    if state.files:
+        yield {"kind": "files", "files": state.files}
+    yield from ({"kind": "retry", **dataclasses.asdict(retry)} for retry in state.retries.values())
 
 
 class Manifest:
@@ -108,8 +113,8 @@ class Manifest:
 
         replica, incarnation: those that made the part, if known.
         """
-        made = dataclasses.replace(part, replica=replica, incarnation=incarnation)
-        self._lines.append(part_line("part", made))
+        part = dataclasses.replace(part, replica=replica, incarnation=incarnation)
+        self._lines.append(part_line("part", part))
 
     def replacing(self, part: Part) -> None:
         """Record that this part is about to replace the old part of its shard.

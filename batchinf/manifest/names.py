@@ -47,7 +47,7 @@ def retry_of(incarnation: str) -> int:
 
 
 # All that a job or a command makes in an output folder by itself, and files of systems: NFS, macOS.
-_OWN = re.compile(
+_KNOWN = re.compile(
     r"(manifest|parts|staging|journal|damaged|retry|selection|source|logs|telemetry|(old-)?slice-\d+(\.\d+)?)"
     r"|(job\.yaml|cut\.json|files\.json|status\.json|report\.html|lock(\.stale-.*)?|\.(tmp-|batchinf-|nfs|fuse_hidden).*|\.DS_Store)"
 )
@@ -57,7 +57,7 @@ _MOST_SHOWN = 3
 def other_names(folder: Folder) -> list[str]:
     """Names in an output folder that are not batchinf's, sorted."""
     try:
-        return [name for name in folder.list("") if not _OWN.fullmatch(name)]
+        return [name for name in folder.list("") if not _KNOWN.fullmatch(name)]
     except NotADirectoryError:
         return []
 
@@ -70,7 +70,6 @@ def say_names(names: Sequence[str]) -> str:
 
 def others_note(folder: Folder) -> str | None:
     """A line for people who give a job a folder with other files in it; None if there are none."""
-    names = other_names(folder)
-    if not names:
+    if not (names := other_names(folder)):
         return None
     return f"note: {folder.root} holds other files, which the job leaves alone: {say_names(names)}"

@@ -3,9 +3,9 @@
 import re
 import time
 from collections import Counter, deque
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, reason
@@ -24,48 +24,55 @@ from batchinf.manifest.lines import (
     read_speed,
     read_started,
 )
-from batchinf.records import ExpectedSpeed, Extent, Part, PartCounts, Speed, StartedReplica
+from batchinf.manifest.versions import check_version
+from batchinf.records import BoolArray, ExpectedSpeed, Extent, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import follows, num_shards
 
-MANIFEST_VERSION = 1
 NUM_KEPT_EVENTS = 1000
 MANIFEST_FOLDER = "manifest"
 _BEFORE_HEADER = {BEGINNING, "replica_started", "replica_ended"}
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
-_MAX_LOOKS, _LOOK_AGAIN_S = 200, 0.01
+_MAX_LOOKS = 200
+_LOOK_AGAIN_S = 0.01
 
 
+@dataclass(eq=False)
 class State:
-    """All logs together.
+    """All logs together."""
 
-    committed: bool [total_shards(extents)]. parts: by shard. retries: by number. replacing: by shard, parts of a retry
-    that may or may not have replaced those in `parts` yet. source_fingerprints: of the input's version, one for each
-    extent. files: digests of the model's local files, by name; empty before they are known. limits: `input.limit`, by
-    the number of the extent that raised it. events: the last 1,000. event_counts: of all events, by name. kept: the
-    last event of each `kept_as`, until it is forgotten. device_s: sum over all `replica_ended` events. done: the event
-    of the end; None while there is work left. last_epoch: of the last log.
-    """
-
-    def __init__(self) -> None:
-        self._header: Header | None = None
-        # From the header, or from the beginning before there is one.
-        self.job_id: str | None = None
-        self.extents: tuple[Extent, ...] = ()
-        self.source_fingerprints: tuple[str, ...] = ()
-        self.files: dict[str, str] = {}
-        self.limits: dict[int, int | None] = {}
-        self.committed: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
-        self.parts: dict[int, Part] = {}
-        self.events: deque[EventLine] = deque(maxlen=NUM_KEPT_EVENTS)
-        self.event_counts: Counter[str] = Counter()
-        self.device_s = 0.0
-        self.done: EventLine | None = None
-        self.retries: dict[int, Retry] = {}
-        self.replacing: dict[int, Part] = {}
-        self.last_epoch = 0
-        self.kept: dict[str, EventLine] = {}
-        self._running: dict[str, StartedReplica] = {}
-        self._sizes: dict[str, int] = {}  # of the logs, before they were read
+    job_id: str | None = None
+    """From the header, or from the beginning before there is one."""
+    extents: tuple[Extent, ...] = ()
+    source_fingerprints: tuple[str, ...] = ()
+    """Of the input's version, one for each extent."""
+    limits: dict[int, int | None] = field(default_factory=dict)
+    """`input.limit`, by the number of the extent that raised it."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Digests of the model's local files, by name; empty before they are known."""
+    committed: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """[total_shards(extents)]."""
+    parts: dict[int, Part] = field(default_factory=dict)
+    """By shard."""
+    retries: dict[int, Retry] = field(default_factory=dict)
+    """By number."""
+    replacing: dict[int, Part] = field(default_factory=dict)
+    """By shard, parts of a retry that may or may not have replaced those in `parts` yet."""
+    events: deque[EventLine] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_EVENTS))
+    """The last 1,000."""
+    event_counts: Counter[str] = field(default_factory=Counter)
+    """Of all events, by name."""
+    kept: dict[str, EventLine] = field(default_factory=dict)
+    """The last event of each `kept_as`, until it is forgotten."""
+    device_s: float = 0.0
+    """Sum over all `replica_ended` events."""
+    done: EventLine | None = None
+    """The event of the end; None while there is work left."""
+    last_epoch: int = 0
+    """Of the last log."""
+    _header: Header | None = None
+    _running: dict[str, StartedReplica] = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)
+    """Of the logs, before they were read."""
 
     @property
     def header(self) -> Header:
@@ -166,12 +173,9 @@ class State:
                 self._header = header
                 self.job_id = header.job_id
             case Extent() as extent:
-                if "limit" in fields:
-                    self.limits[len(self.extents)] = fields["limit"]
-                self._extend(extent, fields["source_fingerprint"])
+                self._extend(extent, fields)
             case SnapshotSums() as snapshot:
-                self.device_s, self.event_counts = snapshot.device_s, Counter(snapshot.event_counts)
-                self._running = {replica.incarnation: replica for replica in snapshot.running_replicas}
+                self._begin_with(snapshot)
 
     def _apply_event(self, kind: str, event: EventLine) -> None:
         match kind:
@@ -184,11 +188,18 @@ class State:
             case "done":
                 self.done = event
 
-    def _extend(self, extent: Extent, source_fingerprint: str) -> None:
+    def _begin_with(self, snapshot: SnapshotSums) -> None:
+        self.device_s = snapshot.device_s
+        self.event_counts = Counter(snapshot.event_counts)
+        self._running = {replica.incarnation: replica for replica in snapshot.running_replicas}
+
+    def _extend(self, extent: Extent, line: Fields) -> None:
         if not follows(self.extents, extent):
             raise LookupError(f"{extent} does not follow {self.extents}")
+        if "limit" in line:
+            self.limits[len(self.extents)] = line["limit"]
         self.extents += (extent,)
-        self.source_fingerprints += (source_fingerprint,)
+        self.source_fingerprints += (line["source_fingerprint"],)
         self.committed = np.concatenate([self.committed, np.zeros(num_shards(extent), dtype=np.bool_)])
         self.done = None
 
@@ -233,7 +244,10 @@ def read_beginning(folder: Folder) -> State:
 def _read(folder: Folder, known: State | None) -> State:
     last_seen: object = None
     for _ in range(_MAX_LOOKS):
-        state, failure, logs, sizes = State(), None, list_logs(folder), folder.sizes(MANIFEST_FOLDER)
+        state = State()
+        failure: OSError | OutputError | None = None
+        logs = list_logs(folder)
+        sizes = folder.sizes(MANIFEST_FOLDER)
         if known is not None and known._sizes == sizes:
             return known
         try:
@@ -292,7 +306,8 @@ def _first_needed(folder: Folder, logs: list[tuple[int, str]]) -> int:
 
 def _read_log(folder: Folder, name: str, before: State) -> State:
     """The state after a log. A snapshot starts afresh; one without its end is ignored."""
-    state, replaced = before, []
+    state = before
+    replaced = list[str]()
     owner = before.job_id
     for number, fields in read_lines(folder, name):
         owner = owner or fields.get("job_id")
@@ -301,7 +316,8 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
         try:
             check_version(folder, fields)
             if fields["kind"] == "snapshot":
-                state, replaced = State(), fields["replaces"]
+                state = State()
+                replaced = fields["replaces"]
             elif fields["kind"] == "snapshot_end":
                 replaced = []
             state.apply(fields)
@@ -310,14 +326,6 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
     if any(not folder.exists(log) for log in replaced):
         raise damage(folder, name, "its snapshot is incomplete")
     return before if replaced else state
-
-
-def check_version(folder: Folder, fields: Fields) -> None:
-    """Raise OutputError for a line of a later format version."""
-    version = fields.get("format_version")
-    if isinstance(version, int) and version > MANIFEST_VERSION:
-        what = f"{folder.root} was written by a newer batchinf, in format version {version}"
-        raise OutputError(f"{what}; this one reads up to version {MANIFEST_VERSION}: install a newer one")
 
 
 class Committed:

@@ -8,7 +8,7 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,10 +20,12 @@ import xxhash
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.base.storage import Folder, reason
+from batchinf.base.text import list_names
+from batchinf.manifest.lines import BASIC_COUNTS
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.journal import footer_is_sealed
 from batchinf.output.parts import PART_VERSION
+from batchinf.output.seal import footer_is_sealed
 from batchinf.records import Part, Shard
 from batchinf.schedule.positions import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
@@ -36,8 +38,6 @@ _KEY_ROWS = 1 << 16
 # Reads wait for disks and servers, so several run at once.
 NUM_THREADS = 4
 _CHUNK = 512
-# The counts that a resume compares. They are enough to tell two parts apart; each further one costs 1 µs a part.
-_COMPARED = ("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens")
 
 
 class _NotPartError(ValueError):
@@ -50,35 +50,40 @@ def changed_parts(folder: Folder, state: State) -> list[int]:
     Raises OutputError if a part cannot be read, if all parts belong to another job, or if the stored selection is
     missing.
     """
-    sizes, order = folder.sizes("parts"), RunOrder(folder, state.extents)
-    lines = sorted(state.parts.items())
+    sizes = folder.sizes("parts")
+    order = RunOrder(folder, state.extents)
     order.check()
 
     # Reads no data. Only `check --deep` finds a flipped bit in it.
-    def changed(lines: Sequence[tuple[int, Part]]) -> list[int]:
-        return [shard for shard, line in lines if not _is_named(folder, state, order, shard, line, sizes)]
+    def changed(shards: Sequence[int]) -> list[int]:
+        return [shard for shard in shards if not is_committed(shard)]
 
-    chunks = [lines[start : start + _CHUNK] for start in range(0, len(lines), _CHUNK)]
+    def is_committed(shard: int) -> bool:
+        name = part_name(shard)
+        line = state.parts[shard]
+        place = shard_at(state.extents, shard)
+        if sizes.get(name) != line.num_bytes:
+            return False
+        expected = expected_statements(state.header.job_id, place, order.first_row(place), line)
+        return _has_statements(folder.path(f"parts/{name}"), expected)
+
+    shards = sorted(state.parts)
+    chunks = [shards[start : start + _CHUNK] for start in range(0, len(shards), _CHUNK)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        found = [shard for shards in pool.map(changed, chunks) for shard in shards]
-    if len(found) == len(lines):
-        _refuse_foreign(folder, state, [shard for shard in found if part_name(shard) in sizes])
-    return found
+        lost = [shard for chunk in pool.map(changed, chunks) for shard in chunk]
+    if len(lost) == len(shards):
+        _refuse_foreign(folder, state, [shard for shard in lost if part_name(shard) in sizes])
+    return lost
 
 
-def _is_named(folder: Folder, state: State, order: RunOrder, shard: int, line: Part, sizes: dict[str, int]) -> bool:
-    if sizes.get(part_name(shard)) != line.num_bytes:
-        return False
-    place = shard_at(state.extents, shard)
-    expected = expected_statements(state.header.job_id, place, order.first_row(place), line)
+def _has_statements(path: pathlib.Path, expected: Mapping[str, str]) -> bool:
     try:
-        footer = read_footer(folder.path(f"parts/{part_name(shard)}"))
+        footer = read_footer(path)
     except (FileNotFoundError, _NotPartError):
         return False
     except OSError as error:
-        name = folder.path(f"parts/{part_name(shard)}")
         raise OutputError(
-            f"cannot read {name}: {reason(error)}; correct the cause and run the same command again"
+            f"cannot read {path}: {reason(error)}; correct the cause and run the same command again"
         ) from error
     return all(_encoded(name, value) in footer for name, value in expected.items())
 
@@ -113,7 +118,7 @@ def expected_statements(job_id: str, shard: Shard, first_row: int, line: Part) -
         "shard": shard.index,
         "first_row": first_row,
         "num_source_rows": shard.num_rows,
-        **{name: getattr(line, name) for name in _COMPARED},
+        **{name: getattr(line, name) for name in BASIC_COUNTS},
         "format_version": PART_VERSION,
     }
     return {"job_id": job_id, **{name: str(number) for name, number in numbers.items()}}
@@ -152,8 +157,8 @@ def _encoded_key(name: str) -> bytes:
 
 def _stated(footer: bytes, name: str) -> str | None:
     # The last match: the metadata comes after the statistics, which depend on the data.
-    found = re.findall(rb"\x18.batchinf\.%b\x18.([0-9A-Za-z]*)\x00" % name.encode(), footer, re.DOTALL)
-    return found[-1].decode() if found else None
+    values = re.findall(rb"\x18.batchinf\.%b\x18.([0-9A-Za-z]*)\x00" % name.encode(), footer, re.DOTALL)
+    return values[-1].decode() if values else None
 
 
 # -- the reason why a part is wrong ------------------------------------------------------------------------------------
@@ -161,58 +166,70 @@ def _stated(footer: bytes, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """What is wrong with a part. is_plain: whether a resume notices it, too, and runs the shard again."""
+    """What is wrong with a part."""
 
     what: str
     is_plain: bool
+    """Whether a resume notices it, too, and runs the shard again."""
 
 
-def find_flaw(
-    folder: Folder,
-    job_id: str,
-    shard: Shard,
-    line: Part,
-    num_samples: int,
-    order: RunOrder,
-    *,
-    is_deep: bool,
-) -> Flaw | None:
-    """What is wrong with a shard's part, or None. num_samples: output rows for each row of the source.
+@dataclass(frozen=True, slots=True)
+class PartsOfJob:
+    """What the parts of a job must be."""
 
-    is_deep: check each byte and the keys of all rows, in bounded memory.
-    """
-    path = folder.path(f"parts/{part_name(shard.index)}")
-    rows = order.of(shard)
-    try:
-        if plain := _plain_flaw(path, job_id, shard, rows.first, line):
-            return Flaw(plain, is_plain=True)
-        found = _number_flaw(path, shard, line, num_samples)
-        if is_deep:
-            found = found or _byte_flaw(path, line) or _key_flaw(path, rows, num_samples)
-        return Flaw(found, is_plain=False) if found else None
-    except FileNotFoundError:
-        return Flaw("is missing", is_plain=True)
-    except OSError as error:
-        return Flaw(f"cannot be read: {reason(error)}", is_plain=False)
-    except (pa.ArrowException, ValueError) as error:
-        return Flaw(f"is altered: {str(error).partition(chr(10))[0]}", is_plain=False)
+    folder: Folder
+    job_id: str
+    order: RunOrder
+    num_samples: int
+    """Output rows for each row of the source."""
+    schema: pa.Schema
+
+    def flaw(self, shard: Shard, line: Part, *, is_deep: bool) -> Flaw | None:
+        """What is wrong with the part of a shard, or None. line: of the manifest.
+
+        is_deep: check each byte, the columns, and the keys of all rows, in bounded memory.
+        """
+        path = self.folder.path(f"parts/{part_name(shard.index)}")
+        rows = self.order.of(shard)
+        try:
+            if plain := _plain_flaw(path, expected_statements(self.job_id, shard, rows.first, line), line):
+                return Flaw(plain, is_plain=True)
+            what = _number_flaw(path, line, shard.num_rows * self.num_samples)
+            if is_deep and what is None:
+                what = _byte_flaw(path, line) or self._schema_flaw(path) or _key_flaw(path, rows, self.num_samples)
+            return Flaw(what, is_plain=False) if what else None
+        except FileNotFoundError:
+            return Flaw("is missing", is_plain=True)
+        except OSError as error:
+            return Flaw(f"cannot be read: {reason(error)}", is_plain=False)
+        except (pa.ArrowException, ValueError) as error:
+            return Flaw(f"is altered: {str(error).partition(chr(10))[0]}", is_plain=False)
+
+    def _schema_flaw(self, path: pathlib.Path) -> str | None:
+        schema = pq.read_schema(absolute(path)).remove_metadata()
+        if schema.equals(self.schema):
+            return None
+        was = {field.name: field.type for field in self.schema}
+        now = {field.name: field.type for field in schema}
+        names = [name for name in was | now if was.get(name) != now.get(name)]
+        what = f"it differs in {list_names(names)}" if names else "their order differs"
+        return f"does not have the columns with which the job began: {what}"
 
 
-def _plain_flaw(path: pathlib.Path, job_id: str, shard: Shard, first_row: int, line: Part) -> str | None:
+def _plain_flaw(path: pathlib.Path, statements: Mapping[str, str], line: Part) -> str | None:
     num_bytes = path.stat().st_size
     size_flaw = f"has {num_bytes:,} bytes, but {line.num_bytes:,} were written" if num_bytes != line.num_bytes else None
     try:
         footer = read_footer(path)
     except _NotPartError as error:
         return size_flaw or f"is altered: {error}"
-    for name, value in expected_statements(job_id, shard, first_row, line).items():
+    for name, value in statements.items():
         if _encoded(name, value) not in footer:
             return _statement_flaw(name, _stated(footer, name), value, size_flaw)
     return size_flaw
 
 
-def _number_flaw(path: pathlib.Path, shard: Shard, line: Part, num_samples: int) -> str | None:
-    expected = shard.num_rows * num_samples
+def _number_flaw(path: pathlib.Path, line: Part, expected: int) -> str | None:
     for num_rows in (line.num_rows, pq.read_metadata(absolute(path)).num_rows):
         if num_rows != expected:
             return f"has {num_rows:,} rows, but must have {expected:,}"
@@ -232,7 +249,8 @@ def _statement_flaw(name: str, stated: str | None, expected: str, size_flaw: str
 def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
     footer = read_footer(path)
     # One pass computes both checksums: the digest in the manifest and the seal in the file.
-    digest, left = xxhash.xxh3_128(), path.stat().st_size - len(footer) - 8
+    digest = xxhash.xxh3_128()
+    left = path.stat().st_size - len(footer) - 8
     with path.open("rb", buffering=0) as file:
         while left > 0 and (data := file.read(min(left, _READ_BYTES))):
             digest.update(data)
@@ -251,20 +269,23 @@ def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
     return None
 
 
-def _key_flaw(path: pathlib.Path, own: ShardRows, num_samples: int) -> str | None:
+def _key_flaw(path: pathlib.Path, shard: ShardRows, num_samples: int) -> str | None:
     """Check that the file has each (row_index, sample_index) of the shard once and in order."""
-    num_rows, positions = 0, own.positions()
+    num_rows = 0
+    positions = shard.positions()
+    expected = len(shard) * num_samples
     with ParquetFile(path) as file:
         names = [name for name in ("row_index", "sample_index") if name in file.schema_arrow.names]
         for batch in file.iter_batches(_KEY_ROWS, columns=names):
-            places = np.arange(num_rows, min(num_rows + batch.num_rows, len(own) * num_samples))
+            places = np.arange(num_rows, min(num_rows + batch.num_rows, expected))
             keys = {name: batch.column(name).to_numpy()[: len(places)] for name in names}
-            rows, samples = keys["row_index"], keys.get("sample_index", np.zeros(len(places), np.int32))
-            row, sample = positions[places // num_samples], places % num_samples
+            rows = keys["row_index"]
+            samples = keys.get("sample_index", np.zeros(len(places), np.int32))
+            row = positions[places // num_samples]
+            sample = places % num_samples
             is_right = (rows == row) & (samples == sample)
             if not is_right.all():
                 i = int(is_right.argmin())
                 return f"has row {rows[i]}, sample {samples[i]} in the place of row {row[i]}, sample {sample[i]}"
             num_rows += batch.num_rows
-    expected = len(own) * num_samples
     return None if num_rows == expected else f"has {num_rows:,} rows, but must have {expected:,}"

@@ -3,6 +3,7 @@
 It works on output rows of any task and distinguishes them by `row_index`.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,9 @@ from batchinf.base.parquet import absolute, open_part
 from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name
-from batchinf.output.journal import is_sealed
-from batchinf.output.parts import PIECE_BYTES, OpenLease, PartTarget, write_part
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import PIECE_BYTES, PartTarget, write_part
+from batchinf.output.seal import is_sealed
 from batchinf.records import Part
 from batchinf.schedule.positions import ShardRows
 
@@ -33,8 +35,8 @@ _FEW_ROWS = 4096
 
 def retry_metadata(retry: Retry) -> dict[str, str]:
     """The entries for a retry in the Parquet metadata of the parts that it rewrote."""
-    said = {"predicate": retry.predicate, "set": retry.overrides, "num_rows": retry.num_rows}
-    return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(said, ensure_ascii=False)}
+    description = {"predicate": retry.predicate, "set": retry.overrides, "num_rows": retry.num_rows}
+    return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(description, ensure_ascii=False)}
 
 
 def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
@@ -45,8 +47,8 @@ def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
     old = OldPart(target.folder, shard.index, shard.rows, shard.chosen)
     metadata = {**old.retries, **target.metadata, _REPLACES_KEY: old.seal}
     part = write_part(dataclasses.replace(target, metadata=metadata), shard, old.merge, old.num_second_bos)
-    retry, num_kept, num_kept_errors = int(metadata[RETRY_KEY]), old.num_kept, old.num_kept_errors
-    return dataclasses.replace(part, retry=retry, num_kept=num_kept, num_kept_errors=num_kept_errors)
+    retry = int(metadata[RETRY_KEY])
+    return dataclasses.replace(part, retry=retry, num_kept=old.num_kept, num_kept_errors=old.num_kept_errors)
 
 
 def with_retry(folder: Folder, name: str, part: Part) -> Part:
@@ -74,13 +76,11 @@ class OldPart:
         self._rows = rows
         self._chosen = chosen
         self.num_kept = self.num_kept_errors = 0
-        try:
-            with pa.memory_map(str(self._path)) as file:
-                is_whole = is_sealed(memoryview(file.read_buffer()))
-            stored = _metadata(folder, name)
-        except (pa.ArrowException, ValueError):
-            is_whole, stored = False, {}
-        if not is_whole:
+        stored = {}
+        with contextlib.suppress(pa.ArrowException, ValueError), pa.memory_map(str(self._path)) as file:
+            if is_sealed(memoryview(file.read_buffer())):
+                stored = _metadata(folder, name)
+        if not stored:
             raise OutputError(
                 f"{self._path} is damaged, and its other rows cannot be kept: move it away and run the same command "
                 "again to make a new one"
@@ -94,7 +94,8 @@ class OldPart:
 
         tables: only chosen rows, sorted. Holds a few pieces at a time and counts the old rows that it keeps.
         """
-        old, new = _Rows(self._kept()), _Rows(self._counted_on(tables))
+        old = _Rows(self._kept())
+        new = _Rows(self._counted_on(tables))
         while old.has_more and new.has_more:
             # No row is in both streams, so all rows up to the smaller end are complete.
             last = min(old.last_row, new.last_row)
@@ -175,7 +176,8 @@ class _Rows:
         """Remove and return the rows up to `last` from the current table."""
         assert self._table is not None
         place = int(np.searchsorted(self._rows, last, side="right"))
-        taken, self._table = self._table.slice(0, place), self._table.slice(place)
+        taken = self._table.slice(0, place)
+        self._table = self._table.slice(place)
         self._fill()
         return taken
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from batchinf.base import faults
 from batchinf.base.errors import RowError
-from batchinf.output.parts import OpenLease
+from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Lease, Prompt, Request, Result
 from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, Trial, Tried

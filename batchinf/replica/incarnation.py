@@ -28,11 +28,14 @@ from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.installed import importing
 from batchinf.engines.protocol import Engine
 from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
+from batchinf.job.job import carried_columns
 from batchinf.job.open import open_job_input
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import retry_of
 from batchinf.model.content import Unchanged, adapter_files
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenLease, PartTarget, write_part
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
@@ -174,13 +177,19 @@ class Pipeline:
         order: RunOrder | None = None,
         begun_at: str | None = None,
         may_store: Callable[[], object] = lambda: None,
+        columns: Columns | None = None,
     ) -> None:
-        """order: None if rows run in the order of their positions. may_store: waits until results may be durable."""
+        """order: None if rows run in the order of their positions. may_store: waits until results may be durable.
+
+        columns: those of the job's files; None: all that the task has.
+        """
         self._spec, self._task, self._source, self._tokenizer = task.spec, task, source, tokenizer
         self._folder, self._incarnation, self._metadata, self._emit = folder, incarnation, metadata, emit
         self._order, self._begun_at = order, begun_at
         self._may_store = may_store
-        self._journal = Journal(folder, incarnation, task.result_schema, self._before_segment)
+        carried = [source.schema.field(name) for name in carried_columns(task.spec)]
+        self._columns = columns or Columns.of_new_job(task, carried)
+        self._journal = Journal(folder, incarnation, self._columns.journal_schema, self._before_segment)
         self._retry = retry_of(incarnation)
         self._chosen = stored_positions(folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
@@ -256,8 +265,14 @@ class Pipeline:
         versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
         stored = {**self._metadata, **versions, "batchinf.device": info.device}
         write_file = write_replacement if self._retry else write_part
-        id_column, keep_columns = self._spec.input.id_column, tuple(self._spec.output.keep_columns)
-        target = PartTarget(self._folder, self._source, id_column, keep_columns, stored, self._incarnation)
+        target = PartTarget(
+            folder=self._folder,
+            source=self._source,
+            carried=tuple(carried_columns(self._spec)),
+            columns=self._columns,
+            metadata=stored,
+            incarnation=self._incarnation,
+        )
 
         def write(shard: OpenLease) -> Part:
             self._may_store()
@@ -405,9 +420,9 @@ class Incarnation:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
         name, emit, order = self._launch.incarnation, self._port.send, RunOrder(self._folder, work.extents)
-        task, tokenizer, metadata, begun_at = task_of(spec), self._tokenizer, work.metadata, work.begun_at
+        task, tokenizer, metadata, begun_at = work.columns.task(spec), self._tokenizer, work.metadata, work.begun_at
         pipeline = Pipeline(
-            task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at, self._may_store
+            task, source, tokenizer, self._folder, name, metadata, emit, order, begun_at, self._may_store, work.columns
         )
         self._feeder = pipeline.feeder
         limits = expected_limits(spec, *self._launch.config_limits, tokenizer)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from batchinf.manifest.columns import Columns
 from batchinf.model.lora import Adapter
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
 
@@ -45,6 +46,8 @@ class Work:
     taken: tuple[str, ...]
     extents: tuple[Extent, ...]
     begun_at: str | None
+    columns: Columns
+    """Those of the job's parts and segments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from batchinf.base import faults
-from batchinf.output.journal import count_errors
-from batchinf.output.parts import OpenLease
+from batchinf.output.batches import count_errors
+from batchinf.output.open_lease import OpenLease
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
 from batchinf.replica.messages import Event, LeaseStored, ShardClosed

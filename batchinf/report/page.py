@@ -7,20 +7,21 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf import __version__
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import PAGE_MARK, Folder, reason, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
-from batchinf.commands.status import job_status, read_job, stored_spec
+from batchinf.commands.status import job_status, read_job
 from batchinf.commands.text.status import JobTotals, StatusReport
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
+from batchinf.manifest.versions import stored_spec
 from batchinf.report import charts
 from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.template import template
 from batchinf.report.timeline import PHASES, Timeline, timeline
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_named, task_of
+from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
 _SPEC_CHARS, _LINE_CHARS = 100_000, 400
@@ -115,8 +116,8 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     cards.append(
         Card("output", size_text(totals.num_bytes), f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts")
     )
-    if totals.accuracy is not None and totals.accuracy.num_answered:
-        cards.append(Card("accuracy", f"{totals.accuracy.shares[0]:.2%}", "best"))
+    figures = task_named(totals.task).count_figures(totals.num_rows_committed, totals.task_counts)
+    cards.extend(Card(*figure) for figure in figures)
     for progress in live[:1] if len(live) == 1 else ():
         if progress.left_s is not None:
             cards.append(Card("time left", duration(progress.left_s), "when the report was made"))

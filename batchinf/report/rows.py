@@ -140,7 +140,7 @@ def _is_readable(path: pathlib.Path) -> bool:
 
 def _journalled(folder: Folder, state: State, task: Task) -> Iterator[pa.Table]:
     """Results that are output rows already, and in no part yet. Memory-mapped, if each result is a row."""
-    journal = Journal(folder, "look", task.result_schema)
+    journal = Journal(folder, "look", state.header.columns.journal_schema)
     for shard in list_shards(folder):
         for table in journal.tables(shard) if shard not in state.parts else ():
             yield table.filter(pc.equal(table.column("num_requests"), 1)) if task.joins_requests else table

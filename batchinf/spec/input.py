@@ -155,9 +155,9 @@ class InputSpec(Section):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
-        given = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
-        if len(given) > 1:
-            raise wrong(f"got {given[1]} beside {given[0]}; give one of them", given[1])
+        forms = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
+        if len(forms) > 1:
+            raise wrong(f"got {forms[1]} beside {forms[0]}; give one of them", forms[1])
         return self
 
     @model_validator(mode="after")

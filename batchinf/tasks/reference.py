@@ -20,7 +20,7 @@ from batchinf.model.identity import Model
 from batchinf.model.lora import ADAPTER_CONFIG, TENSOR_NAME, Adapter
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.compare import ReferenceWanted, StoredVectors
+from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredVectors
 
 # Positions whose logprobs are computed at once: 128 MB in float32 for 128,256 tokens, besides the logits of all.
 POSITIONS_AT_ONCE = 256
@@ -28,42 +28,41 @@ POSITIONS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The reference's results for consecutive positions.
-
-    values: float32 [num_positions, num_wanted], logprobs (or logits) of the wanted tokens. best: int64 [num_positions],
-    the likeliest token.
-    """
+    """The reference's results for consecutive positions."""
 
     values: npt.NDArray[np.float32]
+    """[num_positions, k + 1], logprobs (or logits) of `StoredLogprobs.tokens`."""
     best: npt.NDArray[np.int64]
+    """[num_positions], the likeliest token."""
 
 
 class Reference:
-    """A model of transformers, by default a causal language model. auto: the class that loads it."""
+    """A model of transformers, by default a causal language model."""
 
     auto = "AutoModelForCausalLM"
+    """The class that loads it."""
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
         """spec: resolved. Raises UserError if transformers cannot load the model."""
-        model, dtype, device = wanted.model, wanted.dtype, wanted.device
+        model = wanted.model
         self._spec = spec
         self._adapters = {adapter.name: adapter for adapter in wanted.adapters}
         self._changed: dict[str, torch.Tensor] = {}
         self._current: str | None = None
-        self._device = device
+        self._device = wanted.device
         transformers.utils.logging.disable_progress_bar()
-        self.description = f"transformers {transformers.__version__} in {dtype} on {device}"
+        self.description = f"transformers {transformers.__version__} in {wanted.dtype} on {wanted.device}"
         try:
             # Eager attention has the plainest arithmetic.
             loaded, info = getattr(transformers, self.auto).from_pretrained(
                 model.path,
                 revision=model.commit if not pathlib.Path(model.path).is_dir() else None,
-                dtype=getattr(torch, dtype),
+                dtype=getattr(torch, wanted.dtype),
                 attn_implementation="eager",
                 trust_remote_code=spec.model.trust_remote_code,
                 output_loading_info=True,
             )
-            self._model: Any = loaded.to(device).eval()
+            self._model: Any = loaded.to(wanted.device).eval()
         except Exception as error:  # the model's own code may raise anything
             reason = error_message(error, 300)
             raise UserError(f"transformers cannot load '{model.name}' to verify it: {reason}") from error
@@ -72,31 +71,22 @@ class Reference:
     def _check_loaded(self, model: Model, info: dict[str, Any]) -> None:
         """Raise UserError if a needed part of the model was not loaded."""
 
-    def scores(
-        self,
-        token_ids: list[int],
-        first: int,
-        wanted: npt.NDArray[np.int64],
-        adapter: str | None = None,
-        are_logits: bool = False,
-    ) -> Scores:
-        """Logprobs of the tokens `wanted[i]` at index `first + i` of the sequence, by teacher forcing.
-
-        wanted: int64 [num_positions, num_wanted]. are_logits: return logits instead.
-        """
+    def scores(self, stored: StoredLogprobs, adapter: str | None, are_logits: bool) -> Scores:
+        """Logprobs of the tokens whose logprobs are stored, by teacher forcing. are_logits: return logits instead."""
         self.merge(adapter)
-        last = first + len(wanted)
-        ids = torch.tensor([token_ids[: last - 1]], device=self._device)
-        values, best = [], []
+        num_positions = len(stored.tokens)
+        ids = torch.tensor([stored.token_ids[: stored.first + num_positions - 1]], device=self._device)
+        values = []
+        best = []
         with torch.inference_mode():
-            logits = self.logits(ids, len(wanted))
-            for start in range(0, len(wanted), POSITIONS_AT_ONCE):
-                stop = start + POSITIONS_AT_ONCE
-                rows = logits[start:stop].float()
+            logits = self.logits(ids, num_positions)
+            for start in range(0, num_positions, POSITIONS_AT_ONCE):
+                positions = slice(start, start + POSITIONS_AT_ONCE)
+                rows = logits[positions].float()
                 if not are_logits:
                     rows = rows.log_softmax(-1)
-                asked = torch.from_numpy(wanted[start:stop]).to(rows.device)
-                values.append(rows.gather(1, asked).cpu().numpy())
+                tokens = torch.from_numpy(stored.tokens[positions]).to(rows.device)
+                values.append(rows.gather(1, tokens).cpu().numpy())
                 best.append(rows.argmax(-1).cpu().numpy())
         return Scores(np.concatenate(values), np.concatenate(best))
 
@@ -122,7 +112,8 @@ class Reference:
             return
         for module, weight in self._changed.items():
             self._model.get_submodule(module).weight.data.copy_(weight)
-        self._changed, self._current = {}, name
+        self._changed = {}
+        self._current = name
         if name is None:
             return
         adapter = self._adapters[name]
@@ -164,20 +155,19 @@ def _deltas(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
         tensors |= load_file(folder / file)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for tensor, weight in tensors.items():
-        found = TENSOR_NAME.fullmatch(tensor)
-        if found is None:
+        half = TENSOR_NAME.fullmatch(tensor)
+        if half is None:
             raise UserError(
                 f"the adapter '{adapter.name}' has {tensor}, which is neither lora_A nor lora_B: it cannot be verified"
             )
-        pairs.setdefault(found["module"], {})[found["half"]] = weight.float()
+        pairs.setdefault(half["module"], {})[half["half"]] = weight.float()
     for module, halves in pairs.items():
         yield module, halves["B"] @ halves["A"] * _scale(config, module, len(halves["A"]))
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rsLoRA. A module may have its own alpha."""
-    own = (
-        alpha for name, alpha in (config.get("alpha_pattern") or {}).items() if re.match(rf"(.*\.)?({name})$", module)
-    )
-    alpha = float(next(own, config["lora_alpha"]))
+    patterns = (config.get("alpha_pattern") or {}).items()
+    alphas = (alpha for name, alpha in patterns if re.match(rf"(.*\.)?({name})$", module))
+    alpha = float(next(alphas, config["lora_alpha"]))
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

@@ -35,4 +35,5 @@ def task_of(spec: JobSpec) -> Task:
     return TASKS[spec.task](spec)
 
 
-register(Generate, Score, Logits, Embed, Classify, Reward, HiddenStates)
+_BUILT_IN = (Generate, Score, Logits, Embed, Classify, Reward, HiddenStates)
+register(*_BUILT_IN)

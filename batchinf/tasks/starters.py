@@ -18,31 +18,35 @@ _TAKEN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What `init` has found in the input. Columns are None if there is none that fits.
-
-    path: as in the spec. text: the column with the text or question of a row. id: one with a value of its own in each
-    row. repeated_id: why a column like one of ids is not taken: `ticket repeats 'T-1019'`. labels: words to choose
-    from. labelled: the column that has them. choices, answer: texts to choose from in each row, and the right one or
-    its place. continuation: what follows the text. kept: the text, and short columns. is_batch: the input is an OpenAI
-    batch file.
-    """
+    """What `init` has found in the input. Columns are None if there is none that fits."""
 
     path: str
+    """As in the spec."""
     num_rows: int
     columns: tuple[str, ...]
     text: str
+    """The column with the text or question of a row."""
     id: str | None
+    """One with a value of its own in each row."""
     repeated_id: str | None
+    """Why a column like one of ids is not taken: `ticket repeats 'T-1019'`."""
     messages: str | None
     labels: tuple[str, ...]
+    """Words to choose from."""
     labelled: str | None
+    """The column that has them."""
     choices: str | None
+    """Texts to choose from in each row."""
     answer: str | None
+    """The right one of them, or its place."""
     continuation: str | None
+    """What follows the text."""
     kept: tuple[str, ...]
+    """The text, and short columns."""
     is_batch: bool = False
+    """Whether the input is an OpenAI batch file."""
 
     @property
     def has_only_messages(self) -> bool:
@@ -137,22 +141,22 @@ def _score(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
     is_chat = data.text in (data.messages, data.continuation)  # no other column has text
     context = _conversations(data) if is_chat else f"  context_column: {_yaml(data.text)}"
     if data.choices is not None:
-        given = [context, f"  choices_column: {_yaml(data.choices)}"]
+        lines = [context, f"  choices_column: {_yaml(data.choices)}"]
         if data.answer is not None:
-            given.append(f"  answer_column: {_yaml(data.answer)}    # the right choice: its text, or its place from 0")
+            lines.append(f"  answer_column: {_yaml(data.answer)}    # the right choice: its text, or its place from 0")
         more = ('score: {target_delimiter: " "}    # between the context and each choice',)
-        return "Scores the choices of each row by their logprobs, and finds the best.", (("task: score",), given, more)
+        return "Scores the choices of each row by their logprobs, and finds the best.", (("task: score",), lines, more)
     if data.continuation is not None:
-        given = [context, f"  continuation_column: {_yaml(data.continuation)}"]
-        return "Scores a continuation of each row's text by its logprobs.", (("task: score",), given, more)
+        lines = [context, f"  continuation_column: {_yaml(data.continuation)}"]
+        return "Scores a continuation of each row's text by its logprobs.", (("task: score",), lines, more)
     if data.has_only_messages:
         raise UserError(
             f"--for: got score, but {data.path} has only conversations, in {data.text!r}; give a column with the text "
             "to score after each, such as 'response', or with the text of each row"
         )
-    given = [f"  text_column: {_yaml(data.text)}    # all of it is scored; long texts in windows"]
+    lines = [f"  text_column: {_yaml(data.text)}    # all of it is scored; long texts in windows"]
     more = ("score: {add_bos_token: false}    # the BOS that a tokenizer puts before a text is not scored",)
-    return "Scores each text: logprobs, perplexity and bits per byte.", (("task: score",), given, more)
+    return "Scores each text: logprobs, perplexity and bits per byte.", (("task: score",), lines, more)
 
 
 def _logits(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
@@ -172,8 +176,8 @@ def _embed(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  normalize: true    # vectors of length 1: a dot product is the cosine",
         "  dtype: float32     # float16 halves the output",
     )
-    given = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text)}"
-    return "Stores a vector for each text.", (("task: embed",), [given], pooling)
+    prompt = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text)}"
+    return "Stores a vector for each text.", (("task: embed",), [prompt], pooling)
 
 
 PURPOSES: dict[str, Callable[[Data, StarterWanted], tuple[str, _Sections]]] = {

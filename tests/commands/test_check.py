@@ -28,7 +28,7 @@ from batchinf.manifest.names import parse_part_name, parse_staging_name
 from batchinf.manifest.state import State, read_state
 from batchinf.output import proof
 from batchinf.output.journal import Journal
-from batchinf.output.proof import changed_parts, find_flaw
+from batchinf.output.proof import PartsOfJob, changed_parts
 from batchinf.schedule.positions import RunOrder, ShardRows
 from batchinf.schedule.shards import shard_at
 from batchinf.spec.job import JobSpec
@@ -260,11 +260,16 @@ def test_a_done_job_runs_again_what_it_has_lost(out: pathlib.Path, other: pathli
     assert "was already done" in assert_goes_on(out)
 
 
+def parts_of(folder: Folder, state: State) -> PartsOfJob:
+    order, schema = RunOrder(folder, state.extents), state.header.columns.part_schema
+    return PartsOfJob(folder=folder, job_id=state.header.job_id, order=order, num_samples=1, schema=schema)
+
+
 def test_one_flipped_bit_anywhere_in_a_part_is_found(out: pathlib.Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance, state, folder = random.Random(seed), jobs.state_of(out), Folder(out)
-    path, place, line, order = part(out, 8), shard_at(state.extents, 8), state.parts[8], RunOrder(folder, state.extents)
+    path, place, line, parts = part(out, 8), shard_at(state.extents, 8), state.parts[8], parts_of(folder, state)
     data, num_plain = path.read_bytes(), 0
     size, footer = len(data), int.from_bytes(data[-8:-4], "little") + 8
     places = [*range(8), *range(size - 8, size), *chance.sample(range(size), 300)]
@@ -272,14 +277,14 @@ def test_one_flipped_bit_anywhere_in_a_part_is_found(out: pathlib.Path) -> None:
     for byte in places:
         bit = chance.randrange(8)
         flip(path, byte, bit)
-        flaw = find_flaw(folder, state.header.job_id, place, line, 1, order, is_deep=True)
+        flaw = parts.flaw(place, line, is_deep=True)
         assert flaw is not None, f"seed {seed}: byte {byte}, bit {bit}"
         assert flaw.what
         num_plain += flaw.is_plain
         assert (changed_parts(folder, state) == [8]) == flaw.is_plain, f"seed {seed}: byte {byte}, bit {bit}"
         path.write_bytes(data)
     assert 0 < num_plain < len(places)
-    assert find_flaw(folder, state.header.job_id, place, line, 1, order, is_deep=True) is None
+    assert parts.flaw(place, line, is_deep=True) is None
 
 
 def test_a_bit_that_a_resume_cannot_see_is_repaired(out: pathlib.Path) -> None:
@@ -332,14 +337,13 @@ def test_a_spec_that_is_gone_is_written_again(out: pathlib.Path) -> None:
 def test_a_part_that_states_all_and_is_another_is_found(out: pathlib.Path) -> None:
     state = jobs.state_of(out)
     line, place = state.parts[1], shard_at(state.extents, 1)
-    job_id, folder = state.header.job_id, Folder(out)
-    order = RunOrder(folder, state.extents)
-    found = find_flaw(folder, job_id, place, replace(line, digest="0" * 32), 1, order, is_deep=True)
+    parts = parts_of(Folder(out), state)
+    found = parts.flaw(place, replace(line, digest="0" * 32), is_deep=True)
     assert found == proof.Flaw("is whole, but not the committed file", is_plain=False)
-    found = find_flaw(folder, job_id, place, replace(line, num_output_tokens=1), 1, order, is_deep=False)
+    found = parts.flaw(place, replace(line, num_output_tokens=1), is_deep=False)
     assert found is not None
     assert "its footer has num_output_tokens" in found.what
-    found = find_flaw(folder, job_id, place, line, 2, order, is_deep=False)
+    found = replace(parts, num_samples=2).flaw(place, line, is_deep=False)
     assert found == proof.Flaw("has 12 rows, but must have 24", is_plain=False)
 
 
@@ -472,10 +476,10 @@ def test_a_later_format_is_left_alone(out: pathlib.Path) -> None:
     with log_of(out) as (path, _):
         lines = list(whole_lines(Folder(out), "manifest/000001.jsonl"))
         assert "header" in {line["kind"] for line in lines}
-        later = [{**line, "format_version": 2} if line["kind"] == "header" else line for line in lines]
+        later = [{**line, "format_version": 3} if line["kind"] == "header" else line for line in lines]
         changed = encode_commits([later])
         path.write_bytes(changed)
-        words = "was written by a newer batchinf, in format version 2; this one reads up to version 1"
+        words = "was written by a newer batchinf, 0.1.0, in format version 3; this one reads version 2: use a newer one"
         assert words in look(out)[0]
         assert words in look(out, repair=True)[1]
         assert_refused(out, words)

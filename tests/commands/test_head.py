@@ -14,6 +14,7 @@ from rich.table import Table
 import jobs
 from batchinf.commands.head import Head
 from batchinf.commands.text.head import head_table
+from batchinf.tasks.base import ShownColumns
 
 _SCRIPT = "<script>alert(1)</script>"
 HOSTILE = [
@@ -22,6 +23,7 @@ HOSTILE = [
     {"id": "large", "prompt": "A" * 1_000_000, "note": "x" * 50},
     {"id": "empty", "prompt": "", "note": "日本語日本語日本語日本語日本語日本語日本語"},
 ]  # fmt: skip
+LABELS = ShownColumns(("text", "finish_reason"), label_logprob="cumulative_logprob")
 OBEYED = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -70,7 +72,13 @@ def test_the_table_fits_the_terminal_and_nothing_in_it_is_obeyed(columns: int, o
 
 def test_the_number_of_a_choice_has_its_text() -> None:
     rows = ({"id": "a", "best": 1, "answer": 0, "answered": 1}, {"id": "b", "best": None})
-    found = Head(rows, ("id", "best", "answer", "answered"), ("answered",), ("1", "verse"), None)
+    choices = dict.fromkeys(("best", "answer"), ("1", "verse"))
+    found = Head(
+        rows=rows,
+        columns=("id", "best", "answer", "answered"),
+        kept=("answered",),
+        shown=ShownColumns(("best", "answer"), choices=choices),
+    )
     screen = Console(width=80)
     with screen.capture() as captured:
         for item in head_table(found, (), screen.width):
@@ -86,7 +94,8 @@ def test_a_label_has_its_confidence() -> None:
     def shown(wanted: tuple[str, ...], writes_labels: bool) -> list[list[str]]:
         screen = Console(width=80)
         with screen.capture() as captured:
-            for item in head_table(Head((row, bad), tuple(row), (), (), 2, writes_labels), wanted, screen.width):
+            names = ShownColumns(("text",), label_logprob="cumulative_logprob" if writes_labels else None)
+            for item in head_table(Head(rows=(row, bad), columns=tuple(row), shown=names), wanted, screen.width):
                 screen.print(item)
         return [line.split() for line in captured.get().splitlines()]
 
@@ -104,7 +113,7 @@ def test_the_message_of_an_error_takes_no_room_from_the_others(has_others: bool,
     row = {"id": "review-000001", "Review Text": "a good one " * 9, "text": "good", "cumulative_logprob": -0.1}
     bad = {**row, "text": None, "cumulative_logprob": None, "error_type": "empty_prompt", "error_message": "x" * 60}
     rows = (row, bad) if has_others else (bad,)
-    table, *_ = head_table(Head(rows, tuple(row), ("Review Text",), (), 2, True), (), 74)
+    table, *_ = head_table(Head(rows=rows, columns=tuple(row), kept=("Review Text",), shown=LABELS), (), 74)
     assert isinstance(table, Table)
     assert [str(column.header) for column in table.columns] == columns
 
@@ -156,7 +165,8 @@ def test_a_second_column_of_the_ids_goes_first() -> None:
            "finish_reason": "stop", "cumulative_logprob": -0.1, "num_output_tokens": 3}  # fmt: skip
 
     def titles(width: int) -> list[str]:
-        table, *_ = head_table(Head((row,), tuple(row), ("ticket", "language"), (), 1, True), (), width)
+        found = Head(rows=(row,), columns=tuple(row), kept=("ticket", "language"), shown=LABELS)
+        table, *_ = head_table(found, (), width)
         assert isinstance(table, Table)
         return [str(column.header) for column in table.columns]
 
@@ -178,7 +188,8 @@ def test_what_a_narrow_table_leaves_out(width: int, titles: str) -> None:
     """First row_index, then long kept columns, then what the task computes; short kept columns last."""
     row = {"row_index": 0, "gold": "bug", "asked": "why? " * 20, "logprob_sum": -1.0, "logprob_mean": -0.5,
            "perplexity": 2.0}  # fmt: skip
-    table, *_ = head_table(Head((row,), tuple(row), ("gold", "asked"), (), 1), (), width)
+    shown = ShownColumns(("logprob_sum", "logprob_mean", "perplexity"))
+    table, *_ = head_table(Head(rows=(row,), columns=tuple(row), kept=("gold", "asked"), shown=shown), (), width)
     assert isinstance(table, Table)
     assert " ".join(str(column.header) for column in table.columns) == titles
 

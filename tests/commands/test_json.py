@@ -58,7 +58,7 @@ def test_status(done: pathlib.Path) -> None:
     counts = [totals[f"num_{name}"] for name in ("rows", "rows_committed", "parts", "parts_committed", "errors")]
     num_parts = len([*(done.parent / "out" / "parts").iterdir()])
     assert counts == [NUM_ROWS, NUM_ROWS, num_parts, num_parts, 1]
-    assert (totals["task"], totals["model"], totals["accuracy"]) == ("generate", str(jobs.MODEL), None)
+    assert (totals["task"], totals["model"], totals["task_counts"]) == ("generate", str(jobs.MODEL), {})
     rows = jobs.rows_of(done.parent / "out")
     assert totals["num_output_tokens"] == sum(row["num_output_tokens"] or 0 for row in rows)
 

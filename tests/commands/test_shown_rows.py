@@ -98,9 +98,19 @@ def lines_of(
     is_whole: bool = False,
 ) -> list[str]:
     tokenizer = load_tokenizer(str(jobs.MODEL), False)
-    request = Request(prompt.row_index, 0, prompt.token_ids, JOB, 64, seed)
+    request = Request(prompt.row_index, 0, prompt.token_ids, JOB, max_tokens=64, seed=seed)
     job = JOB.model_copy(update={"n": num})
-    return list(row_lines(shown_row(prompt, row_id, request, tokenizer, job, room, is_named=is_whole, is_run=True)))
+    row = shown_row(
+        prompt,
+        row_id,
+        request,
+        tokenizer=tokenizer,
+        job_sampling=job,
+        max_model_len=room,
+        is_named=is_whole,
+        is_run=True,
+    )
+    return list(row_lines(row))
 
 
 def ids(text: str) -> list[int]:

@@ -23,10 +23,10 @@ from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.compare import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 from batchinf.tasks.generate.compare import TextVerification
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.compare import ScoreVerification
+from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 
 NUM_ROWS = 12
 
@@ -205,7 +205,12 @@ def test_how_logprobs_are_counted() -> None:
     wanted = np.array([[5, 5, 6, 7], [8, 5, 6, 7]])
     says = np.array([[-1.1, -1.1, -2.0, -3.4], [-3.0, -2.0, -1.0, -4.0]], np.float32)
     found = LogprobDeviations()
-    place, most = add_logprobs(found, StoredLogprobs("output", [0] * 4, 2, wanted, stored), says, np.array([5, 6]))
+    place, most = add_logprobs(
+        found,
+        StoredLogprobs(kind="output", token_ids=[0] * 4, first=2, tokens=wanted, values=stored),
+        says,
+        np.array([5, 6]),
+    )
     assert (place, most) == (1, np.inf)
     assert (found.num_positions, found.num_values, found.num_nan, found.num_ranked, found.num_agreeing) == (
         2,
@@ -226,8 +231,10 @@ SCORE = JobSpec.model_validate(
 
 def scored(spans: list[tuple[list[int], int]], **row: Any) -> list[tuple[list[int], int, list[list[int]], list[Any]]]:
     prompt = Prompt(0, [], None, None, scoring=Scoring(tuple(Span(ids, start, 1) for ids, start in spans)))
-    found = ScoreVerification(SCORE).stored(StoredRow(row, (), pathlib.Path(), 0, 0), prompt, ())
-    return [(it.token_ids, it.first, it.wanted.tolist(), it.values.tolist()) for it in found]
+    found = ScoreVerification(SCORE).stored(
+        StoredRow(values=row, columns=(), part=pathlib.Path(), group=0, place=0), prompt, ()
+    )
+    return [(it.token_ids, it.first, it.tokens.tolist(), it.values.tolist()) for it in found]
 
 
 def test_what_a_scored_row_has_stored() -> None:
@@ -248,7 +255,13 @@ def test_what_a_scored_row_has_stored() -> None:
 
 def stored_vectors(values: Any, has_direction: bool = False, dtype: Any = np.float32) -> StoredVectors:
     own = np.array(values, dtype)
-    return StoredVectors("column", [0] * 9, np.arange(len(own)) + 3, own, has_direction)
+    return StoredVectors(
+        kind="column",
+        token_ids=[0] * 9,
+        positions=np.arange(len(own)) + 3,
+        values=own,
+        has_direction=has_direction,
+    )
 
 
 def test_how_rows_of_numbers_are_counted() -> None:
@@ -318,7 +331,9 @@ def test_the_table_has_a_head_for_each_kind_of_line() -> None:
 
 
 def reference_of(spec: JobSpec, pooling_type: str) -> Any:
-    wanted = ReferenceWanted(resolve(spec.model), (), "float32", "cpu", pooling_type)
+    wanted = ReferenceWanted(
+        model=resolve(spec.model), adapters=(), dtype="float32", device="cpu", pooling_type=pooling_type
+    )
     return task_of(spec).verification(spec).reference(wanted)
 
 
@@ -360,7 +375,13 @@ def test_vectors_that_cannot_be_verified(
 
 
 def test_embeddings_behind_a_dense_layer_and_vectors_of_another_width(tmp_path: pathlib.Path) -> None:
-    stored = StoredVectors("embedding", [5, 6], None, np.zeros((1, 64), np.float32), True)
+    stored = StoredVectors(
+        kind="embedding",
+        token_ids=[5, 6],
+        positions=None,
+        values=np.zeros((1, 64), np.float32),
+        has_direction=True,
+    )
     spec = pooling_job(jobs.MODEL, "embed")
     reference = reference_of(spec, "CLS")
     with pytest.raises(UserError, match=r"^the job's rows have 64 numbers each, transformers' 128: they cannot be ver"):

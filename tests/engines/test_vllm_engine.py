@@ -28,8 +28,9 @@ from batchinf.replica.text import Answers, Detokenizer
 from batchinf.replica.worker import TokenCount
 from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.generate.task import Generate, seed_of
+from batchinf.tasks.generate.task import Generate
 from batchinf.tasks.registry import task_of
+from batchinf.tasks.seed import seed_of
 
 vllm = pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -145,7 +146,8 @@ def requests(prompts: Sequence[list[int]], sampling: SamplingSpec, max_tokens: i
     """One request for each prompt, seeded with its position where it samples."""
     is_greedy = sampling.temperature == 0
     return [
-        Request(row, 0, prompt, sampling, max_tokens, None if is_greedy else row) for row, prompt in enumerate(prompts)
+        Request(row, 0, prompt, sampling, max_tokens=max_tokens, seed=None if is_greedy else row)
+        for row, prompt in enumerate(prompts)
     ]
 
 
@@ -290,7 +292,9 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
 ) -> None:
     structure, whole = STRUCTURES[kind]
     sampling = SamplingSpec(temperature=0.8, structured_outputs=structure)
-    given = [Request(row, 0, reference.prompts[row], sampling, 1 + row, row) for row in range(NUM_STRUCTURED)]
+    given = [
+        Request(row, 0, reference.prompts[row], sampling, max_tokens=1 + row, seed=row) for row in range(NUM_STRUCTURED)
+    ]
     completions = run(engine, given)
     for completion, expected in zip(completions, reference.structured[kind], strict=True):
         assert completion.token_ids.tolist() == list(expected.outputs[0].token_ids)
@@ -329,7 +333,7 @@ def test_a_structure_that_the_engine_core_cannot_compile_costs_one_row(
     samplings = [
         SamplingSpec(temperature=0, structured_outputs={"regex": regex}) for regex in ("a{3}", "never", "b{3}")
     ]
-    given = [Request(row, 0, reference.prompts[row], each, 9, None) for row, each in enumerate(samplings)]
+    given = [Request(row, 0, reference.prompts[row], each, max_tokens=9) for row, each in enumerate(samplings)]
     completions = run(engine, given)
     assert [completion.finish_reason for completion in completions] == ["stop", "error", "stop"]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -345,14 +349,14 @@ def test_a_structure_is_checked_once(engine: VllmEngine, reference: Reference) -
     check_once()
     check_once()  # of each other they make no chain
     sampling = SamplingSpec(temperature=0, structured_outputs={"regex": "a{3}"})
-    given = [Request(row, 0, reference.prompts[row], sampling, 9, None) for row in range(4)]
+    given = [Request(row, 0, reference.prompts[row], sampling, max_tokens=9) for row in range(4)]
     decode = AutoTokenizer.from_pretrained(MODEL).decode
     for completion in (*run(engine, given), *run(engine, given)):
         assert decode(completion.token_ids, skip_special_tokens=True) == "aaa"
     refused = SamplingSpec(temperature=0, structured_outputs={"regex": "("})
     for _ in range(2):
         with pytest.raises(RequestRefused):
-            engine.add(Request(0, 0, [5, 6], refused, 9, None))
+            engine.add(Request(0, 0, [5, 6], refused, max_tokens=9))
 
 
 def test_the_core_s_parser_gets_the_template_s_variables(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +371,9 @@ def test_the_core_s_parser_gets_the_template_s_variables(engine: VllmEngine, mon
 
 
 def test_samples_of_a_row_differ_by_their_seeds(engine: VllmEngine, reference: Reference) -> None:
-    given = [Request(0, index, reference.prompts[0], SAMPLED, MAX_TOKENS, 1000 + index) for index in range(8)]
+    given = [
+        Request(0, index, reference.prompts[0], SAMPLED, max_tokens=MAX_TOKENS, seed=1000 + index) for index in range(8)
+    ]
     outputs = [tuple(completion.token_ids.tolist()) for completion in run(engine, given)]
     assert len(set(outputs)) > 4
     assert outputs == [tuple(completion.token_ids.tolist()) for completion in run(engine, given)]
@@ -378,7 +384,9 @@ def test_requests_of_any_shape_share_a_batch(engine: VllmEngine, reference: Refe
         SamplingSpec(temperature=0, logprobs=k, prompt_logprobs=prompt_k)
         for k, prompt_k in ((None, None), (0, None), (50, None), (None, 0), (5, 50), (20, 3))
     ]
-    given = [Request(row, 0, reference.prompts[row], sampling, 8 + row, None) for row, sampling in enumerate(shapes)]
+    given = [
+        Request(row, 0, reference.prompts[row], sampling, max_tokens=8 + row) for row, sampling in enumerate(shapes)
+    ]
     together = run(engine, given)
     for request, completion in zip(given, together, strict=True):
         assert len(completion.token_ids) <= request.max_tokens
@@ -524,7 +532,7 @@ def test_vllm_s_words_of_a_request_that_ends_with_error_are_told(place: str, err
     )
     engine: Any = object.__new__(adapter.VllmEngine)
     engine._engine, engine._death, engine._request_error = vllms, None, ""
-    engine._live = {"0-0": Request(0, 0, [5], SamplingSpec(), 9, None)}
+    engine._live = {"0-0": Request(0, 0, [5], SamplingSpec(), max_tokens=9)}
     engine._hear_errors()
     assert engine.step() == []
     with pytest.raises(EngineDeadError) as caught:
@@ -549,9 +557,9 @@ def test_vllm_s_words_of_a_request_that_ends_with_error_are_told(place: str, err
 def test_refused_requests_leave_the_engine_unharmed(
     engine: VllmEngine, prompt: list[int], sampling: SamplingSpec, error_type: str
 ) -> None:
-    engine.add(Request(1, 0, [5, 6, 7], SamplingSpec(temperature=0), 4, None))
+    engine.add(Request(1, 0, [5, 6, 7], SamplingSpec(temperature=0), max_tokens=4))
     with pytest.raises(RequestRefused) as caught:
-        engine.add(Request(0, 0, prompt, sampling, MAX_TOKENS, 0))
+        engine.add(Request(0, 0, prompt, sampling, max_tokens=MAX_TOKENS, seed=0))
     assert caught.value.error.error_type == error_type
     assert caught.value.error.error_message
     assert engine.num_unfinished() == 1
@@ -568,7 +576,7 @@ def test_request_refused_halfway_in_leaves_the_engine_unharmed(
     with monkeypatch.context() as patch:
         patch.setattr(engine._engine.engine_core, "add_request", refuse)
         with pytest.raises(RequestRefused) as caught:
-            engine.add(Request(0, 0, [5], SamplingSpec(), 4, 0))
+            engine.add(Request(0, 0, [5], SamplingSpec(), max_tokens=4, seed=0))
     assert caught.value.error == RowError("refused", "the core will not have it")
     assert not engine._engine.has_unfinished_requests()
 
@@ -580,11 +588,11 @@ def test_prompt_of_the_greatest_length_runs(engine: VllmEngine) -> None:
 
 def test_warm_up_leaves_nothing_behind(engine: VllmEngine) -> None:
     sampling = SamplingSpec(temperature=0.7, logprobs=50, prompt_logprobs=2, min_tokens=10, stop="x")
-    engine.warm_up(Request(-1, 0, [1] * 8, sampling, 4, seed=0))
+    engine.warm_up(Request(-1, 0, [1] * 8, sampling, max_tokens=4, seed=0))
     assert engine.num_unfinished() == 0
     assert engine.step() == []
     with pytest.raises(RequestRefused):
-        engine.warm_up(Request(-1, 0, [1] * 8, SamplingSpec(logprobs=51), 12, seed=0))
+        engine.warm_up(Request(-1, 0, [1] * 8, SamplingSpec(logprobs=51), max_tokens=12, seed=0))
 
 
 def test_stats_follow_the_engine(engine: VllmEngine, reference: Reference) -> None:

@@ -239,7 +239,7 @@ def scored(engine: Any, mode: str) -> list[Any]:
     engine._engine.vllm_config.model_config.logprobs_mode = mode
     for row, (length, k) in enumerate([(300, 1), (1, 2), (2, 0), (65, 5), (64, 1), (130, 0), (33, 20)]):
         prompt = [(7 * row + 13 * place) % 1500 + 3 for place in range(length)]
-        engine.add(Request(row, 0, prompt, SamplingSpec(temperature=0, prompt_logprobs=k), 2, None))
+        engine.add(Request(row, 0, prompt, SamplingSpec(temperature=0, prompt_logprobs=k), max_tokens=2))
     found = {}
     while engine.num_unfinished():
         found |= {completion.request.row_index: completion.prompt_logprobs for completion in engine.step()}

@@ -15,7 +15,7 @@ from batchinf.base.errors import BatchinfError
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.logits.task import LogitsSpec
+from batchinf.tasks.logits.section import LogitsSpec
 from batchinf.tasks.registry import task_of
 from jobs import MODEL
 
@@ -71,7 +71,9 @@ def wanting(
 ) -> list[Request]:
     width = len(token_ids) if token_ids else VOCAB_SIZE
     return [
-        Request(row, 0, prompt, GREEDY, max_tokens, None, rows=RowsWanted(place, token_ids, width, dtype))
+        Request(
+            row, 0, prompt, GREEDY, max_tokens=max_tokens, seed=None, rows=RowsWanted(place, token_ids, width, dtype)
+        )
         for row, (prompt, place) in enumerate(zip(prompts, positions, strict=True))
     ]
 
@@ -265,7 +267,7 @@ def test_modes_of_logprobs_and_tokens_of_ones_own_choice(mode: Any, vllm_engine:
     engine = vllm_engine if is_default else start(logprobs_mode=mode, logprob_token_ids=CHOSEN)
     sampling = SamplingSpec(temperature=0.7, top_k=40, top_p=1.0, prompt_logprobs=2)
     requests = [
-        Request(row, 0, prompt, sampling, 4, 7 + row, logprob_token_ids=CHOSEN[row % 2 :])
+        Request(row, 0, prompt, sampling, max_tokens=4, seed=7 + row, logprob_token_ids=CHOSEN[row % 2 :])
         for row, prompt in enumerate(PROMPTS)
     ]
     try:

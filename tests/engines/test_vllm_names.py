@@ -67,7 +67,7 @@ sampling = SamplingSpec(temperature=0, logprobs=2, ignore_eos=True)
 spec = JobSpec(model={"name": model}, input={"path": "x"}, output={"path": "y"}, engine={"max_model_len": 64},
                sampling=sampling)
 engine = VllmEngine(task_of(spec), model, model)
-engine.add(Request(0, 0, [5, 6, 7], sampling, 8, None))
+engine.add(Request(0, 0, [5, 6, 7], sampling, max_tokens=8))
 while engine.num_unfinished():
     completions = engine.step()
 found = completions[0].logprobs.logprobs.shape

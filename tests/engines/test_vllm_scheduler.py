@@ -194,14 +194,14 @@ def test_the_engine_holds_outputs_back(vllm_engine: VllmEngine) -> None:
     assert core.scheduler._block_size is not None  # decodes in the short loops
     sampling = SamplingSpec(temperature=0, logprobs=3, ignore_eos=True)
     assert not sampling_params(sampling).detokenize
-    requests = [Request(row, 0, [5, 6, 7 + row], sampling, 6 + 2 * row, None) for row in range(4)]
+    requests = [Request(row, 0, [5, 6, 7 + row], sampling, max_tokens=6 + 2 * row) for row in range(4)]
     assert sorted(run(vllm_engine, requests)[1]) == [0, 0, 0, 0, 6, 8, 10, 12]
     assert not core.scheduler._held
 
 
 def test_a_long_output_is_the_same_in_pieces(vllm_engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingSpec(temperature=0, logprobs=7, ignore_eos=True)
-    requests = [Request(row, 0, [5, 6, 7 + row], sampling, 380 + row, None) for row in range(3)]
+    requests = [Request(row, 0, [5, 6, 7 + row], sampling, max_tokens=380 + row) for row in range(3)]
     whole, sizes = run(vllm_engine, requests)
     assert sorted(sizes) == [0, 0, 0, 380, 381, 382]
     core = vllm_engine._engine.engine_core.engine_core

@@ -66,8 +66,8 @@ def test_raw_scores_of_a_label_are_the_models_own(mode: Any, vllm_engine: VllmEn
         # Some have a structure and others have none, some are greedy and others are sampled.
         found = complete(
             engine,
-            [Request(row, 0, ids, labelled(row % 2, mode), 16, row) for row, ids in enumerate(prompts)]
-            + [Request(100 + row, 0, ids, free, 16, None) for row, ids in enumerate(prompts)],
+            [Request(row, 0, ids, labelled(row % 2, mode), max_tokens=16, seed=row) for row, ids in enumerate(prompts)]
+            + [Request(100 + row, 0, ids, free, max_tokens=16) for row, ids in enumerate(prompts)],
         )
     finally:
         engine.close()
@@ -76,8 +76,8 @@ def test_raw_scores_of_a_label_are_the_models_own(mode: Any, vllm_engine: VllmEn
     labels = [completion.token_ids.tolist() for completion in found[: len(prompts)]]
     own = complete(
         vllm_engine,
-        [Request(row, 0, prompts[row] + ids, scored, 1, None) for row, ids in enumerate(labels)]
-        + [Request(100 + row, 0, ids, free, 16, None) for row, ids in enumerate(prompts)],
+        [Request(row, 0, prompts[row] + ids, scored, max_tokens=1) for row, ids in enumerate(labels)]
+        + [Request(100 + row, 0, ids, free, max_tokens=16) for row, ids in enumerate(prompts)],
     )
     for row, (prompt, label) in enumerate(zip(prompts, labels, strict=True)):
         stored, alone, freely = found[row].logprobs, own[row].prompt_logprobs, own[len(prompts) + row].logprobs
@@ -102,13 +102,13 @@ def test_raw_scores_of_a_label_are_the_models_own(mode: Any, vllm_engine: VllmEn
 def test_raw_logprobs_are_refused_where_they_cannot_be_had(vllm_engine: VllmEngine) -> None:
     engine = start("raw_logprobs", worker_extension_cls=f"{__name__}.Extension")
     try:
-        request = Request(0, 0, [5, 6, 7], labelled(0.0), 16, None)
+        request = Request(0, 0, [5, 6, 7], labelled(0.0), max_tokens=16)
         words = r"^vLLM \S+ as it is set here gives no raw .* set sampling\.logprobs_mode to processed_logprobs"
         for add in (engine.add, engine.warm_up):
             with pytest.raises(RequestRefused, match=words):
                 add(request)
         without = labelled(0.0).model_copy(update={"logprobs": None})
-        assert len(complete(engine, [Request(0, 0, [5, 6, 7], without, 16, None)])) == 1
+        assert len(complete(engine, [Request(0, 0, [5, 6, 7], without, max_tokens=16)])) == 1
     finally:
         engine.close()
 

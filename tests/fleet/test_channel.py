@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from extents import extent_of_all
+from headers import header_of
 
 from batchinf import records
 from batchinf.fleet.local.channel import Channel
@@ -18,7 +19,15 @@ PART = records.Part(
 )
 MESSAGES = (
     messages.Launch(1, "000001.0001", "out", "ab", "{}", "model", "tokenizer", None, (0, 2)),
-    messages.Work("{}", {"batchinf.job_id": "ab"}, "source", ("first",), (extent_of_all(0, 9, 3, 0, 0),), None),
+    messages.Work(
+        input="{}",
+        metadata={"batchinf.job_id": "ab"},
+        source_folder="source",
+        taken=("first",),
+        extents=(extent_of_all(0, 9, 3, 0, 0),),
+        begun_at=None,
+        columns=header_of().columns,
+    ),
     messages.Assign(
         (records.Lease(0, 0, 10, attempts=2), records.Lease(1, 10, 2**40, is_whole=False)), ((3, "x"),), 0.1
     ),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from headers import header_of
 
 import jobs
 from batchinf.base.storage import Folder
@@ -19,7 +20,6 @@ from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, explain, kept, recognise, step_down
-from batchinf.manifest.lines import Header
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import read_state
 from batchinf.model.cache import kv_cache_of
@@ -496,7 +496,7 @@ def test_a_step_is_remembered_however_much_happens_after_it(tmp_path: pathlib.Pa
     for epoch in (1, 2, 3):
         manifest = Manifest(folder, epoch)
         if epoch == 1:
-            manifest.header(Header(1, "id", "2026-01-01T00:00:00+00:00", {}, "f", {}, {}))
+            manifest.header(header_of())
             kept = {"kept_as": "oom_step_down", "replica": 0, "incarnation": "i", "applies_to": {}}
             manifest.event("oom_step_down", **kept, **fields)
         for number in range(1200):

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from headers import header_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import open_jsonl
@@ -23,7 +24,6 @@ from batchinf.job import choose as choosing
 from batchinf.job import exclude as excluding
 from batchinf.job.job import max_model_len
 from batchinf.job.open import open_job
-from batchinf.manifest.lines import Header
 from batchinf.manifest.lock import LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
@@ -245,7 +245,7 @@ def write_done(out: pathlib.Path, ids: pa.Array) -> None:
     folder = Folder(out)
     folder.make("manifest", "parts")
     manifest = Manifest(folder, 1)
-    manifest.header(Header(1, "0" * 32, "2026-01-01T00:00:00+00:00", {}, "0" * 32, {}, {}))
+    manifest.header(header_of())
     manifest.extent(Extent(0, 2, 1, 0, 0, 2), "input")
     for shard in range(2):
         own = ids[shard::2]

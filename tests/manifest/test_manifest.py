@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 from extents import extent_of_all, next_extent
+from headers import header_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import EXPECTED_SPEED, SPEED, Header, Retry, part_line, read_line
+from batchinf.manifest.lines import EXPECTED_SPEED, SPEED, Retry, part_line, read_line
 from batchinf.manifest.lock import LOCK, JobLock, LockLost
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.state import MANIFEST_VERSION, NUM_KEPT_EVENTS, State, last_epoch, read_beginning, read_state
+from batchinf.manifest.state import NUM_KEPT_EVENTS, State, last_epoch, read_beginning, read_state
+from batchinf.manifest.versions import FORMAT_VERSION, OLDEST_VERSION
 from batchinf.records import Bottleneck, ExpectedSpeed, Extent, Lease, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import total_shards
 
-HEADER = Header(1, "job", "2026-01-01T00:00:00+00:00", {"model": "é", "n": 1}, "f" * 32, {"x": [1, None]}, {"y": 2.5})
+HEADER = header_of(job_id="job", identity={"model": "é", "n": 1}, layout={"x": [1, None]}, spec={"y": 2.5})
 FIRST = extent_of_all(0, 100, 10, 0)
 
 
@@ -34,6 +36,11 @@ def folder(tmp_path: pathlib.Path) -> Folder:
     folder = Folder(tmp_path)
     folder.make("manifest")
     return folder
+
+
+def retry_of(**changed: Any) -> Retry:
+    fields = {"predicate": "text IS NULL", "overrides": {}, "num_rows": 3, "num_shards": 1, "positions": ""}
+    return Retry(number=1, stop_row=20, **fields | changed)
 
 
 def part(shard: int, num_rows: int = 10, num_errors: int = 0) -> Part:
@@ -172,7 +179,7 @@ def test_a_retry_and_what_is_being_replaced(folder: Folder) -> None:
         manifest.part(part(shard, num_errors=4))
     manifest.done()
     manifest.commit()
-    retry = Retry(1, "errors", {"sampling.max_tokens": 9}, 7, 2, "d", 20)
+    retry = retry_of(predicate="errors", overrides={"sampling.max_tokens": 9}, positions="d")
     manifest.retry(retry)
     for shard in (0, 1):
         manifest.replacing(replace(part(shard), retry=1, digest="new"))
@@ -293,12 +300,16 @@ def append(folder: Folder, name: str, *commits: list[dict[str, Any]], num_before
         file.write(encode_commits(commits, num_before))
 
 
-def test_a_newer_format_is_refused(folder: Folder) -> None:
-    header = {"kind": "header", "format_version": MANIFEST_VERSION + 1, "all": "different"}
+@pytest.mark.parametrize(("version", "age"), [(OLDEST_VERSION - 1, "an older"), (FORMAT_VERSION + 1, "a newer")])
+def test_another_format_is_refused(folder: Folder, version: int, age: str) -> None:
+    header = {"kind": "header", "format_version": version, "all": "different"}
     append(folder, "000001.jsonl", [header], num_before=0)
-    words = "written by a newer batchinf, in format version 2; this one reads up to version 1"
-    with pytest.raises(OutputError, match=words):
+    words = (
+        f"written by {age} batchinf in format version {version}; this one reads version {FORMAT_VERSION}: use {age} one"
+    )
+    with pytest.raises(OutputError, match=f"{words}, or start a new job with --fresh") as refused:
         read_state(folder)
+    assert "\n" not in str(refused.value)
 
 
 def test_unknown_kinds_and_fields_are_passed_over(folder: Folder) -> None:
@@ -329,7 +340,7 @@ def test_other_files_are_left_alone(folder: Folder) -> None:
         part_line("part", part(99)),
         {"kind": "part", "shard": 1},
         {"kind": "extent", **asdict(extent_of_all(7, 1, 1, 7)), "source_fingerprint": ""},
-        {"kind": "header", "format_version": 1},
+        {"kind": "header", "format_version": FORMAT_VERSION},
     ],
 )
 def test_lines_that_do_not_follow_are_damage(folder: Folder, line: dict[str, Any]) -> None:
@@ -351,7 +362,7 @@ LINES: dict[str, dict[str, Any]] = {
     "extent": {"kind": "extent", **asdict(FIRST), "source_fingerprint": "input", "limit": 5},
     "files": {"kind": "files", "files": {"model.safetensors": "00"}},
     "part": part_line("part", replace(part(2), retry=1, replica=0, incarnation="000001.0001")),
-    "retry": {"kind": "retry", **asdict(Retry(1, "text IS NULL", {}, 3, 1, "", 20))},
+    "retry": {"kind": "retry", **asdict(retry_of())},
     "snapshot": {"kind": "snapshot", "replaces": [], "device_s": 1.0, "event_counts": {}, "running_replicas": []},
 } | {
     name: {"kind": "event", "name": name, "at": AT, **fields}

@@ -245,7 +245,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         engine = VllmEngine(task_of(spec), str(jobs.MODEL), str(jobs.MODEL), None, adapters)
-    engine.warm_up(Request(-1, 0, [1] * 8, GREEDY, 4, None))
+    engine.warm_up(Request(-1, 0, [1] * 8, GREEDY, max_tokens=4))
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
     texts = [json.loads(line)["prompt"] for line in jobs.PROMPTS.read_text().splitlines()[:200:40]]
     models = {None: reference(None, 0.0), "all": reference(folder / "all", 16 / 8), "rs": reference(rs, 16 / 4**0.5)}
@@ -269,7 +269,7 @@ def reference(folder: pathlib.Path | None, scale: float) -> Any:
 def run(running: Running, names: list[str | None], sampling: SamplingSpec = GREEDY) -> list[Completion]:
     """All prompts, each with the next of these adapters; in their order."""
     for row, prompt in enumerate(running.prompts):
-        running.engine.add(Request(row, 0, prompt, sampling, MAX_TOKENS, None, names[row % len(names)]))
+        running.engine.add(Request(row, 0, prompt, sampling, max_tokens=MAX_TOKENS, adapter=names[row % len(names)]))
     done: list[Completion] = []
     while running.engine.num_unfinished():
         done += running.engine.step()

@@ -9,14 +9,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_parts import METADATA, SHARD, Rows
+from test_parts import METADATA, SHARD, Rows, target_of
 from test_tasks_generate import make_results, make_spec
 
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.output.counts import count_non_finite_rows, non_finite_lines, number_columns, rules_out_tokens
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenLease, PartTarget, verify_part, write_part
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import verify_part, write_part
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 
@@ -108,7 +109,7 @@ def hurt_part(folder: Folder, dtype: str) -> Part:
     shard.add(shard.task.encode(results[:30]))
     shard.tick()
     shard.add(shard.task.encode(results[30:]))
-    return write_part(PartTarget(folder, Rows(), None, (), METADATA, "z"), shard)
+    return write_part(target_of(folder, shard.task, Rows(), METADATA, "z"), shard)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -17,12 +17,16 @@ from test_tasks_generate import expected_row, make_results, make_spec
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder
+from batchinf.job.job import carried_columns
+from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name, staging_name
 from batchinf.output import parts
 from batchinf.output.journal import Journal
-from batchinf.output.parts import OpenLease, PartTarget, verify_part, write_part
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import PartTarget, verify_part, write_part
 from batchinf.records import Lease, Part, Result
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
 
 SHARD = Lease(3, 1000, 1060)
@@ -87,9 +91,19 @@ def opened(folder: Folder, spec: JobSpec, incarnation: str = "0-a", shard: Lease
 
 
 def write(folder: Folder, shard: OpenLease, spec: JobSpec, source: Rows | None = None, incarnation: str = "z") -> Part:
-    keep = spec.output.keep_columns
-    rows: Any = source or Rows()
-    return write_part(PartTarget(folder, rows, spec.input.id_column, keep, METADATA, incarnation), shard)
+    return write_part(target_of(folder, shard.task, source or Rows(), METADATA, incarnation), shard)
+
+
+def target_of(folder: Folder, task: Task, rows: Any, metadata: dict[str, str], incarnation: str) -> PartTarget:
+    carried = carried_columns(task.spec)
+    return PartTarget(
+        folder=folder,
+        source=rows,
+        carried=carried,
+        columns=Columns.of_new_job(task, [rows.schema.field(name) for name in carried]),
+        metadata=metadata,
+        incarnation=incarnation,
+    )
 
 
 def expected_output(spec: JobSpec, results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -304,7 +318,7 @@ def test_results_that_cannot_be_are_refused(
     spec = make_spec()
     made = opened(folder, spec)
     made.add(made.task.encode(make_results(spec, [1001], error_rate=0)))
-    batch = pa.table({"row_index": rows, "request_index": requests, "num_requests": counts}).to_batches()[0]
+    batch = keyed(list(zip(rows, requests, counts, strict=True)))
     with pytest.raises(ValueError, match="got results"):
         made.add(batch)
     assert made.num_results == 1
@@ -328,10 +342,11 @@ def test_rows_with_requests_of_different_numbers(folder: Folder) -> None:
 
 
 def keyed(keys: list[tuple[int, int, int]]) -> pa.RecordBatch:
-    rows, requests, counts = zip(*keys, strict=True)
-    arrays = [pa.array(rows, pa.int64()), pa.array(requests, pa.int32()), pa.array(counts, pa.int32())]
-    errors = pa.nulls(len(keys), pa.string())
-    return pa.record_batch([*arrays, errors], names=["row_index", "request_index", "num_requests", "error_type"])
+    """Results with these keys; everything else is null."""
+    schema = task_of(make_spec()).result_schema
+    values = dict(zip(("row_index", "request_index", "num_requests"), zip(*keys, strict=True), strict=True))
+    nulls = [None] * len(keys)
+    return pa.record_batch([pa.array(values.get(field.name, nulls), field.type) for field in schema], schema=schema)
 
 
 def test_an_incomplete_shard_is_not_written(folder: Folder) -> None:

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+from collections import Counter
 from typing import Any
 
 import pyarrow as pa
@@ -16,22 +17,27 @@ from batchinf.commands.status import job_status
 from batchinf.manifest.commit_log import encode_commits, read_lines
 from batchinf.output.counts import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
-from batchinf.records import PartCounts
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.score.compare import WINNERS, Accuracy, count_right_answers
+from batchinf.tasks.score.accuracy import WINNERS, Accuracy, count_answers
 
 BOS = "<|begin_of_text|>"
 NUM_ROWS = 60
 
 
-def counted(rows: list[dict[str, Any]]) -> PartCounts:
+def counted(rows: list[dict[str, Any]]) -> Counter[str]:
     """In plain Python."""
     answered = [row for row in rows if row["answer"] is not None and row["best"] is not None]
     right = (sum(row[name] == row["answer"] for row in answered) for name in WINNERS)
     names = ("num_right", "num_right_per_token", "num_right_per_byte")
-    return PartCounts(num_rows=len(rows), num_answered=len(answered), **dict(zip(names, right, strict=True)))
+    return Counter(num_answered=len(answered), num_wrong_answers=0, **dict(zip(names, right, strict=True)))
+
+
+def accuracy(rows: list[dict[str, Any]]) -> Accuracy:
+    found = Accuracy.of(len(rows), counted(rows))
+    assert found is not None
+    return found
 
 
 def drawn(seed: int, num_rows: int = 200) -> pa.Table:
@@ -46,11 +52,13 @@ def drawn(seed: int, num_rows: int = 200) -> pa.Table:
 @pytest.mark.parametrize("seed", range(4))
 def test_counted_as_plain_python_counts(seed: int) -> None:
     table = drawn(seed)
-    assert count_right_answers(table) == counted(table.to_pylist())
-    assert count_right_answers(table.slice(0, 0)) == PartCounts()
-    everything = count_right_answers(table.slice(0, 60)) + count_right_answers(table.slice(60))
-    assert everything == count_right_answers(table)
-    assert Accuracy.of(everything).shares[1] == everything.num_right_per_token / everything.num_answered
+    whole = count_answers(table)
+    assert whole == counted(table.to_pylist())
+    assert count_answers(table.slice(0, 0)) == dict.fromkeys(whole, 0)
+    parts = [count_answers(rows) for rows in (table.slice(0, 60), table.slice(60))]
+    assert {name: sum(part[name] for part in parts) for name in whole} == whole
+    assert accuracy(table.to_pylist()).shares[1] == whole["num_right_per_token"] / whole["num_answered"]
+    assert Accuracy.of(60, dict.fromkeys(whole, 0)) is None
 
 
 # -- two BOS -----------------------------------------------------------------------------------------------------------
@@ -124,7 +132,7 @@ def rows() -> list[dict[str, Any]]:
 
 def said_of(out: pathlib.Path) -> list[str]:
     """What is to be said of the job, counted anew from its rows."""
-    found = counted(jobs.rows_of(out))
+    found = accuracy(jobs.rows_of(out))
     assert 0 < found.num_right < found.num_answered < NUM_ROWS
     num_doubled = sum(map(is_doubled, range(NUM_ROWS)))
     return [
@@ -172,17 +180,15 @@ def test_right_after_a_kill_and_after_a_retry(job: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_report_has_only_the_counts_of_answers(job: dict[str, Any]) -> None:
-    found = counted(jobs.rows_of(job["out"]))
-    own = ("num_rows", "num_answered", "num_right", "num_right_per_token", "num_right_per_byte")
-    said = json.loads(to_json(job_status(str(job["out"]))))["totals"]["accuracy"]
-    assert said == {name: getattr(found, name) for name in own}
+    said = json.loads(to_json(job_status(str(job["out"]))))["totals"]["task_counts"]
+    assert said == counted(jobs.rows_of(job["out"]))
 
 
 def test_slices_are_summed(job: dict[str, Any]) -> None:
     state = jobs.state_of(job["out"])
-    found = counted(jobs.rows_of(job["out"]))
-    others = f"{2 * (NUM_ROWS - found.num_answered)} rows have no answer, or no scores"
-    assert remarks([state] * 2)[0] == f"accuracy: {Accuracy.of(found + found)}; {others}"
+    found = accuracy(jobs.rows_of(job["out"]) * 2)
+    others = f"{2 * NUM_ROWS - found.num_answered} rows have no answer, or no scores"
+    assert remarks([state] * 2)[0] == f"accuracy: {found}; {others}"
 
 
 def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path: pathlib.Path) -> None:
@@ -190,8 +196,8 @@ def test_a_line_of_counts_that_are_none_is_damage(job: dict[str, Any], tmp_path:
     [log, *_] = sorted(folder.list("manifest"))
     lines = [fields for _, fields in read_lines(folder, f"manifest/{log}")]
     part = next(fields for fields in lines if fields["kind"] == "part")
-    assert part["num_answered"] > 0
-    part["num_answered"] = "many"
+    assert part["task_counts"]["num_answered"] > 0
+    part["task_counts"]["num_answered"] = "many"
     (tmp_path / "out" / "manifest").mkdir(parents=True)
     plain = [{k: v for k, v in fields.items() if k not in ("crc", "commit")} for fields in lines]
     (tmp_path / "out" / "manifest" / "000001.jsonl").write_bytes(encode_commits([plain]))
@@ -216,7 +222,7 @@ def test_rows_whose_answers_are_no_choices_are_scored_and_counted(tmp_path: path
     assert [row["answer_error"] is None for row in rows] == [True, False, False, True]
     assert rows[1]["answer_error"].startswith("got 'Pos' in column 'label'; expected the text of a choice")
     status = json.loads(jobs.run("status", tmp_path / "out", "--json").stdout)
-    assert status["totals"]["num_wrong_answers"] == 2
+    assert status["totals"]["task_counts"]["num_wrong_answers"] == 2
     assert line in jobs.run("status", tmp_path / "out").stdout
     validated = jobs.run("validate", tmp_path / "job.yaml")
     assert "warning: 2 of 4 sampled rows have values in input.answer_column that are no choices" in validated.stdout

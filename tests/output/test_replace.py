@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from test_parts import METADATA, SHARD, SPECS, Rows, expected_output, opened, read, write
+from test_parts import METADATA, SHARD, SPECS, Rows, expected_output, opened, read, target_of, write
 from test_tasks_generate import make_results
 
 from batchinf.base.errors import OutputError
@@ -19,13 +19,22 @@ from batchinf.manifest.names import incarnation_name, part_name, retry_of
 from batchinf.output import parts
 from batchinf.output import replace as replacing
 from batchinf.output.journal import Journal, drop
-from batchinf.output.parts import OpenLease, PartTarget, verify_part
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import verify_part
 from batchinf.output.replace import replaces, retry_metadata, with_retry, write_replacement
 from batchinf.records import Part, Result
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-RETRY = Retry(1, "errors", {"sampling.max_tokens": 8}, 9, 1, "", 2000)
+RETRY = Retry(
+    number=1,
+    predicate="errors",
+    overrides={"sampling.max_tokens": 8},
+    num_rows=9,
+    num_shards=1,
+    positions="",
+    stop_row=2000,
+)
 NAME = incarnation_name(2, 1, RETRY.number)
 
 
@@ -51,11 +60,9 @@ def reopened(folder: Folder, spec: JobSpec, chosen: Any, name: str = NAME) -> Op
 
 
 def write_new(folder: Folder, shard: OpenLease, spec: JobSpec, retry: Retry = RETRY) -> Part:
-    rows: Any = Rows()
     name = incarnation_name(2, 1, retry.number)
     metadata = METADATA | retry_metadata(retry)
-    target = PartTarget(folder, rows, spec.input.id_column, spec.output.keep_columns, metadata, name)
-    return write_replacement(target, shard)
+    return write_replacement(target_of(folder, shard.task, Rows(), metadata, name), shard)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -60,7 +60,7 @@ def completion_of(
     ids = tokenizer(text, add_special_tokens=False).input_ids
     if (reason, stop) == ("stop", None):
         ids.append(tokenizer.eos_token_id)
-    request = Request(0, 0, tokenizer(prompt).input_ids, sampling or SamplingSpec(), 9, None)
+    request = Request(0, 0, tokenizer(prompt).input_ids, sampling or SamplingSpec(), max_tokens=9)
     engine_text = text if isinstance(stop, str) else None
     return Completion(request, np.array(ids, np.int32), reason, stop, engine_text)
 

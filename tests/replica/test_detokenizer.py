@@ -136,7 +136,7 @@ def cases(backend: Tokenizer, seed: int) -> Iterator[Case]:
 
 
 def completion(case: Case, sampling: SamplingSpec, text: str | None = None) -> Completion:
-    request = Request(0, 0, case.prompt, sampling, 64, None)
+    request = Request(0, 0, case.prompt, sampling, max_tokens=64)
     return Completion(request, np.array(case.output, np.int32), case.finish_reason, text=text)
 
 

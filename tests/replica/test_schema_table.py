@@ -154,7 +154,7 @@ def test_the_table_is_large() -> None:
 
 
 def error_type(case: Case, value: Any, judges: Judges, reason: str = "stop") -> str | None:
-    request = Request(0, 0, [1], SamplingSpec(), 9, None)
+    request = Request(0, 0, [1], SamplingSpec(), max_tokens=9)
     completion = Completion(request, np.zeros(1, np.int32), reason)
     found = judges.error({"json": json.dumps(case.schema)}, json.dumps(value), completion)
     return None if found is None else found.error_type

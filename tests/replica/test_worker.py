@@ -297,7 +297,7 @@ def prompt_ids(one: Bench, num_rows: int) -> list[list[int]]:
 
 
 def test_tokens_of_a_pipeline_and_of_preempted_requests_are_counted_once() -> None:
-    requests = [Request(row, 0, [1] * 5, SamplingSpec(), 8, None) for row in range(4)]
+    requests = [Request(row, 0, [1] * 5, SamplingSpec(), max_tokens=8) for row in range(4)]
     pipeline = TokenCount(counts_output=True, pipeline_parallel_size=2)
     pipeline.step(requests, [], 4)
     for _ in range(6):  # each step is one stage's, with half of the requests

@@ -18,8 +18,11 @@ PACKAGE = pathlib.Path(batchinf.__file__).parent
 MODULES = sorted(
     path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if PACKAGE / "tasks" not in path.parents
 )
+OF_TASKS = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("tasks/**/*.py"))
 SECTIONS = {task.section.name for task in registry.TASKS.values() if task.section is not None}
 NAMES = set(registry.TASKS)
+# The folders of single tasks, or of several alike.
+FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("tasks/*/__init__.py"))
 # Texts that are a task's name by chance, by the module that has them.
 CHANCE = {("model/lora.py", "score")}  # a layer
 
@@ -35,7 +38,6 @@ from batchinf.spec.fields import IDENTITY, Positive, Section, wrong
 from batchinf.spec.job import TaskSection
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
-from batchinf.tasks.base import error_columns, key_columns, prompt_columns
 from batchinf.tasks.registry import register
 
 
@@ -56,21 +58,15 @@ class Count(Task):
     section = TaskSection("count", CountSpec, CountSpec(), check)
 
     def expand(self, prompt, max_model_len):
-        return [Request(prompt.row_index, 0, prompt.token_ids, SamplingSpec(temperature=0.0), 1, None)]
+        return [Request(prompt.row_index, 0, prompt.token_ids, SamplingSpec(temperature=0.0))]
 
     def result_fields(self):
         return [("num_tokens", pa.int32())]
 
     def encode(self, results):
         counts = [None if result.completion is None else len(result.prompt.token_ids) for result in results]
-        arrays = {
-            **key_columns(results),
-            **prompt_columns(results, self.spec.output.include_prompt),
-            **error_columns(results),
-            "num_tokens": pa.array([None if n is None else n * self.spec.count.factor for n in counts], pa.int32()),
-            "num_output_tokens": pa.array([0] * len(results), pa.int32()),
-        }
-        return pa.RecordBatch.from_arrays([arrays[n] for n in self.result_schema.names], schema=self.result_schema)
+        numbers = [None if n is None else n * self.spec.count.factor for n in counts]
+        return self.result_batch(results, {"num_tokens": pa.array(numbers, pa.int32())})
 
 
 register(Count)
@@ -110,6 +106,46 @@ def test_no_module_outside_knows_a_task(name: str) -> None:
 )
 def test_the_rule_sees_what_it_forbids(code: str, found: list[str]) -> None:
     assert [*knowledge(code)] == found
+
+
+def imported(code: str) -> Iterator[str]:
+    """The modules that code imports, and the names in them."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def folders_of_tasks(code: str) -> set[str]:
+    """The folders of tasks that code imports from."""
+    names = (name.split(".") for name in imported(code))
+    return {name[2] for name in names if name[:2] == ["batchinf", "tasks"] and name[2:] and name[2] in FOLDERS}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_outside_imports_from_a_tasks_folder(name: str) -> None:
+    assert folders_of_tasks((PACKAGE / name).read_text(encoding="utf-8")) == set()
+
+
+@pytest.mark.parametrize("name", OF_TASKS)
+def test_no_tasks_folder_imports_from_another(name: str) -> None:
+    folder = pathlib.Path(name).parent.name
+    allowed = {folder} & {*FOLDERS} if name != "tasks/registry.py" else {*FOLDERS}
+    assert folders_of_tasks((PACKAGE / name).read_text(encoding="utf-8")) <= allowed
+
+
+@pytest.mark.parametrize(
+    ("code", "folders"),
+    [
+        ("from batchinf.tasks.score.accuracy import ANSWER", {"score"}),
+        ("def late():\n    import batchinf.tasks.logits.task", {"logits"}),
+        ("from batchinf.tasks import vectors", {"vectors"}),
+        ("from batchinf.tasks.base import Task\nimport batchinf.tasks.registry", set()),
+    ],
+)
+def test_the_rule_of_imports_sees_what_it_forbids(code: str, folders: set[str]) -> None:
+    assert folders_of_tasks(code) == folders
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from batchinf.job.open import open_job
 from batchinf.output import counts
 from batchinf.records import Prompt, Result
 from batchinf.replica.worker import num_bytes
-from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, ScriptedSpec
-from batchinf.tasks.logits.task import Logits, RowPositions
+from batchinf.tasks.logits.prompts import with_positions
+from batchinf.tasks.logits.task import Logits
 
 WIDTH = 1000
 BASE: dict[str, Any] = {"model": "m", "task": "logits", "input": {"path": "-"}, "output": {"path": "-"}}
@@ -136,8 +136,7 @@ def test_numbers_that_are_not_finite_are_counted(bad: float, dtype: Any, start: 
     ],
 )
 def test_a_rows_own_positions(value: Any, expected: Any) -> None:
-    spec = JobSpec.model_validate({**BASE, "logits": {"positions": {"column": "places"}}})
-    [prompt] = RowPositions(spec).apply([Row(0, {"places": value}, None)], [Prompt(0, [4, 5, 6], None, None)])
+    prompt = with_positions(Prompt(0, [4, 5, 6], None, None), "places", value)
     found = prompt.positions if prompt.error is None else prompt.error.error_message
     assert found == expected
 

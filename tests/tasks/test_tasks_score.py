@@ -80,7 +80,7 @@ def test_the_context_is_stored_where_all_is_asked_for() -> None:
 
 def test_the_sums_alone() -> None:
     task = task_of(CHOICES, output={"path": "o", "include_token_logprobs": False})
-    assert not [name for name in task.own.names if "ids" in name or name.endswith(("logprobs", "ranks"))]
+    assert not [name for name in task.computed_schema.names if "ids" in name or name.endswith(("logprobs", "ranks"))]
     [row] = rows_of(task, results_of(task, prompt_of(0, [([5, 6, 7], 1), ([5, 8], 1)], 1), [[-1.0, -1.0], [-1.5]]))
     assert row["choice_logprob_sums"] == [-2.0, -1.5] and row["choice_num_tokens"] == [2, 1]
 

@@ -10,10 +10,10 @@ from batchinf.base.text import counted, duration, list_names, short_count, size_
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.speed_text import expected_line, speed_lines
 from batchinf.fleet.status import JobStatus, ReplicaStatus
-from batchinf.output.counts import accuracy_lines, non_finite_lines, wrong_answer_lines
+from batchinf.output.counts import non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
 from batchinf.records import ExpectedSpeed, Speed
-from batchinf.tasks.score.compare import Accuracy
+from batchinf.tasks.registry import task_named
 
 Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
 
@@ -50,10 +50,8 @@ class JobTotals:
     num_bytes: int
     num_prompt_tokens: int
     num_output_tokens: int
-    accuracy: Accuracy | None
-    """None if the job has no answers."""
-    num_wrong_answers: int
-    """Rows whose value in the column of answers is no choice."""
+    task_counts: dict[str, int]
+    """What the task counts, by name; empty if it counts nothing."""
     num_nan_rows: int
     """Rows with a NaN among the model's numbers."""
     num_inf_rows: int
@@ -77,8 +75,7 @@ class JobTotals:
         )
         if num_journalled:
             yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
-        yield from accuracy_lines(self.accuracy)
-        yield from wrong_answer_lines(self.num_wrong_answers)
+        yield from task_named(self.task).count_lines(self.num_rows_committed, self.task_counts)
         yield from non_finite_lines(self.num_nan_rows, self.num_inf_rows, expects_inf=self.rules_out_tokens)
         yield from second_bos_lines(self.num_second_bos)
 

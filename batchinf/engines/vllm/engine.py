@@ -27,7 +27,6 @@ from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.base.text import counted, one_line
@@ -53,6 +52,7 @@ from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
+from batchinf.version import __version__
 
 cleanup_dist_env_and_memory: Any = optional(
     "vllm.distributed.parallel_state", "cleanup_dist_env_and_memory", "an engine in this process keeps its memory"

@@ -13,7 +13,6 @@ import sys
 import threading
 import traceback
 
-from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError
 from batchinf.base.process import leave
@@ -22,6 +21,7 @@ from batchinf.fleet.local.channel import Channel, SharedMemory
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Launch
 from batchinf.replica.worker import InFlightRecord
+from batchinf.version import __version__
 
 
 def end_group() -> None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import xxhash
 
-from batchinf import __version__
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.storage import Folder
 from batchinf.fleet.local import devices
 from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.placement import Node
+from batchinf.version import __version__
 
 # A client of a network file system may see a new file some seconds late.
 _SEEN_WITHIN_S = 5.0

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
@@ -14,47 +13,47 @@ from batchinf.base.ragged import common_lengths, reduce_runs
 from batchinf.base.text import plain_line
 from batchinf.records import Int64Array, Prompt, Request
 from batchinf.tasks.compare import (
-    TOKEN_COLUMNS,
     Changes,
     Deltas,
     DeltaSummary,
-    Found,
+    Floats,
     JobOutput,
-    StoredLogprobs,
-    StoredRow,
+    TaskChanges,
     ValueChange,
-    Verification,
     clip_value,
     delta,
     equal,
     list_pair,
-    stored_logprobs,
     value_changes,
     value_pairs,
 )
+from batchinf.tasks.stored import TOKEN_COLUMNS, StoredLogprobs, StoredRow, stored_logprobs
+from batchinf.tasks.verification import Verification
+
+_MOST_LABELS = 12
+_LABEL_CHARS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class TextsFound(Found):
-    """The counts of task generate. finish_reasons: of rows with another text or other tokens; None for an error row.
-
-    num_other_tokens: rows with the same text by other tokens. labels: texts in A and B, changed or not, of jobs whose
-    structured outputs are choices; None for others, and for an error row's text. logprobs: of the tokens that both jobs
-    generated, up to the first difference, in `num_compared_rows` rows.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextsCompared(TaskChanges):
+    """The counts of task generate."""
 
     num_other_tokens: int
+    """Rows with the same text by other tokens."""
     labels: tuple[ValueChange, ...] | None
+    """Texts in A and B, changed or not, of jobs whose structured outputs are choices; None for others, and for an error
+    row's text."""
     finish_reasons: tuple[ValueChange, ...]
+    """Of rows with another text or other tokens; None for an error row."""
     num_compared_rows: int
     logprobs: DeltaSummary
+    """Of the tokens that both jobs generated, up to the first difference, in `num_compared_rows` rows."""
 
     def headline(self, num_changed: int, num_both: int) -> Iterator[str]:
-        [line] = Found.headline(self, num_changed, num_both)
-        what = line if self.labels is None else line.replace("outputs:", "labels:")
-        is_one = self.num_other_tokens == 1
-        subject = "1 other has" if is_one else f"{self.num_other_tokens:,} others have"
-        yield what + (f"; {subject} the same text, made of different tokens" if self.num_other_tokens else "")
+        [line] = TaskChanges.headline(self, num_changed, num_both)
+        line = line if self.labels is None else line.replace("outputs:", "labels:")
+        subject = "1 other has" if self.num_other_tokens == 1 else f"{self.num_other_tokens:,} others have"
+        yield line + (f"; {subject} the same text, made of different tokens" if self.num_other_tokens else "")
         if self.labels is not None:
             yield from confusion_lines(self.labels)
 
@@ -75,9 +74,6 @@ class TextsFound(Found):
         yield from (f"    {name} {clip_value(row[f'text_{name.lower()}'])}" for name in "AB")
 
 
-_MOST_LABELS, _LABEL_CHARS = 12, 16
-
-
 def confusion_lines(labels: Sequence[ValueChange]) -> Iterator[str]:
     """A matrix of numbers of rows: the labels of A down, those of B across. Of many labels: the changes alone."""
     names = sorted({name for change in labels for name in (change.a, change.b)}, key=lambda name: (name is None, name))
@@ -85,20 +81,18 @@ def confusion_lines(labels: Sequence[ValueChange]) -> Iterator[str]:
         changed = [change for change in labels if change.a != change.b]
         for change in changed[:_MOST_LABELS]:
             yield f"  {_label(change.a)} -> {_label(change.b)}: {change.num_rows:,}"
-        return
-    numbers = {(change.a, change.b): change.num_rows for change in labels}
-    shown = [_label(name) for name in names]
-    width = max(map(len, shown), default=0)
-    widths = [
-        max(len(name), *(len(f"{numbers.get((a, b), 0):,}") for a in names))
-        for name, b in zip(shown, names, strict=True)
-    ]
-    yield "  ".join(
-        ["  A \\ B".ljust(width + 2), *(name.rjust(wide) for name, wide in zip(shown, widths, strict=True))]
-    )
-    for a, name in zip(names, shown, strict=True):
-        cells = [f"{number:,}" if (number := numbers.get((a, b), 0)) else "·" for b in names]
-        yield "  ".join([f"  {name}".ljust(width + 2), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))])
+    else:
+        yield from _matrix_lines(names, labels)
+
+
+def _matrix_lines(names: Sequence[str | None], labels: Sequence[ValueChange]) -> Iterator[str]:
+    numbers = {(change.a, change.b): f"{change.num_rows:,}" for change in labels if change.num_rows}
+    rows = [["  A \\ B", *map(_label, names)]]
+    rows += [[f"  {_label(a)}", *(numbers.get((a, b), "·") for b in names)] for a in names]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *cells in rows:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *padded])
 
 
 def _label(name: str | None) -> str:
@@ -118,13 +112,16 @@ class TextChanges(Changes):
         if _has_choices(a) and _has_choices(b):
             self._labels = Counter()
         self._deltas = Deltas()
-        self._num_compared = self._num_other_tokens = 0
+        self._num_compared_rows = 0
+        self._num_other_tokens = 0
 
     def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
-        columns: dict[str, Any] = {"is_changed": ~equal(rows, "text")}
-        is_other = columns["is_changed"]
-        columns["has_other_tokens"] = pa.nulls(rows.num_rows, pa.bool_())
-        columns["first_difference"] = pa.nulls(rows.num_rows, pa.int64())
+        is_other = ~equal(rows, "text")
+        columns: dict[str, Any] = {
+            "is_changed": is_other,
+            "has_other_tokens": pa.nulls(rows.num_rows, pa.bool_()),
+            "first_difference": pa.nulls(rows.num_rows, pa.int64()),
+        }
         if "token_ids" in self.columns:
             a, b = list_pair(rows, "token_ids")
             common = common_lengths(a, b)
@@ -140,7 +137,7 @@ class TextChanges(Changes):
             self._labels.update(value_pairs(rows, "text"))
         return columns | self._both(rows, *_SHOWN)
 
-    def _distances(self, table: pa.Table) -> npt.NDArray[np.float64]:
+    def _distances(self, table: pa.Table) -> Floats:
         """Other texts first, then the same text by other tokens."""
         has_other_tokens = table["has_other_tokens"].fill_null(False).to_numpy()
         return np.asarray(2.0 * np.asarray(table["is_changed"]) + has_other_tokens, np.float64)
@@ -149,25 +146,25 @@ class TextChanges(Changes):
         """For each row's common tokens: their number, and the sum and the maximum of B's logprobs minus A's."""
         a, b = list_pair(rows, "logprobs")
         counts = np.minimum(np.minimum(a.lengths, b.lengths), common)
-        found = delta(a.values[a.heads(counts)], b.values[b.heads(counts)])
-        self._deltas.add(found)
-        self._num_compared += int(np.count_nonzero(counts))
+        deltas = delta(a.values[a.heads(counts)], b.values[b.heads(counts)])
+        self._deltas.add(deltas)
+        self._num_compared_rows += int(np.count_nonzero(counts))
         is_null = counts == 0
         return {
             "num_common_tokens": common,
-            "sum_delta_logprob": pa.array(reduce_runs(np.add, found, counts), mask=is_null),
-            "sum_abs_delta_logprob": pa.array(reduce_runs(np.add, np.abs(found), counts), mask=is_null),
-            "max_abs_delta_logprob": pa.array(reduce_runs(np.maximum, np.abs(found), counts), mask=is_null),
+            "sum_delta_logprob": pa.array(reduce_runs(np.add, deltas, counts), mask=is_null),
+            "sum_abs_delta_logprob": pa.array(reduce_runs(np.add, np.abs(deltas), counts), mask=is_null),
+            "max_abs_delta_logprob": pa.array(reduce_runs(np.maximum, np.abs(deltas), counts), mask=is_null),
             "num_compared_tokens": counts,
         }
 
-    def _own_found(self) -> TextsFound:
-        return TextsFound(
-            self._num_other_tokens,
-            None if self._labels is None else value_changes(self._labels),
-            value_changes(self._reasons),
-            self._num_compared,
-            self._deltas.summary(),
+    def _task_changes(self) -> TextsCompared:
+        return TextsCompared(
+            num_other_tokens=self._num_other_tokens,
+            labels=None if self._labels is None else value_changes(self._labels),
+            finish_reasons=value_changes(self._reasons),
+            num_compared_rows=self._num_compared_rows,
+            logprobs=self._deltas.summary(),
         )
 
 
@@ -196,7 +193,6 @@ class TextVerification(Verification):
         ids = requests[values["sample_index"]].prompt_token_ids
         if values.get("prompt_logprobs") is not None and len(ids) > 1:
             # The first token has no logprob.
-            yield stored_logprobs(values, "prompt", ids, 1, ids[1:], "prompt_", 1)
+            yield stored_logprobs(values, "prompt", ids, 1, prefix="prompt_", num_skipped=1)
         if values.get("logprobs") is not None and values["token_ids"]:
-            own = values["token_ids"]
-            yield stored_logprobs(values, "output", [*ids, *own], len(ids), own, "", 0)
+            yield stored_logprobs(values, "output", [*ids, *values["token_ids"]], len(ids))

@@ -1,7 +1,6 @@
 """Task `generate`: n samples of each prompt. Each sample is an output row with its tokens and their logprobs."""
 
 import functools
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,32 +9,19 @@ import pyarrow as pa
 from batchinf.records import Prompt, Request, Result
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.base import (
-    LIKELY_TOKENS,
-    Task,
+from batchinf.tasks.base import LIKELY_TOKENS, ShownColumns, Task
+from batchinf.tasks.columns import (
+    Fields,
     Tokens,
-    chosen_columns,
-    chosen_fields,
-    error_columns,
-    key_columns,
+    float_type,
     list_of,
     logprob_columns,
     logprob_fields,
     output_columns,
-    prompt_columns,
-    text_columns,
+    strings,
 )
 from batchinf.tasks.generate.compare import TextChanges, TextVerification
-
-
-def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
-    """A request's own seed, in [0, 2**63).
-
-    With 31 bits, one row of 1,000 samples in 4,300 would have two equal seeds. A seed is not negative, because vLLM
-    takes -1 for no seed. vLLM stores seeds as int64; CUDA generators use all bits, CPU generators the low 32.
-    """
-    digest = hashlib.blake2b(f"{job_seed},{row_index},{request_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+from batchinf.tasks.seed import seed_of
 
 
 class Generate(Task):
@@ -72,13 +58,22 @@ class Generate(Task):
         return sampling.n * (100 + tokens * (6 + 5 * stored))
 
     @functools.cached_property
-    def own(self) -> pa.Schema:
-        results = list(super().own)
-        return pa.schema([*results[:2], pa.field("sample_index", pa.int32()), *results[2:]])
+    def computed_schema(self) -> pa.Schema:
+        fields = list(super().computed_schema)
+        return pa.schema([*fields[:2], pa.field("sample_index", pa.int32()), *fields[2:]])
 
-    def result_fields(self) -> list[tuple[str, pa.DataType]]:
-        output, sampling = self._output, self._sampling
-        logprob = pa.float16() if output.logprobs_dtype == "float16" else pa.float32()
+    @property
+    def shown_columns(self) -> ShownColumns:
+        """See `Task`. The probability of a label is that of all its tokens, if logprobs count the labels alone."""
+        sampling = self._sampling
+        is_label = "choice" in (sampling.structured_outputs or {}) and sampling.logprobs_mode == "processed_logprobs"
+        names = ("text", "reasoning", "finish_reason", "chosen_logprobs")
+        return ShownColumns(names, label_logprob="cumulative_logprob" if is_label else None)
+
+    def result_fields(self) -> Fields:
+        output = self._output
+        sampling = self._sampling
+        logprob = float_type(output.logprobs_dtype)
         return [
             ("text", pa.string()),
             *([("reasoning", pa.string())] if self.spec.model.reasoning_parser is not None else []),
@@ -87,14 +82,14 @@ class Generate(Task):
             ("stop_reason", pa.string()),
             ("cumulative_logprob", pa.float64()),
             *logprob_fields("", _num_top(sampling), logprob),
-            *chosen_fields(len(sampling.logprob_token_ids), logprob),
+            # The chosen tokens are in the order of the spec.
+            *([("chosen_logprobs", list_of(list_of(logprob)))] if sampling.logprob_token_ids else []),
             *logprob_fields("prompt_", sampling.prompt_logprobs, logprob),
         ]
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """n requests. `max_tokens` is the user's, even if `max_model_len` leaves less; without one, all that fits."""
         sampling = prompt.sampling or self._sampling
-        max_tokens = sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids))
         is_greedy = sampling.temperature == 0
         return [
             Request(
@@ -102,7 +97,7 @@ class Generate(Task):
                 request_index=index,
                 prompt_token_ids=prompt.token_ids,
                 sampling=sampling,
-                max_tokens=max_tokens,
+                max_tokens=sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids)),
                 seed=None if is_greedy else seed_of(sampling.seed, prompt.row_index, index),
                 logprob_token_ids=sampling.logprob_token_ids or None,
             )
@@ -111,28 +106,37 @@ class Generate(Task):
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
         """See `Task.encode`. A null is what was never produced."""
-        sampling, dtype = self._sampling, self._logprob_dtype
+        sampling = self._sampling
+        dtype = self._logprob_dtype
         completions = [result.completion for result in results]
-        logprobs = [None if c is None else c.logprobs for c in completions]
-        prompt_logprobs = [None if c is None else c.prompt_logprobs for c in completions]
-        arrays = {
-            **key_columns(results),
-            **prompt_columns(results, self._output.include_prompt),
+        tokens = Tokens([None if c is None else c.logprobs for c in completions])
+        # The prompt's first token has no logprob: null at position 0 keeps these aligned to `prompt_token_ids`.
+        prompt_tokens = Tokens([None if c is None else c.prompt_logprobs for c in completions], num_leading=1)
+        columns = {
             **output_columns(completions),
-            **text_columns(results),
-            **error_columns(results),
-            **logprob_columns("", Tokens(logprobs), _num_top(sampling), dtype),
-            **chosen_columns(Tokens(logprobs), len(sampling.logprob_token_ids), dtype),
-            # The prompt's first token has no logprob: null at position 0 keeps these aligned to `prompt_token_ids`.
-            **logprob_columns("prompt_", Tokens(prompt_logprobs, num_leading=1), sampling.prompt_logprobs, dtype),
+            **_text_columns(results),
+            **logprob_columns("", tokens, _num_top(sampling), dtype),
+            **logprob_columns("prompt_", prompt_tokens, sampling.prompt_logprobs, dtype),
         }
-        schema = self.result_schema
-        return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
+        if num_chosen := len(sampling.logprob_token_ids):
+            columns["chosen_logprobs"] = tokens.top([part.logprobs for part in tokens.parts], num_chosen, dtype)
+        return self.result_batch(results, columns)
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
         """See `Task.reduce`: each result is a row with a `sample_index`."""
         arrays = {name: results.column(name) for name in results.column_names}
         return self.output_table(columns, arrays | {"sample_index": arrays["request_index"]})
+
+
+def _text_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
+    completions = [result.completion for result in results]
+    stops = [None if c is None or c.stop_reason is None else str(c.stop_reason) for c in completions]
+    return {
+        "text": strings([result.text for result in results]),
+        "reasoning": strings([result.reasoning for result in results]),
+        "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
+        "stop_reason": strings(stops),
+    }
 
 
 def _num_top(sampling: SamplingSpec) -> int | None:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from batchinf.records import FloatArray
-from batchinf.tasks.compare import StoredVectors
-from batchinf.tasks.logits.task import logits_of
+from batchinf.tasks.logits.section import logits_of
 from batchinf.tasks.reference import POSITIONS_AT_ONCE, Reference, check_width
+from batchinf.tasks.stored import StoredVectors
 
 
 class LogitsReference(Reference):
@@ -15,9 +15,11 @@ class LogitsReference(Reference):
 
     def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
         self.merge(adapter)
-        section, positions = logits_of(self._spec), stored.positions
+        section = logits_of(self._spec)
+        positions = stored.positions
         assert positions is not None
-        first, last = int(positions.min()), int(positions.max())
+        first = int(positions.min())
+        last = int(positions.max())
         ids = torch.tensor([stored.token_ids[: last + 1]], device=self._device)
         with torch.inference_mode():
             logits = self.logits(ids, last + 1 - first)

@@ -1,8 +1,8 @@
-"""Compares scores: of two jobs for `diff`, and of a job and its reference for `verify`. Counts right answers."""
+"""Compares scores: of two jobs for `diff`, and of a job and its reference for `verify`."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,99 +11,42 @@ import pyarrow.compute as pc
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.ragged import common_lengths, reduce_runs
-from batchinf.records import PartCounts, Prompt, Request, Span
+from batchinf.records import Prompt, Request, Span
 from batchinf.tasks.compare import (
-    TOKEN_COLUMNS,
     Changes,
     Deltas,
     DeltaSummary,
-    Found,
     JobOutput,
-    StoredLogprobs,
-    StoredRow,
-    Verification,
+    TaskChanges,
     both_columns,
     clip_value,
     delta,
     equal,
     list_pair,
     number_deltas,
-    stored_logprobs,
     value_pairs,
 )
-
-ANSWER, ANSWER_ERROR = "answer", "answer_error"
-WINNERS = ("best", "best_per_token", "best_per_byte")
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Accuracy of rows with an answer, as reports and `--json` show it. The fields are those of `PartCounts`."""
-
-    num_rows: int
-    num_answered: int
-    num_right: int
-    num_right_per_token: int
-    num_right_per_byte: int
-
-    @classmethod
-    def of(cls, counts: PartCounts) -> "Accuracy":
-        """The accuracy in these counts."""
-        return cls(*(getattr(counts, own.name) for own in fields(cls)))
-
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        """Shares of right answers: raw, per token and per byte; 0 if no row is answered."""
-        numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte)
-        raw, per_token, per_byte = (number / max(1, self.num_answered) for number in numbers)
-        return raw, per_token, per_byte
-
-    def __str__(self) -> str:
-        raw, per_token, per_byte = self.shares
-        return (
-            f"best {raw:.2%} ({self.num_right:,}), best_per_token {per_token:.2%} ({self.num_right_per_token:,}), "
-            f"best_per_byte {per_byte:.2%} ({self.num_right_per_byte:,}) of {self.num_answered:,} rows"
-        )
-
-
-def count_right_answers(table: pa.Table) -> PartCounts:
-    """The counts of a table with the columns `answer` and `WINNERS`, and perhaps `answer_error`."""
-    answer = table.column(ANSWER)
-    # A failed row has no winner. A row with NaN among its scores has no winner either.
-    is_answered = pc.and_(answer.is_valid(), table.column(WINNERS[0]).is_valid())
-    raw, per_token, per_byte = (_num(pc.equal(answer, table.column(name))) for name in WINNERS)
-    return PartCounts(
-        num_rows=table.num_rows,
-        num_answered=_num(is_answered),
-        num_wrong_answers=_num(table.column(ANSWER_ERROR).is_valid()) if ANSWER_ERROR in table.schema.names else 0,
-        num_right=raw,
-        num_right_per_token=per_token,
-        num_right_per_byte=per_byte,
-    )
-
-
-def _num(is_such: pa.ChunkedArray) -> int:
-    return int(pc.sum(is_such, min_count=0).as_py())
-
+from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_answers
+from batchinf.tasks.stored import TOKEN_COLUMNS, StoredLogprobs, StoredRow, stored_logprobs
+from batchinf.tasks.verification import Verification
 
 _SUMS = ("logprob_sum", "logprob_mean")
 _CHOICE_SUMS = "choice_logprob_sums"
 
 
-@dataclass(frozen=True, slots=True)
-class ScoresFound(Found):
-    """The counts of rows with one text. num_greedy_only_a, num_greedy_only_b: rows that are greedy in one job only.
-
-    num_other_lengths: rows whose numbers of scored tokens differ. token_logprobs: of rows with the same tokens in both
-    jobs.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoresCompared(TaskChanges):
+    """The counts of rows with one text."""
 
     num_greedy_only_a: int
+    """Rows that are greedy in job A only."""
     num_greedy_only_b: int
     num_other_lengths: int
+    """Rows whose numbers of scored tokens differ."""
     logprob_sum: DeltaSummary
     logprob_mean: DeltaSummary
     token_logprobs: DeltaSummary
+    """Of rows with the same tokens in both jobs."""
 
     def lines(self) -> Iterator[str]:
         if self.num_greedy_only_a:
@@ -121,24 +64,25 @@ class ScoresFound(Found):
         yield f"  {key} {row['key']}: {_changed(row, ('is_greedy', *_SUMS))}"
 
 
-@dataclass(frozen=True, slots=True)
-class ChoicesFound(Found):
-    """The counts of rows with choices. num_other_best, …_per_token, …_per_byte: rows whose winners differ.
-
-    num_other_choices: rows whose numbers of choices differ. choice_logprob_sums: of the choices of all other rows.
-    accuracy_a, accuracy_b: None if the job has no answers. num_answered: rows for which both jobs have an answer and
-    scores. num_right_to_wrong, num_wrong_to_right: how many of these changed, by `best`.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoicesCompared(TaskChanges):
+    """The counts of rows with choices."""
 
     num_other_best: int
+    """Rows whose winners differ, as the next two fields."""
     num_other_best_per_token: int
     num_other_best_per_byte: int
     num_other_choices: int
+    """Rows whose numbers of choices differ."""
     choice_logprob_sums: DeltaSummary
+    """Of the choices of all other rows."""
     accuracy_a: Accuracy | None
+    """None if no row of the job has an answer."""
     accuracy_b: Accuracy | None
     num_answered: int
+    """Rows for which both jobs have an answer and scores."""
     num_right_to_wrong: int
+    """How many of these changed, by `best`."""
     num_wrong_to_right: int
 
     def lines(self) -> Iterator[str]:
@@ -202,21 +146,29 @@ class ScoreChanges(Changes):
 
     def _token_deltas(self, rows: pa.RecordBatch) -> pa.Array:
         """The greatest absolute difference over the tokens of each row; null if the tokens differ."""
-        (ids, other_ids), (a, b) = list_pair(rows, "token_ids"), list_pair(rows, "logprobs")
+        ids, other_ids = list_pair(rows, "token_ids")
+        a, b = list_pair(rows, "logprobs")
         common = common_lengths(ids, other_ids)
         is_same = (common == ids.lengths) & (common == other_ids.lengths) & (common > 0)
         counts = np.where(is_same, np.minimum(a.lengths, b.lengths), 0)
-        own, other = a.values[a.heads(counts)], b.values[b.heads(counts)]
-        found = delta(own, other)
+        logprobs = a.values[a.heads(counts)]
+        others = b.values[b.heads(counts)]
+        deltas = delta(logprobs, others)
         # The first token of a text has no logprob in either job.
-        is_first = np.isnan(own) & np.isnan(other)
-        self._tokens.add(found[~is_first])
-        found[is_first] = 0.0
-        return pa.array(reduce_runs(np.maximum, np.abs(found), counts), mask=~is_same)
+        is_first = np.isnan(logprobs) & np.isnan(others)
+        self._tokens.add(deltas[~is_first])
+        deltas[is_first] = 0.0
+        return pa.array(reduce_runs(np.maximum, np.abs(deltas), counts), mask=~is_same)
 
-    def _own_found(self) -> ScoresFound:
-        deltas = (found.summary() for found in (*self._deltas.values(), self._tokens))
-        return ScoresFound(self._greedy[True, False], self._greedy[False, True], self._num_other_lengths, *deltas)
+    def _task_changes(self) -> ScoresCompared:
+        return ScoresCompared(
+            num_greedy_only_a=self._greedy[True, False],
+            num_greedy_only_b=self._greedy[False, True],
+            num_other_lengths=self._num_other_lengths,
+            logprob_sum=self._deltas["logprob_sum"].summary(),
+            logprob_mean=self._deltas["logprob_mean"].summary(),
+            token_logprobs=self._tokens.summary(),
+        )
 
 
 class ChoiceChanges(Changes):
@@ -228,12 +180,14 @@ class ChoiceChanges(Changes):
         super().__init__(a, b, num_examples, self._shown)
         self._deltas = Deltas()
         self._changed: Counter[str] = Counter()
-        self._right_answers = [PartCounts(), PartCounts()]
+        self._num_rows = 0
+        self._answers: dict[str, Counter[str]] = {"a": Counter(), "b": Counter()}
         self._flips: Counter[tuple[bool, bool]] = Counter()
 
     def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
         has_changed = {name: ~equal(rows, name) for name in WINNERS}
-        self._changed.update({name: int(np.count_nonzero(found)) for name, found in has_changed.items()})
+        self._changed.update({name: int(np.count_nonzero(is_other)) for name, is_other in has_changed.items()})
+        self._num_rows += rows.num_rows
         if ANSWER in self.columns:
             self._count_answers(rows)
         is_changed = np.logical_or.reduce([*has_changed.values()])
@@ -248,32 +202,31 @@ class ChoiceChanges(Changes):
         is_other = (a.lengths != b.lengths) & ~a.is_null & ~b.is_null
         self._changed["choices"] += int(np.count_nonzero(is_other))
         counts = np.where(a.lengths == b.lengths, a.lengths, 0)
-        found = delta(a.values[a.heads(counts)], b.values[b.heads(counts)])
-        self._deltas.add(found)
-        means = reduce_runs(np.add, found, counts) / np.maximum(counts, 1)
+        deltas = delta(a.values[a.heads(counts)], b.values[b.heads(counts)])
+        self._deltas.add(deltas)
+        means = reduce_runs(np.add, deltas, counts) / np.maximum(counts, 1)
         return {
             "mean_delta_logprob_sum": pa.array(means, mask=counts == 0),
-            "max_abs_delta_logprob_sum": pa.array(reduce_runs(np.maximum, np.abs(found), counts), mask=counts == 0),
+            "max_abs_delta_logprob_sum": pa.array(reduce_runs(np.maximum, np.abs(deltas), counts), mask=counts == 0),
         }
 
     def _count_answers(self, rows: pa.RecordBatch) -> None:
         is_right = []
-        for place, job in enumerate("ab"):
-            own = pa.table({name: rows[f"{name}_{job}"] for name in (ANSWER, *WINNERS)})
-            self._right_answers[place] += count_right_answers(own)
-            is_right.append(pc.equal(own[ANSWER], own[WINNERS[0]]).to_pylist())
+        for job, counts in self._answers.items():
+            columns = pa.table({name: rows[f"{name}_{job}"] for name in (ANSWER, *WINNERS)})
+            counts.update(count_answers(columns))
+            is_right.append(pc.equal(columns[ANSWER], columns[WINNERS[0]]).to_pylist())
         self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)
 
-    def _own_found(self) -> ChoicesFound:
-        a, b = (Accuracy.of(counts) if counts.num_answered else None for counts in self._right_answers)
-        return ChoicesFound(
+    def _task_changes(self) -> ChoicesCompared:
+        return ChoicesCompared(
             num_other_best=self._changed["best"],
             num_other_best_per_token=self._changed["best_per_token"],
             num_other_best_per_byte=self._changed["best_per_byte"],
             num_other_choices=self._changed["choices"],
             choice_logprob_sums=self._deltas.summary(),
-            accuracy_a=a,
-            accuracy_b=b,
+            accuracy_a=Accuracy.of(self._num_rows, self._answers["a"]),
+            accuracy_b=Accuracy.of(self._num_rows, self._answers["b"]),
             num_answered=self._flips.total(),
             num_right_to_wrong=self._flips[True, False],
             num_wrong_to_right=self._flips[False, True],
@@ -292,28 +245,26 @@ class ScoreVerification(Verification):
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
         """See `Verification`. Gives one for each span."""
         spans = () if prompt.scoring is None else prompt.scoring.spans
-        columns = _of_choices if "choice_logprobs" in row.values else _of_windows
-        for span, own in zip(spans, columns(row.values, spans), strict=True):
-            first = len(span.token_ids) - len(own["logprobs"])
-            yield stored_logprobs(own, "scored", span.token_ids, first, span.token_ids[first:], "", 0)
+        columns_of = _of_choices if "choice_logprobs" in row.values else _of_windows
+        for span, columns in zip(spans, columns_of(row.values, spans), strict=True):
+            first = len(span.token_ids) - len(columns["logprobs"])
+            yield stored_logprobs(columns, "scored", span.token_ids, first)
 
 
 def _of_choices(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
-    kept = {name: values for name in TOKEN_COLUMNS if (values := row.get(f"choice_{name}")) is not None}
-    return [{name: values[place] for name, values in kept.items()} for place in range(len(spans))]
+    """The columns of each choice."""
+    stored = {name: values for name in TOKEN_COLUMNS if (values := row.get(f"choice_{name}")) is not None}
+    return [{name: values[place] for name, values in stored.items()} for place in range(len(spans))]
 
 
 def _of_windows(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
     """The columns of each window of a text. The output stores the windows one after the other."""
+    stored = {name: values for name in TOKEN_COLUMNS if (values := row.get(name)) is not None}
     # With `store: all` the first token is stored, too; it has no logprob.
     has_all = len(spans) == 1 and len(row["logprobs"]) == len(spans[0].token_ids)
-    starts = [1 if has_all else span.start for span in spans]
-    ends = np.cumsum([len(span.token_ids) - start for span, start in zip(spans, starts, strict=True)]) + has_all
+    lengths = [len(span.token_ids) - (1 if has_all else span.start) for span in spans]
+    ends = (np.cumsum(lengths) + has_all).tolist()
     return [
-        {
-            name: row[name][end - len(span.token_ids) + start : end]
-            for name in TOKEN_COLUMNS
-            if row.get(name) is not None
-        }
-        for span, start, end in zip(spans, starts, ends.tolist(), strict=True)
+        {name: values[end - length : end] for name, values in stored.items()}
+        for length, end in zip(lengths, ends, strict=True)
     ]

@@ -5,11 +5,11 @@ after the same context share one request.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -17,39 +17,34 @@ from batchinf.base.errors import SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.encoder import Encoder, load_tokenizer
-from batchinf.records import Completion, FloatArray, IntArray, Prompt, Request, Result, Span, TokenLogprobs
+from batchinf.records import IntArray, Prompt, Request, Result, Scoring, Span, TokenLogprobs
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.tasks.base import (
-    LIKELY_TOKENS,
-    Task,
+from batchinf.tasks.base import LIKELY_TOKENS, ShownColumns, Task
+from batchinf.tasks.columns import (
+    Fields,
     Tokens,
-    error_columns,
+    float_type,
     id_lists,
-    key_columns,
     list_array,
     list_of,
     logprob_columns,
     logprob_fields,
     offsets_of,
-    prompt_columns,
     result_schema,
     without_requests,
 )
-from batchinf.tasks.score.compare import ANSWER, ANSWER_ERROR, ScoreVerification, begin_changes
-from batchinf.tasks.score.prompts import NUM_RESERVED, SECTION, ScorePrompts, has_choices, score_of, scored_columns
+from batchinf.tasks.score.accuracy import ANSWER, ANSWER_ERROR, WINNERS, Accuracy, answer_lines, count_answers
+from batchinf.tasks.score.compare import ScoreVerification, begin_changes
+from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
+from batchinf.tasks.score.row_groups import RowGroups
+from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_columns
 
 # The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
 _MOST_IN_ONE_PASS = 128
-_SUMS = (
-    ("logprob_sums", pa.float64()),
-    ("num_tokens", pa.int32()),
-    ("num_bytes", pa.int64()),
-    ("is_greedy", pa.bool_()),
-)
-
-FloatSums = npt.NDArray[np.float64]
+# Columns that are means of others.
+_MEANS = ("logprob_mean", "perplexity", "bits_per_byte")
 
 
 def score_sampling(sampling: SamplingSpec) -> SamplingSpec:
@@ -74,6 +69,7 @@ class Score(Task):
         self._k = spec.sampling.prompt_logprobs or 0
         self._has_tokens = spec.output.include_token_logprobs
         self._is_choice = has_choices(spec.input)
+        self._sum_name = "logprob_sums" if self._is_choice else "logprob_sum"
         self._stores_all = score_of(spec).store == "all"
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
         self._together = score_of(spec).one_pass and self._is_choice and self._k == 0
@@ -106,7 +102,8 @@ class Score(Task):
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`. Checks that windows are longer than their overlap."""
-        overlap, length = score_of(self.spec).window_overlap, checks.model_len_limit(self.spec, model)
+        overlap = score_of(self.spec).window_overlap
+        length = checks.model_len_limit(self.spec, model)
         if length is not None and overlap >= length - NUM_RESERVED:
             raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
                             f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
@@ -116,13 +113,13 @@ class Score(Task):
         return ScorePrompts(self.spec, tokenizer, vocab_size, begun_at)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
-        """See `Task`. Texts are scored without a chat template, and `Boundary` decides about BOS."""
+        """See `Task`. Texts are scored without a chat template, and `ScorePrompts` decides about BOS."""
         yield from checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=True, may_lack_template=True)
         if self.spec.input.text_column is not None and score_of(self.spec).add_bos_token is None:
             yield from _bos_warning(self.spec, model)
 
     def warm_up_request(self) -> Request:
-        return Request(-1, 0, [1] * 8, self._sampling, 1, None)
+        return Request(-1, 0, [1] * 8, self._sampling)
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
         tokens = LIKELY_TOKENS if self._has_tokens else 0
@@ -131,16 +128,13 @@ class Score(Task):
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """A request for each span, or one for all choices. A prompt with an error has one, which never runs."""
         spans = () if prompt.scoring is None else prompt.scoring.spans
+        row = prompt.row_index
         if not spans:
-            return [Request(prompt.row_index, 0, prompt.token_ids, self._sampling, 1, None)]
+            return [Request(row, 0, prompt.token_ids, self._sampling)]
         if self._is_together(spans):
             ids = tuple(span.token_ids[-1] for span in spans)
-            context = spans[0].token_ids[:-1]
-            return [Request(prompt.row_index, 0, context, self._one_pass, 1, None, logprob_token_ids=ids)]
-        return [
-            Request(prompt.row_index, index, span.token_ids, self._sampling, 1, None)
-            for index, span in enumerate(spans)
-        ]
+            return [Request(row, 0, spans[0].token_ids[:-1], self._one_pass, logprob_token_ids=ids)]
+        return [Request(row, index, span.token_ids, self._sampling) for index, span in enumerate(spans)]
 
     def _is_together(self, spans: Sequence[Span]) -> bool:
         is_single = all(span.start == len(span.token_ids) - 1 for span in spans)
@@ -150,77 +144,61 @@ class Score(Task):
         """See `Task.encode`. With choices, each value is a list: of one choice, or of all if they share a request."""
         scores = [self._scores(result) for result in results]
         is_missing = np.array([not spans for spans in scores], np.bool_)
-        scorings = [result.prompt.scoring for result in results]
-        arrays: dict[str, pa.Array] = {
-            **key_columns(results),
-            **prompt_columns(results, self.spec.output.include_prompt),
-            **error_columns(results),
-            ANSWER: pa.array([scoring and scoring.answer for scoring in scorings], pa.int32()),
-            ANSWER_ERROR: pa.array([scoring and scoring.answer_error for scoring in scorings], pa.string()),
-            "num_prompt_tokens": pa.array([_num_run(result) for result in results], pa.int32()),
-            "num_context_tokens": pa.array([_num_context(result) for result in results], pa.int32()),
-            "num_output_tokens": pa.array([None if not spans else 0 for spans in scores], pa.int32()),
-        }
-        flat = [score for spans in scores for score in spans]
+        num_output_tokens = pa.array(np.zeros(len(scores), np.int32), mask=is_missing)
+        columns = {**_prompt_columns(results), "num_output_tokens": num_output_tokens}
         offsets = offsets_of([len(spans) for spans in scores])
-
-        def column(values: pa.Array) -> pa.Array:
-            """The values of the results, from those of the scores."""
+        first = pa.array(np.where(is_missing, 0, offsets[:-1]), pa.int64(), mask=is_missing)
+        for name, values in self._score_columns([score for spans in scores for score in spans]).items():
             if self._is_choice:
-                return list_array(offsets, values, is_missing)
-            places = np.where(is_missing, 0, offsets[:-1])
-            return values.take(pa.array(places, pa.int64(), mask=is_missing))
+                columns[f"choice_{name}"] = list_array(offsets, values, is_missing)
+            else:
+                columns[name] = values.take(first)
+        return self.result_batch(results, columns)
 
-        prefix = "choice_" if self._is_choice else ""
-        for name, values in self._score_columns(flat).items():
-            arrays[prefix + name] = column(values)
-        if not self._is_choice:
-            arrays["logprob_sum"] = arrays.pop("logprob_sums")
-        schema = self.result_schema
-        return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
-
-    def _scores(self, result: Result) -> list["_Score"]:
+    def _scores(self, result: Result) -> "list[_Score]":
         """The scores of a request; none if it failed."""
-        completion, scoring = result.completion, result.prompt.scoring
+        completion = result.completion
+        scoring = result.prompt.scoring
         if completion is None or scoring is None or result.error is not None:
             return []
         if completion.prompt_logprobs is not None:
             span = scoring.spans[result.request_index]
-            return [_Score(span, completion.prompt_logprobs, self._stores_all)]
-        return list(_one_pass_scores(scoring.spans, completion))
+            return [_span_score(span, completion.prompt_logprobs, stores_all=self._stores_all)]
+        assert completion.logprobs is not None
+        return list(_one_pass_scores(scoring.spans, completion.logprobs))
 
-    def _score_columns(self, scores: Sequence["_Score"]) -> dict[str, pa.Array]:
+    def _score_columns(self, scores: "Sequence[_Score]") -> dict[str, pa.Array]:
+        """The columns of `result_fields`, without their prefix, with a value for each score."""
         columns = {
-            "logprob_sums": pa.array([score.logprob_sum for score in scores], pa.float64()),
+            self._sum_name: pa.array([score.logprob_sum for score in scores], pa.float64()),
             "num_tokens": pa.array([score.num_tokens for score in scores], pa.int32()),
             "num_bytes": pa.array([score.span.num_bytes for score in scores], pa.int64()),
             "is_greedy": pa.array([score.is_greedy for score in scores], pa.bool_()),
         }
-        if not self._has_tokens:
-            return columns
-        tokens = Tokens([score.stored for score in scores], num_leading=int(self._stores_all))
-        columns["token_ids"] = id_lists([score.stored_ids for score in scores])
-        columns |= logprob_columns("", tokens, self._k, self._logprob_dtype)
-        if self._together:
-            columns["ranks"] = _without_zeros(columns["ranks"])
+        if self._has_tokens:
+            tokens = Tokens([score.stored for score in scores], num_leading=int(self._stores_all))
+            columns["token_ids"] = id_lists([score.stored_ids for score in scores])
+            columns |= logprob_columns("", tokens, self._k, self._logprob_dtype)
+            if self._together:
+                columns["ranks"] = _without_zeros(columns["ranks"])
         return columns
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
         """See `Task.reduce`. If a request of a row failed, the row has its error and no scores."""
-        rows = _Rows(results)
+        rows = RowGroups(results)
         arrays = {name: rows.first(name) for name in results.column_names}
         arrays["attempts"] = pa.array(np.maximum.reduceat(rows.numbers("attempts"), rows.starts), pa.int32())
         arrays["num_prompt_tokens"] = rows.total("num_prompt_tokens", pa.int32())
         arrays["num_output_tokens"] = rows.of_good(np.zeros(rows.num_good, np.int32), pa.int32())
         for name in ("error_type", "error_message"):
             arrays[name] = rows.first_error(name)
-        token_names = [name for name in results.column_names if pa.types.is_list(results.schema.field(name).type)]
-        token_names = [name for name in token_names if name not in ("prompt_token_ids",)]
-        arrays |= {name: rows.joined(name) for name in token_names}
+        for name, type in self.result_fields():
+            if pa.types.is_list(type):
+                arrays[name] = rows.joined(name)
         arrays |= self._winners(rows) if self._is_choice else self._totals(rows)
-        return self.output_table(columns, {name: arrays[name] for name in self.own.names})
+        return self.output_table(columns, {name: arrays[name] for name in self.computed_schema.names})
 
-    def _totals(self, rows: "_Rows") -> dict[str, pa.Array]:
+    def _totals(self, rows: RowGroups) -> dict[str, pa.Array]:
         sums, num_tokens, num_bytes = (rows.good_sums(name) for name in ("logprob_sum", "num_tokens", "num_bytes"))
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             mean = sums / num_tokens
@@ -236,110 +214,140 @@ class Score(Task):
         arrays["is_greedy"] = rows.of_good(rows.good_sums("is_greedy") == rows.good_counts, pa.bool_())
         return arrays
 
-    def _winners(self, rows: "_Rows") -> dict[str, pa.Array]:
-        sums, starts = rows.flat("choice_logprob_sums")
+    def _winners(self, rows: RowGroups) -> dict[str, pa.Array]:
+        sums = rows.flat("choice_logprob_sums")
         with np.errstate(invalid="ignore"):
-            values = {
-                "best": sums,
-                "best_per_token": sums / rows.flat("choice_num_tokens")[0],
-                "best_per_byte": sums / rows.flat("choice_num_bytes")[0],
-            }
-        return {name: rows.winner(each, starts) for name, each in values.items()}
+            values = (sums, sums / rows.flat("choice_num_tokens"), sums / rows.flat("choice_num_bytes"))
+        return {name: rows.winner("choice_logprob_sums", each) for name, each in zip(WINNERS, values, strict=True)}
 
     # -- columns -------------------------------------------------------------------------------------------------------
 
-    def _token_fields(self) -> list[tuple[str, pa.DataType]]:
-        if not self._has_tokens:
-            return []
-        logprob = pa.float16() if self.spec.output.logprobs_dtype == "float16" else pa.float32()
-        return [("token_ids", list_of(pa.int32())), *logprob_fields("", self._k, logprob)]
-
-    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+    def result_fields(self) -> Fields:
         """See `Task`: the scores, which an output row has, too."""
-        fields = [*_SUMS, *self._token_fields()]
-        if self._is_choice:
-            return [(f"choice_{name}", list_of(type)) for name, type in fields]
-        return [("logprob_sum", pa.float64()), *fields[1:]]
+        fields = [
+            (self._sum_name, pa.float64()),
+            ("num_tokens", pa.int32()),
+            ("num_bytes", pa.int64()),
+            ("is_greedy", pa.bool_()),
+        ]
+        if self._has_tokens:
+            logprob = float_type(self.spec.output.logprobs_dtype)
+            fields += [("token_ids", list_of(pa.int32())), *logprob_fields("", self._k, logprob)]
+        return [(f"choice_{name}", list_of(type)) for name, type in fields] if self._is_choice else fields
 
     @functools.cached_property
     def result_schema(self) -> pa.Schema:
         return self._schema(self.result_fields())
 
     @functools.cached_property
-    def own(self) -> pa.Schema:
-        return without_requests(self._schema(self._own_fields()))
+    def computed_schema(self) -> pa.Schema:
+        scores = self.result_fields()
+        if self._is_choice:
+            return without_requests(self._schema([*((name, pa.int32()) for name in WINNERS), *scores]))
+        means = [(name, pa.float64()) for name in _MEANS]
+        return without_requests(self._schema([scores[0], *means, *scores[1:]]))
 
-    def _schema(self, scored: Sequence[tuple[str, pa.DataType]]) -> pa.Schema:
+    def _schema(self, scores: Fields) -> pa.Schema:
         where = self.spec.input
         answer = [(ANSWER, pa.int32()), (ANSWER_ERROR, pa.string())] if where.answer_column is not None else []
         context = [] if where.text_column is not None else [("num_context_tokens", pa.int32())]
-        return result_schema(self.spec, [*scored, *answer, *context], may_truncate=where.text_column is None)
+        return result_schema(self.spec, [*scores, *answer, *context], may_truncate=where.text_column is None)
 
-    def _own_fields(self) -> list[tuple[str, pa.DataType]]:
-        scored = self.result_fields()
-        if self._is_choice:
-            return [*((name, pa.int32()) for name in ("best", "best_per_token", "best_per_byte")), *scored]
-        means = [(name, pa.float64()) for name in ("logprob_mean", "perplexity", "bits_per_byte")]
-        return [scored[0], *means, *scored[1:]]
+    @property
+    def shown_columns(self) -> ShownColumns:
+        if not self._is_choice:
+            return ShownColumns(("logprob_sum", *_MEANS, "num_tokens", "is_greedy"))
+        choices = dict.fromkeys((*WINNERS, ANSWER), self.spec.input.choices or ())
+        return ShownColumns((*WINNERS, "choice_logprob_sums", ANSWER, ANSWER_ERROR), choices=choices)
+
+    # -- counts --------------------------------------------------------------------------------------------------------
+
+    def count(self, rows: pa.Table) -> dict[str, int] | None:
+        """See `Task` and `count_answers`."""
+        # A job may have begun before there were such columns.
+        return count_answers(rows) if ANSWER in rows.schema.names else None
+
+    @classmethod
+    def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
+        return answer_lines(num_rows, counts)
+
+    @classmethod
+    def count_figures(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
+        if (accuracy := Accuracy.of(num_rows, counts)) is not None:
+            yield "accuracy", f"{accuracy.shares[0]:.2%}", "best"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Score:
-    """One scored span. stored, stored_ids: logprobs and ids of the tokens to store."""
+    """One scored span."""
 
-    __slots__ = ("is_greedy", "logprob_sum", "num_tokens", "span", "stored", "stored_ids")
-
-    def __init__(self, span: Span, logprobs: TokenLogprobs, stores_all: bool) -> None:
-        """logprobs: of all tokens of the span but the first."""
-        own = slice(span.start - 1, None)
-        values, ids = logprobs.logprobs[own, 0], logprobs.token_ids[own]
-        self.span = span
-        self.num_tokens = len(span.token_ids) - span.start
-        self.logprob_sum = float(values.sum(dtype=np.float64))
-        self.is_greedy = bool(np.array_equal(ids[:, 0], ids[:, 1]))
-        kept = slice(None) if stores_all else own
-        self.stored = TokenLogprobs(logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept])
-        self.stored_ids: IntArray = np.array(span.token_ids if stores_all else span.token_ids[span.start :], np.int32)
+    span: Span
+    num_tokens: int
+    logprob_sum: float
+    is_greedy: bool
+    stored: TokenLogprobs
+    """Logprobs of the tokens to store."""
+    stored_ids: IntArray
 
 
-class _OneOfMany(_Score):
-    """One of several single-token choices that share a request. Its rank is unknown; 0 stands for that."""
-
-    __slots__ = ()
-
-    def __init__(self, span: Span, logprob: float, is_greedy: bool) -> None:
-        self.span, self.num_tokens = span, 1
-        self.logprob_sum, self.is_greedy = logprob, is_greedy
-        self.stored_ids = np.array(span.token_ids[-1:], np.int32)
-        values: FloatArray = np.array([[logprob]], np.float32)
-        self.stored = TokenLogprobs(self.stored_ids.reshape(1, 1), values, np.zeros(1, np.int32))
-
-
-def _one_pass_scores(spans: Sequence[Span], completion: Completion) -> Iterator[_Score]:
-    """Scores from one generated token: the logprobs of all choices at its position. The token is the greedy one."""
-    assert completion.logprobs is not None
-    [greedy, *_], [_, *logprobs] = completion.logprobs.token_ids[0].tolist(), completion.logprobs.logprobs[0].tolist()
-    for span, logprob in zip(spans, logprobs, strict=True):
-        yield _OneOfMany(span, logprob, span.token_ids[-1] == greedy)
+def _span_score(span: Span, logprobs: TokenLogprobs, *, stores_all: bool) -> _Score:
+    """logprobs: of all tokens of the span but the first."""
+    scored = slice(span.start - 1, None)
+    ids = logprobs.token_ids[scored]
+    kept = slice(None) if stores_all else scored
+    return _Score(
+        span=span,
+        num_tokens=len(span.token_ids) - span.start,
+        logprob_sum=float(logprobs.logprobs[scored, 0].sum(dtype=np.float64)),
+        is_greedy=bool(np.array_equal(ids[:, 0], ids[:, 1])),
+        stored=TokenLogprobs(logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept]),
+        stored_ids=np.array(span.token_ids if stores_all else span.token_ids[span.start :], np.int32),
+    )
 
 
-def _num_run(result: Result) -> int | None:
+def _one_pass_scores(spans: Sequence[Span], logprobs: TokenLogprobs) -> Iterator[_Score]:
+    """Scores of single-token choices, from the logprobs of all choices at one position. The token there is the greedy
+    one. The ranks of the others are unknown; 0 stands for that.
+    """
+    greedy = logprobs.token_ids[0, 0]
+    for place, span in enumerate(spans, 1):
+        ids = np.array(span.token_ids[-1:], np.int32)
+        value = logprobs.logprobs[:1, place : place + 1]
+        yield _Score(
+            span=span,
+            num_tokens=1,
+            logprob_sum=float(value[0, 0]),
+            is_greedy=bool(ids[0] == greedy),
+            stored=TokenLogprobs(ids.reshape(1, 1), value, np.zeros(1, np.int32)),
+            stored_ids=ids,
+        )
+
+
+def _prompt_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
+    """The columns that depend on prompts alone."""
+    scorings = [result.prompt.scoring or Scoring(()) for result in results]
+    spans = [
+        scoring.spans[r.request_index] if scoring.spans else None for r, scoring in zip(results, scorings, strict=True)
+    ]
+    return {
+        ANSWER: pa.array([scoring.answer for scoring in scorings], pa.int32()),
+        ANSWER_ERROR: pa.array([scoring.answer_error for scoring in scorings], pa.string()),
+        "num_prompt_tokens": pa.array([*map(_num_run, results, spans)], pa.int32()),
+        "num_context_tokens": pa.array([span and span.start for span in spans], pa.int32()),
+    }
+
+
+def _num_run(result: Result, span: Span | None) -> int | None:
     """Number of tokens that the engine got for a request."""
     if result.completion is not None:
         return len(result.completion.request.prompt_token_ids)
-    scoring = result.prompt.scoring
-    if scoring is None:
-        return None
-    return len(scoring.spans[result.request_index].token_ids)
-
-
-def _num_context(result: Result) -> int | None:
-    scoring = result.prompt.scoring
-    return None if scoring is None else scoring.spans[result.request_index].start
+    return None if span is None else len(span.token_ids)
 
 
 def _bos_warning(spec: JobSpec, model: Model) -> Iterator[str]:
     tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
-    ids, bos = Encoder(tokenizer, adds_special_tokens=True).encode_one("a"), tokenizer.bos_token_id
+    ids = Encoder(tokenizer, adds_special_tokens=True).encode_one("a")
+    bos = tokenizer.bos_token_id
     if isinstance(ids, list) and bos is not None and ids[0] == bos:
         yield (
             f"warning: each request begins with two {tokenizer.bos_token}, which your texts need not contain: a score "
@@ -352,93 +360,3 @@ def _bos_warning(spec: JobSpec, model: Model) -> Iterator[str]:
 def _without_zeros(lists: pa.ListArray) -> pa.ListArray:
     values = lists.values
     return pa.ListArray.from_arrays(lists.offsets, pc.if_else(pc.equal(values, 0), None, values), type=lists.type)
-
-
-class _Rows:
-    """Sorted results, grouped by row.
-
-    starts: index of each row's first result. num_good: rows without an error. good_counts: number of results of each of
-    them.
-    """
-
-    def __init__(self, results: pa.Table) -> None:
-        self._results = results.combine_chunks()
-        row_index = self.numbers("row_index")
-        self.starts = np.flatnonzero(np.diff(row_index, prepend=row_index[:1] - 1))
-        self._counts = np.diff(np.append(self.starts, len(row_index)))
-        self._row_of = np.repeat(np.arange(len(self.starts)), self._counts)
-        is_error = np.asarray(self._column("error_type").is_valid())
-        self._is_bad = np.logical_or.reduceat(is_error, self.starts) if len(self.starts) else is_error
-        # Each row's first result with an error; without errors, its first result.
-        self._error_at = self.starts.copy()
-        places = np.flatnonzero(is_error)
-        rows, firsts = np.unique(self._row_of[places], return_index=True)
-        self._error_at[rows] = places[firsts]
-        self._good = self._results.filter(pa.array(~self._is_bad[self._row_of])).combine_chunks()
-        self.good_counts = self._counts[~self._is_bad]
-        self._good_starts = np.cumsum(self.good_counts) - self.good_counts
-        self.num_good = len(self.good_counts)
-
-    def _column(self, name: str, table: pa.Table | None = None) -> pa.Array:
-        chunks = (self._results if table is None else table).column(name)
-        return chunks.combine_chunks() if chunks.num_chunks != 1 else chunks.chunk(0)
-
-    def numbers(self, name: str) -> npt.NDArray[Any]:
-        """A column without nulls, as numpy array."""
-        return np.asarray(self._column(name).to_numpy(zero_copy_only=False))
-
-    def first(self, name: str) -> pa.Array:
-        """Each row's value from its first result."""
-        return self._column(name).take(pa.array(self.starts))
-
-    def first_error(self, name: str) -> pa.Array:
-        """Each row's value from its first failed result; null if none failed."""
-        return self._column(name).take(pa.array(self._error_at))
-
-    def total(self, name: str, type: pa.DataType) -> pa.Array:
-        """Each row's sum; null if all its values are null."""
-        column = self._column(name)
-        sums = np.add.reduceat(np.asarray(column.fill_null(0)).astype(np.int64), self.starts)
-        is_valid = np.logical_or.reduceat(np.asarray(column.is_valid()), self.starts)
-        return pa.array(sums, pa.int64(), mask=~is_valid).cast(type)
-
-    def good_sums(self, name: str) -> npt.NDArray[Any]:
-        """The sum of each row without an error."""
-        values = np.asarray(self._column(name, self._good).to_numpy(zero_copy_only=False))
-        values = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
-        return np.add.reduceat(values, self._good_starts) if self.num_good else values
-
-    def of_good(self, values: npt.NDArray[Any], type: pa.DataType) -> pa.Array:
-        """A column of all rows from values of the rows without an error; null for the others."""
-        spread = np.zeros(len(self._is_bad), values.dtype)
-        spread[~self._is_bad] = values
-        return pa.array(spread, mask=self._is_bad).cast(type)
-
-    def joined(self, name: str) -> pa.Array:
-        """The lists of each row's results, end to end; null for rows with an error."""
-        column = self._column(name, self._good)
-        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
-        totals = np.zeros(len(self._is_bad), np.int64)
-        if self.num_good:
-            totals[~self._is_bad] = np.add.reduceat(lengths, self._good_starts)
-        return list_array(offsets_of(totals), column.flatten(), self._is_bad)
-
-    def flat(self, name: str) -> tuple[FloatSums, npt.NDArray[np.int64]]:
-        """The list items of all rows without an error, and the index of each row's first item."""
-        column = self._column(name, self._good)
-        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
-        totals = np.add.reduceat(lengths, self._good_starts) if self.num_good else lengths
-        values = column.flatten().to_numpy(zero_copy_only=False)
-        return values.astype(np.float64), np.cumsum(totals) - totals
-
-    def winner(self, values: FloatSums, starts: npt.NDArray[np.int64]) -> pa.Array:
-        """The place of each row's largest item, the first one of equals; null if an item is NaN."""
-        best = np.full(self.num_good, -1)
-        if self.num_good:
-            counts = np.diff(np.append(starts, len(values)))
-            row_of = np.repeat(np.arange(self.num_good), counts)
-            places = np.flatnonzero(values == np.maximum.reduceat(values, starts)[row_of])
-            rows, firsts = np.unique(row_of[places], return_index=True)
-            best[rows] = places[firsts] - starts[rows]
-        column = self.of_good(best, pa.int32())
-        return pc.if_else(pc.less(column, 0), None, column)

@@ -11,8 +11,8 @@ from batchinf.base.errors import UserError
 from batchinf.model.identity import Model
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.compare import ReferenceWanted, StoredVectors
 from batchinf.tasks.reference import Reference, check_width
+from batchinf.tasks.stored import ReferenceWanted, StoredVectors
 from batchinf.tasks.vectors.section import pooling_of, projected_width
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")
@@ -48,9 +48,9 @@ class _StatesReference(Reference):
         with torch.inference_mode():
             output = self._model(input_ids=ids, output_hidden_states=self._pooling.layers is not None)
             states = self._states(output, stored.kind)
-            found = self.chosen(states, stored.positions)
-        check_width(stored.values.shape[1], found.shape[1])
-        yield found.cpu().numpy()
+            vectors = self.chosen(states, stored.positions)
+        check_width(stored.values.shape[1], vectors.shape[1])
+        yield vectors.cpu().numpy()
 
     def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
         """The vectors [n, width] from the states [num_tokens, width]."""
@@ -66,8 +66,8 @@ class _StatesReference(Reference):
             states = self._before_norm[0] if is_last else output.hidden_states[layer]
         elif self._before_norm:
             states = self._before_norm[0]
-        found: torch.Tensor = states.reshape(-1, states.shape[-1]).float()
-        return found
+        rows: torch.Tensor = states.reshape(-1, states.shape[-1]).float()
+        return rows
 
 
 class EmbedReference(_StatesReference):
@@ -122,12 +122,13 @@ class HeadReference(Reference):
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted, *, is_active: bool) -> None:
         """is_active: apply softmax or sigmoid. Raises UserError for settings of vLLM that transformers' heads lack."""
-        model, self._is_active = wanted.model, is_active
-        given = {
+        model = wanted.model
+        self._is_active = is_active
+        settings = {
             "pooling.pooling_type": pooling_of(spec).pooling_type,
             "engine.pooler_config": spec.engine.get("pooler_config"),
         }
-        for name, value in given.items():
+        for name, value in settings.items():
             if value is not None:
                 raise UserError(f"{name} is {value}, which transformers' head does not take: it cannot be verified")
         if is_active and any(model.config.get(name) for name in _OWN_ACTIVATIONS):
@@ -150,9 +151,9 @@ class HeadReference(Reference):
         self.merge(adapter)
         with torch.inference_mode():
             logits = self._model(input_ids=torch.tensor([stored.token_ids], device=self._device)).logits.float()
-            found = logits if not self._is_active else self._activated(logits)
-        check_width(stored.values.shape[1], found.shape[1])
-        yield found.cpu().numpy()
+            outputs = logits if not self._is_active else self._activated(logits)
+        check_width(stored.values.shape[1], outputs.shape[1])
+        yield outputs.cpu().numpy()
 
     def _activated(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the activation that vLLM's `get_act_fn` chooses, which is the same in 0.26 and 0.32."""

@@ -63,11 +63,10 @@ def pooling_of(spec: JobSpec) -> PoolingSpec:
 
 def _check(spec: JobSpec) -> None:
     """Raise a validator's error for the first field that the spec's task does not use."""
-    task, pooling = spec.task, pooling_of(spec)
-    given = pooling.model_dump(exclude_defaults=True)
-    meant = _FIELDS.get(task, ())
-    for name, value in given.items():
-        if name not in meant:
+    task = spec.task
+    pooling = pooling_of(spec)
+    for name, value in pooling.model_dump(exclude_defaults=True).items():
+        if name not in _FIELDS.get(task, ()):
             tasks = [other for other, fields in _FIELDS.items() if name in fields]
             reason = f"got {_in_words(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
             raise wrong(reason, f"pooling.{name}")
@@ -205,7 +204,8 @@ def check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
 def check_layers(config: ModelConfig, spec: JobSpec) -> None:
     """Raise SpecError for layers that the model does not have or vLLM cannot return."""
     pooling = pooling_of(spec)
-    layers, depth = pooling.layers, config.number(_DEPTH_KEYS)
+    layers = pooling.layers
+    depth = config.number(_DEPTH_KEYS)
     if layers is not None and depth is not None and layers[-1] > depth:
         raise SpecError(
             f"pooling.layers: got {layers[-1]}; must be from 0, the embedding, to {depth}, the model's last layer"

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +14,18 @@ from batchinf.prompts import checks
 from batchinf.records import FloatArray, Prompt, Request, Result
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.base import (
-    ITEM,
-    LIKELY_TOKENS,
-    PoolingWanted,
-    Task,
-    concatenate,
-    error_columns,
-    id_lists,
-    key_columns,
-    list_of,
-    offsets_of,
-    prompt_columns,
-    strings,
-)
+from batchinf.tasks.base import LIKELY_TOKENS, PoolingWanted, ShownColumns, Task
+from batchinf.tasks.columns import ITEM, Fields, concatenate, float_type, id_lists, list_of, strings, vector_lists
 from batchinf.tasks.vectors import section as model_config
 from batchinf.tasks.vectors.compare import (
+    ClassifyChanges,
     ClassifyVerification,
+    EmbedChanges,
     EmbedVerification,
+    HiddenStatesChanges,
     HiddenStatesVerification,
+    RewardChanges,
     RewardVerification,
-    VectorChanges,
 )
 from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, pooling_of
 
@@ -45,9 +36,10 @@ class Pooled(Task):
     """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request."""
 
     section = SECTION
-    comparison = VectorChanges
     takes_generation_config = False
     output_room = 0
+    pooling_tasks: ClassVar[tuple[str, ...]]
+    """vLLM's names of the pooling tasks that fit, the best first."""
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
@@ -60,9 +52,21 @@ class Pooled(Task):
         """The fields of the section that depend on the model's config. Raises SpecError."""
 
     @property
-    @abc.abstractmethod
     def pooling(self) -> PoolingWanted:
-        """See `Task`."""
+        pooling_type = self._pooling.pooling_type
+        return PoolingWanted(
+            tasks=self.pooling_tasks,
+            convert=self.pooling_tasks[0],
+            width=self.width,
+            use_activation=self.use_activation,
+            dimensions=self._pooling.dimensions,
+            seq_pooling_type=None if pooling_type is None else pooling_type.upper(),
+        )
+
+    @property
+    def use_activation(self) -> bool:
+        """Whether vLLM applies the head's activation, or normalizes a vector."""
+        return bool(self._pooling.use_activation)
 
     @abc.abstractmethod
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -90,37 +94,29 @@ class Pooled(Task):
         )
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
-        wanted = self.pooling
-        num_positions = len(request.prompt_token_ids) if wanted.all_positions else 1
-        return draw(num_positions * wanted.width).reshape(num_positions, wanted.width)
+        pooling = self.pooling
+        num_positions = len(request.prompt_token_ids) if pooling.all_positions else 1
+        return draw(num_positions * pooling.width).reshape(num_positions, pooling.width)
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
         """See `Task`. Vectors hardly compress."""
-        wanted = self.pooling
-        return 100 + wanted.width * self.dtype.itemsize * (LIKELY_TOKENS if wanted.all_positions else 1)
+        pooling = self.pooling
+        return 100 + pooling.width * self.dtype.itemsize * (LIKELY_TOKENS if pooling.all_positions else 1)
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request, which generates nothing."""
-        return [Request(prompt.row_index, 0, prompt.token_ids, self.spec.sampling, max_tokens=1, seed=None)]
+        return [Request(prompt.row_index, 0, prompt.token_ids, self.spec.sampling)]
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
         """See `Task.encode`."""
         values = [None if result.completion is None else result.completion.values for result in results]
-        counts = pa.array([None if result.completion is None else 0 for result in results], pa.int32())
-        arrays = {
-            **key_columns(results),
-            **prompt_columns(results, self.spec.output.include_prompt),
-            **self.vector_columns(values, [len(result.prompt.token_ids) for result in results]),
-            "num_output_tokens": counts,
-            **error_columns(results),
-        }
-        schema = self.result_schema
-        return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
+        num_tokens = [len(result.prompt.token_ids) for result in results]
+        return self.result_batch(results, self.vector_columns(values, num_tokens))
 
 
 def vector_of(dtype: npt.DTypeLike, width: int) -> pa.DataType:
     """Vectors of `width` numbers each."""
-    return pa.list_(pa.field(ITEM, pa.from_numpy_dtype(dtype)), width)
+    return pa.list_(pa.field(ITEM, float_type(dtype)), width)
 
 
 def vector_array(values: Sequence[Values | None], dtype: np.dtype[Any], width: int) -> pa.Array:
@@ -131,16 +127,6 @@ def vector_array(values: Sequence[Values | None], dtype: np.dtype[Any], width: i
     is_null = np.array([value is None for value in values], np.bool_)
     mask = pa.array(is_null) if is_null.any() else None
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), type=vector_of(dtype, width), mask=mask)
-
-
-def vector_lists(values: Sequence[Values | None], dtype: np.dtype[Any], width: int) -> pa.Array:
-    """list<fixed_size_list[width]> from values [num_positions, width]; None becomes null."""
-    flat = concatenate([value for value in values if value is not None], dtype).reshape(-1)
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=vector_of(dtype, width))
-    offsets = offsets_of([0 if value is None else len(value) for value in values])
-    is_null = np.array([value is None for value in values], np.bool_)
-    mask = pa.array(is_null) if is_null.any() else None
-    return pa.ListArray.from_arrays(pa.array(offsets), vectors, type=list_of(vectors.type), mask=mask)
 
 
 def check_shapes(values: Sequence[Values | None], width: int, num_positions: Sequence[int] | None = None) -> None:
@@ -155,7 +141,9 @@ class Embed(Pooled):
     """`embedding`: fixed_size_list<float32 or float16>[width], of length 1 unless the spec says otherwise."""
 
     name = "embed"
+    comparison = EmbedChanges
     verification = EmbedVerification
+    pooling_tasks = ("embed",)
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         pooling = self._pooling
@@ -173,15 +161,8 @@ class Embed(Pooled):
         return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=False, is_embedded=True)
 
     @property
-    def pooling(self) -> PoolingWanted:
-        return PoolingWanted(
-            ("embed",),
-            convert="embed",
-            width=self.width,
-            use_activation=self._pooling.normalize,
-            dimensions=self._pooling.dimensions,
-            seq_pooling_type=_type(self._pooling.pooling_type),
-        )
+    def use_activation(self) -> bool:
+        return self._pooling.normalize
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
         values = super().scripted_values(request, draw)
@@ -190,7 +171,7 @@ class Embed(Pooled):
         unit: FloatArray = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
         return unit
 
-    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+    def result_fields(self) -> Fields:
         return [("embedding", vector_of(self.dtype, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -200,11 +181,6 @@ class Embed(Pooled):
 _FLOAT = np.dtype(np.float32)
 
 
-def _type(pooling_type: str | None) -> str | None:
-    """vLLM's name of a pooling type."""
-    return None if pooling_type is None else pooling_type.upper()
-
-
 class Classify(Pooled):
     """`label` string and its `score` float32; `probabilities` (or `logits`) fixed_size_list<float32>[num_labels].
 
@@ -212,7 +188,9 @@ class Classify(Pooled):
     """
 
     name = "classify"
+    comparison = ClassifyChanges
     verification = ClassifyVerification
+    pooling_tasks = ("classify",)
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
@@ -231,14 +209,8 @@ class Classify(Pooled):
         return f"task classify: {self._column} of {self.width:,} labels: {', '.join(labels[:8])}{more}"
 
     @property
-    def pooling(self) -> PoolingWanted:
-        return PoolingWanted(
-            ("classify",),
-            convert="classify",
-            width=self.width,
-            use_activation=self._is_active,
-            seq_pooling_type=_type(self._pooling.pooling_type),
-        )
+    def use_activation(self) -> bool:
+        return self._is_active
 
     def width_error(self, got: int) -> SpecError:
         return SpecError(f"pooling.labels: got {self.width} classes, but the model has {got}; name each of them")
@@ -250,7 +222,7 @@ class Classify(Pooled):
         shares: FloatArray = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
         return shares
 
-    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+    def result_fields(self) -> Fields:
         return [("label", pa.string()), ("score", pa.float32()), (self._column, vector_of(_FLOAT, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -268,7 +240,10 @@ class Reward(Pooled):
     """`reward`: float32, or fixed_size_list<float32>[width] if the model's head has several outputs."""
 
     name = "reward"
+    comparison = RewardChanges
     verification = RewardVerification
+    # Some reward models give a number for each token; only the last token's counts.
+    pooling_tasks = ("classify", "token_classify")
 
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         labels = model_config.labels_of(config)
@@ -278,18 +253,7 @@ class Reward(Pooled):
     def describe(self) -> str:
         return f"task reward: {'a number' if self.width == 1 else f'{self.width:,} numbers'} for each row"
 
-    @property
-    def pooling(self) -> PoolingWanted:
-        """See `Task`. Some reward models give a number for each token; only the last token's counts."""
-        return PoolingWanted(
-            ("classify", "token_classify"),
-            convert="classify",
-            width=self.width,
-            use_activation=bool(self._pooling.use_activation),
-            seq_pooling_type=_type(self._pooling.pooling_type),
-        )
-
-    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+    def result_fields(self) -> Fields:
         return [("reward", pa.float32() if self.width == 1 else vector_of(_FLOAT, self.width))]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -306,6 +270,7 @@ class HiddenStates(Pooled):
     """
 
     name = "hidden_states"
+    comparison = HiddenStatesChanges
     verification = HiddenStatesVerification
 
     def __init__(self, spec: JobSpec) -> None:
@@ -314,13 +279,18 @@ class HiddenStates(Pooled):
         self._names = ["hidden_states"] if layers is None else [f"hidden_states_{layer}" for layer in layers]
         self._has_all = self._pooling.positions == "all"
 
+    @property
+    def shown_columns(self) -> ShownColumns:
+        return ShownColumns(tuple(self._names))
+
     def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
         width = self._pooling.width or model_config.width_of(config)
         model_config.check_layers(config, self.spec)
         return {"width": width}
 
     def describe(self) -> str:
-        pooling, which = self._pooling, "each token" if self._has_all else "the last token"
+        pooling = self._pooling
+        which = "each token" if self._has_all else "the last token"
         if pooling.layers is not None:
             where = f"after {'layer' if len(pooling.layers) == 1 else 'layers'} {', '.join(map(str, pooling.layers))}"
         else:
@@ -333,7 +303,7 @@ class HiddenStates(Pooled):
         """See `Task`. The layers' vectors are concatenated in the order of the spec."""
         pooling = self._pooling
         return PoolingWanted(
-            ("token_embed",) if self._has_all else ("embed",),
+            tasks=("token_embed",) if self._has_all else ("embed",),
             convert="embed",
             width=self.width * len(self._names),
             seq_pooling_type="LAST",
@@ -342,25 +312,23 @@ class HiddenStates(Pooled):
             all_positions=self._has_all,
         )
 
-    def result_fields(self) -> list[tuple[str, pa.DataType]]:
+    def result_fields(self) -> Fields:
         vectors = list_of(vector_of(self.dtype, self.width))
         return [("positions", list_of(pa.int32())), *((name, vectors) for name in self._names)]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
         """See `Pooled`. The engine concatenates the layers' vectors in the order of the spec."""
-        width, firsts = self.width, [0 if self._has_all else count - 1 for count in num_tokens]
+        width = self.width
+        firsts = [0 if self._has_all else count - 1 for count in num_tokens]
         lengths = [count - first for first, count in zip(firsts, num_tokens, strict=True)]
         check_shapes(values, width * len(self._names), lengths)
         places = [
             None if value is None else np.arange(first, count, dtype=np.int32)
             for value, first, count in zip(values, firsts, num_tokens, strict=True)
         ]
-        columns = {
-            name: vector_lists(
-                [None if value is None else value[:, number * width : (number + 1) * width] for value in values],
-                self.dtype,
-                width,
-            )
-            for number, name in enumerate(self._names)
-        }
-        return {"positions": id_lists(places), **columns}
+        columns = {"positions": id_lists(places)}
+        for number, name in enumerate(self._names):
+            layer = slice(number * width, (number + 1) * width)
+            vectors = [None if value is None else value[:, layer] for value in values]
+            columns[name] = vector_lists(vectors, self.dtype, vector_of(self.dtype, width))
+        return columns

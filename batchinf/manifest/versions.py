@@ -1,0 +1,81 @@
+"""What this version of batchinf can read and continue: format versions, stored specs and columns of other versions."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from batchinf.base.errors import OutputError
+from batchinf.base.storage import Folder
+from batchinf.manifest.commit_log import Fields
+from batchinf.manifest.lines import Header
+from batchinf.spec.job import JobSpec
+
+# Of all files in an output folder. CONTRIBUTING.md says when to raise it, and what a later version must still read.
+FORMAT_VERSION = 2
+OLDEST_VERSION = 2
+_FRESH = "start a new job with --fresh (in Python fresh=True), which keeps the old folder under another name"
+
+
+def check_version(folder: Folder, fields: Fields) -> None:
+    """Raise OutputError for a line of a format version that this version of batchinf does not read."""
+    version = fields.get("format_version")
+    if not isinstance(version, int) or OLDEST_VERSION <= version <= FORMAT_VERSION:
+        return
+    age = "a newer" if version > FORMAT_VERSION else "an older"
+    writer = fields.get("batchinf_version")
+    raise OutputError(
+        f"{folder.root} was written by {age} batchinf{f', {writer},' if writer else ''} in format version {version}; "
+        f"this one reads {_span(OLDEST_VERSION, FORMAT_VERSION)}: use {age} one, or {_FRESH}"
+    )
+
+
+def _span(first: int, last: int) -> str:
+    return f"version {last}" if first == last else f"versions {first} to {last}"
+
+
+def stored_spec(spec: dict[str, Any]) -> JobSpec:
+    """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
+    try:
+        return JobSpec.model_validate(spec)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise OutputError(
+            f"the stored spec has {field or 'values'} that this version of batchinf does not read ({first['msg']})"
+        ) from error
+
+
+def later_columns_line(names: Sequence[str]) -> str:
+    """A line for users about columns that the job goes on without."""
+    if len(names) == 1:
+        return f"column {names[0]} is of a later version; this job goes on without it"
+    return f"columns {', '.join(names)} are of a later version; this job goes on without them"
+
+
+def begun_spec(folder: Folder, header: Header) -> JobSpec:
+    """The spec with which a job began. Raises OutputError if this version of batchinf cannot continue the job."""
+    with _naming(folder, header):
+        return stored_spec(header.spec)
+
+
+def later_columns(folder: Folder, header: Header) -> list[str]:
+    """The columns that this version of batchinf writes, and the job does not have, because it began without them.
+
+    Raises OutputError if this version cannot continue the job: it lacks a column, or gives it another type.
+    """
+    with _naming(folder, header):
+        return header.columns.later(stored_spec(header.spec))
+
+
+@contextlib.contextmanager
+def _naming(folder: Folder, header: Header) -> Iterator[None]:
+    """Add to an OutputError which job cannot be continued, and what to do."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(
+            f"{folder.root} holds a job that this version of batchinf cannot continue: {error}; continue it with "
+            f"batchinf {header.batchinf_version}, which began it, or {_FRESH}"
+        ) from error

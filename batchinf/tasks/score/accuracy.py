@@ -1,0 +1,81 @@
+"""The accuracy of rows with an answer: its counts, which parts keep, and its lines for people."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+ANSWER = "answer"
+ANSWER_ERROR = "answer_error"
+WINNERS = ("best", "best_per_token", "best_per_byte")
+
+
+def count_answers(rows: pa.Table | pa.RecordBatch) -> dict[str, int]:
+    """The counts of rows with the columns `answer` and `WINNERS`, and perhaps `answer_error`.
+
+    num_answered: rows with an answer and with scores. num_wrong_answers: rows with an `answer_error`: their value in
+    the column of answers is no choice. num_right, …_per_token, …_per_byte: rows whose `WINNERS` are the answer.
+    """
+    answer = rows.column(ANSWER)
+    has_error = ANSWER_ERROR in rows.schema.names
+    best, per_token, per_byte = (_num(pc.equal(answer, rows.column(name))) for name in WINNERS)
+    return {
+        # A failed row has no winner. A row with NaN among its scores has no winner either.
+        "num_answered": _num(pc.and_(answer.is_valid(), rows.column(WINNERS[0]).is_valid())),
+        "num_wrong_answers": _num(rows.column(ANSWER_ERROR).is_valid()) if has_error else 0,
+        "num_right": best,
+        "num_right_per_token": per_token,
+        "num_right_per_byte": per_byte,
+    }
+
+
+def _num(is_true: pa.ChunkedArray) -> int:
+    return int(pc.sum(is_true, min_count=0).as_py())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Accuracy of rows with an answer, as `--json` of `diff` shows it. The fields are those of `count_answers`."""
+
+    num_rows: int
+    num_answered: int
+    num_right: int
+    num_right_per_token: int
+    num_right_per_byte: int
+
+    @classmethod
+    def of(cls, num_rows: int, counts: Mapping[str, int]) -> "Accuracy | None":
+        """The accuracy in these counts; None without an answered row."""
+        if not counts.get("num_answered"):
+            return None
+        return cls(num_rows=num_rows, **{field.name: counts[field.name] for field in fields(cls)[1:]})
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Shares of right answers: raw, per token and per byte."""
+        raw, per_token, per_byte = (
+            number / self.num_answered for number in (self.num_right, self.num_right_per_token, self.num_right_per_byte)
+        )
+        return raw, per_token, per_byte
+
+    def __str__(self) -> str:
+        raw, per_token, per_byte = self.shares
+        return (
+            f"best {raw:.2%} ({self.num_right:,}), best_per_token {per_token:.2%} ({self.num_right_per_token:,}), "
+            f"best_per_byte {per_byte:.2%} ({self.num_right_per_byte:,}) of {self.num_answered:,} rows"
+        )
+
+
+def answer_lines(num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
+    """The accuracy, and a warning of rows whose value in the column of answers is no choice, if there are any."""
+    if (accuracy := Accuracy.of(num_rows, counts)) is not None:
+        num_others = num_rows - accuracy.num_answered
+        have = "row has" if num_others == 1 else "rows have"
+        yield f"accuracy: {accuracy}" + (f"; {num_others:,} {have} no answer, or no scores" if num_others else "")
+    if num_wrong := counts.get("num_wrong_answers"):
+        have, are = ("row has a value", "is no choice") if num_wrong == 1 else ("rows have values", "are no choices")
+        yield (
+            f"warning: {num_wrong:,} output {have} in input.answer_column that {are}: they are scored, their answer is "
+            "null, and answer_error says why"
+        )
