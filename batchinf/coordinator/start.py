@@ -190,7 +190,8 @@ def start(
             replicas.end()  # the recovery adopted all parts that were missing
         else:
             replicas.fleet.give_work(work_of(job, state, None))
-            _report_job(job, state, replicas.launcher, manifest, say=display.say)
+            _warn(job, display.say)  # the replicas open the input meanwhile
+            _note_expected(job, state, replicas.launcher, manifest, say=display.say)
         yield Epoch(
             job=job,
             state=state,
@@ -350,17 +351,19 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
     return f"sampling: {sampling}"
 
 
-def _warnings(job: Job) -> Iterator[str]:
-    yield from empty_files_note(job.source)
-    yield from column_warnings(job.task, job.source)
-    yield from job.task.prompt_warnings(job.model, job.source)
-    yield from first_row_warnings(job.spec, job.source)
-
-
-def _report_job(job: Job, state: State, launcher: Launcher, manifest: Manifest, *, say: Say) -> None:
-    """Print warnings, and predict the speed and store it, while the replicas open the input and the engines start."""
-    for line in _warnings(job):
+def _warn(job: Job, say: Say) -> None:
+    """Print warnings about the input."""
+    for line in (
+        *empty_files_note(job.source),
+        *column_warnings(job.task, job.source),
+        *job.task.prompt_warnings(job.model, job.source),
+        *first_row_warnings(job.spec, job.source),
+    ):
         say(line)
+
+
+def _note_expected(job: Job, state: State, launcher: Launcher, manifest: Manifest, *, say: Say) -> None:
+    """Predict the speed while the engines start, and store it."""
     if job.spec.scripted is not None:
         return
     try:

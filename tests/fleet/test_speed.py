@@ -192,7 +192,7 @@ def test_the_start_of_a_job_says_which_replicas_share_a_gpu(monkeypatch: pytest.
     launcher: Any = SimpleNamespace(slots=[SimpleNamespace(sharers=each) for each in (2, 1, 2)], settings=None)
     job: Any = SimpleNamespace(spec=SimpleNamespace(scripted=None))
     unused: Any = None
-    start._note_expected(job, unused, launcher, unused, unused)
+    start._note_expected(job, unused, launcher, unused, say=unused)
     assert asked == [[2, 1, 2]]
 
 
