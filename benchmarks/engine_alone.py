@@ -22,8 +22,8 @@ from run import chosen_engine, prepare, write_spec
 from workloads import WORKLOADS, add_size_arguments, sized_by
 
 from batchinf.engines.protocol import Engine
-from batchinf.fleet.local.backend import engine_environment
 from batchinf.fleet.local.devices import visible_devices
+from batchinf.fleet.local.environment import engine_environment
 from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Request

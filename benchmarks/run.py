@@ -42,8 +42,8 @@ from shapes import make_adapter, make_model, make_prompts, make_text
 from workloads import WORKLOADS, Workload
 
 from batchinf.fleet.launcher import choose_backend
-from batchinf.fleet.local.backend import engine_environment
 from batchinf.fleet.local.devices import visible_devices
+from batchinf.fleet.local.environment import engine_environment
 from batchinf.fleet.settings import chosen_arguments
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
@@ -324,7 +324,7 @@ def chosen_engine(path: pathlib.Path) -> dict[str, Any]:
     devices = backend.devices()
     device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
     fit = fit_of(resolve(spec.model), spec, device_bytes, title, task.default_batch_limits)
-    return dict(chosen_arguments(spec, fit, task, 1, functools.partial(shared_share, file)).engine)
+    return dict(chosen_arguments(spec, fit, task, 1, shared_share=functools.partial(shared_share, file)).engine)
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------

@@ -36,12 +36,11 @@ from workloads import log_normal_lengths
 from batchinf.base.storage import Folder
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import FleetReplica, update
-from batchinf.fleet.intake import Intake, Report
+from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.speed import times_of
 from batchinf.manifest.state import read_state
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease
-from batchinf.replica.messages import Begin, LeaseBegun, LeaseStored, Progress, Revoke
+from batchinf.replica.messages import Begin, Event, LeaseBegun, LeaseStored, Progress, Ready, Revoke, TakesLeases
 from batchinf.replica.worker import window
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import choose_rows_per_shard, total_shards
@@ -175,8 +174,8 @@ class Replica:
     def __init__(self, case: Case, number: int, tokens: list[int]) -> None:
         self.start = case.starts[number]
         self.known = FleetReplica(Slot(number, (), ()), requests_per_row=1)
-        self.known.handle = self  # type: ignore[assignment]
-        self.known.early_window = window(case.max_num_seqs)
+        self.known.start("", 0.0)
+        self.hear(TakesLeases(window(case.max_num_seqs)))
         self.engine = Engine(case, max(0.0, self.start))
         self.case = case
         self.assigned: deque[Lease] = deque()
@@ -189,6 +188,10 @@ class Replica:
         self.report: tuple[int, int, int] = (0, 0, 0)
         self.has_begun = False
         self._tokens = tokens
+
+    def hear(self, event: Event, now: float = 0.0) -> None:
+        """The coordinator hears an event of this replica."""
+        self.known.hear(event, now=now, at=now)
 
     def send(self, command: Any) -> None:
         """The coordinator's `Begin` and `Revoke`."""
@@ -214,7 +217,7 @@ class Replica:
             if not self.assigned or len(self.ready) >= most // 2:
                 return
             lease = self.assigned.popleft()
-            update(self.known, LeaseBegun(lease.key, 0, 0))
+            self.hear(LeaseBegun(lease.key, 0, 0))
             self.ready.extend(self._tokens[lease.start : lease.stop])
             self.num_begun += lease.num_rows
             self.open.append((lease, self.num_begun))
@@ -224,10 +227,7 @@ class Replica:
         # Rows finish in another order. A lease counts as stored once so many rows are finished.
         while self.open and self.open[0][1] <= self.engine.num_finished:
             lease, _ = self.open.popleft()
-            event = LeaseStored(lease.key, lease.num_rows)
-            self.known.leases.pop(lease.key)
-            self.known.begun.discard(lease.key)
-            self.known.closed_rows += event.num_rows
+            self.hear(LeaseStored(lease.key, lease.num_rows))
             if not lease.is_whole:
                 assignment.note_stored(lease)
         engine = self.engine
@@ -235,13 +235,19 @@ class Replica:
         since_s = now - self.reported_at
         if since_s >= 1.0 or (since_s >= self.progress_s and said != self.report):
             self.reported_at, self.report = now, said
-            stats = EngineStats(len(engine.ends), len(engine.waiting))
-            self.known.progress = Progress(
-                engine.num_finished, {}, 0, 0, engine.steps, engine.num_unfinished, 0.0, stats, 0, engine.num_finished
-            )
-            assert self.known.intake is not None
             usage = len(engine.ends) / min(self.case.num_cached, 1 << 20)
-            self.known.intake.note(Report(now, engine.steps, *said, usage))
+            progress = Progress(
+                num_rows=engine.num_finished,
+                errors={},
+                num_prompt_tokens=0,
+                num_output_tokens=0,
+                steps=engine.steps,
+                in_flight=engine.num_unfinished,
+                stalled_by_disk_s=0.0,
+                engine=EngineStats(len(engine.ends), len(engine.waiting), usage),
+                num_answered=engine.num_finished,
+            )
+            self.hear(progress, now)
 
 
 class Fleet:
@@ -257,12 +263,13 @@ class Fleet:
     def assign(self, replica: FleetReplica, leases: list[Lease], condemned: Any, *, progress_s: float) -> None:
         own = self.by_number[replica.number]
         own.progress_s = progress_s
-        for lease in leases:
-            replica.leases[lease.key] = lease
-            if lease.is_stored:  # no time is counted for a part
-                replica.leases.pop(lease.key)
-            else:
-                own.assigned.append(lease)
+        # No time is counted for a part.
+        open_leases = [lease for lease in leases if not lease.is_stored]
+        replica.give(open_leases)
+        own.assigned.extend(open_leases)
+
+    def send(self, replica: FleetReplica, command: Any) -> None:
+        self.by_number[replica.number].send(command)
 
     def revoke(self, replica: FleetReplica, leases: list[Lease]) -> None:
         own = self.by_number[replica.number]
@@ -310,13 +317,13 @@ def seconds_shared(case: Case) -> tuple[float, list[int]]:
         clock[0] = now
         for replica in replicas:
             known = replica.known
-            if replica.start <= now and known.info is None:
-                known.info, known.intake, known.state = info, Intake(case.max_num_seqs, now), "running"
+            if replica.start <= now and not known.is_up:
+                replica.hear(Ready(info, 0.0), now)
                 assignment.begin(known)
             if replica.has_begun:
                 replica.tell(now, assignment)
         for known, keys in fleet.revoked:
-            assignment.take_back(known, keys)
+            assignment.take_back(known.take_back(keys))
         fleet.revoked.clear()
         assignment.assign()
         for replica in replicas:

@@ -27,8 +27,8 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Extent, Lease, Part, Request
-from batchinf.replica.incarnation import Pipeline
 from batchinf.replica.messages import Assign, Event, ShardClosed
+from batchinf.replica.pipeline import Pipeline
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Worker
 from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_shards
 from batchinf.spec.job import JobSpec
@@ -121,9 +121,16 @@ def run(spec: JobSpec, model: str, choices: Sequence[Sequence[int]] = ()) -> tup
     extents = (Extent(0, source.num_rows, rows_per_shard, 0, 0, source.num_rows),)
     shards = [shard_at(extents, index) for index in range(total_shards(extents))]
     leases = tuple(Lease(shard.index, shard.start, shard.stop) for shard in shards)
-    task = task_of(spec)
     watch = Watch(len(leases))
-    front = Pipeline(task, source, tokenizer, folder, "000001.0001", {}, watch.hear)
+    front = Pipeline(
+        task=task_of(spec),
+        source=source,
+        tokenizer=tokenizer,
+        folder=folder,
+        incarnation="000001.0001",
+        metadata={},
+        emit=watch.hear,
+    )
     worker = front.complete(engine, None, InFlightRecord(bytearray(RECORD_BYTES[0])))
     worker.begin()
     front.feeder.assign(Assign(leases))

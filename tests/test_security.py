@@ -21,7 +21,9 @@ import yaml
 import batchinf
 import jobs
 from batchinf.base.errors import InputError, ModelError, RowError, SpecError
-from batchinf.fleet.local.backend import GroupIdentity, LocalBackend, engine_environment
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.local.environment import engine_environment
+from batchinf.fleet.local.process_group import GroupIdentity
 from batchinf.prompts.builder import PromptBuilder, Renderer
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import StartedReplica

@@ -79,6 +79,4 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
 
 def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
     """The value of `output.rows_per_shard: auto` for these rows."""
-    is_longest_first = choice.ordered_by == "longest"
-    per_row = job.task.estimated_bytes_per_row()
-    return choose_rows_per_shard(choice.num_rows, num_replicas, per_row, is_longest_first=is_longest_first)
+    return choose_rows_per_shard(choice.num_rows, num_replicas, job.task.estimated_bytes_per_row())

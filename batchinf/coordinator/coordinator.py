@@ -1,13 +1,9 @@
-"""The coordinator's loop, in one thread: assigns leases, supervises replicas, publishes and commits parts.
-
-Messages of a replica about a lease count only while the replica holds the lease.
-"""
+"""The coordinator's loop, in one thread: assigns leases, supervises replicas, publishes and commits parts."""
 
 import contextlib
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from batchinf.base import faults
 from batchinf.base.errors import (
@@ -24,31 +20,21 @@ from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
+from batchinf.coordinator.publishing import publish
+from batchinf.coordinator.row_count import RowCount
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Platforms, kept_as
-from batchinf.fleet.fleet import Ended, Fleet, FleetReplica, Key
-from batchinf.fleet.launcher import note_end, note_started
+from batchinf.fleet.fleet import Ended, Fleet
+from batchinf.fleet.launcher import note_end, start_due
 from batchinf.fleet.quarantine import Trials
+from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished, LeasesGivenBack
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed
 from batchinf.output.journal import drop
-from batchinf.records import Lease, Part
-from batchinf.replica.messages import (
-    DISK_ERROR,
-    Event,
-    LeaseBegun,
-    LeaseStored,
-    Ready,
-    Revoked,
-    ShardClosed,
-    Stop,
-    Stopped,
-    Tried,
-)
+from batchinf.replica.messages import DISK_ERROR, LeaseBegun, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
 
 _POLL_S = 0.2
@@ -60,16 +46,12 @@ _MOST_LINES = 8  # of replicas that come up at once
 _FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
 
 
-def whole_lease(leases: Iterable[Lease], shard: int) -> Lease | None:
-    """The lease of a whole shard, if it is among these."""
-    return next((lease for lease in leases if lease.index == shard and lease.is_whole), None)
-
-
 class Coordinator:
     """Runs the rest of a job. Its manifest is open, its folder is locked, and leftovers are recovered."""
 
     def __init__(
         self,
+        *,
         job: Job,
         manifest: Manifest,
         lock: JobLock,
@@ -83,7 +65,6 @@ class Coordinator:
         trials: Trials,
         telemetry: Telemetry,
         identity: IdentityGate,
-        *,
         most_tokens: int | None = None,
         begins_together: bool = False,
     ) -> None:
@@ -94,29 +75,28 @@ class Coordinator:
         self._fleet = fleet
         self._assignment = Assignment(fleet, pending, trials, most_tokens=most_tokens, begins_together=begins_together)
         self._display = display
-        self._num_rows = num_rows
         self._num_shards = num_shards
-        self._committed = committed
+        self._count = RowCount(num_rows, committed, fleet.replicas)
+        self._platforms = platforms
         self._trials = trials
         self._telemetry = telemetry
         self._identity = identity
         self._rates = Rates()
         self._is_measuring = False
-        self._errors: Counter[str] = Counter()  # of stored leases and committed parts, since the start
-        # Finished output rows, and errors among them, that the journal keeps for shards whose part is not made yet.
-        self._stored: dict[int, tuple[int, int]] = {}
         self._next_status = 0.0
         self._next_round = 0.0
-        # Finished output rows of open shards that stopped replicas had: the journal keeps them.
-        self.num_kept_rows = 0
-        self.requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
-        # Requests that were in engines when these were told to end.
-        self.num_unfinished = 0
-        self._platforms = platforms
         self._has_begun = False
         self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
         # From the first replica that found the disk full or the input changed. The others would report the same.
         self._fatal: UserError | None = None
+        self.requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
+        self.num_unfinished = 0
+        """Requests that were in engines when these were told to end."""
+
+    @property
+    def num_rows_in_journal(self) -> int:
+        """Finished output rows that the journal keeps until their shards are parts."""
+        return self._count.num_in_journal
 
     def run(self) -> None:
         """Run until every shard is committed.
@@ -156,11 +136,11 @@ class Coordinator:
 
     @property
     def _is_finished(self) -> bool:
-        return self._committed.num_shards == self._num_shards
+        return self._count.committed.num_shards == self._num_shards
 
     def _end_now(self) -> None:
         self._note_ended(self._fleet.kill())
-        self._commit(())
+        self._commit()
 
     def _sweep(self) -> None:
         """Delete half-written files of killed replicas: on a full disk, the resume that would do it may come late."""
@@ -171,9 +151,9 @@ class Coordinator:
     def _turn(self) -> None:
         is_round = time.monotonic() >= self._next_round
         if is_round:
-            note_started(self._manifest, self._fleet.backend, self._fleet.start_due())
-        events = self._fleet.poll(_POLL_S)
-        self._handle(events)
+            start_due(self._fleet, self._manifest)
+        actions = self._fleet.poll(_POLL_S)
+        self._act(actions)
         self._identity.look(self._fleet)
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
@@ -185,7 +165,7 @@ class Coordinator:
             took = time.monotonic() - began
             self._next_round = time.monotonic() + min(_LONGEST_PAUSE_S, _ROUND_PAUSE * took)
         else:
-            self._assignment.assign_to({replica.number: replica for replica, _ in events}.values())
+            self._assignment.assign_to({replica.number: replica for replica, _ in actions}.values())
         self._show(self._state())
 
     def _look_at_all(self) -> None:
@@ -202,57 +182,41 @@ class Coordinator:
     @property
     def _num_in_flight(self) -> int:
         """Requests in the engines."""
-        return sum(replica.progress.in_flight for replica in self._fleet.replicas)
+        return sum(replica.current.progress.in_flight for replica in self._fleet.replicas)
 
     def _state(self) -> str:
         return "running" if any(replica.is_running for replica in self._fleet.replicas) else "starting"
 
-    def _handle(self, events: list[tuple[FleetReplica, Event]]) -> None:
-        parts: list[tuple[int, str, Part]] = []
+    def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> None:
+        """Do what follows from messages of replicas. Their parts are committed together."""
+        closed: list[LeaseFinished] = []
         ready: list[tuple[FleetReplica, Ready]] = []
-        for replica, event in events:
-            match event:
-                case ShardClosed(part, num_rows, errors) if replica.handle is not None:
-                    if self._release(replica, whole_lease(replica.leases.values(), part.shard), num_rows, errors):
-                        parts.append((replica.number, replica.handle.incarnation, part))
-                case LeaseStored(key, num_rows, errors):
-                    if lease := self._release(replica, replica.leases.get(key), num_rows, errors):
-                        stored, num_errors = self._stored.get(lease.index, (0, 0))
-                        self._stored[lease.index] = stored + num_rows, num_errors + sum(errors.values())
-                        self._assignment.note_stored(lease)
-                case Revoked(keys):
-                    self._assignment.take_back(replica, keys)
+        has_any_stopped = False
+        for replica, action in actions:
+            match action:
+                case LeaseFinished(part=None):
+                    self._count.add_lease(action)
+                    self._assignment.note_stored(action.lease)
+                case LeaseFinished():
+                    self._count.add_lease(action)
+                    closed.append(action)
+                case LeasesGivenBack(leases):
+                    self._assignment.take_back(leases)
                 case LeaseBegun():
-                    self._note_begun(event)
+                    self._note_begun(action)
                 case Ready():
-                    ready.append((replica, event))
-                    self._note_ready(replica, event)
-                    self._identity.admit(replica)
-                    self._assignment.begin(replica)
+                    ready.append((replica, action))
+                    self._let_begin(replica, action)
                 case Tried(rows):
                     self._trials.survived(replica, rows)
-                case _:
-                    pass
+                case Stopped():
+                    has_any_stopped = True
         self._say_ready(ready)
-        if any(isinstance(event, Stopped) for _, event in events):
+        if has_any_stopped:
             self._sample()  # their last figures; a short job has no others
             self._look_at_rates()
-        if parts:
-            self._commit(parts)
-
-    def _release(
-        self, replica: FleetReplica, lease: Lease | None, num_rows: int, errors: Mapping[str, int]
-    ) -> Lease | None:
-        """Remove a lease that a replica has finished. Returns it; None if the replica does not hold it."""
-        if lease is None:
-            return None
-        replica.leases.pop(lease.key)
-        replica.begun.discard(lease.key)
-        replica.revoking.discard(lease.key)
-        replica.closed_rows += num_rows
-        replica.closed_errors.update(errors)
-        self._errors.update(errors)
-        return lease
+        if closed:
+            self._commit(closed)
 
     def _note_begun(self, event: LeaseBegun) -> None:
         shard, _ = event.lease
@@ -272,55 +236,24 @@ class Coordinator:
             self._manifest.event("journal_damaged", shard=shard, segment=name, moved_to=moved_to)
             self._display.say(f"warning: {name} is damaged; it is kept as {moved_to}, and its results run again")
 
-    def _commit(self, parts: Sequence[tuple[int, str, Part]]) -> None:
-        """Publish and commit parts, each with the replica and the incarnation that wrote it."""
+    def _commit(self, closed: Sequence[LeaseFinished] = ()) -> None:
+        """Publish and commit the parts of closed shards."""
         folder = self._job.folder
-        self._lock.check()
-        self._announce([part for _, _, part in parts if part.retry])
-        for _, _, part in parts:
-            faults.point("coordinator.before_publish")
-            self._publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}")
-            faults.point("coordinator.after_publish")
-        if parts:
-            folder.sync("parts")
-        for replica, incarnation, part in parts:
+        parts = [(finished, finished.part) for finished in closed if finished.part is not None]
+        publish([part for _, part in parts], folder, self._manifest, self._lock)
+        for finished, part in parts:
             folder.delete(f"staging/{part.file}")
-            self._manifest.part(part, replica, incarnation)
-            self._committed.add(part)
-            self._stored.pop(part.shard, None)
+            self._manifest.part(part, finished.replica, finished.incarnation)
+            self._count.add_part(part)
             self._trials.forget(part.shard)
-        if parts and self._committed.num_shards == self._num_shards:
+        if parts and self._is_finished:
             self._manifest.event("all_committed")
         self._manifest.commit()
         faults.point("coordinator.before_drop")
-        drop(folder, dict.fromkeys(part.shard for _, _, part in parts))
+        drop(folder, dict.fromkeys(part.shard for _, part in parts))
 
-    def _announce(self, parts: Sequence[Part]) -> None:
-        """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
-        for part in parts:
-            self._manifest.replacing(part)
-        if parts:
-            faults.point("coordinator.before_replacing")
-            self._manifest.commit()
-            faults.point("coordinator.after_replacing")
-
-    def _publish(self, staged: str, published: str) -> None:
-        """Give a staged part its published name. Only the holder of the lock replaces a file.
-
-        A process that was paused for long, for example on a suspended machine, may have lost the lock.
-        """
-        folder = self._job.folder
-        self._lock.check()
-        try:
-            is_new = folder.publish_new(staged, published)
-        except FileNotFoundError:
-            self._lock.check()
-            raise
-        if not is_new:
-            self._lock.check()
-            folder.publish(staged, published, durable=False)
-
-    def _note_ready(self, replica: FleetReplica, event: Ready) -> None:
+    def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
+        """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
         if (warning := self._platforms.admit(replica.number, event.engine)) is not None:
             self._display.say(warning)
         self._manifest.event(
@@ -337,6 +270,8 @@ class Coordinator:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
             self._rates.look(time.monotonic(), Totals())
+        self._identity.admit(self._fleet, replica)
+        self._assignment.begin(replica)
 
     def _say_ready(self, ready: list[tuple[FleetReplica, Ready]]) -> None:
         if len(ready) > _MOST_LINES:
@@ -347,37 +282,37 @@ class Coordinator:
             room = f"; cache: {cache:,} tokens" if cache else ""
             self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
 
-    def _note_ended(self, ended: list[Ended]) -> None:
+    def _note_ended(self, ended: Sequence[Ended]) -> None:
         for end in ended:
-            closed, closed_rows = self._close_last(end)
-            if end.was_asked:
-                self.num_unfinished += end.num_unfinished
-                self.num_kept_rows += max(0, end.num_open_rows - closed_rows) if self._identity.is_open else 0
-            note_end(self._manifest, end)
-            suspicion = self._trials.note_death(end)
-            self._assignment.note_ended(end, {*self._trials.leases, *closed})
-            if (step := end.lowered) is not None:
-                replica, name = end.replica.number, "oom_step_down"
-                self._manifest.event(name, kept_as=name, replica=replica, incarnation=end.incarnation, **step.fields())
-            failed = end.replica.failed
-            if failed is not None and failed.error_type in _FATAL:
-                self._fatal = self._fatal or _FATAL[failed.error_type](end.cause)
-            elif not end.was_asked:
-                cause = end.cause if end.out_of_memory is None else end.out_of_memory.words
-                more = f"; {suspicion}" if suspicion else ""
-                self._display.say(f"warning: replica {end.replica.number} {end.replica.state}: {cause}{more}")
+            self._note_end(end)
         if ended:
             self._manifest.commit()
 
-    def _close_last(self, end: Ended) -> tuple[set[Key], int]:
-        """Commit the parts in an incarnation's last events. Returns their leases, and the number of their new rows."""
-        events = [event for event in end.events if isinstance(event, ShardClosed)]
-        closed = [(lease.key, event) for event in events if (lease := whole_lease(end.leases, event.part.shard))]
-        if closed:
-            self._commit([(end.replica.number, end.incarnation, event.part) for _, event in closed])
-        for _, event in closed:
-            self._errors.update(event.errors)
-        return {key for key, _ in closed}, sum(event.num_rows for _, event in closed)
+    def _note_end(self, end: Ended) -> None:
+        for finished in end.finished:
+            self._count.add_lease(finished)
+        if end.finished:
+            self._commit(end.finished)
+        if end.was_asked:
+            self.num_unfinished += end.num_unfinished
+            if self._identity.is_open:
+                self._count.add_kept(end)
+        note_end(self._manifest, end)
+        suspicion = self._trials.note_death(end)
+        self._assignment.note_ended(end, self._trials.leases)
+        if end.lowered is not None:
+            self._manifest.event(
+                "oom_step_down",
+                kept_as="oom_step_down",
+                replica=end.replica.number,
+                incarnation=end.incarnation,
+                **end.lowered.fields(),
+            )
+        if end.failed is not None and end.failed.error_type in _FATAL:
+            self._fatal = self._fatal or _FATAL[end.failed.error_type](end.cause)
+        elif not end.was_asked:
+            more = f"; {suspicion}" if suspicion else ""
+            self._display.say(f"warning: replica {end.replica.number} {end.replica.state}: {end.replica.cause}{more}")
 
     def _give_up(self) -> None:
         causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
@@ -385,7 +320,7 @@ class Coordinator:
         if (limit := address_limit()) and not any(limit in cause for cause in causes):
             causes.append(limit)
         # Without finished rows, --fresh loses nothing. A resume would refuse a changed field that decides the output.
-        changed = "" if self._num_finished()[0] else ", with --fresh if that changes what decides the output"
+        changed = "" if self._count.num_done else ", with --fresh if that changes what decides the output"
         raise EngineStartError(
             f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); correct the cause and "
             f"run the same command again{changed}"
@@ -395,12 +330,13 @@ class Coordinator:
         """Check the error rate once, when the first rows are finished. Raises HopelessJob; finished rows are stored."""
         if self._is_judged or self._is_finished:
             return
-        num_rows, num_errors = self._num_finished()
+        num_rows = self._count.num_done
         if num_rows < FIRST_ROWS:
             return
         self._is_judged = True
-        under_way = [replica.progress.in_flight + replica.progress.num_waiting for replica in self._fleet.replicas]
-        if is_hopeless(num_errors, num_rows + sum(under_way)):
+        num_errors = self._count.num_errors
+        num_ready = sum(replica.current.progress.num_waiting for replica in self._fleet.replicas)
+        if is_hopeless(num_errors, num_rows + self._num_in_flight + num_ready):
             self._display.say("half of the first rows have failed: stopping")
             self._end_replicas(drains=False)
             if not self._is_finished:
@@ -408,42 +344,27 @@ class Coordinator:
                     f"{num_errors:,} of the first {num_rows:,} output rows have failed; the job was ended early"
                 )
 
-    def _num_finished(self) -> tuple[int, int]:
-        """Numbers of finished output rows and of errors among them, from commits and from replicas' progress."""
-        replicas = self._fleet.replicas
-        rows = self.num_kept_rows + self.num_stored_rows + sum(replica.num_open_rows for replica in replicas)
-        num_stored_errors = sum(num_errors for _, num_errors in self._stored.values())
-        num_errors = self._committed.num_errors + num_stored_errors + self._open_errors().total()
-        return min(self._num_rows, self._committed.num_rows + rows), num_errors
-
-    @property
-    def num_stored_rows(self) -> int:
-        """Finished output rows of leases that the journal keeps until their shards are parts."""
-        return sum(num_rows for num_rows, _ in self._stored.values())
-
-    def _open_errors(self) -> Counter[str]:
-        """Errors of rows that are in no stored lease and no committed part, by type."""
-        failing = (replica for replica in self._fleet.replicas if replica.progress.errors)
-        return sum((Counter(one.progress.errors) - one.closed_errors for one in failing), Counter())
-
     def _end_replicas(self, *, drains: bool) -> None:
         """Let replicas finish what they can until the stop requests' deadline, which a later request may shorten."""
-        begun, told = time.monotonic(), math.inf
+        began = time.monotonic()
+        replicas_drain_until = math.inf
         while True:
-            until, end_by = self.requests.drain_until, self.requests.end_by
+            drain_until = self.requests.drain_until
+            end_by = self.requests.end_by
             if self._is_finished or not drains:
-                until, end_by = begun, begun + ENDING_S
-            if until < told:
-                told = until
-                self._note_ended(self._fleet.stop(Stop(max(0.0, until - time.monotonic()))))
+                drain_until = began
+                end_by = began + ENDING_S
+            if drain_until < replicas_drain_until:
+                replicas_drain_until = drain_until
+                self._note_ended(self._fleet.stop(Stop(max(0.0, drain_until - time.monotonic()))))
             if not self._fleet.num_live or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
-            self._handle(self._fleet.poll(_POLL_S))
+            self._act(self._fleet.poll(_POLL_S))
             self._identity.look(self._fleet)
             self._note_ended(self._fleet.reap())
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
-        self._handle(self._fleet.poll(0))
+        self._act(self._fleet.poll(0))
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:
@@ -465,37 +386,38 @@ class Coordinator:
 
     def _sample(self) -> None:
         looks = []
-        for one in self._fleet.replicas:
-            if one.handle is not None:
-                state = ON_TRIAL if one.is_running and self._trials.is_on_trial(one) else one.state
-                looks.append(ReplicaLook.of(one.number, one.handle.incarnation, state, one.progress))
+        for replica in self._fleet.replicas:
+            if replica.is_live:
+                is_on_trial = replica.is_running and self._trials.is_on_trial(replica)
+                state = ON_TRIAL if is_on_trial else replica.state
+                looks.append(ReplicaLook.of(replica.number, replica.current.name, state, replica.current.progress))
         self._telemetry.look(looks)
 
     def _status(self, state: str) -> JobStatus:
-        replicas = self._fleet.replicas
-        num_done, num_errors = self._num_finished()
+        count = self._count
         totals = self._fleet.totals
+        num_done = count.num_done
         if state in ("starting", "running", "stopping"):  # later the rates would fall, as nothing runs
             self._look_at_rates()
         prompt_per_s, output_per_s = self._rates.tokens_per_s or (None, None)
         # While all replicas start again, their old rates say nothing.
         is_running = state == "running"
-        left_s = self._rates.left_s(self._num_rows - num_done, self._num_in_flight) if is_running else None
+        left_s = self._rates.left_s(count.num_rows - num_done, self._num_in_flight) if is_running else None
         return JobStatus(
             state=state,
-            num_rows=self._num_rows,
+            num_rows=count.num_rows,
             num_rows_done=num_done,
-            num_errors=num_errors,
-            errors=dict((self._errors + self._open_errors()).most_common()),
+            num_errors=count.num_errors,
+            errors=count.errors,
             num_shards=self._num_shards,
-            num_shards_done=self._committed.num_shards,
+            num_shards_done=count.committed.num_shards,
             num_prompt_tokens=totals.num_prompt_tokens,
             num_output_tokens=totals.num_output_tokens,
             prompt_tokens_per_s=None if prompt_per_s is None else round(prompt_per_s, 1),
             output_tokens_per_s=None if output_per_s is None else round(output_per_s, 1),
             left_s=None if left_s is None else round(left_s, 1),
             stalled_by_disk_s=self._fleet.stalled_by_disk_s,
-            replicas=tuple(replica.status() for replica in replicas),
+            replicas=tuple(replica.status() for replica in self._fleet.replicas),
             devices=self._telemetry.devices,
             updated_at=round(time.time(), 3),
         )

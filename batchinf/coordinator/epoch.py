@@ -242,7 +242,7 @@ def _run_shards(
             num_rows=num_rows,
             num_part_rows=committed.num_rows,
             num_parts=committed.num_shards - int(is_done.sum()) if unfinished else len(state.parts),
-            num_open_rows=coordinator.num_kept_rows + coordinator.num_stored_rows,
+            num_open_rows=coordinator.num_rows_in_journal,
             num_unfinished=coordinator.num_unfinished,
             joins_requests=job.task.joins_requests,
             retry=unfinished.retry.number if unfinished else None,

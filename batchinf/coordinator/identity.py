@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from batchinf.base import faults
 from batchinf.base.slices import share_files
 from batchinf.base.text import size_text
-from batchinf.fleet.fleet import Fleet, FleetReplica
+from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.replica import FleetReplica
 from batchinf.job.choose import Say
 from batchinf.job.drift import files_drift
 from batchinf.job.job import Job
@@ -43,13 +44,13 @@ class IdentityGate:
         self.is_open = True
         for replica in fleet.replicas:
             if replica.is_running:
-                self._tell(replica)
+                fleet.send(replica, Identified())
 
-    def admit(self, replica: FleetReplica) -> None:
+    def admit(self, fleet: Fleet, replica: FleetReplica) -> None:
         """Check, for a replica whose engine is up, that no file has changed since before the engine loaded it."""
         self._contents.check_unchanged()
         if self.is_open:
-            self._tell(replica)
+            fleet.send(replica, Identified())
         elif not self._has_said:
             self._has_said = True
             num_read = size_text(self._contents.num_bytes_read)
@@ -57,10 +58,6 @@ class IdentityGate:
                 f"results wait in memory until all bytes of the model's files are read: {num_read} of "
                 f"{size_text(self._contents.num_bytes)} so far"
             )
-
-    def _tell(self, replica: FleetReplica) -> None:
-        if replica.handle is not None:
-            replica.handle.send(Identified())
 
     def _record(self) -> None:
         job = self._job

@@ -27,7 +27,7 @@ from batchinf.coordinator.retry import new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, note_end, note_started, work_of
+from batchinf.fleet.launcher import Launcher, note_end, start_due, work_of
 from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
@@ -78,7 +78,7 @@ class Replicas:
     def start(self) -> None:
         """Start the replicas that are due, and commit that to the manifest."""
         with shielded():
-            note_started(self._manifest, self.launcher.backend, self.fleet.start_due())
+            start_due(self.fleet, self._manifest)
 
     def end(self) -> None:
         """End the replicas that run, and commit their ends."""

@@ -14,14 +14,16 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from batchinf.base import faults
-from batchinf.fleet.fleet import Ended, Fleet, FleetReplica, Key
+from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.quarantine import Trials
+from batchinf.fleet.replica import FleetReplica
 from batchinf.records import Lease
-from batchinf.replica.messages import WARMING_UP, Begin, Revoke
+from batchinf.replica.messages import WARMING_UP, Begin, Key, Revoke
 from batchinf.schedule.leases import PendingRows, ReplicaLoad, Sharing, hold_s, next_leases, revocations
 
 # While few rows are left, each replica reports so often, but with many replicas not more than 1,000 reports a second.
-_REPORT_S, _REPORTS_PER_S = 0.05, 1000
+_REPORT_S = 0.05
+_REPORTS_PER_S = 1000
 # With more replicas, what is left is counted once in each look at all of them, and not after each message.
 _FEW_REPLICAS = 64
 
@@ -54,6 +56,8 @@ class Assignment:
         self._last_ready_at = 0.0
         self._sharing: Sharing | None = None
 
+    # -- what the coordinator tells it -------------------------------------------------------------------------------
+
     def assign(self) -> None:
         """Hand out pending rows, and take back leases that another replica can run sooner."""
         if self._is_waiting:
@@ -61,39 +65,12 @@ class Assignment:
                 self._hand_out(self._fleet.replicas)
                 return
             self._is_waiting = False
-            for replica in self._fleet.replicas:
-                if replica.is_running:
-                    self.begin(replica)
+            for replica in self._running:
+                self.begin(replica)
         self._trials.give()
-        self._sharing = None
-        self._hand_out(self._fleet.replicas)
-        if self._pending:
-            return
-        is_any_free = False
-        loads = [self._load(one) for one in self._fleet.replicas if one.takes_leases]
-        for index, leases in revocations(self._pending, loads, self._share(loads), is_holding=self._is_holding).items():
-            owner = self._fleet.replicas[index]
-            if owner.is_running:
-                self._fleet.revoke(owner, leases)
-            else:
-                self._withdraw(owner, leases)
-                is_any_free = True
-        if is_any_free:
-            self._sharing = None
-            self._hand_out(self._fleet.replicas)
-
-    @property
-    def _is_any_awaited(self) -> bool:
-        """Whether those that are up wait for a replica that has not failed more often than they have.
-
-        If all replicas fail once, because the memory is too small, they wait for each other after the next start.
-        """
-        coming = [one for one in self._fleet.replicas if one.info is None and not one.is_given_up]
-        up = [one for one in self._fleet.replicas if one.is_running]
-        if not up:
-            return bool(coming)
-        is_any_coming = min((one.restarts for one in coming), default=math.inf) <= max(one.restarts for one in up)
-        return is_any_coming and self._clock() - self._last_ready_at <= self._fleet.stall_timeout_s
+        self._hand_out_anew()
+        if not self._pending and self._take_from_the_busy():
+            self._hand_out_anew()
 
     def assign_to(self, replicas: Iterable[FleetReplica]) -> None:
         """Hand out pending rows to these replicas alone: after `assign`, only they may have room.
@@ -102,7 +79,7 @@ class Assignment:
         """
         if len(self._fleet.replicas) <= _FEW_REPLICAS:
             self._sharing = None
-        self._hand_out(one for one in replicas if not self._trials.has_case(one))
+        self._hand_out(replica for replica in replicas if not self._trials.has_case(replica))
 
     def begin(self, replica: FleetReplica) -> None:
         """A replica's engine is up: let it run the leases that it prepared, or only its quarantine case, if any.
@@ -114,19 +91,16 @@ class Assignment:
         if self._is_waiting:
             return
         if self._trials.has_case(replica):
-            self._withdraw(replica, tuple(replica.leases.values()))
-        if replica.handle is not None:
-            replica.handle.send(Begin())
+            self._withdraw(replica, tuple(replica.current.leases.values()))
+        self._fleet.send(replica, Begin())
 
-    def take_back(self, replica: FleetReplica, keys: Iterable[Key]) -> None:
-        """Make these leases pending again. The replica has given them back and had not begun them."""
-        back = [lease for key in keys if (lease := replica.leases.pop(key, None)) is not None]
-        replica.revoking.clear()
-        self._pending.give_back(back)
+    def take_back(self, leases: Iterable[Lease]) -> None:
+        """Make leases pending again that a replica has given back. It had not begun them."""
+        self._pending.give_back(leases)
 
     def note_ended(self, end: Ended, held: Container[Key]) -> None:
         """An incarnation has ended: its leases become pending again, except those that are `held`."""
-        was_tried = not (end.replica.info is None or end.was_host_lost or self._is_waiting)
+        was_tried = end.replica.is_up and not end.was_host_lost and not self._is_waiting
         left = [lease for lease in end.leases if lease.key not in held]
         self._pending.give_back(replace(lease, attempts=lease.attempts + was_tried) for lease in left)
 
@@ -135,72 +109,139 @@ class Assignment:
         self._trials.note_stored(lease)
         self._pending.store(lease)
 
+    # -- hand out and take back --------------------------------------------------------------------------------------
+
+    def _hand_out_anew(self) -> None:
+        """Hand out rows by what is left now."""
+        self._sharing = None
+        self._hand_out(self._fleet.replicas)
+
+    def _hand_out(self, replicas: Iterable[FleetReplica]) -> None:
+        loads = self._loads(replicas) if self._pending else []
+        if not loads:
+            return
+        self._sharing = self._sharing or self._share(self._loads(self._fleet.replicas))
+        by_replica: dict[int, list[Lease]] = {}
+        for number, lease in next_leases(self._pending, loads, self._sharing, is_gathering=self._is_gathering):
+            by_replica.setdefault(number, []).append(lease)
+        progress_s = max(_REPORT_S, len(self._fleet.replicas) / _REPORTS_PER_S) if self._sharing.are_few else 1.0
+        for number, leases in by_replica.items():
+            faults.point("coordinator.before_assign")
+            condemned = tuple(item for lease in leases for item in self._trials.condemned_in(lease))
+            self._fleet.assign(self._fleet.replicas[number], leases, condemned, progress_s=progress_s)
+
+    def _take_from_the_busy(self) -> bool:
+        """Take back leases that another replica can run sooner. Returns whether some of them are pending by now."""
+        loads = self._loads(self._fleet.replicas)
+        asked = revocations(self._pending, loads, self._share(loads), is_holding=self._is_holding)
+        for number, leases in asked.items():
+            owner = self._fleet.replicas[number]
+            if owner.is_running:
+                self._fleet.revoke(owner, leases)
+            else:
+                self._withdraw(owner, leases)
+        return any(not self._fleet.replicas[number].is_running for number in asked)
+
     def _withdraw(self, replica: FleetReplica, leases: Sequence[Lease]) -> None:
         """Take leases from a replica that was not told to begin. Others may run them before it reads the message."""
         keys = tuple(lease.key for lease in leases)
-        if replica.handle is not None and keys:
-            replica.handle.send(Revoke(keys))
-        self.take_back(replica, keys)
+        if keys:
+            self._fleet.send(replica, Revoke(keys))
+        self.take_back(replica.take_back(keys))
 
-    def _hand_out(self, replicas: Iterable[FleetReplica]) -> None:
-        if not self._pending:
-            return
-        loads = [self._load(one) for one in replicas if one.takes_leases]
-        if not loads:
-            return
-        sharing = self._sharing or self._share([self._load(one) for one in self._fleet.replicas if one.takes_leases])
-        self._sharing = sharing
-        given: dict[int, list[Lease]] = {}
-        for index, lease in next_leases(self._pending, loads, sharing, is_gathering=self._is_gathering):
-            given.setdefault(index, []).append(lease)
-        progress_s = max(_REPORT_S, len(self._fleet.replicas) / _REPORTS_PER_S) if sharing.are_few else 1.0
-        for index, leases in given.items():
-            faults.point("coordinator.before_assign")
-            condemned = tuple(item for lease in leases for item in self._trials.condemned_in(lease))
-            self._fleet.assign(self._fleet.replicas[index], leases, condemned, progress_s=progress_s)
+    def _loads(self, replicas: Iterable[FleetReplica]) -> list[ReplicaLoad]:
+        return [self._load(replica) for replica in replicas if replica.takes_leases]
+
+    def _load(self, replica: FleetReplica) -> ReplicaLoad:
+        is_up = replica.is_running and not self._is_waiting
+        # Before the engine is up, the leases of a quarantine case come before all others.
+        is_reserved = self._trials.is_on_trial(replica) if is_up else self._trials.has_case(replica)
+        intake = replica.current.intake
+        engine_rows = None if intake is None else intake.rows
+        return ReplicaLoad(
+            replica=replica.number,
+            window_rows=replica.window_rows,
+            outstanding_rows=replica.outstanding_rows,
+            unbegun=self._trials.movable(replica),
+            is_accepting=not replica.is_stopping and not is_reserved,
+            is_up=is_up,
+            engine_rows=replica.window_rows if self._is_waiting else engine_rows,
+        )
 
     def _share(self, loads: Sequence[ReplicaLoad]) -> Sharing:
         """loads: of all replicas that take leases."""
-        num_absent = sum(not (one.takes_leases or one.is_given_up) for one in self._fleet.replicas)
+        num_absent = sum(not (replica.takes_leases or replica.is_given_up) for replica in self._fleet.replicas)
         num_awaited = len(self._awaited) if self._is_holding else 0
         return Sharing.of(self._pending, loads, num_awaited=num_awaited, num_absent=num_absent)
+
+    # -- replicas that are not up ------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> list[FleetReplica]:
+        return [replica for replica in self._fleet.replicas if replica.is_running]
 
     @property
     def _coming(self) -> list[FleetReplica]:
         """Replicas whose engine starts for the first time."""
-        return [one for one in self._fleet.replicas if one.handle is not None and one.info is None and not one.restarts]
+        starting = (replica for replica in self._fleet.replicas if replica.is_live and not replica.is_up)
+        return [replica for replica in starting if not replica.restarts]
+
+    @property
+    def _is_any_awaited(self) -> bool:
+        """Whether those that are up wait for a replica that has not failed more often than they have.
+
+        If all replicas fail once, because the memory is too small, they wait for each other after the next start.
+        """
+        coming = [replica.restarts for replica in self._fleet.replicas if not (replica.is_up or replica.is_given_up)]
+        up = [replica.restarts for replica in self._running]
+        if not up:
+            return bool(coming)
+        is_any_coming = min(coming, default=math.inf) <= max(up)
+        return is_any_coming and self._clock() - self._last_ready_at <= self._fleet.stall_timeout_s
 
     @property
     def _awaited(self) -> list[FleetReplica]:
         """Replicas that share the rows while these are held back: those that start, in any case for the first time."""
-        if any(one.is_running for one in self._fleet.replicas) and not self._is_waiting:
+        if self._running and not self._is_waiting:
             return self._coming
-        return [one for one in self._fleet.replicas if not (one.is_running or one.is_given_up)]
+        return [replica for replica in self._fleet.replicas if not (replica.is_running or replica.is_given_up)]
 
     @property
     def _is_holding(self) -> bool:
         """Whether rows are held back for replicas that are not up."""
-        if self._is_waiting or not any(one.is_running for one in self._fleet.replicas):
+        if self._is_waiting or not self._running:
             return True
         coming = self._coming
         if not coming or self._first_ready_at is None:
             return False
-        is_promised = any(one.state == WARMING_UP for one in coming)
+        is_promised = any(replica.state == WARMING_UP for replica in coming)
         return self._clock() - self._first_ready_at < hold_s(self._work_s, is_promised=is_promised)
 
     @property
     def _work_s(self) -> float | None:
         """How long the rows take at most, by what the engines have shown; None if they have shown nothing."""
-        up = [one for one in self._fleet.replicas if one.is_running]
-        found = []
-        steps_s = [one.intake.step_s for one in up if one.intake is not None and one.intake.step_s is not None]
-        if self._most_tokens is not None and steps_s and all(not one.progress.engine.num_waiting for one in up):
-            found.append(self._most_tokens * max(steps_s))
-        num_rows = sum(one.progress.num_answered for one in up) // self._fleet.requests_per_row
-        if num_rows and self._first_ready_at is not None:
-            left = self._pending.num_rows + sum(one.outstanding_rows for one in self._fleet.replicas)
-            found.append(left * (self._clock() - self._first_ready_at) / num_rows)
-        return min(found, default=None)
+        estimates = (self._work_s_by_steps, self._work_s_by_rows)
+        return min((estimate for estimate in estimates if estimate is not None), default=None)
+
+    @property
+    def _work_s_by_steps(self) -> float | None:
+        """The time of a row's steps; None while rows wait in an engine for others to end."""
+        states = [replica.current for replica in self._running]
+        intakes = [state.intake for state in states if state.intake is not None]
+        steps_s = [intake.step_s for intake in intakes if intake.step_s is not None]
+        if self._most_tokens is None or not steps_s or any(state.progress.engine.num_waiting for state in states):
+            return None
+        return self._most_tokens * max(steps_s)
+
+    @property
+    def _work_s_by_rows(self) -> float | None:
+        """The time of the rows that are left, as fast as rows were answered so far."""
+        num_answered = sum(replica.current.progress.num_answered for replica in self._running)
+        num_rows = num_answered // self._fleet.requests_per_row
+        if not num_rows or self._first_ready_at is None:
+            return None
+        left = self._pending.num_rows + sum(replica.outstanding_rows for replica in self._fleet.replicas)
+        return left * (self._clock() - self._first_ready_at) / num_rows
 
     @property
     def _is_gathering(self) -> bool:
@@ -209,19 +250,3 @@ class Assignment:
         A replica that is up then gets only enough rows to fill its engine, while many rows are left.
         """
         return bool(self._coming) and not self._pending.is_in_order
-
-    def _load(self, replica: FleetReplica) -> ReplicaLoad:
-        is_up, is_free = replica.is_running and not self._is_waiting, not self._trials.is_on_trial(replica)
-        if not is_up:
-            # The leases of a quarantine case run before all others.
-            is_free = not self._trials.has_case(replica)
-        runs = None if replica.intake is None else replica.intake.rows
-        return ReplicaLoad(
-            replica.number,
-            replica.window_rows,
-            replica.outstanding_rows,
-            self._trials.movable(replica),
-            is_accepting=not replica.is_stopping and is_free,
-            is_up=is_up,
-            engine_rows=replica.window_rows if self._is_waiting else runs,
-        )

@@ -24,21 +24,19 @@ EndedBy = Literal["itself", "outside", "host", "coordinator"]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an incarnation ended, as its backend saw it.
-
-    description: in a few words, such as "exit code 1" or "its node was lost".
-    events: its last events that no `poll` has returned.
-    in_flight: requests that were in its engine, oldest first. Empty if the backend knows that no row is the cause; then
-    none of them is suspected. If its host was lost, those of its last report: they count as not tried, and are
-    suspected only after the loss of a second host.
-    lifetime_s: how long it occupied its devices.
-    """
+    """How an incarnation ended, as its backend saw it."""
 
     ended_by: EndedBy
     description: str
+    """In a few words, such as "exit code 1" or "its node was lost"."""
     events: tuple[Event, ...]
+    """Its last events that no `poll` has returned."""
     in_flight: tuple[InFlightRequest, ...]
+    """Requests that were in its engine, oldest first. Empty if the backend knows that no row is the cause; then none of
+    them is suspected. If its host was lost, those of its last report: they count as not tried, and are suspected only
+    after the loss of a second host."""
     lifetime_s: float
+    """How long it occupied its devices."""
 
 
 class ReplicaHandle(Protocol):

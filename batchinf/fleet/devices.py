@@ -14,16 +14,15 @@ from batchinf.records import EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where all incarnations of one replica run; a backend makes it.
-
-    devices: names as the user sees them, such as those in CUDA_VISIBLE_DEVICES; empty on a processor.
-    cpus: the processor cores that it may use. sharers: the replicas on each of its devices, itself included.
-    """
+    """Where all incarnations of one replica run; a backend makes it."""
 
     replica: int
     devices: tuple[str, ...]
+    """Names as the user sees them, such as those in CUDA_VISIBLE_DEVICES; empty on a processor."""
     cpus: tuple[int, ...]
+    """The processor cores that it may use."""
     sharers: int = 1
+    """The replicas on each of its devices, itself included."""
 
     @property
     def num_devices(self) -> float:
@@ -33,15 +32,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLook:
-    """One look at a device; None if it does not give the value.
-
-    utilization: share of the time in which a kernel ran, in percent. power_w: in watts.
-    """
+    """One look at a device; None if it does not give the value."""
 
     device: str
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     utilization: int | None
+    """Share of the time in which a kernel ran, in percent."""
     power_w: float | None
 
 
@@ -55,13 +52,13 @@ Platform = dict[str, str]
 class Platforms:
     """The platforms of a job's replicas so far, over all epochs."""
 
-    def __init__(self, state: State, is_one_wanted: bool) -> None:
-        """is_one_wanted: refuse a second platform (`same_device: true`)."""
+    def __init__(self, state: State, same_device: bool) -> None:
+        """same_device: refuse a second platform."""
         # A state holds only the last events, but keeps one `ready` event of each platform.
         ready = [*(event for event in state.kept.values() if event.name == "ready"),
                  *(event for event in state.events if event.name == "ready")]  # fmt: skip
         self._known = [_platform(event.fields.get("device", ""), event.fields["versions"]) for event in ready]
-        self._is_one_wanted = is_one_wanted
+        self._same_device = same_device
         self._told: list[Platform] = []
 
     def admit(self, replica: int, engine: EngineInfo) -> str | None:
@@ -72,15 +69,15 @@ class Platforms:
         now = _platform(engine.device, engine.versions)
         for before in self._known:
             changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-            if self._is_one_wanted and not _DECIDING.isdisjoint(changed):
-                shown = _show(before, now, [name for name in changed if name in _DECIDING])
+            deciding = [name for name in changed if name in _DECIDING]
+            if self._same_device and deciding:
                 raise DriftError(
                     f"same_device is true, but replica {replica} is on another device or version than earlier rows of "
-                    f"this job: {shown}; run the job where it began, or set same_device to false"
+                    f"this job: {_show(before, now, deciding)}; run the job where it began, or set same_device to false"
                 )
             if changed and now not in self._told:
                 self._told.append(now)
-                hint = "" if _DECIDING.isdisjoint(changed) else "; `same_device: true` would refuse that"
+                hint = "; `same_device: true` would refuse that" if deciding else ""
                 return (
                     f"warning: replica {replica} runs on another device or with other versions than earlier rows of "
                     f"this job: {_show(before, now, changed)}{hint}"

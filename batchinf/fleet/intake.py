@@ -13,17 +13,17 @@ _SPANS = 4
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an engine had at a time (seconds of the monotonic clock). Counts are in rows.
-
-    num_waiting: rows in the engine that it cannot run yet. kv_cache_usage: share of the cache in use, from 0 to 1.
-    """
+    """What an engine had at a time. Counts are in rows."""
 
     at: float
-    steps: int
-    num_finished: int
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
+    """In seconds of the monotonic clock."""
+    steps: int = 0
+    num_finished: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    """Rows in the engine that it cannot run yet."""
+    kv_cache_usage: float = 0.0
+    """Share of the cache in use, from 0 to 1."""
 
 
 class Intake:
@@ -32,7 +32,7 @@ class Intake:
     def __init__(self, max_num_rows: int, at: float) -> None:
         """max_num_rows: rows that it can run at once, if its cache holds them. at: when it came up."""
         self._max_num_rows = max_num_rows
-        self._reports = deque([Report(at, 0, 0, 0, 0, 0.0)], _SPANS + 1)
+        self._reports = deque([Report(at)], _SPANS + 1)
         self.step_s: float | None = None
         """Seconds that a step takes, by the last two reports; None before the first step."""
 

@@ -4,15 +4,16 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from batchinf.base.slices import source_folder
 from batchinf.base.storage import Folder
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
+from batchinf.fleet.engine_settings import EngineSettings, kept
+from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.out_of_memory import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices, check_processor
 from batchinf.fleet.settings import Chosen, chosen_arguments, replicas_per_device
 from batchinf.job.job import Job, begun_at
@@ -21,7 +22,7 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, check_weights
 from batchinf.model.lora import Adapter
-from batchinf.model.memory import Fit, fit_of
+from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
@@ -39,10 +40,11 @@ def choose_backend(spec: JobSpec) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Backend, model, devices and engine arguments of one epoch of a job. spec: resolved; its `input` may not be."""
+    """Backend, model, devices and engine arguments of one epoch of a job."""
 
     backend: Backend
     spec: JobSpec
+    """Resolved; its `input` may not be."""
     model: Model
     adapters: tuple[Adapter, ...]
     folder: Folder
@@ -54,6 +56,7 @@ class Launcher:
     @classmethod
     def of(
         cls,
+        *,
         backend: Backend,
         spec: JobSpec,
         model: Model,
@@ -77,38 +80,47 @@ class Launcher:
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         fit = fit_of(model, spec, *size, task_of(spec).default_batch_limits)
         if slots[0].devices:
-            devices = {device for slot in slots for device in slot.devices}
-            number = replicas_per_device(spec, fit, task_of(spec), len(devices))
+            number = replicas_per_device(spec, fit, task_of(spec), len(_devices(slots)))
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
             spec = spec.model_copy(update={"parallel": parallel})
             slots = backend.place(spec)
-        chosen = chosen_arguments(spec, fit, task_of(spec), slots[0].sharers, shared_share)
+        chosen = chosen_arguments(spec, fit, task_of(spec), slots[0].sharers, shared_share=shared_share)
         for line in chosen.lines():
             say(line)
-        settings = _settings(spec, fit, chosen, state, say)
+        settings = EngineSettings(spec, fit, _lowered_before(spec, state, say), chosen.engine)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
         if not slots[0].devices and is_cpu_build():
             check_processor(spec, fit.max_model_len)
         backend.check_free(settings.engine, slots)
-        return cls(backend, spec, model, adapters, folder, epoch, slots, settings, chosen)
+        return cls(
+            backend=backend,
+            spec=spec,
+            model=model,
+            adapters=adapters,
+            folder=folder,
+            epoch=epoch,
+            slots=slots,
+            settings=settings,
+            chosen=chosen,
+        )
 
     @property
     def devices(self) -> list[str]:
         """The devices of all replicas, each once; empty on processors."""
-        return list(dict.fromkeys(device for slot in self.slots for device in slot.devices))
+        return _devices(self.slots)
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0, num_before: int = 0) -> Fleet:
         """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: see `Fleet`."""
         return Fleet(
             self.backend,
             self.slots,
-            task_of(self.spec).num_rows_per_input,
             lambda slot, incarnation: self._launch(slot, incarnation, job_id, spec or self.spec),
-            self.epoch,
-            self.folder.path("logs"),
-            self.spec.max_restarts,
-            self.spec.stall_timeout_s,
+            requests_per_row=task_of(self.spec).num_rows_per_input,
+            epoch=self.epoch,
+            logs=self.folder.path("logs"),
+            max_restarts=self.spec.max_restarts,
+            stall_timeout_s=self.spec.stall_timeout_s,
             is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
             retry=retry,
@@ -117,17 +129,17 @@ class Launcher:
 
     def _launch(self, slot: Slot, incarnation: str, job_id: str, spec: JobSpec) -> Launch:
         return Launch(
-            slot.replica,
-            incarnation,
-            os.fspath(self.folder.root),
-            job_id,
-            self.settings.launch_spec(incarnation, spec),
-            self.model.path,
-            self.model.tokenizer,
-            self.model.commit,
-            slot.cpus if not slot.devices else (),
-            self.adapters,
-            (self.model.max_model_len, self.model.vocab_size),
+            replica=slot.replica,
+            incarnation=incarnation,
+            folder=os.fspath(self.folder.root),
+            job_id=job_id,
+            spec=self.settings.launch_spec(incarnation, spec),
+            model_path=self.model.path,
+            tokenizer_path=self.model.tokenizer,
+            revision=self.model.commit,
+            cpus=slot.cpus if not slot.devices else (),
+            adapters=self.adapters,
+            config_limits=(self.model.max_model_len, self.model.vocab_size),
         )
 
     def note_warm(self, fleet: Fleet) -> None:
@@ -149,15 +161,17 @@ class Launcher:
         )
 
 
-def _settings(
-    spec: JobSpec, fit: Fit, chosen: Chosen, state: State | None, say: Callable[[str], None]
-) -> EngineSettings:
-    """The spec's engine arguments, those chosen for it, and those that an earlier epoch lowered when memory ran out."""
+def _devices(slots: Sequence[Slot]) -> list[str]:
+    return list(dict.fromkeys(device for slot in slots for device in slot.devices))
+
+
+def _lowered_before(spec: JobSpec, state: State | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """The engine arguments that an earlier epoch lowered when memory ran out, if they still apply."""
     lowered = kept(spec, state.lowered) if state is not None else {}
     if lowered:
         shown = ", ".join(f"engine.{name} {value}" for name, value in lowered.items())
         say(f"continuing with {shown}, because memory ran out before; set another value in the spec to change that")
-    return EngineSettings(spec, fit, lowered, chosen.engine)
+    return lowered
 
 
 def work_of(job: Job, state: State, retry: Retry | None) -> Work:
@@ -181,16 +195,17 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
     )
 
 
-def note_started(manifest: Manifest, backend: Backend, replicas: Sequence[FleetReplica]) -> None:
-    """Commit the started incarnations to the manifest, with the identities by which a later epoch finds them."""
+def start_due(fleet: Fleet, manifest: Manifest) -> None:
+    """Start the replicas that are due, and commit the identities by which a later epoch finds them."""
+    replicas = fleet.start_due()
     for replica in replicas:
-        assert replica.handle is not None
+        handle = fleet.handles[replica.number]
         manifest.event(
             "replica_started",
             replica=replica.number,
-            incarnation=replica.handle.incarnation,
-            backend=backend.name,
-            identity=replica.handle.identity,
+            incarnation=handle.incarnation,
+            backend=fleet.backend.name,
+            identity=handle.identity,
             devices=list(replica.slot.devices),
             num_devices=replica.slot.num_devices,
         )

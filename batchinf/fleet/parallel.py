@@ -30,17 +30,15 @@ def with_degrees(
     section `parallel` of a job to resume, whose numbers stay if there are enough devices; the input is not read then.
     Raises SpecError if the model does not fit the devices.
     """
-    given = file.spec.parallel
-    if "auto" not in (given.tensor_parallel_size, given.pipeline_parallel_size):
+    parallel = file.spec.parallel
+    if "auto" not in (parallel.tensor_parallel_size, parallel.pipeline_parallel_size):
         return file
     if file.spec.backend == "ray":
         raise file.error("parallel.tensor_parallel_size", "got auto with backend ray; give the degrees as numbers")
-    devices = () if file.spec.scripted is not None else backend.devices()
-    if given.devices is not None:
-        devices = tuple(device for device in devices if device in map(str, given.devices))
+    devices = _local_devices(file.spec, backend)
     device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
     if device_bytes is None:
-        return _set(file, *given.sizes)
+        return _set(file, *parallel.sizes)
     if begun_with is not None:
         sizes = (begun_with["tensor_parallel_size"], begun_with["pipeline_parallel_size"])
         if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= len(devices):
@@ -54,6 +52,14 @@ def with_degrees(
     return _set(file, degrees.tensor, degrees.pipeline)
 
 
+def _local_devices(spec: JobSpec, backend: Backend) -> tuple[str, ...]:
+    """The devices of this host that the job may use; empty for the scripted engine and on processors."""
+    devices = () if spec.scripted is not None or spec.backend == "ray" else backend.devices()
+    if spec.parallel.devices is None:
+        return devices
+    return tuple(device for device in devices if device in map(str, spec.parallel.devices))
+
+
 def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     parallel = file.spec.parallel.model_copy(update=sizes)
@@ -61,45 +67,36 @@ def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
 
 
 def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> Option:
-    work, limits_of = None, task_of(file.spec).default_batch_limits
-    with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None), may_scan=False) as found:
-        if found is not None:
-            job, num_rows = found
+    work = None
+    with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None), may_scan=False) as input_:
+        if input_ is not None:
+            job, num_rows = input_
             lengths = lengths_of(job, file, num_rows)
             work = lengths.workload(job) if lengths.prompts else None
     model = resolve(file.spec.model)
-    fit = fit_of(model, _set(file, 1, 1).spec, device_bytes, title, limits_of)
+    limits_of = task_of(file.spec).default_batch_limits
+    fit = fit_of(model, _set(file, 1, 1).spec, device_bytes, title, limits_of=limits_of)
     if fit.needs.weights is None or fit.needs.kv_cache is None or fit.max_model_len is None:
         unknown = "; ".join(fit.needs.unknown) or "the config does not say how long a sequence may be"
         raise file.error("parallel", f"got auto, but the model's memory is not known ({unknown}); give the degrees")
     share = float(file.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
-    return choose_degrees(file, fit, num_devices, gpu_like(title, device_bytes), share, work)
+    return choose_degrees(file, fit, num_devices, gpu=gpu_like(title, device_bytes), share=share, work=work)
 
 
 def choose_degrees(
-    file: SpecFile, fit: Fit, num_devices: int, gpu: Gpu | None, share: float, work: Workload | None
+    file: SpecFile, fit: Fit, num_devices: int, *, gpu: Gpu | None, share: float, work: Workload | None
 ) -> Option:
     """The best of the degrees that fit the devices and what the spec fixes. gpu: None: not in the table."""
-    given, context = file.spec.parallel, fit.max_model_len
+    parallel = file.spec.parallel
+    context = fit.max_model_len
     assert context is not None and fit.device_bytes is not None
-    known = gpu or Gpu(
-        name="",
-        title=fit.device_name,
-        memory_bytes=fit.device_bytes,
-        bandwidth=1e12,
-        bf16=1e14,
-        fp16=1e14,
-        fp8=1e14,
-        capability=(8, 0),
-        link=1e11,
-        source="",
-    )
     shape = shape_of(fit.needs) if gpu is not None else None
-    machine = Machine(known, num_devices, 1, share)
-    found = [it for it in options(fit, machine, context, shape=shape, work=work) if _is_as_given(it, given)]
-    if (data := given.data_parallel_size) != "auto":
-        found = [dataclasses.replace(it, data=data) for it in found]
-    chosen = best(found)
+    machine = Machine(gpu or _unknown_gpu(fit.device_name, fit.device_bytes), num_devices, 1, share)
+    fitting = options(fit, machine, context, shape=shape, work=work)
+    allowed = [option for option in fitting if _is_allowed(option, parallel)]
+    if (data := parallel.data_parallel_size) != "auto":
+        allowed = [dataclasses.replace(option, data=data) for option in allowed]
+    chosen = best(allowed)
     if chosen is not None:
         return chosen
     needed = next(that_fit(fit, context, share, max(8, num_devices), most=MOST_DEVICES), None)
@@ -112,12 +109,29 @@ def choose_degrees(
     )
 
 
-def _is_as_given(option: Option, given: ParallelSpec) -> bool:
-    degrees = option.degrees
-    wanted = (given.tensor_parallel_size, given.pipeline_parallel_size)
-    if any(want not in ("auto", size) for want, size in zip(wanted, (degrees.tensor, degrees.pipeline), strict=True)):
-        return False
-    return given.data_parallel_size == "auto" or given.data_parallel_size <= option.data
+def _unknown_gpu(name: str, num_bytes: int) -> Gpu:
+    """A GPU that is not in the table. Its speed does not matter, as none is predicted."""
+    return Gpu(
+        name="",
+        title=name,
+        memory_bytes=num_bytes,
+        bandwidth=1e12,
+        bf16=1e14,
+        fp16=1e14,
+        fp8=1e14,
+        capability=(8, 0),
+        link=1e11,
+        source="",
+    )
+
+
+def _is_allowed(option: Option, parallel: ParallelSpec) -> bool:
+    """Whether the spec leaves the degrees of an option open, or has the same."""
+    return (
+        parallel.tensor_parallel_size in ("auto", option.degrees.tensor)
+        and parallel.pipeline_parallel_size in ("auto", option.degrees.pipeline)
+        and (parallel.data_parallel_size == "auto" or parallel.data_parallel_size <= option.data)
+    )
 
 
 def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
@@ -131,14 +145,18 @@ def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
     available = psutil.virtual_memory().available
     # The hosts of a cluster are not looked at.
     if spec.backend != "ray" and fit.offloaded_bytes * ranks > available:
-        given, taken = spec.engine["cpu_offload_gb"], gib(fit.offloaded_bytes * ranks)
         raise SpecError(
-            f"engine.cpu_offload_gb: got {given}, which takes {taken} of the host's memory for {ranks} device(s), but "
-            f"{gib(available)} are free; lower it, or use more devices"
+            f"engine.cpu_offload_gb: got {spec.engine['cpu_offload_gb']}, which takes "
+            f"{gib(fit.offloaded_bytes * ranks)} of the host's memory for {ranks} device(s), but {gib(available)} are "
+            "free; lower it, or use more devices"
         )
     gpu = gpu_like(fit.device_name, fit.device_bytes)
-    if gpu is None:
-        return
+    if gpu is not None:
+        yield from _check_gpu(spec, fit, gpu)
+
+
+def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
+    """See `check_devices`, for a device that is in the table."""
     if (why := why_not(gpu, fit.needs.dtype)) is not None:
         raise SpecError(f"model.dtype: got {spec.model.dtype}, but {fit.device_name} cannot run it: {why}")
     cache = str(spec.engine.get("kv_cache_dtype", "auto"))
@@ -163,11 +181,10 @@ def check_processor(spec: JobSpec, max_model_len: int | None) -> None:
     Its engine dies of that: the generator of a request's random numbers cannot be put back there. A step that is full
     cuts short prompts, too. spec: resolved. max_model_len: of the engine.
     """
-    sampling, engine = spec.sampling, spec.engine
-    may_sample = "temperature" in sampling.columns or spec.input.is_batch_file or sampling.temperature != 0
-    tokens, chunks = engine.get("max_num_batched_tokens"), engine.get("enable_chunked_prefill", "unset")
-    if spec.scripted is not None or not task_of(spec).draws_tokens or not may_sample or chunks is False:
+    chunks = spec.engine.get("enable_chunked_prefill", "unset")
+    if spec.scripted is not None or not _may_sample(spec) or chunks is False:
         return
+    tokens = spec.engine.get("max_num_batched_tokens")
     why = "vLLM then cuts prompts, and on a processor its engine dies of a cut prompt whose output is sampled"
     if chunks != "unset":  # null is vLLM's default, which is true
         got = "null" if chunks is None else "true"
@@ -177,6 +194,13 @@ def check_processor(spec: JobSpec, max_model_len: int | None) -> None:
             f"engine.max_num_batched_tokens: got {tokens}, less than max_model_len {max_model_len}; {why}: leave it "
             "out, lower engine.max_model_len, or set sampling.temperature 0"
         )
+
+
+def _may_sample(spec: JobSpec) -> bool:
+    """Whether a request of the job may draw its tokens at random."""
+    sampling = spec.sampling
+    has_temperature = "temperature" in sampling.columns or spec.input.is_batch_file or sampling.temperature != 0
+    return task_of(spec).draws_tokens and has_temperature
 
 
 def devices_note(devices: Sequence[str], *, is_cpu_build: bool) -> str | None:

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.base.text import counted
-from batchinf.fleet.fleet import Ended, Fleet, FleetReplica
+from batchinf.fleet.fleet import Ended, Fleet
+from batchinf.fleet.replica import FleetReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Lease, Shard
@@ -31,38 +32,45 @@ from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at
 
 RowIndices = tuple[int, ...]
-_CASE, _CONDEMNED = "case/", "condemned/"
+_CASE = "case/"
+_CONDEMNED = "condemned/"
 _LONGEST_CAUSE = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Deaths of one replica that may have one cause.
-
-    origin: the incarnation that died first. leases: those with suspects; they stay with the replica. suspects: rows
-    that were in the engine at every death so far. accused: suspects to try now, in this order. later: groups to try
-    afterwards. is_found: a row was condemned since the last full run. doubted: the row that was alone in the engine at
-    the last death, if that death may have had another cause. The stage `lost` only remembers the rows of a lost host.
-    """
+    """Deaths of one replica that may have one cause."""
 
     origin: str
+    """The incarnation that died first."""
     replica: int
     leases: tuple[Lease, ...]
+    """Those with suspects; they stay with the replica."""
     suspects: RowIndices
+    """Rows that were in the engine at every death so far."""
     stage: Literal["replay", "probe", "halve", "lost"] = "replay"
+    """`replay`: all rows run again. `probe`: the accused run alone for one token. `halve`: half of the accused run
+    alone. `lost`: the case only remembers the rows of a lost host."""
     accused: RowIndices = ()
+    """Suspects to try now, in this order."""
     later: tuple[RowIndices, ...] = ()
+    """Groups to try afterwards."""
     num_deaths: int = 1
     is_found: bool = False
+    """A row was condemned since the last full run."""
     doubted: int | None = None
+    """The row that was alone in the engine at the last death, if that death may have had another cause."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Case":
         """A case from JSON."""
-        own = {name: fields[name] for name in cls.__slots__}
-        tuples = {name: tuple(own[name]) for name in ("suspects", "accused")}
-        leases = tuple(Lease(**fields) for fields in own["leases"])
-        return cls(**{**own, **tuples, "leases": leases, "later": tuple(map(tuple, own["later"]))})
+        tuples = {
+            "leases": tuple(Lease(**lease) for lease in fields["leases"]),
+            "suspects": tuple(fields["suspects"]),
+            "accused": tuple(fields["accused"]),
+            "later": tuple(map(tuple, fields["later"])),
+        }
+        return cls(**{name: fields[name] for name in cls.__slots__} | tuples)
 
     def fields(self) -> dict[str, Any]:
         """The case as JSON values."""
@@ -95,24 +103,33 @@ class Case:
         if len(live) > 1:
             return replace(case, accused=live, later=()), None
         is_certain = not is_outside and (is_fresh or self.stage == "halve")
-        if not live or (not is_certain and self.doubted != live[0]):
-            # Try the same rows again, with that row first.
-            rest = tuple(row for row in self.accused if row not in live)
-            accused = live + rest if self.stage == "probe" else live or self.accused
-            return replace(case, accused=accused, doubted=live[0] if live else None), None
-        return case._condemn(live[0]), live[0]
+        if live and (is_certain or self.doubted == live[0]):
+            return case._condemn(live[0]), live[0]
+        return case._try_again(live), None
+
+    def _try_again(self, live: RowIndices) -> "Case":
+        """Try the same rows again. live: the row that was in the engine, which comes first; empty if none was."""
+        rest = tuple(row for row in self.accused if row not in live)
+        accused = live + rest if self.stage == "probe" else live or self.accused
+        return replace(self, accused=accused, doubted=live[0] if live else None)
 
     def _accuse(self, in_flight: Sequence[InFlightRequest]) -> "Case":
-        both = [item for item in in_flight if item.row_index in set(self.suspects)]
+        suspects = set(self.suspects)
+        both = [request for request in in_flight if request.row_index in suspects]
         if not both:
             return replace(self, suspects=_rows(in_flight), num_deaths=1)
-        new = _rows([item for item in both if not item.has_output])
-        old = _rows([item for item in both if item.has_output])
-        stage: Literal["probe", "halve"] = "probe" if new else "halve"
+        new = _rows(request for request in both if not request.has_output)
+        old = _rows(request for request in both if request.has_output)
         # Rows that survive their probe run in full after the others: rows may kill together that do not kill alone.
         accused, *later = [rows for rows in (new, old, new) if rows]
         return replace(
-            self, suspects=_rows(both), stage=stage, accused=accused, later=tuple(later), is_found=False, doubted=None
+            self,
+            suspects=_rows(both),
+            stage="probe" if new else "halve",
+            accused=accused,
+            later=tuple(later),
+            is_found=False,
+            doubted=None,
         )
 
     def _condemn(self, row: int) -> "Case":
@@ -151,13 +168,13 @@ class Quarantine:
     @property
     def leases(self) -> dict[tuple[int, int], Lease]:
         """Leases that only their case's replica may run, by key."""
-        own = (lease for case in self._cases.values() if case.stage != "lost" for lease in case.leases)
-        return {lease.key: lease for lease in own}
+        cases = (case for case in self._cases.values() if case.stage != "lost")
+        return {lease.key: lease for case in cases for lease in case.leases}
 
     def of(self, replica: int) -> Case | None:
         """The oldest open case of a replica."""
-        own = (case for case in self._cases.values() if case.replica == replica and case.stage != "lost")
-        return next(own, None)
+        cases = self._cases.values()
+        return next((case for case in cases if case.replica == replica and case.stage != "lost"), None)
 
     def died(
         self,
@@ -165,31 +182,33 @@ class Quarantine:
         incarnation: str,
         leases: Iterable[Lease],
         in_flight: Sequence[InFlightRequest],
+        *,
         is_fresh: bool = True,
         is_outside: bool = False,
-        rows_of: Callable[[Lease], Container[int]] = lambda lease: range(lease.start, lease.stop),
-        *,
         is_host_lost: bool = False,
+        rows_of: Callable[[Lease], Container[int]] = lambda lease: range(lease.start, lease.stop),
     ) -> tuple[Case, int | None]:
         """The case of a replica after its death, and the row that is condemned, if any. leases: those that it held.
 
-        is_fresh, is_outside: see `Case.died`. rows_of: the rows of a lease. is_host_lost: its host was lost with it.
+        is_fresh, is_outside: see `Case.died`. is_host_lost: its host was lost with it. rows_of: the rows of a lease.
         """
-        case, row = self.of(replica), None
-        if case is None and is_host_lost:
+        case = self.of(replica)
+        condemned = None
+        if case is not None:
+            case, condemned = case.died(in_flight, is_fresh, is_outside)
+        elif is_host_lost:
             case = self._lost_with_host(replica, incarnation, in_flight)
-        elif case is None:
-            case = Case(incarnation, replica, (), _rows(in_flight))
         else:
-            case, row = case.died(in_flight, is_fresh, is_outside)
-        rows = _rows(in_flight)
+            case = Case(incarnation, replica, (), _rows(in_flight))
         held = {lease.key: lease for lease in leases}
-        own = ((lease, rows_of(lease)) for lease in held.values())
-        hit = {lease.key: lease for lease, its in own if any(row in its for row in rows)}
-        by_key = {lease.key: held.get(lease.key, lease) for lease in case.leases} | hit
+        by_key = {lease.key: held.get(lease.key, lease) for lease in case.leases}
+        for key, lease in held.items():
+            rows = rows_of(lease)
+            if any(request.row_index in rows for request in in_flight):
+                by_key[key] = lease
         case = replace(case, leases=tuple(by_key[key] for key in sorted(by_key)))
         self._cases[case.origin] = case
-        return case, row
+        return case, condemned
 
     def _lost_with_host(self, replica: int, incarnation: str, in_flight: Sequence[InFlightRequest]) -> Case:
         """Accuse the rows that were on another lost host before; if there are none, only remember these rows."""
@@ -242,11 +261,10 @@ class Trials:
 
         is_done: bool [total_shards], the shards that no replica has to run.
         """
-        kept = [event.fields for event in state.kept.values()]
-        cases = [Case.of(fields) for fields in kept if fields["kept_as"].startswith(_CASE)]
-        condemned = {
-            fields["row_index"]: fields["message"] for fields in kept if fields["kept_as"].startswith(_CONDEMNED)
-        }
+        kept = {name: event.fields for name, event in state.kept.items()}
+        cases = [Case.of(fields) for name, fields in kept.items() if name.startswith(_CASE)]
+        rows = [fields for name, fields in kept.items() if name.startswith(_CONDEMNED)]
+        condemned = {fields["row_index"]: fields["message"] for fields in rows}
         self._order = order
         self._fleet = fleet
         self._manifest = manifest
@@ -300,10 +318,10 @@ class Trials:
             end.incarnation,
             end.leases,
             end.in_flight,
-            is_fresh,
-            end.was_killed,
-            self._order.of,
+            is_fresh=is_fresh,
+            is_outside=end.was_killed,
             is_host_lost=end.was_host_lost,
+            rows_of=self._order.of,
         )
         self._keep(case, end)
         if row is not None:
@@ -328,12 +346,11 @@ class Trials:
         return said
 
     def _keep(self, case: Case, end: Ended) -> None:
-        incarnation, cause = end.incarnation, end.cause[:_LONGEST_CAUSE]
         self._manifest.event(
             "death",
             kept_as=f"{_CASE}{case.origin}",
-            incarnation=incarnation,
-            cause=cause,
+            incarnation=end.incarnation,
+            cause=end.cause[:_LONGEST_CAUSE],
             was_killed=end.was_killed,
             **case.fields(),
         )
@@ -347,12 +364,12 @@ class Trials:
         """Give each running replica the leases of its case, or its next trial, unless it has them already."""
         for replica in self._fleet.replicas:
             case = self._quarantine.of(replica.number)
-            if case is None or not replica.is_running or replica.handle is None:
+            if case is None or not replica.is_running:
                 continue
-            given = case.origin, replica.handle.incarnation
-            if self._given.get(replica.number) == given:
+            trial = (case.origin, replica.current.name)
+            if self._given.get(replica.number) == trial:
                 continue
-            self._given[replica.number] = given
+            self._given[replica.number] = trial
             leases = tuple(replace(lease, attempts=lease.attempts + 1) for lease in case.leases)
             if case.is_on_trial:
                 self._fleet.try_rows(replica, Trial(leases, case.groups, case.stage == "probe"))
@@ -363,8 +380,8 @@ class Trials:
     def survived(self, replica: FleetReplica, rows: Iterable[int]) -> None:
         """A replica's engine survived a trial of these rows."""
         before = self._quarantine.of(replica.number)
-        if before is not None and replica.handle is not None:
-            self._tried_in.add(replica.handle.incarnation)
+        if before is not None and replica.is_live:
+            self._tried_in.add(replica.current.name)
             if before.stage == "probe":
                 self._num_tried[before.replica] = self._num_tried.get(before.replica, 0) + 1
         after = self._quarantine.survived(replica.number, rows)

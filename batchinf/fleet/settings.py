@@ -62,10 +62,11 @@ _WithReason = tuple[Any, str]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Engine arguments that the spec leaves open. reasons: why each has its value."""
+    """Engine arguments that the spec leaves open."""
 
     engine: Mapping[str, Any]
     reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why each has its value."""
 
     def lines(self) -> list[str]:
         """For people: each argument with its value and reason, and where the rules come from; empty without any."""
@@ -96,32 +97,45 @@ def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -
     Raises SpecError if the spec wants more than one for a model that is distributed over devices, or more memory than
     there is.
     """
-    wanted = spec.parallel.replicas_per_device
-    degree = math.prod(spec.parallel.sizes)
+    number = spec.parallel.replicas_per_device
     if spec.backend == "ray":
-        if wanted not in ("auto", 1):
-            raise SpecError(f"parallel.replicas_per_device: got {wanted} with backend ray; must be 1: leave it out")
+        if number not in ("auto", 1):
+            raise SpecError(f"parallel.replicas_per_device: got {number} with backend ray; must be 1: leave it out")
         return 1
-    if wanted == "auto":
-        data = spec.parallel.data_parallel_size
-        if data != "auto" and data <= num_devices:
-            return 1
-        may_gain = degree == 1 and gains_from_sharing(spec, fit, task, num_devices)
-        return _REPLICAS_OF_SMALL if may_gain and _input_bytes(spec) >= _LEAST_PROMPT_BYTES else 1
-    share = spec.engine.get("gpu_memory_utilization")
-    if wanted > 1 and degree > 1:
+    if number == "auto":
+        return _chosen_replicas_per_device(spec, fit, task, num_devices)
+    if number > 1:
+        _check_sharing(spec, number)
+    return number
+
+
+def _chosen_replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> int:
+    num_replicas = spec.parallel.data_parallel_size
+    if num_replicas != "auto" and num_replicas <= num_devices:
+        return 1
+    may_gain = math.prod(spec.parallel.sizes) == 1 and gains_from_sharing(spec, fit, task, num_devices)
+    return _REPLICAS_OF_SMALL if may_gain and _input_bytes(spec) >= _LEAST_PROMPT_BYTES else 1
+
+
+def _check_sharing(spec: JobSpec, number: int) -> None:
+    """Raise SpecError if this number of replicas cannot share a device."""
+    if math.prod(spec.parallel.sizes) > 1:
         raise SpecError(
-            f"parallel.replicas_per_device: got {wanted} with tensor_parallel_size "
+            f"parallel.replicas_per_device: got {number} with tensor_parallel_size "
             f"{spec.parallel.tensor_parallel_size} x pipeline_parallel_size {spec.parallel.pipeline_parallel_size}; "
             "replicas can share a device only if each has one device: leave out this field or the degrees"
         )
-    if wanted > 1 and share is not None and wanted * float(share) > 1:
+    share = spec.engine.get("gpu_memory_utilization")
+    if share is not None and number * float(share) > 1:
         raise SpecError(
-            f"engine.gpu_memory_utilization: got {share}, but {wanted} replicas share a device and would take "
-            f"{wanted * float(share):g} of it together; give at most "
-            f"{int(_SHARED_UTILIZATION / wanted * 100) / 100}, or leave it out"
+            f"engine.gpu_memory_utilization: got {share}, but {number} replicas share a device and would take "
+            f"{number * float(share):g} of it together; give at most {_shared_utilization(number)}, or leave it out"
         )
-    return wanted
+
+
+def _shared_utilization(num_replicas: int) -> float:
+    """`gpu_memory_utilization` of each replica of a device."""
+    return int(_SHARED_UTILIZATION / num_replicas * 100) / 100
 
 
 def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> bool:
@@ -141,10 +155,9 @@ def _is_large(fit: Fit) -> bool:
 
 def _input_bytes(spec: JobSpec) -> int:
     """The size of a local input of files; 0 if it is unknown, or if the job takes only a part of it."""
-    taken = spec.input
-    if taken.limit is not None or taken.sample is not None or taken.where is not None:
+    if spec.input.limit is not None or spec.input.sample is not None or spec.input.where is not None:
         return 0
-    path = pathlib.Path(taken.path).expanduser()
+    path = pathlib.Path(spec.input.path).expanduser()
     try:
         files = path.rglob("*") if path.is_dir() else [path]
         return sum(file.stat().st_size for file in files if file.is_file())
@@ -157,6 +170,7 @@ def chosen_arguments(
     fit: Fit,
     task: Task,
     num_per_device: int,
+    *,
     shared_share: Callable[[], float | None] = lambda: None,
 ) -> Chosen:
     """Engine arguments for replicas of which `num_per_device` share a device.
@@ -167,20 +181,31 @@ def chosen_arguments(
         return Chosen({})
     chosen: dict[str, _WithReason] = {}
     if num_per_device > 1:
-        share = int(_SHARED_UTILIZATION / num_per_device * 100) / 100
+        share = _shared_utilization(num_per_device)
         chosen["gpu_memory_utilization"] = share, f"{num_per_device} replicas share each GPU"
     if task.draws_tokens and _is_large(fit):
         chosen |= _for_outputs(spec, fit, num_per_device)
     if _has_prompt_graphs(spec, fit, task):
         chosen |= _for_prompts(spec, fit, task)
     if _overlaps_steps(spec, fit, task):
-        chosen["async_scheduling"] = True, "the engine prepares the next step while the GPU computes"
-        shared = shared_share() if "enable_prefix_caching" not in spec.engine else None
-        if shared is not None and shared < _LEAST_SHARED:
-            reason = f"in a sample, {shared:.0%} of the text repeats beginnings of prompts"
-            chosen["enable_prefix_caching"] = False, reason
-    still_open = {name: each for name, each in chosen.items() if name not in spec.engine}
-    return Chosen(*({name: each[place] for name, each in still_open.items()} for place in (0, 1)))
+        chosen |= _for_vectors(spec, shared_share)
+    still_open = {name: choice for name, choice in chosen.items() if name not in spec.engine}
+    return Chosen(
+        {name: value for name, (value, _) in still_open.items()},
+        {name: reason for name, (_, reason) in still_open.items()},
+    )
+
+
+def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dict[str, _WithReason]:
+    """For a task that makes a vector of each prompt, with a small model on a large device."""
+    chosen: dict[str, _WithReason] = {
+        "async_scheduling": (True, "the engine prepares the next step while the GPU computes")
+    }
+    share = shared_share() if "enable_prefix_caching" not in spec.engine else None
+    if share is not None and share < _LEAST_SHARED:
+        reason = f"in a sample, {share:.0%} of the text repeats beginnings of prompts"
+        chosen["enable_prefix_caching"] = False, reason
+    return chosen
 
 
 def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _WithReason]:
@@ -233,15 +258,22 @@ def _can_run_whole_steps(spec: JobSpec, fit: Fit) -> bool:
 
     It needs FlashAttention 3, which vLLM has for Hopper, and a cache of keys and values in all layers.
     """
-    config, cache = fit.needs.config, fit.needs.kv_cache
     gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
-    if gpu is None or gpu.capability[0] != _HOPPER or cache is None:
+    if gpu is None or gpu.capability[0] != _HOPPER:
         return False
-    has_states = any(one.state is not None for layer in cache.layers for one in layer)
-    # Encoders have no such field, and decoders that see all tokens say so.
-    is_decoder = "num_key_value_heads" in config and config.get("is_causal", True)
     is_open = not _NOT_FOR_WHOLE_STEPS & spec.engine.keys() and spec.model.lora is None
-    return bool(is_open and is_decoder and not has_states and not config.get("use_bidirectional_attention"))
+    return is_open and _is_plain_decoder(fit)
+
+
+def _is_plain_decoder(fit: Fit) -> bool:
+    """Whether each token sees only those before it, and all layers keep keys and values."""
+    config = fit.needs.config
+    cache = fit.needs.kv_cache
+    if cache is None or any(part.state is not None for layer in cache.layers for part in layer):
+        return False
+    # Encoders have no such field, and decoders that see all tokens say so.
+    is_causal = "num_key_value_heads" in config and config.get("is_causal", True)
+    return bool(is_causal and not config.get("use_bidirectional_attention"))
 
 
 def _is_small(fit: Fit) -> bool:
@@ -254,11 +286,10 @@ def _overlaps_steps(spec: JobSpec, fit: Fit, task: Task) -> bool:
 
     Asynchronous scheduling pays only together with graphs: without them, Python is not done before the GPU.
     """
-    wanted = task.pooling
-    if wanted is None or wanted.all_positions or wanted.layers or math.prod(spec.parallel.sizes) != 1:
+    pooling = task.pooling
+    if pooling is None or pooling.all_positions or pooling.layers or math.prod(spec.parallel.sizes) != 1:
         return False
-    is_given = {*_GRAPHS, *_NOT_ASYNCHRONOUS, "async_scheduling"} & spec.engine.keys()
-    return _is_small(fit) and not is_given
+    return _is_small(fit) and not {*_GRAPHS, *_NOT_ASYNCHRONOUS, "async_scheduling"} & spec.engine.keys()
 
 
 def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:
@@ -273,7 +304,8 @@ def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes with a CUDA graph, up to `max_num_seqs`: dense for small batches, where padding costs more."""
-    sizes, size = {1, 2, 4, max_num_seqs}, 0
+    sizes = {1, 2, 4, max_num_seqs}
+    size = 0
     for step, last in _GRAPH_STEPS:
         while size + step <= min(last, max_num_seqs):
             size += step

@@ -6,13 +6,14 @@ A start stores the prediction in the manifest, and the end of a run stores the m
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
-from batchinf.fleet.out_of_memory import EngineSettings
+from batchinf.fleet.engine_settings import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine
@@ -27,9 +28,14 @@ from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import total_rows
 
 # Samples of the telemetry that are read at most, spread evenly, and those that say something at least.
-_MOST_LOOKS, _LEAST_LOOKS = 2000, 3
-_FULL, _HALF = 0.9, 0.5
+_MOST_LOOKS = 2000
+_LEAST_LOOKS = 3
+# Shares of the cache, and of `max_num_seqs`.
+_FULL = 0.9
+_HALF = 0.5
 _ALL_RUNNING = 0.95
+# Counts of requests that a replica has not finished, in a sample of the telemetry.
+_AHEAD = ("num_running", "num_waiting", "num_ready")
 # Where the GPU limits a job it was busy for 94 % of the time and more, and with embeddings that wait for the engine's
 # Python for 59 to 80 % (`benchmarks/RESULTS.md`).
 _BUSY = 0.85
@@ -46,11 +52,11 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
     """
     fit = dataclasses.replace(settings.fit, engine=settings.engine)
     gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
-    needs, order = fit.needs, RunOrder(job.folder, state.extents)
-    if gpu is None or needs.weights is None or needs.kv_cache is None or (shape := shape_of(needs)) is None:
+    shape = shape_of(fit.needs)
+    if gpu is None or shape is None or fit.needs.weights is None or fit.needs.kv_cache is None:
         return None
     num_left = round(total_rows(state.extents) * (1 - state.committed.mean()))
-    lengths = lengths_of_rows(job, order, num_left, is_estimated=False)
+    lengths = lengths_of_rows(job, RunOrder(job.folder, state.extents), num_left, is_estimated=False)
     if not lengths.prompts:
         return None
     work = lengths.workload(job)
@@ -67,11 +73,11 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
     in_all = sum(each[number].tokens_per_s for number in sharers)
     ratio = in_all / max(1e-9, slowest.tokens_per_s)
     return ExpectedSpeed(
-        round(slowest.seconds * len(sharers) / max(1.0, ratio), 1),
-        round(slowest.prompt_tokens_per_s * ratio, 1),
-        round(slowest.output_tokens_per_s * ratio, 1),
-        degrees.cache_tokens,
-        slowest.limited_by,
+        work_s=round(slowest.seconds * len(sharers) / max(1.0, ratio), 1),
+        prompt_tokens_per_s=round(slowest.prompt_tokens_per_s * ratio, 1),
+        output_tokens_per_s=round(slowest.output_tokens_per_s * ratio, 1),
+        cache_tokens=degrees.cache_tokens,
+        limited_by=slowest.limited_by,
     )
 
 
@@ -85,40 +91,46 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
     """
     events = list(state.events)
     events = events[max((place for place, event in enumerate(events) if event.name == "epoch"), default=0) :]
-    began, ended = times_of(events, "first_request"), times_of(events, "all_committed")
+    began = times_of(events, "first_request")
+    ended = times_of(events, "all_committed")
     status = read_status(folder)
     if not began or not ended or status is None:
         return None
     work_s = max(1e-3, ended[-1] - began[0])
     engines = {event.fields["replica"]: StartedEngine.of(event.fields) for event in events if event.name == "ready"}
-    # Replicas start before the event of the epoch.
-    started = {event.fields["replica"]: event.fields for event in state.events if event.name == "replica_started"
-               and event.fields["incarnation"].startswith(f"{state.last_epoch:06d}.")}  # fmt: skip
-    num_gpus = round(sum(it["num_devices"] for it in started.values() if it["devices"]))
+    started = _started_replicas(state)
+    num_gpus = round(sum(replica["num_devices"] for replica in started.values() if replica["devices"]))
     looks = list(looks_of_epoch(folder, state.last_epoch))
-    caches = [engine.cache_tokens for engine in engines.values() if engine.cache_tokens]
     return Speed(
-        run_s,
-        work_s,
-        status.num_prompt_tokens / work_s,
-        status.num_output_tokens / work_s,
-        num_gpus,
-        min(caches, default=None),
-        state.expected_speed,
-        bottleneck(looks, engines, num_gpus),
-        shares(looks, len(started), work_s),
+        run_s=run_s,
+        work_s=work_s,
+        prompt_tokens_per_s=status.num_prompt_tokens / work_s,
+        output_tokens_per_s=status.num_output_tokens / work_s,
+        num_gpus=num_gpus,
+        cache_tokens=min((engine.cache_tokens for engine in engines.values() if engine.cache_tokens), default=None),
+        expected=state.expected_speed,
+        bottleneck=bottleneck(looks, engines, num_gpus),
+        replicas=shares(looks, len(started), work_s),
     )
+
+
+def _started_replicas(state: State) -> dict[int, Mapping[str, Any]]:
+    """The fields of the last start of each replica in the last epoch. Replicas start before the event of the epoch."""
+    prefix = f"{state.last_epoch:06d}."
+    starts = (event.fields for event in state.events if event.name == "replica_started")
+    return {start["replica"]: start for start in starts if start["incarnation"].startswith(prefix)}
 
 
 def shares(looks: Sequence[Mapping[str, Any]], num_replicas: int, work_s: float) -> tuple[ReplicaShare, ...]:
     """What each replica did of a run that worked for `work_s` seconds, by its telemetry; empty for a single one."""
     if num_replicas < 2:
         return ()
-    last = {it["incarnation"]: it for look in looks for it in look["replicas"]}
-    num_rows, busy_s = [0] * num_replicas, [0.0] * num_replicas
-    for it in last.values():
-        num_rows[it["replica"]] += it["num_answered"]
-        busy_s[it["replica"]] += it["busy_s"]
+    last = {replica["incarnation"]: replica for look in looks for replica in look["replicas"]}
+    num_rows = [0] * num_replicas
+    busy_s = [0.0] * num_replicas
+    for replica in last.values():
+        num_rows[replica["replica"]] += replica["num_answered"]
+        busy_s[replica["replica"]] += replica["busy_s"]
     return tuple(ReplicaShare(rows, round(min(1.0, s / work_s), 3)) for rows, s in zip(num_rows, busy_s, strict=True))
 
 
@@ -132,7 +144,8 @@ def looks_of_epoch(folder: Folder, epoch: int) -> Iterator[Mapping[str, Any]]:
     path = folder.path(f"{TELEMETRY_FOLDER}/{epoch:06d}.jsonl")
     with contextlib.suppress(OSError), path.open("rb") as file:
         num_lines = path.stat().st_size // max(1, len(file.readline()))
-        step, last = max(1, num_lines // _MOST_LOOKS), b""
+        step = max(1, num_lines // _MOST_LOOKS)
+        last = b""
         file.seek(0)
         for number, line in enumerate(file):
             last = line if number % step else b""
@@ -149,13 +162,15 @@ def looks_of_epoch(folder: Folder, epoch: int) -> Iterator[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """A replica's engine: `max_num_seqs`, its degrees, and arguments that the spec or batchinf gave."""
+    """A replica's engine."""
 
     max_num_seqs: int
     cache_tokens: int | None
     num_devices: int
     tensor: int
+    """Its `tensor_parallel_size`."""
     arguments: Mapping[str, Any]
+    """Those that the spec or batchinf gave."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "StartedEngine":
@@ -163,11 +178,11 @@ class StartedEngine:
         settings = fields.get("settings") or {}
         tensor = settings.get("tensor_parallel_size") or 1
         return cls(
-            fields.get("max_num_seqs") or 1,
-            settings.get("kv_cache_size_tokens"),
-            tensor * (settings.get("pipeline_parallel_size") or 1),
-            tensor,
-            settings.get("engine_arguments") or {},
+            max_num_seqs=fields.get("max_num_seqs") or 1,
+            cache_tokens=settings.get("kv_cache_size_tokens"),
+            num_devices=tensor * (settings.get("pipeline_parallel_size") or 1),
+            tensor=tensor,
+            arguments=settings.get("engine_arguments") or {},
         )
 
 
@@ -195,11 +210,13 @@ def bottleneck(
     total = sum(shares.values())
     if num_looks < _LEAST_LOOKS or not total:
         return None
-    kind = max(shares, key=lambda it: shares[it])
+    kind = max(shares, key=lambda each: shares[each])
     kind = kind if shares[kind] >= total / 2 else "compute"
-    share, engine = shares.get(kind, 0.0) / total, next(iter(engines.values()))
+    share = shares.get(kind, 0.0) / total
     if kind == "compute" and busy and (share_busy := sum(busy) / len(busy)) < _BUSY:
-        kind, share = "processor", 1 - share_busy
+        kind = "processor"
+        share = 1 - share_busy
+    engine = next(iter(engines.values()))
     reason = _REASONS[kind].format(share=share, most=engine.max_num_seqs)
     return Bottleneck(kind, round(share, 3), reason, _change(kind, engine, num_gpus, len(engines)))
 
@@ -211,19 +228,20 @@ def _with_rows_left(
 
     The end is left out: there the engines have room because no row is left. So are trials of suspected rows.
     """
-    answered: dict[str, int] = {}
+    num_rows: dict[str, int] = {}
     totals = []
     for look in looks:
-        answered |= {it["incarnation"]: it["num_rows"] for it in look["replicas"]}
-        ahead = sum(it["num_running"] + it["num_waiting"] + it["num_ready"] for it in look["replicas"])
-        totals.append(sum(answered.values()) + ahead)
-    for place, look in enumerate(looks[:-1]):
-        if totals[place] >= sum(answered.values()):
+        num_rows |= {replica["incarnation"]: replica["num_rows"] for replica in look["replicas"]}
+        num_ahead = sum(replica[name] for replica in look["replicas"] for name in _AHEAD)
+        totals.append(sum(num_rows.values()) + num_ahead)
+    num_all_rows = sum(num_rows.values())
+    for total, (look, later) in zip(totals, itertools.pairwise(looks), strict=False):
+        if total >= num_all_rows:
             return
-        seconds = looks[place + 1]["at"] - look["at"]
-        devices = [it for it in look.get("devices", ()) if it["utilization"] is not None]
-        working = (it for it in look["replicas"] if it["steps"] and it["state"] != ON_TRIAL)
-        yield from ((seconds, it, devices) for it in working)
+        devices = [device for device in look.get("devices", ()) if device["utilization"] is not None]
+        for replica in look["replicas"]:
+            if replica["steps"] and replica["state"] != ON_TRIAL:
+                yield later["at"] - look["at"], replica, devices
 
 
 def _kind(replica: Mapping[str, Any], engine: StartedEngine) -> Kind:
@@ -247,6 +265,7 @@ _REASONS: dict[Kind, str] = {
 
 
 def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) -> str:
+    """One change to try."""
     if kind == "sequences":
         return f"engine.max_num_seqs {2 * engine.max_num_seqs}"
     if kind == "input":
@@ -257,6 +276,10 @@ def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) 
         return "a faster processor, or fewer GPUs for each replica"
     if kind == "compute":
         return "more GPUs, as replicas share the rows" if num_gpus else "more processor cores, or a GPU"
+    return _more_cache(engine, num_gpus)
+
+
+def _more_cache(engine: StartedEngine, num_gpus: int) -> str:
     if num_gpus >= 2 * engine.num_devices:
         return f"parallel.tensor_parallel_size {2 * engine.tensor}: half of the replicas, each with more cache"
     if float(engine.arguments.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION) < _MOST_UTILIZATION:

@@ -18,15 +18,17 @@ def speed_lines(speed: Speed) -> Iterator[str]:
     """The speed for people: measured, predicted, and what limited it."""
     tokens = tokens_text(speed.prompt_tokens_per_s, speed.output_tokens_per_s)
     each = "" if (rate := speed.tokens_per_s_per_gpu) is None else f", {short_count(rate)} tokens/s per GPU"
-    took, work = time_taken(speed.run_s), time_taken(speed.work_s)
-    yield f"this run took {took}, and its engines worked {work} of it: {tokens}/s{each}"
+    yield (
+        f"this run took {time_taken(speed.run_s)}, and its engines worked {time_taken(speed.work_s)} of it: "
+        f"{tokens}/s{each}"
+    )
     if (expected := speed.expected) is not None:
         share = speed.tokens_per_s / max(1e-9, expected.prompt_tokens_per_s + expected.output_tokens_per_s)
         cache = "" if speed.cache_tokens is None else f", and {speed.cache_tokens:,} tokens of cache"
         yield f"{expected_line(expected)}; measured: {share:.2f} times the tokens/s{cache}"
     yield from _share_lines(speed.replicas)
-    if (found := speed.bottleneck) is not None:
-        yield f"limited by {_NAMES[found.kind]}: {found.reason}; to try: {found.change}"
+    if (bottleneck := speed.bottleneck) is not None:
+        yield f"limited by {_NAMES[bottleneck.kind]}: {bottleneck.reason}; to try: {bottleneck.change}"
 
 
 _MOST_NAMED = 8
@@ -36,7 +38,8 @@ def _share_lines(replicas: Sequence[ReplicaShare]) -> Iterator[str]:
     """How the replicas shared the rows, and a line if some had none."""
     if not replicas:
         return
-    numbers, busy = [it.num_rows for it in replicas], [it.busy for it in replicas]
+    numbers = [replica.num_rows for replica in replicas]
+    busy = [replica.busy for replica in replicas]
     rows = ", ".join(f"{number:,}" for number in numbers)
     if len(replicas) > _MOST_NAMED:
         rows = f"{min(numbers):,} to {max(numbers):,} for each of {len(replicas):,}"

@@ -21,65 +21,87 @@ _WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One replica: its state, its place, and how full its engine is.
-
-    host: "" before it has said so. start_detail: what a starting engine is doing, such as `loading weights 57/191`;
-    empty if unknown. device: the model of its devices; "" before its engine is up. prefix_cache_hit_rate: share from 0
-    to 1 of the prompt tokens that were looked up; None before the first. heard_at: when its last message came, in
-    seconds since 1970; None before the first. num_rows: output rows that its engines have answered in this run. busy:
-    share, from 0 to 1, of the time since its engine is up in which it had requests; None if it is not up.
-    """
+    """One replica: its state, its place, and how full its engine is."""
 
     replica: int
     state: str
     host: str
+    """Empty before it has said so."""
     start_detail: str
+    """What a starting engine is doing, such as `loading weights 57/191`; empty if unknown."""
     devices: tuple[str, ...]
     device: str
+    """The model of its devices; empty before its engine is up."""
     in_flight: int
+    """Requests in the engine."""
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    """Share from 0 to 1."""
     prefix_cache_hit_rate: float | None
+    """Share from 0 to 1 of the prompt tokens that were looked up; None before the first."""
     restarts: int
     heard_at: float | None
+    """When its last message came, in seconds since 1970; None before the first."""
     num_rows: int = 0
+    """Output rows that its engines have answered in this run."""
     busy: float | None = None
+    """Share, from 0 to 1, of the time since its engine is up in which it had requests; None if it is not up."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A snapshot of a job. num_rows, num_rows_done, num_errors: output rows. updated_at: seconds since 1970.
-
-    errors: those since the coordinator started, by the error's type, the most frequent first. devices: of the job.
-    state: starting, running, stopping, ending, done, stopped or failed. A stopping job finishes running requests; in an
-    ending one no request runs, and its engines end. num_prompt_tokens, num_output_tokens: tokens that the
-    engines have run and generated since the coordinator started. Rates are over the last minute. Rates and `left_s` are
-    None until there is enough data for them.
-    """
+    """A snapshot of a job. Rates and `left_s` are None until there is enough data for them."""
 
     state: str
+    """Starting, running, stopping, ending, done, stopped or failed. A stopping job finishes running requests; in an
+    ending one no request runs, and its engines end."""
     num_rows: int
+    """Output rows."""
     num_rows_done: int
     num_errors: int
+    """Output rows with an error."""
     errors: dict[str, int]
+    """Those since the coordinator started, by the error's type, the most frequent first."""
     num_shards: int
     num_shards_done: int
     num_prompt_tokens: int
+    """Tokens that the engines have run since the coordinator started."""
     num_output_tokens: int
+    """Tokens that the engines have generated since the coordinator started."""
     prompt_tokens_per_s: float | None
+    """Over the last minute."""
     output_tokens_per_s: float | None
+    """Over the last minute."""
     left_s: float | None
     stalled_by_disk_s: float
     replicas: tuple[ReplicaStatus, ...]
     devices: tuple[DeviceLook, ...]
+    """Of the job."""
     updated_at: float
+    """In seconds since 1970."""
 
     @classmethod
     def starting(cls, num_rows: int, replicas: Sequence[ReplicaStatus]) -> "JobStatus":
         """That of a job without shards yet."""
-        now = round(time.time(), 3)
-        return cls("starting", num_rows, 0, 0, {}, 0, 0, 0, 0, None, None, None, 0.0, tuple(replicas), (), now)
+        return cls(
+            state="starting",
+            num_rows=num_rows,
+            num_rows_done=0,
+            num_errors=0,
+            errors={},
+            num_shards=0,
+            num_shards_done=0,
+            num_prompt_tokens=0,
+            num_output_tokens=0,
+            prompt_tokens_per_s=None,
+            output_tokens_per_s=None,
+            left_s=None,
+            stalled_by_disk_s=0.0,
+            replicas=tuple(replicas),
+            devices=(),
+            updated_at=round(time.time(), 3),
+        )
 
 
 _STATUS = TypeAdapter(JobStatus)
@@ -87,9 +109,10 @@ _STATUS = TypeAdapter(JobStatus)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of the engines since the coordinator started. num_rows: output rows that the engines answered."""
+    """Totals of the engines since the coordinator started."""
 
     num_rows: int = 0
+    """Output rows that the engines answered."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
@@ -129,7 +152,8 @@ class Rates:
     def _per_s(self, name: str) -> float:
         if not self._looks:
             return 0.0
-        (began, first), (ended, last) = self._looks[0], self._looks[-1]
+        began, first = self._looks[0]
+        ended, last = self._looks[-1]
         return max(0.0, float(getattr(last, name) - getattr(first, name))) / max(ended - began, 1e-3)
 
 
@@ -147,7 +171,8 @@ def read_status(folder: Folder) -> JobStatus | None:
 
 
 TELEMETRY_FOLDER = "telemetry"
-_LEAST_S, _MOST_S = 1.0, 15.0
+_LEAST_S = 1.0
+_MOST_S = 15.0
 # Interval between samples, as a share of the time since the start: 600 samples in the first ten minutes, then about
 # 6,000 a day.
 _SHARE = 1 / 600
@@ -160,64 +185,68 @@ ON_TRIAL = "on trial"  # the state of a replica that runs suspected rows, a few 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLook:
-    """One sample of a replica. Counts are totals of its incarnation; kv_cache_usage is a share from 0 to 1.
-
-    num_running: requests in the engine's batch. num_waiting: requests in the engine that wait for the batch. num_ready:
-    tokenised requests that wait outside the engine. num_rows: finished output rows, those from the journal too.
-    num_answered: those that the engine answered. stalled_by_disk_s: time in which the engine had room but
-    admission waited for the disk. busy_s: time in which the engine had requests.
-    """
+    """One sample of a replica. Counts are totals of its incarnation."""
 
     replica: int
     incarnation: str
     state: str
     num_running: int
+    """Requests in the engine's batch."""
     num_waiting: int
+    """Requests in the engine that wait for the batch."""
     num_ready: int
+    """Tokenised requests that wait outside the engine."""
     kv_cache_usage: float
+    """Share from 0 to 1."""
     prefix_cache_queries: int
     prefix_cache_hits: int
     num_preemptions: int
     num_prompt_tokens: int
     num_output_tokens: int
     num_rows: int
+    """Finished output rows, those from the journal too."""
     num_answered: int
+    """Output rows that the engine answered."""
     steps: int
     stalled_by_disk_s: float
+    """Time in which the engine had room but admission waited for the disk."""
     busy_s: float
+    """Time in which the engine had requests."""
 
     @classmethod
     def of(cls, replica: int, incarnation: str, state: str, progress: Progress) -> "ReplicaLook":
         """The sample from a replica's last progress message."""
         engine = progress.engine
         return cls(
-            replica,
-            incarnation,
-            state,
-            engine.num_running,
-            engine.num_waiting,
-            progress.num_waiting,
-            round(engine.kv_cache_usage, 4),
-            engine.prefix_cache_queries,
-            engine.prefix_cache_hits,
-            engine.num_preemptions,
-            progress.num_prompt_tokens,
-            progress.num_output_tokens,
-            progress.num_rows,
-            progress.num_answered,
-            progress.steps,
-            progress.stalled_by_disk_s,
-            progress.busy_s,
+            replica=replica,
+            incarnation=incarnation,
+            state=state,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            num_ready=progress.num_waiting,
+            kv_cache_usage=round(engine.kv_cache_usage, 4),
+            prefix_cache_queries=engine.prefix_cache_queries,
+            prefix_cache_hits=engine.prefix_cache_hits,
+            num_preemptions=engine.num_preemptions,
+            num_prompt_tokens=progress.num_prompt_tokens,
+            num_output_tokens=progress.num_output_tokens,
+            num_rows=progress.num_rows,
+            num_answered=progress.num_answered,
+            steps=progress.steps,
+            stalled_by_disk_s=progress.stalled_by_disk_s,
+            busy_s=progress.busy_s,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A line of the telemetry. at: seconds since 1970. devices: empty if they give no data."""
+    """A line of the telemetry."""
 
     at: float
+    """In seconds since 1970."""
     replicas: tuple[ReplicaLook, ...]
     devices: tuple[DeviceLook, ...]
+    """Empty if they give no data."""
 
 
 _SAMPLE = TypeAdapter(_Sample)

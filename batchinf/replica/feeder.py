@@ -19,15 +19,11 @@ from batchinf.base.errors import RowError
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Lease, Prompt, Request, Result
-from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, Trial, Tried
+from batchinf.replica.messages import Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task
 
 Item = TypeVar("Item")
-Key = tuple[int, int]  # of a lease
-
-# Held while this process must not be forked. Forks wait for it.
-UNFORKED = threading.RLock()
 
 
 class ByteQueue(Generic[Item]):
@@ -150,16 +146,15 @@ _TRIAL_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request on its way to the engine, with what the writer needs for its result.
-
-    probe: set once the request has finished; its completion is not stored.
-    """
+    """A request on its way to the engine, with what the writer needs for its result."""
 
     request: Request
     prompt: Prompt
     num_requests: int
+    """Of the row."""
     lease: OpenLease
     probe: threading.Event | None = None
+    """Set once the request has finished; its completion is not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +170,7 @@ class Feeder(threading.Thread):
 
     def __init__(
         self,
+        *,
         source: Source,
         task: Task,
         open_lease: Callable[[Lease], OpenLease],
@@ -217,14 +213,14 @@ class Feeder(threading.Thread):
 
     def revoke(self, leases: Iterable[Key]) -> None:
         """Give back the leases that have not begun. Before `begin` these are all, and no `Revoked` is sent."""
-        wanted = set(leases)
+        revoked = set(leases)
         with self._changed:
-            back = tuple(lease.key for lease in self._assigned if lease.key in wanted)
-            self._assigned = deque(lease for lease in self._assigned if lease.key not in wanted)
+            back = tuple(lease.key for lease in self._assigned if lease.key in revoked)
+            self._assigned = deque(lease for lease in self._assigned if lease.key not in revoked)
             has_begun = self._track is not None
             if not has_begun:
-                self._opening = None if self._opening in wanted else self._opening
-                self._drop([key for key in self._prepared if key in wanted])
+                self._opening = None if self._opening in revoked else self._opening
+                self._drop([key for key in self._prepared if key in revoked])
         if has_begun:
             self._emit(Revoked(back))
 
@@ -254,8 +250,9 @@ class Feeder(threading.Thread):
         """
         with self._changed:
             self._track = track
-            prepared, self._prepared = self._prepared, {}
-        for opened in prepared.values():
+            prepared = list(self._prepared.values())
+            self._prepared.clear()
+        for opened in prepared:
             self._note_begun(opened, track)
 
     def _note_begun(self, opened: OpenLease, track: Callable[[OpenLease], None]) -> None:
@@ -301,12 +298,12 @@ class Feeder(threading.Thread):
     def _open(self, lease: Lease) -> OpenLease | None:
         """Open a lease; it begins if the engine is up. None if it was given back meanwhile."""
         faults.point("feeder.begin")
-        with UNFORKED:
-            opened = self._open_lease(lease)
+        opened = self._open_lease(lease)
         with self._changed:
             if self._opening is None:
                 return None
-            self._opening, track = None, self._track
+            self._opening = None
+            track = self._track
             if track is None:
                 self._prepared[lease.key] = opened
         if track is not None:
@@ -364,10 +361,9 @@ class Feeder(threading.Thread):
         if not len(left):
             return
         faults.point("feeder.read")
-        with UNFORKED:
-            builder, max_model_len = self._known_limits()
-            rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
-            prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
+        builder, max_model_len = self._known_limits()
+        rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
+        prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
         ready: list[tuple[PendingRequest, int]] = []
         for prompt in prompts:
             ready += self._expand(opened, prompt, max_model_len)
@@ -394,11 +390,11 @@ class Feeder(threading.Thread):
         requests = self._task.expand(prompt, max_model_len)
         if prompt.adapter is not None:
             requests = [replace(request, adapter=prompt.adapter) for request in requests]
-        error, attempts = prompt.error, opened.lease.attempts
+        error = prompt.error
         if error is None and prompt.row_index in self._condemned:
             error = RowError("engine_death", self._condemned[prompt.row_index])
         if error is not None:
-            self._fail(FailedRow(opened, failed(prompt, len(requests), error, attempts)))
+            self._fail(FailedRow(opened, failed(prompt, len(requests), error, opened.lease.attempts)))
             return
         num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
         for request in requests:
@@ -415,4 +411,17 @@ def _probe(request: Request) -> Request:
 
 def failed(prompt: Prompt, num_requests: int, error: RowError, attempts: int) -> tuple[Result, ...]:
     """A row's error results, one for each expected result."""
-    return tuple(Result(prompt, index, num_requests, None, None, error, attempts) for index in range(num_requests))
+    return tuple(error_result(prompt, index, num_requests, error, attempts=attempts) for index in range(num_requests))
+
+
+def error_result(prompt: Prompt, request_index: int, num_requests: int, error: RowError, *, attempts: int) -> Result:
+    """The result of a request that no engine runs."""
+    return Result(
+        prompt=prompt,
+        request_index=request_index,
+        num_requests=num_requests,
+        completion=None,
+        text=None,
+        error=error,
+        attempts=attempts,
+    )

@@ -21,7 +21,8 @@ _SHOWN_CHARS = 60
 _MOST_JUDGES = 256
 # A check is pure Python. Without pauses, checks of a batch would keep the engine's thread waiting 5 ms at a time for
 # Python's lock.
-_WORK_S, _PAUSE_S = 0.0002, 0.00005
+_WORK_S = 0.0002
+_PAUSE_S = 0.00005
 
 
 class Judges:

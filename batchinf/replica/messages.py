@@ -6,128 +6,134 @@ from batchinf.manifest.columns import Columns
 from batchinf.model.lora import Adapter
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
 
+Key = tuple[int, int]  # of a lease: `Lease.key`
+
+# Error types of `Failed` that no restart mends, beside DriftError.
+DISK_ERROR = "DiskError"
+# The phase in which the engine itself starts; its log says more. The last phase, after which the engine is up.
+STARTING_ENGINE = "starting the engine"
+WARMING_UP = "compiling kernels for the job's shapes"
+
+# -- from the coordinator ----------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """To a replica, first: who it is and what its engine needs.
-
-    spec: the resolved JobSpec as JSON; the `input` in `Work` replaces its own. revision: the commit if model_path is a
-    hub id. cpus: the processor cores that it may use; empty means all that it inherited. adapters: those that requests
-    may name. config_limits: `max_model_len` and `vocab_size` from the model's config; None if it does not say.
-    ray_group: where the engine's ranks run if it has several hosts.
-    """
+    """First: who the replica is, and what its engine needs."""
 
     replica: int
     incarnation: str
     folder: str
     job_id: str
     spec: str
+    """The resolved JobSpec as JSON; the `input` in `Work` replaces its own."""
     model_path: str
     tokenizer_path: str
     revision: str | None
+    """The commit if `model_path` is a hub id."""
     cpus: tuple[int, ...] = ()
+    """The processor cores that it may use; empty: all that it inherited."""
     adapters: tuple[Adapter, ...] = ()
+    """Those that requests may name."""
     config_limits: tuple[int | None, int | None] = (None, None)
+    """`max_model_len` and `vocab_size` from the model's config; None if it does not say."""
     ray_group: RayGroup | None = None
+    """Where the engine's ranks run if it has several hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """To a replica, once: all that depends on the input. Right after `Launch`, or when the input is known.
-
-    input: the resolved section of the spec as JSON. metadata: for each part's Parquet metadata, beside the versions.
-    source_folder: the results of the scan. taken: fingerprints of the input's versions, the latest last. extents: of
-    the job; they define the run order. begun_at: when the job began, in ISO format; templates see it as today's date.
-    """
+    """Once: all that depends on the input. Right after `Launch`, or when the input is known."""
 
     input: str
+    """The resolved section of the spec as JSON."""
     metadata: dict[str, str]
+    """For each part's Parquet metadata, beside the versions."""
     source_folder: str
+    """Has the results of the scan."""
     taken: tuple[str, ...]
+    """Fingerprints of the input's versions, the latest last."""
     extents: tuple[Extent, ...]
+    """Of the job; they define the run order."""
     begun_at: str | None
+    """When the job began, in ISO format; templates see it as today's date."""
     columns: Columns
     """Those of the job's parts and segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """To a replica: run these leases after those that you have.
-
-    condemned: rows of these leases that must not reach the engine, because they kill it, each with its error message.
-    progress_s: send `Progress` this often, in seconds, if it has changed; once a second in any case.
-    """
+    """Run these leases after those that you have."""
 
     leases: tuple[Lease, ...]
     condemned: tuple[tuple[int, str], ...] = ()
+    """Rows of these leases that must not reach the engine, because they kill it, each with its error message."""
     progress_s: float = 1.0
+    """Send `Progress` this often, in seconds, if it has changed; once a second in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """To a replica: run only these groups of rows of these leases, one group after the other.
-
-    is_probe: generate one token for each request, and store nothing.
-    """
+    """Run only these groups of rows of these leases, one group after the other."""
 
     leases: tuple[Lease, ...]
     groups: tuple[tuple[int, ...], ...]
     is_probe: bool
+    """Generate one token for each request, and store nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """To a replica: give back these leases, if you have not begun them. Each is named by its key.
+    """Give back these leases, if you have not begun them.
 
     Before `Begin` none has begun. The coordinator then reassigns them at once, and the replica does not answer.
     """
 
-    leases: tuple[tuple[int, int], ...]
+    leases: tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To a replica whose engine is up: run what you have."""
+    """Run what you have: your engine is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """To a replica whose engine is up: the model's digests are durable, so results may be stored."""
+    """The model's digests are durable, so results may be stored. Only after `Ready`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To a replica: journal, admit nothing more, finish running requests for at most `drain_s` seconds, and end."""
+    """Journal, admit nothing more, finish running requests for at most `drain_s` seconds, and end."""
 
     drain_s: float
 
 
-# The phase in which the engine itself starts; its log says more. The last phase, after which the engine is up.
-STARTING_ENGINE = "starting the engine"
-WARMING_UP = "compiling kernels for the job's shapes"
+Command = Work | Assign | Trial | Revoke | Begin | Identified | Stop
+
+# -- from a replica ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StartPhase:
-    """From a replica: the phase of its start. host: where it runs; the first phase has it."""
+    """The phase of its start."""
 
     name: str
     host: str = ""
+    """Where it runs; the first phase has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakesLeases:
-    """From a replica whose engine is not up yet: it can prepare leases already.
-
-    window: requests that it will probably run at once.
-    """
+    """The engine is not up yet, but the replica can prepare leases already."""
 
     window: int
+    """Requests that the engine will probably run at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From a replica: the engine is up, and waits for `Begin`."""
+    """The engine is up, and waits for `Begin`."""
 
     engine: EngineInfo
     start_s: float
@@ -135,123 +141,107 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """From a replica, about once a second, or more often (`Assign.progress_s`): totals since it started.
-
-    steps: shows that the engine is alive. busy_s: time in which the engine had requests, in seconds.
-    num_rows: output rows that are finished. errors: those that failed, by the error's type. num_answered: those that
-    the engine finished without an error, so none from the journal. num_prompt_tokens: of prompts that the engine has
-    run. num_output_tokens: generated so far, those of unfinished requests too. in_flight: requests in the engine.
-    num_waiting: those that are ready for it. num_unstored: those that the engine has finished, and that are not among
-    `num_rows` yet: their results are being decoded and encoded.
-    """
+    """Totals since it started, about once a second, or more often (`Assign.progress_s`)."""
 
     num_rows: int
+    """Output rows that are finished."""
     errors: dict[str, int]
+    """Those of them that failed, by the error's type."""
     num_prompt_tokens: int
+    """Of prompts that the engine has run."""
     num_output_tokens: int
+    """Generated so far, for unfinished requests too."""
     steps: int
+    """Shows that the engine is alive."""
     in_flight: int
+    """Requests in the engine."""
     stalled_by_disk_s: float
     engine: EngineStats
     num_waiting: int = 0
+    """Requests that are ready for the engine."""
     num_answered: int = 0
+    """Output rows that the engine finished without an error, so none from the journal."""
     busy_s: float = 0.0
+    """Time in which the engine had requests, in seconds."""
     num_unstored: int = 0
+    """Requests that the engine has finished, and whose results are still being decoded: they are not in `num_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseBegun:
-    """From a replica: a lease, named by its key, has begun.
+    """A lease has begun. The counts are 0 if the lease `is_stored`."""
 
-    num_recovered: its requests that came from the journal. num_recovered_rows: output rows that they finish. Both are 0
-    if the lease `is_stored`. damaged: names of journal segments that cannot be used. Their results run again.
-    """
-
-    lease: tuple[int, int]
+    lease: Key
     num_recovered: int
+    """Its requests that came from the journal."""
     num_recovered_rows: int
+    """Output rows that these finish."""
     damaged: tuple[str, ...] = ()
+    """Journal segments that cannot be used. Their results run again."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseStored:
-    """From a replica: the journal has the results of all rows of a lease, named by its key, that is not a whole shard.
+    """The journal has the results of all rows of a lease that is not a whole shard."""
 
-    num_rows: its output rows, as `Progress` has counted them. errors: its results with an error, by type.
-    """
-
-    lease: tuple[int, int]
+    lease: Key
     num_rows: int
+    """Its output rows, as `Progress` has counted them."""
     errors: dict[str, int] = field(default_factory=dict)
+    """Its results with an error, by type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardClosed:
-    """From a replica: a shard that it held whole is a part in `staging/`.
-
-    num_rows: its output rows that `Progress` has counted. errors: their results with an error, by type.
-    """
+    """A shard that it held whole is a part in `staging/`."""
 
     part: Part
     num_rows: int
+    """Its output rows that `Progress` has counted."""
     errors: dict[str, int] = field(default_factory=dict)
+    """Their results with an error, by type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """From a replica: these leases, named by their keys, were given back, untouched."""
+    """These leases were given back, untouched."""
 
-    leases: tuple[tuple[int, int], ...]
-
-
-DISK_ERROR = "DiskError"
+    leases: tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """From a replica: a trial's group of rows has run, and the engine is alive."""
+    """A trial's group of rows has run, and the engine is alive."""
 
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From a replica, last: why it ends. cause: a line that a user can act on.
-
-    error_type: DISK_ERROR if it cannot write, DriftError if the input has changed: no restart helps then. was_killed: a
-    signal from outside ended its engine.
-    """
+    """Last: why it ends."""
 
     error_type: str
+    """The exception's class; DISK_ERROR if it cannot write."""
     cause: str
+    """A line that a user can act on."""
     exit_code: int
     was_killed: bool = False
+    """A signal from outside ended its engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """From a replica, last: it has journalled its results and ends."""
+    """Last: it has journalled its results and ends."""
 
 
-Command = Work | Assign | Trial | Revoke | Begin | Identified | Stop
-Event = (
-    StartPhase
-    | TakesLeases
-    | Ready
-    | Progress
-    | LeaseBegun
-    | LeaseStored
-    | ShardClosed
-    | Revoked
-    | Tried
-    | Failed
-    | Stopped
-)
+LeaseEvent = LeaseBegun | LeaseStored | ShardClosed | Revoked | Tried
+Event = StartPhase | TakesLeases | Ready | Progress | LeaseEvent | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightRequest:
-    """A request that was in the engine. has_output: its prompt has run and it has a token."""
+    """A request that was in the engine."""
 
     row_index: int
     has_output: bool
+    """Its prompt has run and it has a token."""

@@ -151,14 +151,16 @@ def _replay_slow(tokenizer: Any, prompt: list[int], output: list[int], skip_spec
     tokens = _tokens(tokenizer, prompt[-_SLOW_OFFSET - 2 :], skip_special)
     read = len(tokens)
     prefix = max(read - _SLOW_OFFSET, 0)
-    size, pieces = len(tokenizer), []
+    size = len(tokenizer)
+    pieces = []
     for token_id in output:
         tokens += _tokens(tokenizer, [token_id], skip_special) if token_id < size else [""]
         before = _slow_text(tokenizer, tokens[prefix:read], added, skipped)
         text = _slow_text(tokenizer, tokens[prefix:], added, skipped)
         if len(text) > len(before) and not text.endswith(_REPLACEMENT):
             pieces.append(text[len(before) :])
-            prefix, read = read, len(tokens)
+            prefix = read
+            read = len(tokens)
     return "".join(pieces)
 
 
@@ -242,13 +244,14 @@ class Answers:
         if self._split is not None:
             try:
                 reasoning, text = self._split(whole, completion.request.prompt_token_ids, completion.token_ids.tolist())
-            except Exception as error:
+            except Exception as failure:
                 # The parser is vLLM's or a plugin, and may raise anything for a model's text.
-                words = one_line(f"{type(error).__name__}: {error}", 300)
+                words = one_line(f"{type(failure).__name__}: {failure}", 300)
                 return Answer(whole, None, RowError("reasoning_error", f"the reasoning parser failed: {words}"))
-            reasoning, text = self._stripped(reasoning, completion), self._stripped(text, completion)
-        found = None if structure is None else self._judges.error(structure, text, completion)
-        return Answer(text, reasoning, found)
+            reasoning = self._stripped(reasoning, completion)
+            text = self._stripped(text, completion)
+        error = None if structure is None else self._judges.error(structure, text, completion)
+        return Answer(text, reasoning, error)
 
     def _stripped(self, text: str | None, completion: Completion) -> str | None:
         if not text or self._special is None or self._special_ids.isdisjoint(completion.token_ids.tolist()):

@@ -14,8 +14,8 @@ import numpy as np
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
 from batchinf.engines.protocol import Engine
-from batchinf.records import Completion, Request, Result
-from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
+from batchinf.records import Completion, Request
+from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
 from batchinf.replica.messages import InFlightRequest, Progress
 from batchinf.replica.writer import Finished, Writer
 
@@ -60,8 +60,8 @@ class InFlightRecord:
     def requests(self) -> Sequence[InFlightRequest]:
         """All requests in the engine, in the order in which they were added. Takes 0.1 ms, also while it is written."""
         slots = np.frombuffer(self._memory, "<i8").reshape(-1, 2)
-        found = slots[slots[:, 1] != 0]
-        return [InFlightRequest(row, bool(state & 1)) for row, state in found[np.argsort(found[:, 1])].tolist()]
+        used = slots[slots[:, 1] != 0]
+        return [InFlightRequest(row, bool(state & 1)) for row, state in used[np.argsort(used[:, 1])].tolist()]
 
 
 class TokenCount:
@@ -110,13 +110,13 @@ class Worker:
 
     def __init__(
         self,
+        *,
         engine: Engine,
         ready: ByteQueue[PendingRequest],
         finished: ByteQueue[Finished | FailedRow],
         feeder: Feeder,
         writer: Writer,
         in_flight: InFlightRecord,
-        *,
         counts_output: bool = True,
     ) -> None:
         """in_flight: where to note which rows are in the engine. counts_output: what it generates is of use."""
@@ -239,9 +239,13 @@ class Worker:
             if pending.probe is not None:
                 pending.probe.set()
                 return
-            index, num_requests = request.request_index, pending.num_requests
-            attempts = pending.lease.lease.attempts
-            result = Result(pending.prompt, index, num_requests, None, None, refusal.error, attempts)
+            result = error_result(
+                pending.prompt,
+                request.request_index,
+                pending.num_requests,
+                refusal.error,
+                attempts=pending.lease.lease.attempts,
+            )
             self._finished.offer_all([(FailedRow(pending.lease, (result,)), 0)])
             return
         self._pending[request.key] = pending

@@ -17,8 +17,8 @@ from batchinf.output.batches import count_errors
 from batchinf.output.open_lease import OpenLease
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
-from batchinf.replica.messages import Event, LeaseStored, ShardClosed
-from batchinf.replica.text import Answers, NoAnswers
+from batchinf.replica.messages import Event, Key, LeaseStored, ShardClosed
+from batchinf.replica.text import Answer, Answers, NoAnswers
 from batchinf.tasks.base import Task
 
 # Results wait up to this long, because decoding and encoding cost far less in batches.
@@ -27,23 +27,23 @@ _GATHER_ITEMS = 256
 _GATHER_BYTES = 32 << 20
 
 
-# If results that are in no segment take more bytes than this, they are journalled before the checkpoint. This keeps
-# memory bounded.
-_MAX_UNJOURNALLED_BYTES = 96 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits of the writer. max_bytes: replaces _MAX_UNJOURNALLED_BYTES. num_closers: parts written at one time."""
+    """Limits of the writer."""
 
     max_bytes: int
+    """Of results that are in no segment. If they take more, they are journalled before the checkpoint."""
     num_closers: int
+    """Parts written at one time."""
+
+
+_USUAL = Room(max_bytes=96 << 20, num_closers=1)
 
 
 # For results of 256 KB each. A shard has a few hundred of them, and two or three shards are open at once. With this
 # much memory, each result is written only once if the disk keeps up. One thread writes 200 MB/s of float16 as Parquet.
 _WIDE_CLOSERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-WIDE = Room((128 << 20) * (1 + _WIDE_CLOSERS), _WIDE_CLOSERS)
+WIDE = Room(max_bytes=(128 << 20) * (1 + _WIDE_CLOSERS), num_closers=_WIDE_CLOSERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +56,28 @@ class Finished:
 
 @dataclass(slots=True, eq=False)
 class Closing:
-    """A finished shard whose part is being written.
-
-    num_bytes: memory of its results that are in no segment. is_kept: the journal has all its results.
-    """
+    """A finished shard whose part is being written."""
 
     lease: OpenLease
     future: Future[None]
     num_bytes: int
+    """Memory of its results that are in no segment."""
     is_kept: bool = False
+    """The journal has all its results."""
 
 
 @dataclass(slots=True)
 class WriterTotals:
-    """Output rows stored since the worker started.
-
-    num_rows, errors: include rows that the journal already had. errors: by the error's type. num_answered: rows that
-    the engine finished without an error. num_requests: those that the engine finished.
-    """
+    """Output rows stored since the worker started."""
 
     num_rows: int = 0
+    """Includes rows that the journal already had."""
     errors: Counter[str] = field(default_factory=Counter)
+    """Those of `num_rows` that failed, by the error's type."""
     num_answered: int = 0
+    """Rows that the engine finished without an error."""
     num_requests: int = 0
+    """Requests that the engine finished."""
 
 
 class Writer(threading.Thread):
@@ -86,13 +85,14 @@ class Writer(threading.Thread):
 
     def __init__(
         self,
+        *,
         finished: ByteQueue[Finished | FailedRow],
         task: Task,
         answers: Answers | NoAnswers,
         write_part: Callable[[OpenLease], Part],
         emit: Callable[[Event], None],
         checkpoint_interval_s: float,
-        room: Room | None,
+        room: Room | None = None,
     ) -> None:
         super().__init__(name="writer", daemon=True)
         self._finished = finished
@@ -102,10 +102,10 @@ class Writer(threading.Thread):
         self._emit = emit
         self._interval_s = checkpoint_interval_s
         self._next_tick = time.monotonic() + checkpoint_interval_s
-        self._open: dict[tuple[int, int], OpenLease] = {}
+        self._open: dict[Key, OpenLease] = {}
         self._lock = threading.Lock()
-        self._room = room
-        self._closer = ThreadPoolExecutor(1 if room is None else room.num_closers, thread_name_prefix="closer")
+        self._room = room or _USUAL
+        self._closer = ThreadPoolExecutor(self._room.num_closers, thread_name_prefix="closer")
         self._closing: list[Closing] = []
         self._is_stopping = False
         self.totals = WriterTotals()
@@ -144,7 +144,7 @@ class Writer(threading.Thread):
         # Read the flag before the queue: all that was in the queue when it was set is stored before the end.
         is_last = self._is_stopping
         wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
-        is_behind = self._closing_bytes() > self._max_bytes()
+        is_behind = self._closing_bytes() > self._room.max_bytes
         if is_behind:
             # Take nothing: the queue fills up, and admission waits.
             items = []
@@ -158,7 +158,7 @@ class Writer(threading.Thread):
             self._tick()
             self._keep_closing()
             self._next_tick = started + self._interval_s - self._spare_s(time.monotonic() - started)
-        elif self._unjournalled_bytes() > self._max_bytes():
+        elif self._unjournalled_bytes() > self._room.max_bytes:
             self._tick()
         self._close_finished()
         self._raise_closing()
@@ -169,34 +169,28 @@ class Writer(threading.Thread):
         items = [item for item in items if isinstance(item, Finished) or not item.lease.is_given_back]
         finished = [item for item in items if isinstance(item, Finished)]
         answers = self._answers.read([item.completion for item in finished])
-        by_lease: dict[tuple[int, int], tuple[OpenLease, list[Result]]] = {}
+        by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}
         for item, answer in zip(finished, answers, strict=True):
-            pending = item.pending
-            result = Result(
-                pending.prompt,
-                pending.request.request_index,
-                pending.num_requests,
-                item.completion,
-                answer.text,
-                answer.error,
-                pending.lease.lease.attempts,
-                answer.reasoning,
-            )
-            by_lease.setdefault(pending.lease.key, (pending.lease, []))[1].append(result)
+            lease = item.pending.lease
+            by_lease.setdefault(lease.key, (lease, []))[1].append(_result(item, answer))
         for row in (item for item in items if isinstance(item, FailedRow)):
             by_lease.setdefault(row.lease.key, (row.lease, []))[1].extend(row.results)
         for lease, results in by_lease.values():
-            batch = self._task.encode(results)
-            num_before, errors = lease.num_finished, count_errors(batch.column("error_type"))
-            lease.add(batch)
-            num_rows = lease.num_finished - num_before
-            with self._lock:  # the feeder's thread adds to the totals, too: see `track`
-                self.totals.num_rows += num_rows
-                if errors:
-                    # A new object, because another thread reads the old one.
-                    self.totals.errors = self.totals.errors + errors
-                self.totals.num_answered += max(0, num_rows - errors.total())
+            self._add(lease, results)
         self.totals.num_requests += len(finished)
+
+    def _add(self, lease: OpenLease, results: Sequence[Result]) -> None:
+        batch = self._task.encode(results)
+        num_before = lease.num_finished
+        lease.add(batch)
+        num_rows = lease.num_finished - num_before
+        errors = count_errors(batch.column("error_type"))
+        with self._lock:  # the feeder's thread adds to the totals, too: see `track`
+            self.totals.num_rows += num_rows
+            if errors:
+                # A new object, because another thread reads the old one.
+                self.totals.errors = self.totals.errors + errors
+            self.totals.num_answered += max(0, num_rows - errors.total())
 
     def _unjournalled_bytes(self) -> int:
         with self._lock:
@@ -256,8 +250,19 @@ class Writer(threading.Thread):
         for closing in done:
             closing.future.result()
 
-    def _max_bytes(self) -> int:
-        return _MAX_UNJOURNALLED_BYTES if self._room is None else self._room.max_bytes
-
     def _closing_bytes(self) -> int:
         return sum(closing.num_bytes for closing in self._closing)
+
+
+def _result(finished: Finished, answer: Answer) -> Result:
+    pending = finished.pending
+    return Result(
+        prompt=pending.prompt,
+        request_index=pending.request.request_index,
+        num_requests=pending.num_requests,
+        completion=finished.completion,
+        text=answer.text,
+        error=answer.error,
+        attempts=pending.lease.lease.attempts,
+        reasoning=answer.reasoning,
+    )

@@ -67,18 +67,14 @@ def shard_at(extents: Sequence[Extent], index: int) -> Shard:
     return Shard(index, extent.start + start, extent.start + stop)
 
 
-def choose_rows_per_shard(
-    num_rows: int, num_replicas: int, estimated_bytes_per_row: float, *, is_longest_first: bool = False
-) -> int:
+def choose_rows_per_shard(num_rows: int, num_replicas: int, estimated_bytes_per_row: float) -> int:
     """Rows in a shard: for parts of 64 MiB or a little more, at most 50,000, and at least 16 shards for each replica.
 
-    In a small job, a replica has fewer than 16 shards, and no shard has more than `SMALL_SHARD_ROWS` rows. If the
-    longest rows run first, the first large shard would have most of the work. A replica then has at least 16 shards
-    in a small job too.
+    In a small job, a replica has fewer than 16 shards, and no shard has more than `SMALL_SHARD_ROWS` rows.
     """
     by_bytes = math.ceil(PART_BYTES / max(estimated_bytes_per_row, 1.0))
     by_replicas = num_rows // (SHARDS_PER_REPLICA * num_replicas)
-    by_share = 0 if is_longest_first else _ceil_div(num_rows - num_rows // 8, num_replicas)
+    by_share = _ceil_div(num_rows - num_rows // 8, num_replicas)
     return max(1, min(by_bytes, MAX_ROWS_PER_SHARD, max(by_replicas, min(SMALL_SHARD_ROWS, by_share))))
 
 

@@ -148,7 +148,7 @@ def _now(
         devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
     size = backend.device_size(devices[0]) if devices else (None, "")
     fit = fit_of(resolve(spec.model), spec, *size, task.default_batch_limits)
-    return len(devices), fit, {**fit.limits, **chosen_arguments(spec, fit, task, 1, share).engine}
+    return len(devices), fit, {**fit.limits, **chosen_arguments(spec, fit, task, 1, shared_share=share).engine}
 
 
 def _engine(spec: JobSpec, name: str, values: Sequence[int], now: Mapping[str, Any]) -> list[Settings]:

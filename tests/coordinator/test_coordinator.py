@@ -17,16 +17,19 @@ from typing import Any
 
 import psutil
 import pytest
+from fleets import fleet_of
 
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.head import read_head
+from batchinf.fleet.causes import full_message, last_error
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Fleet, FleetReplica, full_message, last_error, update
+from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.channel import Channel, SharedMemory
+from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
-from batchinf.records import Part
+from batchinf.records import Lease, Part
 from batchinf.replica.messages import Failed, Launch, ShardClosed, Stopped
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -332,57 +335,71 @@ def launch_of(folder: pathlib.Path, incarnation: str = "000001.0001") -> Launch:
 
 @pytest.fixture
 def fleet(tmp_path: pathlib.Path) -> Fleet:
-    slots, backend = [SLOT], LocalBackend()
-    return Fleet(backend, slots, 1, lambda slot, name: launch_of(tmp_path, name), 1, tmp_path, 1, 60.0, True)
+    return fleet_of(LocalBackend(), [SLOT], lambda slot, name: launch_of(tmp_path, name), tmp_path)
+
+
+def start_process(
+    fleet: Fleet, number: int, command: list[str], stack: contextlib.ExitStack, folder: pathlib.Path
+) -> tuple["subprocess.Popen[bytes]", Channel]:
+    """Let a process take the place of a replica's. Returns it, and its end of the channel."""
+    name = f"000001.{number:04d}"
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(command, start_new_session=True)
+    sockets = folder / f"sockets-{number}"
+    sockets.mkdir()
+    fleet.handles[number] = LocalReplica(
+        incarnation=name,
+        process=process,
+        channel=Channel(ours, name),
+        memory=SharedMemory.create(),
+        log=folder / "log",
+        log_start=0,
+        sockets=sockets,
+        own_cache=None,
+        selector=None,
+    )
+    fleet.replicas[number].start(name, time.monotonic())
+    other_end = Channel(theirs, name)
+    stack.callback(other_end.close)
+    return process, other_end
 
 
 def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.Path) -> None:
     [replica] = fleet.replicas
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(["true"], start_new_session=True)
-    process.wait()
-    (tmp_path / "sockets").mkdir()
-    channel = Channel(ours, "000001.0001")
-    replica.handle = LocalReplica(
-        "000001.0001", process, channel, SharedMemory.create(), tmp_path / "log", 0, tmp_path / "sockets", None, None
-    )
-    closed = ShardClosed(Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest=""), 1)
-    other_end = Channel(theirs, "000001.0001")
-    other_end.send(closed)
-    other_end.send(Failed("OSError", "the cause", 1))
-    other_end.close()
+    with contextlib.ExitStack() as stack:
+        process, other_end = start_process(fleet, 0, ["true"], stack, tmp_path)
+        process.wait()
+        lease = Lease(7, 70, 71)
+        replica.give([lease, Lease(8, 80, 81)])
+        closed = ShardClosed(Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest=""), 1)
+        other_end.send(closed)
+        other_end.send(Failed("OSError", "the cause", 1))
     [ended] = fleet.reap()
-    assert ended.events == (closed, Failed("OSError", "the cause", 1))
-    assert ended.cause == "the cause"
-    assert replica.handle is None
-    assert not (tmp_path / "sockets").exists()
+    [finished] = ended.finished
+    assert (finished.lease, finished.incarnation, finished.part) == (lease, "000001.0000", closed.part)
+    assert ended.leases == (Lease(8, 80, 81),)
+    assert ended.cause == replica.cause == "the cause"
+    assert not (replica.is_live or fleet.handles)
+    assert not (tmp_path / "sockets-0").exists()
 
 
 def test_engines_are_ended_once_their_rows_are_stored(fleet: Fleet, tmp_path: pathlib.Path) -> None:
     """A second after its replica has said so while others work; at once when all have."""
     first, *_ = fleet.replicas
     fleet.replicas += [FleetReplica(dataclasses.replace(SLOT, replica=number), 1) for number in (1, 2)]
-    with contextlib.ExitStack() as theirs:
+    with contextlib.ExitStack() as stack:
+        processes = []
         for replica in fleet.replicas:
-            ours, their = socket.socketpair()
-            theirs.enter_context(their)
-            process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            sockets, name = tmp_path / f"sockets-{replica.number}", f"000001.000{replica.number}"
-            sockets.mkdir()
-            replica.handle = LocalReplica(
-                name, process, Channel(ours, name), SharedMemory.create(), tmp_path / "log", 0, sockets, None, None
-            )
-            replica.is_stopping = True
-        processes = [replica.handle.process for replica in fleet.replicas if isinstance(replica.handle, LocalReplica)]
-        update(first, Stopped())
-        first.stopped_at = time.monotonic() + 60
+            processes.append(start_process(fleet, replica.number, ["sleep", "600"], stack, tmp_path)[0])
+            replica.stop()
+        first.hear(Stopped(), now=time.monotonic() + 60, at=0.0)
         assert fleet.reap() == []
-        first.stopped_at = time.monotonic() - 60
+        first.hear(Stopped(), now=time.monotonic() - 60, at=0.0)
         [ended] = fleet.reap()
         assert (ended.replica, ended.was_asked, ended.was_killed, ended.in_flight) == (first, True, False, ())
-        update(fleet.replicas[1], Stopped())
+        fleet.replicas[1].hear(Stopped(), now=time.monotonic(), at=0.0)
         assert fleet.reap() == []
-        update(fleet.replicas[2], Stopped())
+        fleet.replicas[2].hear(Stopped(), now=time.monotonic(), at=0.0)
         assert [end.replica.number for end in fleet.reap()] == [1, 2]
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 3
     assert [replica.state for replica in fleet.replicas] == ["ended"] * 3
@@ -442,7 +459,18 @@ def test_words_that_point_elsewhere_are_followed(tmp_path: pathlib.Path) -> None
     )
     start = len(log.read_text().partition("\n")[0]) + 1
     with subprocess.Popen(["true"]) as process:
-        replica = LocalReplica("000001.0001", process, None, None, log, start, tmp_path, None, None)  # type: ignore[arg-type]
+        nothing: Any = None
+        replica = LocalReplica(
+            incarnation="000001.0001",
+            process=process,
+            channel=nothing,
+            memory=nothing,
+            log=log,
+            log_start=start,
+            sockets=tmp_path,
+            own_cache=None,
+            selector=None,
+        )
     words = "vLLM could not start: RuntimeError: Engine core initialization failed. See root cause above."
     told = full_message(words, replica)
     assert told.endswith("its log says: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -5,19 +5,21 @@ import shutil
 
 import psutil
 import pytest
+from fleets import fleet_of
 
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.devices import Slot
+from batchinf.fleet.engine_settings import EngineSettings
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher
-from batchinf.fleet.local.backend import LocalBackend, LocalReplica, cache_root, sweep_sockets
-from batchinf.fleet.out_of_memory import EngineSettings
+from batchinf.fleet.local.backend import LocalBackend, LocalReplica
+from batchinf.fleet.local.environment import cache_root, sweep_sockets
 from batchinf.fleet.settings import Chosen
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
 from batchinf.records import EngineInfo
-from batchinf.replica.messages import Launch
+from batchinf.replica.messages import Launch, Ready
 from batchinf.spec.job import JobSpec
 
 
@@ -27,15 +29,15 @@ def make_fleet(folder: pathlib.Path, *, is_cache_warm: bool) -> Fleet:
         return Launch(slot.replica, incarnation, str(folder), "start-up-job", "{}", "m", "t", None)
 
     slots = [Slot(number, (), ()) for number in range(3)]
-    return Fleet(LocalBackend(), slots, 1, launch, 1, folder, 1, 60.0, is_cache_warm)
+    return fleet_of(LocalBackend(), slots, launch, folder, is_cache_warm=is_cache_warm)
 
 
 def caches(fleet: Fleet) -> list[str]:
     """Where each replica's vLLM would keep what it compiles."""
     found = []
-    for replica in fleet.replicas:
-        assert isinstance(replica.handle, LocalReplica)
-        process = psutil.Process(replica.handle.process.pid)
+    for handle in fleet.handles.values():
+        assert isinstance(handle, LocalReplica)
+        process = psutil.Process(handle.process.pid)
         jobs.wait_until(lambda process=process: "VLLM_CACHE_ROOT" in process.environ())
         found.append(process.environ()["VLLM_CACHE_ROOT"])
     return found
@@ -68,7 +70,7 @@ def test_the_cache_is_warm_once_the_engine_that_fills_it_is_up(
     fleet = make_fleet(tmp_path, is_cache_warm=False)
     try:
         fleet.start_due()
-        fleet.replicas[number].info = EngineInfo(16, 16, 16, "none", versions={})
+        fleet.replicas[number].hear(Ready(EngineInfo(16, 16, 16, "none", versions={}), 1.0), now=0.0, at=0.0)
         # What it says next brings the fleet up to date: here, why it ends.
         jobs.wait_until(lambda: any(replica is fleet.replicas[number] for replica, _ in fleet.poll(0.05)))
         assert fleet.is_cache_warm == is_warm
@@ -103,7 +105,17 @@ def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launch
     )
     found = resolve(spec.model)
     settings = EngineSettings(spec, fit_of(found, spec, None, ""))
-    return Launcher(LocalBackend(), spec, found, (), Folder(folder), 1, [Slot(0, ("0",), ())], settings, Chosen({}))
+    return Launcher(
+        backend=LocalBackend(),
+        spec=spec,
+        model=found,
+        adapters=(),
+        folder=Folder(folder),
+        epoch=1,
+        slots=[Slot(0, ("0",), ())],
+        settings=settings,
+        chosen=Chosen({}),
+    )
 
 
 def test_a_later_job_finds_the_cache_warm_with_the_same_model_at_the_same_place(

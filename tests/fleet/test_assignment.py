@@ -7,14 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 from extents import extent_of_all
+from fleets import fleet_of
 
 from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Fleet, FleetReplica
-from batchinf.fleet.intake import Intake, Report
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.records import EngineInfo, Lease
-from batchinf.replica.messages import WARMING_UP, Assign, Begin, Revoke
+from batchinf.records import EngineInfo, EngineStats, Lease
+from batchinf.replica.messages import (
+    WARMING_UP,
+    Assign,
+    Begin,
+    Event,
+    LeaseBegun,
+    LeaseStored,
+    Progress,
+    Ready,
+    Revoke,
+    StartPhase,
+    TakesLeases,
+)
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import total_shards
 
@@ -37,14 +48,16 @@ class Bench:
                  most_tokens: int | None = None) -> None:  # fmt: skip
         slots = [Slot(number, (), ()) for number in range(num)]
         launch: Any = None
-        self.fleet = Fleet(LocalBackend(), slots, 1, launch, 1, folder, 1, 60.0, is_cache_warm=True)
+        self.fleet = fleet_of(LocalBackend(), slots, launch, folder)
+        self.now = 100.0
         self.told = [Told() for _ in range(num)]
-        for replica, told in zip(self.fleet.replicas, self.told, strict=True):
-            replica.handle, replica.early_window = told, window  # type: ignore[assignment]
+        for number in range(num):
+            self.start(number)
+            if window is not None:
+                self.hear(number, TakesLeases(window))
         extents = (extent_of_all(0, NUM_ROWS, 10, 0, 0),)
         self.pending = PendingRows(extents, np.zeros(total_shards(extents), np.bool_))
         self.cases: set[int] = set()
-        self.now = 100.0
         trials: Any = types.SimpleNamespace(
             leases={},
             movable=lambda replica: tuple(replica.unbegun),
@@ -63,24 +76,38 @@ class Bench:
             clock=lambda: self.now,
         )
 
+    def start(self, number: int) -> None:
+        self.fleet.handles[number] = self.told[number]  # type: ignore[assignment]
+        self.fleet.replicas[number].start(self.told[number].incarnation, self.now)
+
+    def hear(self, number: int, event: Event, after_s: float = 0.0) -> None:
+        self.fleet.replicas[number].hear(event, now=self.now + after_s, at=self.now)
+
     def come_up(self, number: int, max_num_seqs: int = 200) -> None:
-        replica = self.fleet.replicas[number]
-        replica.info = EngineInfo(16, max_num_seqs, 16, "none", versions={})
-        replica.intake = Intake(max_num_seqs, self.now)
-        self.assignment.begin(replica)
+        self.hear(number, Ready(EngineInfo(16, max_num_seqs, 16, "none", versions={}), 1.0))
+        self.assignment.begin(self.fleet.replicas[number])
 
     def report(self, number: int, steps: int = 10) -> None:
         """Its engine has run some steps, and has room."""
-        intake = self.fleet.replicas[number].intake
-        assert intake is not None
-        intake.note(Report(self.now + 0.1, steps, 0, 1, 0, 0.0))
+        self.hear(number, Progress(0, {}, 0, 0, steps, 1, 0.0, EngineStats(num_running=1)), after_s=0.1)
 
     def finish(self, number: int) -> None:
         """A replica finishes its oldest lease."""
-        replica = self.fleet.replicas[number]
-        lease = replica.leases.pop(next(iter(replica.leases)))
+        lease = next(iter(self.leases(number).values()))
+        self.hear(number, LeaseStored(lease.key, 0))
         if not lease.is_whole:
             self.assignment.note_stored(lease)
+
+    def leases(self, number: int) -> dict[tuple[int, int], Lease]:
+        return self.fleet.replicas[number].current.leases
+
+    def end(self, number: int, *, max_restarts: int = 1) -> Any:
+        """End an incarnation. Returns what the fleet notes of it."""
+        replica = self.fleet.replicas[number]
+        end = types.SimpleNamespace(replica=replica, leases=tuple(self.leases(number).values()), was_host_lost=False)
+        replica.end("", None, now=self.now, max_restarts=max_restarts)
+        del self.fleet.handles[number]
+        return end
 
     @property
     def rows(self) -> list[int]:
@@ -97,14 +124,6 @@ def given(told: Told) -> list[Lease]:
     return [lease for message in told.messages if isinstance(message, Assign) for lease in message.leases]
 
 
-def ended(replica: FleetReplica, *, was_host_lost: bool = False) -> Any:
-    """The end of an incarnation, as the fleet notes it."""
-    end = types.SimpleNamespace(replica=replica, leases=tuple(replica.leases.values()), was_host_lost=was_host_lost)
-    replica.handle = None
-    replica.leases.clear()
-    return end
-
-
 def test_one_that_takes_over_a_case_begins_with_nothing_else(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path)
     bench.assignment.assign()
@@ -113,7 +132,7 @@ def test_one_that_takes_over_a_case_begins_with_nothing_else(tmp_path: pathlib.P
     bench.come_up(0)
     assert bench.told[1].messages[-1] == Begin()
     assert bench.told[0].messages[-2:] == [Revoke(tuple(lease.key for lease in given(bench.told[0]))), Begin()]
-    assert not bench.fleet.replicas[0].leases
+    assert not bench.leases(0)
 
 
 def test_one_that_has_a_case_is_given_nothing_early(tmp_path: pathlib.Path) -> None:
@@ -174,8 +193,9 @@ def test_rows_are_shared_by_those_that_are_up_after_two_seconds(tmp_path: pathli
     # What others had prepared was taken back, and was not tried.
     assert {lease.attempts for told in bench.told for lease in given(told)} == {1}
     # What has begun does not move to one that comes late.
-    for replica in bench.fleet.replicas:
-        replica.begun.update(replica.leases)
+    for number in range(4):
+        for key in bench.leases(number):
+            bench.hear(number, LeaseBegun(key, 0, 0))
     bench.come_up(0)
     bench.report(0)
     bench.assignment.assign()
@@ -187,7 +207,7 @@ def test_rows_are_held_back_longer_for_one_that_is_about_to_be_up(tmp_path: path
     bench.assignment.assign()
     bench.come_up(0)
     bench.report(0)
-    bench.fleet.replicas[1].state = WARMING_UP
+    bench.hear(1, StartPhase(WARMING_UP))
     bench.now += 4.9
     bench.assignment.assign()
     assert bench.rows[0] == 40
@@ -216,11 +236,10 @@ def test_one_that_ends_gives_its_rows_to_the_others_as_tried(tmp_path: pathlib.P
         bench.come_up(number)
         bench.report(number)
     bench.assignment.assign()
-    tried = sorted(bench.fleet.replicas[0].leases)
-    end = ended(bench.fleet.replicas[0])
-    bench.fleet.replicas[0].restarts = 1
+    tried = sorted(bench.leases(0))
+    end = bench.end(0)
     bench.assignment.note_ended(end, tried[:1])  # a case holds the first one
-    while bench.fleet.replicas[1].leases:
+    while bench.leases(1):
         bench.finish(1)
         bench.assignment.assign()
     again = [lease for lease in given(bench.told[1]) if lease.attempts == 2 and not lease.is_stored]
@@ -231,13 +250,13 @@ def test_one_that_ends_gives_its_rows_to_the_others_as_tried(tmp_path: pathlib.P
 
 def test_together_all_begin_with_an_equal_share_once_the_last_is_up(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path, begins_together=True)
-    one, other = bench.fleet.replicas
-    other.early_window = None
+    other = bench.fleet.replicas[1]
+    other.current.early_window = None
     bench.assignment.assign()
     assert bench.rows == [40, 0]
-    other.early_window = 200
+    bench.hear(1, TakesLeases(200))
     bench.assignment.assign()
-    shares = [dict(one.leases), dict(other.leases)]
+    shares = [dict(bench.leases(0)), dict(bench.leases(1))]
     assert bench.rows == [40, 40]
     bench.come_up(1)
     for _ in range(2):
@@ -248,7 +267,7 @@ def test_together_all_begin_with_an_equal_share_once_the_last_is_up(tmp_path: pa
     bench.assignment.assign()
     bench.assignment.assign()
     assert bench.begun == [0, 1]
-    assert [one.leases, other.leases] == shares
+    assert [bench.leases(0), bench.leases(1)] == shares
     assert {lease.attempts for told in bench.told for lease in given(told)} == {1}
 
 
@@ -272,12 +291,9 @@ def test_together_nobody_waits_for_one_that_fails_at_its_start(is_given_up: bool
     bench.come_up(0)
     bench.assignment.assign()
     assert bench.begun == []
-    failed = bench.fleet.replicas[1]
-    end = ended(failed)
-    failed.is_given_up, failed.restarts = is_given_up, 0 if is_given_up else 1
-    bench.assignment.note_ended(end, ())
+    bench.assignment.note_ended(bench.end(1, max_restarts=0 if is_given_up else 1), ())
     if not is_given_up:
-        failed.handle = bench.told[1]  # type: ignore[assignment]
+        bench.start(1)
     bench.assignment.assign()
     assert bench.begun == [0]
     if not is_given_up:
@@ -291,18 +307,17 @@ def test_together_all_wait_for_each_other_again_if_all_fail_their_first_start(
 ) -> None:
     bench = Bench(tmp_path, begins_together=True)
     bench.assignment.assign()
-    for replica in bench.fleet.replicas:
-        end, replica.restarts = ended(replica), 1
-        bench.assignment.note_ended(end, ())
+    for number in range(2):
+        bench.assignment.note_ended(bench.end(number), ())
         bench.assignment.assign()
-    one, other = bench.fleet.replicas
-    one.handle = bench.told[0]  # type: ignore[assignment]
+    bench.start(0)
     if is_back:
-        other.handle = bench.told[1]  # type: ignore[assignment]
+        bench.start(1)
     bench.come_up(0)
     bench.assignment.assign()
     assert bench.begun == []
-    other.handle = bench.told[1]  # type: ignore[assignment]
+    if not is_back:
+        bench.start(1)
     bench.come_up(1)
     bench.assignment.assign()
     assert bench.begun == [0, 1]
@@ -315,7 +330,8 @@ def test_together_all_wait_for_each_other_again_if_all_fail_their_first_start(
 def test_together_nobody_waits_for_one_that_fails_more_often_than_another(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path, begins_together=True)
     one, other = bench.fleet.replicas
-    one.restarts, other.restarts = 1, 2
+    one.restarts = 1
+    other.restarts = 2
     bench.come_up(0)
     bench.assignment.assign()
     assert bench.begun == [0]
@@ -326,9 +342,7 @@ def test_together_one_that_ends_while_it_waits_has_tried_nothing(tmp_path: pathl
     bench.assignment.assign()
     bench.come_up(0)
     bench.assignment.assign()
-    end = ended(bench.fleet.replicas[0])
-    bench.fleet.replicas[0].restarts = 1
-    bench.assignment.note_ended(end, ())
+    bench.assignment.note_ended(bench.end(0), ())
     bench.come_up(1)
     bench.report(1)
     bench.assignment.assign()

@@ -13,7 +13,9 @@ import test_placement
 
 import jobs
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.local.backend import LocalBackend, LocalReplica, end_process_group, engine_environment, members
+from batchinf.fleet.local.backend import LocalBackend, LocalReplica
+from batchinf.fleet.local.environment import engine_environment
+from batchinf.fleet.local.process_group import end_process_group, members
 from batchinf.replica.messages import Launch
 
 NUM_PORTS = 40

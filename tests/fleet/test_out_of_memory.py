@@ -11,15 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fleets import fleet_of
 from headers import header_of
 
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.engine_settings import EngineSettings, kept
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, effective, explain, kept, recognise, step_down
+from batchinf.fleet.memory_advice import explain
+from batchinf.fleet.out_of_memory import OutOfMemory, recognise
+from batchinf.fleet.step_down import effective, step_down
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import read_state
 from batchinf.model.cache import kv_cache_of
@@ -534,12 +537,13 @@ def test_the_cause_of_an_end(
 ) -> None:
     settings = EngineSettings(spec_with(), fit())
     backend = LocalBackend()
-    fleet = Fleet(backend, [Slot(0, (), ())], 1, None, 1, tmp_path, 1, 60.0, True, settings)  # type: ignore[arg-type]
+    launch: Any = None
+    fleet = fleet_of(backend, [Slot(0, (), ())], launch, tmp_path, settings=settings)
     [replica] = fleet.replicas
-    handle = types.SimpleNamespace(incarnation="000001.0001", log_tail=log.splitlines)
-    replica.failed = None if failed is None else Failed("EngineDeadError", failed, 1)
-    replica.cause = failed or "ended"
-    verdict = fleet._judge(replica, handle, Ending(ended_by, "", (), (), 1.0))  # type: ignore[arg-type]
+    handle: Any = types.SimpleNamespace(incarnation="000001.0001", log_tail=log.splitlines)
+    if failed is not None:
+        replica.hear(Failed("EngineDeadError", failed, 1), now=0.0, at=0.0)
+    verdict = fleet._judge(replica, failed or "ended", handle, Ending(ended_by, "", (), (), 1.0))
     assert (verdict.action if verdict else None) == kind
 
 

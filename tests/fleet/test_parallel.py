@@ -90,11 +90,11 @@ def test_where_the_cache_is_starved_a_larger_degree_is_taken(tmp_path: pathlib.P
     gpu, work = gpu_named("h200"), Workload(10_000, 128, 128, 128)
     # An H200 of which others use nearly all: 0.9 GB are left for the cache.
     starved = fit_of(resolve(file.spec.model), file.spec, 20_778 << 20, gpu.title)
-    found = choose_degrees(file, starved, 4, gpu, 0.92, work)
+    found = choose_degrees(file, starved, 4, gpu=gpu, share=0.92, work=work)
     assert found.degrees.tensor > 1
     assert found.prediction is not None
     roomy = Fit(starved.needs, gpu.memory_bytes, max_model_len=256)
-    assert choose_degrees(file, roomy, 4, gpu, 0.92, work).degrees.tensor == 1
+    assert choose_degrees(file, roomy, 4, gpu=gpu, share=0.92, work=work).degrees.tensor == 1
 
 
 def on(gpu: str, tmp_path: pathlib.Path, **sections: Any) -> list[str]:

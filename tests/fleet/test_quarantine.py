@@ -72,7 +72,9 @@ def search(
                 continue
         deaths += 1
         name, is_outside = f"life {deaths}", is_outside or is_host_lost
-        case, row = quarantine.died(0, name, shards, in_flight, is_fresh, is_outside, is_host_lost=is_host_lost)
+        case, row = quarantine.died(
+            0, name, shards, in_flight, is_fresh=is_fresh, is_outside=is_outside, is_host_lost=is_host_lost
+        )
         is_fresh = True
         assert Case.of(case.fields()) == case
         if row is not None:
@@ -358,7 +360,9 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
     """Rows that were probed come last in halves too; each trial that went well is followed by the next."""
     given: list[object] = []
     fleet: Any = types.SimpleNamespace(
-        replicas=[types.SimpleNamespace(number=0, is_running=True, handle=types.SimpleNamespace(incarnation="a"))],
+        replicas=[
+            types.SimpleNamespace(number=0, is_running=True, is_live=True, current=types.SimpleNamespace(name="a"))
+        ],
         try_rows=lambda replica, trial: given.append((trial.is_probe, trial.groups)),
         assign=lambda replica, leases, condemned: given.append(leases),
     )

@@ -11,10 +11,12 @@ import pytest
 from batchinf.base.errors import SpecError
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.local import backend
+from batchinf.fleet.engine_settings import EngineSettings, applies_to, kept
 from batchinf.fleet.local.devices import place
-from batchinf.fleet.out_of_memory import EngineSettings, OutOfMemory, applies_to, effective, kept, step_down
+from batchinf.fleet.local.environment import process_environment
+from batchinf.fleet.out_of_memory import OutOfMemory
 from batchinf.fleet.settings import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
+from batchinf.fleet.step_down import effective, step_down
 from batchinf.model.cache import LayerState, kv_cache_of
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights
@@ -174,7 +176,7 @@ def never() -> float:
 
 def test_processors_get_no_graphs() -> None:
     for spec in (spec_of(), spec_of(task="embed")):
-        assert not chosen_arguments(spec, NO_DEVICE, task_of(spec), 1, never).engine
+        assert not chosen_arguments(spec, NO_DEVICE, task_of(spec), 1, shared_share=never).engine
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_models_and_gpus_without_whole_steps_have_graphs_of_pieces(fit: Fit, lar
 
 def test_scores_of_a_small_model_have_one_graph_for_a_whole_step() -> None:
     spec = spec_of(**SCORE)
-    engine = chosen_arguments(spec, SMALL, task_of(spec), 1, never).engine
+    engine = chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=never).engine
     assert engine == {
         "additional_config": {WHOLE_STEPS: True},
         "compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": prompt_graph_sizes(16384)},
@@ -270,7 +272,7 @@ def test_scores_of_a_small_model_have_one_graph_for_a_whole_step() -> None:
 )
 def test_other_prompts_are_computed_as_vllm_does(fit: Fit, sections: dict[str, Any]) -> None:
     spec = spec_of(**sections)
-    assert not chosen_arguments(spec, fit, task_of(spec), 1, never).engine
+    assert not chosen_arguments(spec, fit, task_of(spec), 1, shared_share=never).engine
 
 
 @pytest.mark.parametrize(
@@ -288,13 +290,14 @@ def test_the_prefix_cache_is_off_where_prompts_begin_differently(
     share: Any, engine: dict[str, Any], expected: bool | None
 ) -> None:
     spec = spec_of(task="embed", engine=engine)
-    chosen = chosen_arguments(spec, SMALL, task_of(spec), 1, share if callable(share) else lambda: share).engine
+    shared_share = share if callable(share) else lambda: share
+    chosen = chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=shared_share).engine
     assert chosen.get("enable_prefix_caching") is expected
 
 
 def test_a_task_that_generates_keeps_the_prefix_cache() -> None:
     spec = spec_of()
-    assert "enable_prefix_caching" not in chosen_arguments(spec, SMALL, task_of(spec), 1, never).engine
+    assert "enable_prefix_caching" not in chosen_arguments(spec, SMALL, task_of(spec), 1, shared_share=never).engine
 
 
 @pytest.mark.parametrize("most", [1, 100, 2048, 5000, 16384, 32768])
@@ -338,7 +341,7 @@ def test_a_step_down_starts_from_the_chosen_values() -> None:
 
 def test_engines_of_a_shared_device_lock_one_file(tmp_path: pathlib.Path) -> None:
     def lock_of(slot: Slot) -> str | None:
-        return backend._environment(slot, tmp_path, None, 20_000).get(DEVICE_LOCK)
+        return process_environment(slot, sockets=tmp_path, own_cache=None, port=20_000).get(DEVICE_LOCK)
 
     shared = [lock_of(Slot(replica, ("0",), (0,), 2)) for replica in (0, 1)]
     assert shared[0] == shared[1] and shared[0] is not None

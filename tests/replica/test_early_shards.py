@@ -18,9 +18,9 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Lease
-from batchinf.replica import incarnation
-from batchinf.replica.incarnation import EngineLimits, Pipeline, expected_limits
+from batchinf.replica.forks import forks_engine_core
 from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
+from batchinf.replica.pipeline import EngineLimits, Pipeline, expected_limits
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -50,8 +50,15 @@ class Early:
         self.tokenizer = load_tokenizer(str(jobs.MODEL), False)
         self.source = open_job_input(self.spec, self.folder.path("source"), (), "refuse")
         self.events: list[Event] = []
-        task, name, emit = task_of(self.spec), "000001.0001", self.events.append
-        self.pipeline = Pipeline(task, self.source, self.tokenizer, self.folder, name, {}, emit)
+        self.pipeline = Pipeline(
+            task=task_of(self.spec),
+            source=self.source,
+            tokenizer=self.tokenizer,
+            folder=self.folder,
+            incarnation="000001.0001",
+            metadata={},
+            emit=self.events.append,
+        )
         self.feeder, self.expected = self.pipeline.feeder, expected
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
         if expected is not None:
@@ -240,67 +247,45 @@ def test_shards_of_a_replica_that_does_not_come_up_are_done_by_the_other(action:
     assert len({part.replica for part in jobs.state_of(out).parts.values()}) == 1
 
 
-def test_a_process_is_forked_only_between_two_pieces_of_work() -> None:
-    script = """
-import os, threading, time
-from batchinf.replica.feeder import UNFORKED
-from batchinf.replica.incarnation import guard_forks
-
-os.environ["TOKENIZERS_PARALLELISM"] = "true"
-guard_forks()
-has_begun, done = threading.Event(), []
-
-def work():
-    with UNFORKED:
-        has_begun.set()
-        time.sleep(0.2)
-        done.append(1)
-
-threading.Thread(target=work).start()
-has_begun.wait()
-child = os.fork()
-if not child:
-    is_free = UNFORKED.acquire(blocking=False)
-    os._exit(0 if done and is_free and os.environ["TOKENIZERS_PARALLELISM"] == "false" else 1)
-assert os.waitpid(child, 0)[1] == 0 and os.environ["TOKENIZERS_PARALLELISM"] == "true"
-with UNFORKED:
-    pass
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=jobs.ROOT, timeout=60)
-
-
 def test_the_feeder_waits_for_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
-    assert incarnation.forks_engine_core()
+    assert forks_engine_core()
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    assert not incarnation.forks_engine_core()
+    assert not forks_engine_core()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    assert not incarnation.forks_engine_core()
+    assert not forks_engine_core()
     script = """
 import os, subprocess, threading
-from batchinf.replica.incarnation import after_first_fork, guard_forks
+from batchinf.replica.forks import FirstFork
 
-guard_forks()
+os.environ["TOKENIZERS_PARALLELISM"] = "true"
+fork = FirstFork(is_expected=True)
 began = []
 thread = threading.Thread(target=lambda: began.append(os.getpid()))
-after_first_fork(thread.start)
+fork.after(thread.start)
 subprocess.run(["true"], check=True)  # no fork of what is in this process
 assert not began
 child = os.fork()
 if not child:
     if not os.fork():  # nor does it begin in a child that forks
         os._exit(0)
-    os._exit(1 if os.wait()[1] or began else 0)
-assert os.waitpid(child, 0)[1] == 0
+    os._exit(1 if os.wait()[1] or began or os.environ["TOKENIZERS_PARALLELISM"] != "false" else 0)
+assert os.waitpid(child, 0)[1] == 0 and os.environ["TOKENIZERS_PARALLELISM"] == "true"
 thread.join(30)
 assert began == [os.getpid()]
 if not os.fork():  # `start` would raise if it were called again
     os._exit(0)
 os.wait()
-guard_forks()
-after_first_fork(lambda: began.append("late"))
+fork.after(lambda: began.append("late"))
 assert began[1:] == ["late"]
+never = FirstFork(is_expected=True)
+never.after(lambda: began.append("released"))
+assert began[2:] == []
+never.release()
+assert began[2:] == ["released"]
+FirstFork(is_expected=False).after(lambda: began.append("at once"))
+assert began[3:] == ["at once"]
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=jobs.ROOT, timeout=60)

@@ -21,7 +21,7 @@ from batchinf.job.open import open_job_input
 from batchinf.output.journal import Journal
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Lease, Prompt, Request
-from batchinf.replica import incarnation, writer
+from batchinf.replica import incarnation, pipeline, writer
 from batchinf.replica.feeder import FailedRow, failed
 from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, TokenCount, Worker, window
@@ -90,11 +90,18 @@ class Bench:
         name = f"000001.{len(list(self.folder.path('.').glob('life-*'))) + 1:04d}"
         self.folder.path(f"life-{name}").touch()
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
-        emit = self.events.append
-        own = incarnation.Pipeline(self.task, self.source, self.tokenizer, self.folder, name, {}, emit)
-        worker = own.complete(self.engine, None, self.in_flight)
+        line = pipeline.Pipeline(
+            task=self.task,
+            source=self.source,
+            tokenizer=self.tokenizer,
+            folder=self.folder,
+            incarnation=name,
+            metadata={},
+            emit=self.events.append,
+        )
+        worker = line.complete(self.engine, None, self.in_flight)
         worker.begin()
-        return worker, own.feeder
+        return worker, line.feeder
 
     def _run(self) -> None:
         try:
@@ -338,7 +345,7 @@ def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
 def test_admission_waits_for_the_disk(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incarnation, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench()
     waiting: list[int] = []
@@ -354,8 +361,8 @@ def test_admission_waits_for_the_disk(
 def test_admission_waits_for_parts_that_are_slow_to_write(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incarnation, "_FINISHED_BYTES", 4_000)
-    monkeypatch.setattr(writer, "_MAX_UNJOURNALLED_BYTES", 4_000)
+    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(writer, "_USUAL", writer.Room(max_bytes=4_000, num_closers=1))
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
     # The bound alone journals here, not the clock: a shard that was journalled just before it closed holds nothing.
@@ -374,7 +381,7 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
 def test_bad_rows_do_not_pile_up_in_memory(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incarnation, "_FINISHED_BYTES", 1_000_000)
+    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 1_000_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench([{"prompt": ""}] * 10_000)
     one.assign((0, 10_000))

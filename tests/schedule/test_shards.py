@@ -111,5 +111,3 @@ def test_chosen_rows_per_shard(num_rows: int, num_replicas: int, bytes_per_row: 
 def test_a_small_job_has_few_parts(num_rows: int, num_replicas: int, bytes_per_row: int, expected: int) -> None:
     rows = choose_rows_per_shard(num_rows, num_replicas, bytes_per_row)
     assert num_shards(extent_of_all(0, num_rows, rows, 0)) == expected
-    dealt = choose_rows_per_shard(num_rows, num_replicas, bytes_per_row, is_longest_first=True)
-    assert dealt == max(1, num_rows // (SHARDS_PER_REPLICA * num_replicas))

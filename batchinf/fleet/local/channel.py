@@ -8,12 +8,11 @@ import select
 import socket
 import threading
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from batchinf.replica import messages
-from batchinf.replica.messages import Command, Event
+from batchinf.replica.messages import Command, Event, Launch
 from batchinf.replica.worker import RECORD_BYTES
 
 
@@ -47,7 +46,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Release the memory. No record may use it any more."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
         with contextlib.suppress(BufferError):  # an interrupted reader is released with its exception
@@ -55,28 +55,7 @@ class SharedMemory:
 
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
-    kind.__name__: TypeAdapter(kind)
-    for kind in (
-        messages.Launch,
-        messages.Work,
-        messages.Assign,
-        messages.Trial,
-        messages.Revoke,
-        messages.Begin,
-        messages.Identified,
-        messages.Stop,
-        messages.StartPhase,
-        messages.TakesLeases,
-        messages.Ready,
-        messages.Progress,
-        messages.LeaseBegun,
-        messages.LeaseStored,
-        messages.ShardClosed,
-        messages.Revoked,
-        messages.Tried,
-        messages.Failed,
-        messages.Stopped,
-    )
+    kind.__name__: TypeAdapter(kind) for kind in (Launch, *get_args(Command), *get_args(Event))
 }
 
 
@@ -95,7 +74,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Command | Event | messages.Launch) -> None:
+    def send(self, message: Command | Event | Launch) -> None:
         """Send one message. A peer that is gone is no error here; `is_closed` and its process show it."""
         with self._lock:
             self._sequence += 1

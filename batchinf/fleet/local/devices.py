@@ -76,11 +76,11 @@ def _look(nvml: Any, device: str, handle: Any) -> DeviceLook:
     rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     power_mw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     return DeviceLook(
-        device,
-        None if memory is None else int(memory.used),
-        None if memory is None else int(memory.total),
-        None if rates is None else int(rates.gpu),
-        None if power_mw is None else round(power_mw / 1000, 1),
+        device=device,
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        utilization=None if rates is None else int(rates.gpu),
+        power_w=None if power_mw is None else round(power_mw / 1000, 1),
     )
 
 
@@ -138,39 +138,50 @@ def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Sl
     Devices are assigned in order, so that a replica's tensor-parallel ranks are neighbours.
     """
     devices = _chosen_devices(spec, visible)
-    degree = math.prod(spec.parallel.sizes)
-    wanted = spec.parallel.data_parallel_size
-    if not devices and spec.scripted is None and spec.parallel.sizes[1] > 1:
+    if not devices or spec.scripted is not None:
+        return _place_on_processor(spec, cpus)
+    parallel = spec.parallel
+    degree = math.prod(parallel.sizes)
+    groups = [tuple(devices[i : i + degree]) for i in range(0, len(devices) - degree + 1, degree)]
+    sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
+    most = len(groups) * sharers
+    num_replicas = most if parallel.data_parallel_size == "auto" else parallel.data_parallel_size
+    if num_replicas > most or num_replicas == 0:
+        raise _too_few_devices(spec, devices, num_replicas)
+    # The first replicas are on devices of their own, and start at the same time.
+    placed = list(itertools.islice(itertools.cycle(groups), num_replicas))
+    numbers = Counter(placed)
+    shares = share_cpus(cpus, num_replicas)
+    return [Slot(i, group, shares[i], numbers[group]) for i, group in enumerate(placed)]
+
+
+def _place_on_processor(spec: JobSpec, cpus: Sequence[int]) -> list[Slot]:
+    if spec.scripted is None and spec.parallel.sizes[1] > 1:
         # On a CPU, later stages of vLLM 0.32 have no buffers for earlier stages' output and die at the first request.
         raise SpecError(
             f"parallel.pipeline_parallel_size: got {spec.parallel.pipeline_parallel_size}, but no CUDA device is "
             "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
         )
-    if not devices or spec.scripted is not None:
-        num_replicas = CPU_REPLICAS if wanted == "auto" else wanted
-        return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]
-    sharers = 1 if spec.parallel.replicas_per_device == "auto" else spec.parallel.replicas_per_device
-    num_groups = len(devices) // degree
-    num_replicas = num_groups * sharers if wanted == "auto" else wanted
-    if num_replicas > num_groups * sharers or num_replicas == 0:
-        is_all = spec.parallel.devices is None
-        which, remedy = ("visible", "widen CUDA_VISIBLE_DEVICES") if is_all else ("in parallel.devices", "add devices")
-        field = "data_parallel_size"
-        if degree > len(devices):
-            field = "tensor_parallel_size" if spec.parallel.sizes[0] > 1 else "pipeline_parallel_size"
-        raise SpecError(
-            f"parallel.{field}: got {getattr(spec.parallel, field)}; {num_replicas or 1} replica(s) of "
-            f"tensor_parallel_size {spec.parallel.tensor_parallel_size} x "
-            f"pipeline_parallel_size {spec.parallel.pipeline_parallel_size} "
-            f"need {max(1, num_replicas) * degree} devices, but {len(devices)} are {which} "
-            f"({', '.join(devices)}); lower a degree, or {remedy}"
-        )
-    shares = share_cpus(cpus, num_replicas)
-    # The first replicas are on devices of their own, and start at the same time.
-    groups = [tuple(devices[i * degree : (i + 1) * degree]) for i in range(num_groups)]
-    numbers = Counter(groups[i % num_groups] for i in range(num_replicas))
-    placed = [groups[i % num_groups] for i in range(num_replicas)]
-    return [Slot(i, devices, shares[i], numbers[devices]) for i, devices in enumerate(placed)]
+    number = spec.parallel.data_parallel_size
+    num_replicas = CPU_REPLICAS if number == "auto" else number
+    return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]
+
+
+def _too_few_devices(spec: JobSpec, devices: Sequence[str], num_replicas: int) -> SpecError:
+    """The error for devices that cannot hold the replicas. num_replicas: 0 if not even one fits."""
+    parallel = spec.parallel
+    degree = math.prod(parallel.sizes)
+    is_all = parallel.devices is None
+    which, remedy = ("visible", "widen CUDA_VISIBLE_DEVICES") if is_all else ("in parallel.devices", "add devices")
+    field = "data_parallel_size"
+    if degree > len(devices):
+        field = "tensor_parallel_size" if parallel.sizes[0] > 1 else "pipeline_parallel_size"
+    return SpecError(
+        f"parallel.{field}: got {getattr(parallel, field)}; {num_replicas or 1} replica(s) of tensor_parallel_size "
+        f"{parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size} need "
+        f"{max(1, num_replicas) * degree} devices, but {len(devices)} are {which} ({', '.join(devices)}); lower a "
+        f"degree, or {remedy}"
+    )
 
 
 def share_cpus(cpus: Sequence[int], num_replicas: int) -> list[tuple[int, ...]]:
@@ -217,7 +228,8 @@ def check_driver(build: tuple[int, int] | None) -> None:
         if nvml is None or build is None:
             return
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
-        major, minor = number // 1000, number % 1000 // 10
+        major = number // 1000
+        minor = number % 1000 // 10
         if major >= build[0]:
             return
         driver = nvml.nvmlSystemGetDriverVersion()

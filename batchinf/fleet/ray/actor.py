@@ -25,7 +25,8 @@ from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local import devices
-from batchinf.fleet.local.backend import LocalBackend, LocalReplica, cache_root
+from batchinf.fleet.local.backend import LocalBackend, LocalReplica
+from batchinf.fleet.local.environment import cache_root
 from batchinf.fleet.ray.hosts import HostReport, check_versions, host_report
 from batchinf.model.identity import Model
 from batchinf.replica.messages import Command, Event, InFlightRequest, Launch, Ready, StartPhase
@@ -43,41 +44,44 @@ _FORWARDED = ("BATCHINF_", "HF_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH", "TRAN
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All that an actor needs to start its replica.
-
-    software: of the coordinator's host. num_devices: GPUs of the actor; 0 for an engine on processors, or on several
-    hosts. num_cpus: for its threads. environment: variables of the coordinator that fill gaps. env_vars: those that
-    override the node's. folder, umask: the coordinator's. read_ahead: the model whose weights are read ahead, and its
-    load format. cache_key: of engines that compile alike; None on a processor.
-    """
+    """All that an actor needs to start its replica."""
 
     launch: Launch
     log: str
     software: HostReport
+    """Of the coordinator's host."""
     num_devices: int
+    """GPUs of the actor; 0 for an engine on processors, or on several hosts."""
     num_cpus: int
+    """For its threads."""
     environment: dict[str, str]
+    """Variables of the coordinator that the replica gets if the node has none."""
     env_vars: dict[str, str]
+    """Variables that override the node's."""
     folder: str
+    """The coordinator's current folder."""
     umask: int
+    """The coordinator's."""
     has_own_cache: bool
     read_ahead: tuple[Model, str] | None
+    """The model whose weights are read ahead, and its load format."""
     cache_key: str | None
+    """Of engines that compile alike; None on a processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Events of a replica from the number `first` on, and its state.
-
-    in_flight: requests in its engine; None if the last report had them. looks: at its devices. has_ended: it is gone,
-    and this has its last events.
-    """
+    """Events of a replica, and its state."""
 
     first: int
+    """The number of the first event."""
     events: tuple[Event, ...]
     in_flight: tuple[int, ...] | None
+    """Requests in its engine, `packed`; None if the last report had them."""
     looks: tuple[DeviceLook, ...]
+    """At its devices."""
     has_ended: bool
+    """It is gone, and this has its last events."""
 
 
 def forwarded(environment: dict[str, str]) -> dict[str, str]:
@@ -172,12 +176,13 @@ class ReplicaActor:
                 has_ended = self._look()
                 del self._events[: max(0, num_received - self._first)]
                 self._first = max(self._first, num_received)
-                events, in_flight = tuple(self._events), self._new_in_flight()
+                events = tuple(self._events)
+                in_flight = self._new_in_flight()
             if events or has_ended or in_flight is not None or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S)
         looks = self._watch.looks() if self._watch is not None else ()
-        return Report(self._first, events, in_flight, looks, has_ended)
+        return Report(first=self._first, events=events, in_flight=in_flight, looks=looks, has_ended=has_ended)
 
     def _look(self) -> bool:
         """Take what the replica has sent. Returns whether it has ended."""
@@ -197,12 +202,13 @@ class ReplicaActor:
         """
         if self._record is None:
             return None
-        found = packed(self._record.requests())
-        is_due = len(found) <= _FEW or time.monotonic() - self._told_at >= _RECORD_EVERY_S
-        if not is_due or found == self._told:
+        requests = packed(self._record.requests())
+        is_due = len(requests) <= _FEW or time.monotonic() - self._told_at >= _RECORD_EVERY_S
+        if not is_due or requests == self._told:
             return None
-        self._told, self._told_at = found, time.monotonic()
-        return found
+        self._told = requests
+        self._told_at = time.monotonic()
+        return requests
 
     def end(self, num_received: int) -> Ending:
         """End the replica with everything that it started. `events` begin with the number `num_received`."""
@@ -247,13 +253,14 @@ def _reach_other_hosts() -> None:
     address = ray.util.get_node_ip_address()
     os.environ.setdefault("VLLM_HOST_IP", address)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+        if any(interface.address == address for interface in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _wait_until_free(launch: Launch, slot: Slot) -> None:
     devices.check_driver(cuda_of_build())
-    engine, deadline = json.loads(launch.spec)["engine"], time.monotonic() + _FREE_WITHIN_S
+    engine = json.loads(launch.spec)["engine"]
+    deadline = time.monotonic() + _FREE_WITHIN_S
     while True:
         try:
             devices.check_free(engine, [slot])

@@ -14,7 +14,7 @@ from typing import Any
 
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook, Slot
-from batchinf.fleet.local.backend import sweep_sockets
+from batchinf.fleet.local.environment import sweep_sockets
 from batchinf.fleet.ray.actor import Order, forwarded
 from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
@@ -90,19 +90,20 @@ class RayBackend:
 
     def device_size(self, device: str) -> tuple[int | None, str]:
         """See `Backend`. All devices of the cluster are assumed to be alike."""
-        return next((found.device for _, found in self._reports if found.device[0] is not None), (None, ""))
+        return next((report.device for _, report in self._reports if report.device[0] is not None), (None, ""))
 
     def place(self, spec: JobSpec) -> list[Slot]:
         """See `Backend`. Devices have names of the job: `gpu-0` is the first one of the first replica."""
         nodes = self._cluster.nodes()
-        demand, number = Demand.of(spec, nodes), num_replicas(spec, nodes)
-        self._demand, self._is_small = demand, demand.is_small(nodes)
-        degree = demand.degree if demand.has_gpus else 0
+        number = num_replicas(spec, nodes)
+        self._demand = Demand.of(spec, nodes)
+        self._is_small = self._demand.is_small(nodes)
+        degree = self._demand.degree if self._demand.has_gpus else 0
         return [Slot(at, tuple(f"gpu-{at * degree + rank}" for rank in range(degree)), ()) for at in range(number)]
 
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
         """See `Backend`. Asks every node that may hold a replica."""
-        check_versions(self._software, [(node.name, found) for node, found in self._reports])
+        check_versions(self._software, [(node.name, report) for node, report in self._reports])
         check_shared(self._cluster, [node for node, _ in self._reports], output, model)
 
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
@@ -133,7 +134,7 @@ class RayBackend:
             cache_key=self._cache_key if slot.devices else None,
         )
         name = f"batchinf-{launch.job_id}-{launch.incarnation}"
-        replica = RayReplica(self._cluster, name, order, self._plan, log)
+        replica = RayReplica(self._cluster, order, name=name, plan=self._plan, log=log)
         self._replicas[launch.incarnation] = replica, slot
         return replica
 
@@ -157,10 +158,10 @@ class RayBackend:
         return [(replica, event) for replica in self._live() for event in replica.take_events()]
 
     def _hear(self, by_call: "dict[object, RayReplica]", wait_s: float) -> None:
-        ray, calls = self._cluster.ray, list(by_call)
-        ready, _ = ray.wait(calls, num_returns=1, timeout=wait_s)
+        calls = list(by_call)
+        ready, _ = self._cluster.ray.wait(calls, num_returns=1, timeout=wait_s)
         if ready:
-            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+            ready, _ = self._cluster.ray.wait(calls, num_returns=len(calls), timeout=0)
         for call in ready:
             by_call[call].hear(call)
 
@@ -178,7 +179,7 @@ class RayBackend:
 
     def end_leftovers(self, replicas: Sequence[StartedReplica], job_id: str | None) -> None:
         """See `Backend`. Ray itself removes what a dead coordinator left; this waits for it, and removes the rest."""
-        names = {str(one.identity.get("group")) for one in replicas if one.backend == self.name}
+        names = {str(replica.identity.get("group")) for replica in replicas if replica.backend == self.name}
         if not names:
             return
         deadline = time.monotonic() + _LEFTOVERS_S

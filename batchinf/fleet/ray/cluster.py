@@ -57,12 +57,12 @@ class Cluster:
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
-        found = [
+        nodes = [
             Node(node["NodeID"], _name(node), node["Resources"], free.get(node["NodeID"], {}))
             for node in self.ray.nodes()
             if node["Alive"]
         ]
-        return sorted(found, key=lambda node: (node.name, node.id))
+        return sorted(nodes, key=lambda node: (node.name, node.id))
 
     def live_ids(self) -> frozenset[str]:
         """The ids of the nodes that are alive, as far as the cluster knows."""
@@ -84,8 +84,8 @@ class Cluster:
                 max_retries=0,
                 runtime_env=self.runtime_env,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            ).remote(*given)
-            for node, given in zip(nodes, arguments, strict=True)
+            ).remote(*node_arguments)
+            for node, node_arguments in zip(nodes, arguments, strict=True)
         ]
         results = []
         for node, call in zip(nodes, calls, strict=True):
@@ -103,9 +103,9 @@ class Cluster:
         from ray.util.placement_group import PlacementGroup, placement_group_table
 
         return [
-            PlacementGroup(self.ray.PlacementGroupID(bytes.fromhex(found["placement_group_id"])))
-            for found in placement_group_table().values()
-            if found["name"].rpartition("/")[0] in names and found["state"] != "REMOVED"
+            PlacementGroup(self.ray.PlacementGroupID(bytes.fromhex(group["placement_group_id"])))
+            for group in placement_group_table().values()
+            if group["name"].rpartition("/")[0] in names and group["state"] != "REMOVED"
         ]
 
     def remove_group(self, group: Any) -> None:
@@ -191,7 +191,7 @@ def _endpoints(address: str) -> set[tuple[Any, ...]]:
     host, _, port = address.rpartition(":")
     host = resolve_ip_for_localhost(host.strip("[]") or "127.0.0.1")
     try:
-        return {found[4][:2] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        return {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
         return {(host, port)}
 

@@ -5,6 +5,7 @@ The functions run on the nodes, by `Cluster.call_on_each`.
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import platform
@@ -28,10 +29,11 @@ _SEEN_WITHIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """A node's software and its first device: memory in bytes (None if unknown) and name."""
+    """A node's software and its first device."""
 
     versions: dict[str, str]
     device: tuple[int | None, str]
+    """Its memory in bytes (None if unknown), and its name."""
 
 
 def host_report() -> HostReport:
@@ -44,13 +46,13 @@ def host_report() -> HostReport:
     return HostReport(versions, devices.device_size("0"))
 
 
-def check_versions(own: HostReport, found: Sequence[tuple[str, HostReport]]) -> None:
-    """Raise UserError if a node has other software than this process. found: by the names of the nodes."""
-    for node, theirs in found:
-        for name, version in own.versions.items():
-            if theirs.versions.get(name) != version:
+def check_versions(expected: HostReport, reports: Sequence[tuple[str, HostReport]]) -> None:
+    """Raise UserError if a node has other software than the coordinator's host. reports: by the names of the nodes."""
+    for node, report in reports:
+        for name, version in expected.versions.items():
+            if report.versions.get(name) != version:
                 raise UserError(
-                    f"node {node} of the Ray cluster has {name} {theirs.versions.get(name)}, but the coordinator has "
+                    f"node {node} of the Ray cluster has {name} {report.versions.get(name)}, but the coordinator has "
                     f"{version}; install the same version on all hosts"
                 )
 
@@ -79,7 +81,7 @@ def _digest(folder: pathlib.Path) -> str:
 
 def unseen(folders: Sequence[str], tokens: Sequence[Sequence[str]]) -> list[list[str]]:
     """For each folder, the tokens that other hosts wrote and that are not visible here. tokens: of each folder."""
-    return [_unseen(pathlib.Path(folder), own) for folder, own in zip(folders, tokens, strict=True)]
+    return [_unseen(pathlib.Path(folder), expected) for folder, expected in zip(folders, tokens, strict=True)]
 
 
 def _unseen(folder: pathlib.Path, tokens: Sequence[str]) -> list[str]:
@@ -110,25 +112,37 @@ def check_shared(cluster: Cluster, nodes: Sequence[Node], output: pathlib.Path, 
     model's folder, all hosts must have the same files in it. model: None if it has no folder here.
     """
     names = [os.fspath(folder.absolute()) for folder in (output, model) if folder is not None]
-    prefix, places = uuid.uuid4().hex[:12], ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
+    places = ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
+    prefix = uuid.uuid4().hex[:12]
     tokens = [f"{prefix}-{number}" for number in range(len(places))]
     try:
-        left = [leave_token(names, tokens[0])]
-        left += cluster.call_on_each(nodes, leave_token, [(names, token) for token in tokens[1:]])
-        written = [[token for token, own in zip(tokens, left, strict=True) if not own[at]] for at in range(len(names))]
-        seen = [unseen(names, written), *cluster.call_on_each(nodes, unseen, [(names, written)] * len(nodes))]
+        digests, missing = _exchange(cluster, nodes, names, tokens)
     finally:
-        for name in names:
-            for token in tokens:
-                with contextlib.suppress(OSError):
-                    pathlib.Path(name, token_file(token)).unlink()
+        for name, token in itertools.product(names, tokens):
+            with contextlib.suppress(OSError):
+                pathlib.Path(name, token_file(token)).unlink()
     for at, name in enumerate(names):
-        if apart := _apart(tokens, [own[at] for own in left], [missing[at] for missing in seen], is_written=not at):
+        if apart := _apart(tokens, [host[at] for host in digests], [host[at] for host in missing], is_written=not at):
             where = ", ".join(places[number] for number in apart)
             raise UserError(
                 f"the folder {name} is not shared by all hosts: {where} cannot write to it, or sees other files there "
                 "than the coordinator; mount the same file system at this path on all hosts"
             )
+
+
+def _exchange(
+    cluster: Cluster, nodes: Sequence[Node], folders: Sequence[str], tokens: Sequence[str]
+) -> tuple[list[list[str]], list[list[list[str]]]]:
+    """Let each host write its token and look for the others: for each host and folder, `leave_token` and `unseen`."""
+    digests = [leave_token(folders, tokens[0])]
+    digests += cluster.call_on_each(nodes, leave_token, [(folders, token) for token in tokens[1:]])
+    written = [
+        [token for token, digest in zip(tokens, of_folder, strict=True) if not digest]
+        for of_folder in zip(*digests, strict=True)
+    ]
+    missing = [unseen(folders, written)]
+    missing += cluster.call_on_each(nodes, unseen, [(folders, written)] * len(nodes))
+    return digests, missing
 
 
 def _apart(

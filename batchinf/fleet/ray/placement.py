@@ -12,30 +12,35 @@ from typing import Any
 from batchinf.base.errors import SpecError
 from batchinf.spec.job import JobSpec
 
-GPU, CPU = "GPU", "CPU"
+GPU = "GPU"
+CPU = "CPU"
 Resources = Mapping[str, float]
 _SHOWN_NODES = 8
+_RANK: dict[str, float] = {GPU: 1.0, CPU: 1.0}  # what each device of a replica over several hosts asks for
 # Every node has these; they say nothing about its size.
 _NOT_SHOWN = ("node:", "object_store_memory", "memory", "accelerator_type:")
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the cluster that is alive. name: address and host name. total, free: by Ray's names of resources."""
+    """A node of the cluster that is alive."""
 
     id: str
     name: str
+    """Address and host name."""
     total: Resources
+    """By Ray's names of resources."""
     free: Resources
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The placement group of one replica. nodes: for each bundle the node that it is pinned to; None: Ray chooses."""
+    """The placement group of one replica."""
 
     bundles: tuple[dict[str, float], ...]
     strategy: str
     nodes: tuple[str, ...] | None = None
+    """For each bundle the node that it is pinned to; None: Ray chooses."""
 
     @property
     def spans_hosts(self) -> bool:
@@ -45,12 +50,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What each replica of a job asks for. has_gpus: whether engines run on GPUs. others: resources on each host."""
+    """What each replica of a job asks for."""
 
     has_gpus: bool
+    """Whether engines run on GPUs."""
     tensor: int
     pipeline: int
     others: Resources
+    """Asked for on each host."""
 
     @classmethod
     def of(cls, spec: JobSpec, nodes: Sequence[Node]) -> "Demand":
@@ -75,20 +82,25 @@ class Demand:
             return Group((whole,), "STRICT_PACK")
         if not self.has_gpus or self.is_small(nodes):
             return None
-        single: dict[str, float] = {GPU: 1.0, CPU: 1.0}
         if self.tensor > max(node.total.get(GPU, 0) for node in nodes):
             # No host holds a stage. Ray spreads the devices over as few hosts as possible.
             has_room = sum(node.free.get(GPU, 0) for node in nodes) >= self.degree
-            return Group((self.bundle(1), *[single] * (self.degree - 1)), "PACK") if has_room else None
+            return Group((self.bundle(1), *[_RANK] * (self.degree - 1)), "PACK") if has_room else None
+        return self._pinned_group(nodes)
+
+    def _pinned_group(self, nodes: Sequence[Node]) -> Group | None:
+        """One bundle for each device, and each stage on one node; nodes with many free GPUs come first."""
         bundles: list[dict[str, float]] = []
         pinned: list[str] = []
         for node in sorted(nodes, key=lambda node: -node.free.get(GPU, 0)):
-            free, is_first = dict(node.free), True
+            free = dict(node.free)
+            first = self.bundle(1)
             while len(pinned) < self.degree:
-                stage = [self.bundle(1) if is_first else single, *[single] * (self.tensor - 1)]
+                stage = [first, *[_RANK] * (self.tensor - 1)]
                 if not _fits(_sum(stage), free):
                     break
-                free, is_first = _less(free, _sum(stage)), False
+                free = _less(free, _sum(stage))
+                first = _RANK
                 bundles += stage
                 pinned += [node.id] * self.tensor
         return Group(tuple(bundles), "PACK", tuple(pinned)) if len(pinned) == self.degree else None
@@ -101,22 +113,25 @@ class Demand:
         """How many replicas have room at once, at most `most`. Without GPUs one on each node counts."""
         if not self.has_gpus and most is None:
             return sum(_fits(self.bundle(1), node.free) for node in nodes)
-        number, left = 0, list(nodes)
+        number = 0
+        left = list(nodes)
         while (most is None or number < most) and (group := self.group(left)) is not None:
-            number, left = number + 1, _after(left, group)
+            number += 1
+            left = _after(left, group)
         return number
 
 
 def num_replicas(spec: JobSpec, nodes: Sequence[Node]) -> int:
     """The replicas of a job. Raises SpecError if the cluster could never hold them, or has no room for one now."""
-    demand, wanted = Demand.of(spec, nodes), spec.parallel.data_parallel_size
+    demand = Demand.of(spec, nodes)
+    data_parallel_size = spec.parallel.data_parallel_size
     if not demand.has_gpus and spec.scripted is None and demand.pipeline > 1:
         raise SpecError(
             f"parallel.pipeline_parallel_size: got {demand.pipeline}, but the cluster has no GPU, and on a processor "
             "vLLM runs no pipeline; use tensor_parallel_size"
         )
     empty = [replace(node, free=node.total) for node in nodes]
-    if wanted == "auto":
+    if data_parallel_size == "auto":
         if number := demand.count(nodes):
             return number
         if demand.count(empty):
@@ -125,9 +140,9 @@ def num_replicas(spec: JobSpec, nodes: Sequence[Node]) -> int:
                 f"{_asked(demand)}, and free are {_show(nodes, is_free=True)}; wait until other jobs end, or give "
                 "a number to wait for room"
             )
-    elif demand.count(empty, wanted) == wanted:
-        return wanted
-    number = 1 if wanted == "auto" else wanted
+    elif demand.count(empty, data_parallel_size) == data_parallel_size:
+        return data_parallel_size
+    number = 1 if data_parallel_size == "auto" else data_parallel_size
     raise SpecError(
         f"parallel: {number} replica(s) can never be placed: each asks for {_asked(demand)}, "
         f"and the cluster has {_show(nodes)}; lower a degree or ray.resources, or add nodes"

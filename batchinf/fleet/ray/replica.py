@@ -34,20 +34,29 @@ class _Actor:
 
     group: Any
     handle: Any
-    starting: Any
     since: float
+    """When it was asked for."""
+    starting: Any
     listening: Any = None
     taking: Any = None
     num_taking: int = 0
+    """Commands in the call `taking`."""
     nodes: frozenset[str] = frozenset()
+    """Those that it uses, once it has started."""
 
 
 class RayReplica:
     """A replica that runs in an actor of Ray."""
 
-    def __init__(self, cluster: Cluster, name: str, order: Order, plan: Callable[[], Group], log: pathlib.Path) -> None:
+    def __init__(
+        self, cluster: Cluster, order: Order, *, name: str, plan: Callable[[], Group], log: pathlib.Path
+    ) -> None:
         """name: of the placement groups, before a number. plan: what to ask of the cluster now."""
-        self._cluster, self._name, self._order, self._plan, self._log = cluster, name, order, plan, log
+        self._cluster = cluster
+        self._order = order
+        self._name = name
+        self._plan = plan
+        self._log = log
         self._log_start = log.stat().st_size if log.exists() else 0
         self._commands: list[Command] = []
         self._events: list[Event] = []
@@ -82,24 +91,23 @@ class RayReplica:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        wanted, ray = self._plan(), self._cluster.ray
-        labels = None if wanted.nodes is None else [{"ray.io/node-id": node} for node in wanted.nodes]
+        plan = self._plan()
+        labels = None if plan.nodes is None else [{"ray.io/node-id": node} for node in plan.nodes]
         self._num_groups += 1
         name = f"{self._name}/{self._num_groups}"
         # Not detached: Ray removes the group and the actor when the coordinator ends.
-        group = placement_group(list(wanted.bundles), strategy=wanted.strategy, name=name, bundle_label_selector=labels)
-        if wanted.spans_hosts:
+        group = placement_group(list(plan.bundles), strategy=plan.strategy, name=name, bundle_label_selector=labels)
+        order = self._order
+        if plan.spans_hosts:
             # So that the next replica's plan sees what this one takes.
             group.wait(timeout_seconds=_PINNED_S)
-        launch, num_devices = self._order.launch, self._order.num_devices
-        if wanted.spans_hosts:
-            ranks = RayGroup(self._cluster.address, group.id.hex(), wanted.bundles)
-            launch, num_devices = replace(launch, ray_group=ranks), 0
+            ranks = RayGroup(self._cluster.address, group.id.hex(), plan.bundles)
+            order = replace(order, launch=replace(order.launch, ray_group=ranks), num_devices=0)
         actor = (
-            ray.remote(ReplicaActor)
+            self._cluster.ray.remote(ReplicaActor)
             .options(
                 num_cpus=0,
-                num_gpus=num_devices,
+                num_gpus=order.num_devices,
                 max_restarts=0,
                 max_task_retries=0,
                 runtime_env=self._cluster.runtime_env,
@@ -109,8 +117,7 @@ class RayReplica:
             .remote()
         )
         self._events.append(StartPhase("waiting for room in the cluster"))
-        starting = actor.start.remote(replace(self._order, launch=launch, num_devices=num_devices))
-        return _Actor(group, actor, starting, time.monotonic())
+        return _Actor(group, actor, since=time.monotonic(), starting=actor.start.remote(order))
 
     def send(self, command: Command) -> None:
         self._commands.append(command)
@@ -164,7 +171,8 @@ class RayReplica:
     def _note_started(self, node: str) -> None:
         from ray.util.placement_group import placement_group_table
 
-        self._node, self._up_since = node, time.monotonic()
+        self._node = node
+        self._up_since = time.monotonic()
         self._actor.nodes = frozenset(placement_group_table(self._actor.group)["bundles_to_node_id"].values())
         self._listen()
 
@@ -207,14 +215,23 @@ class RayReplica:
 
     def tick(self, live: frozenset[str]) -> None:
         """Look after calls that do not come back. live: ids of the nodes that are alive. Called about once a second."""
-        now, actor = time.monotonic(), self._actor
         if self._lost is not None or self._has_ended:
             return
+        now = time.monotonic()
         if self._up_since is None:
-            if actor.starting is not None and now - actor.since > _PLACE_S and not self._is_placed():
-                self._remove()
-                self._actor = self._place()
-            return
+            self._place_again(now)
+        else:
+            self._look_after_calls(now, live)
+
+    def _place_again(self, now: float) -> None:
+        """Ask for another placement group if the one of an actor that is starting has no place yet."""
+        actor = self._actor
+        if actor.starting is not None and now - actor.since > _PLACE_S and not self._is_placed():
+            self._remove()
+            self._actor = self._place()
+
+    def _look_after_calls(self, now: float, live: frozenset[str]) -> None:
+        actor = self._actor
         if not actor.nodes <= live:
             self._note_lost("host", self._node_words())
         elif now - self._heard_at > _SILENCE_S:
@@ -231,7 +248,8 @@ class RayReplica:
 
     def take_events(self) -> list[Event]:
         """Events that were not returned yet."""
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def has_ended(self) -> bool:
@@ -254,7 +272,13 @@ class RayReplica:
         lifetime_s = 0.0 if self._up_since is None else time.monotonic() - self._up_since
         if ending is None:
             ended_by, words = self._lost or ("itself" if self._has_ended else "coordinator", "no room in the cluster")
-            ending = Ending(ended_by, words, (), unpacked(self._in_flight), lifetime_s)
+            ending = Ending(
+                ended_by=ended_by,
+                description=words,
+                events=(),
+                in_flight=unpacked(self._in_flight),
+                lifetime_s=lifetime_s,
+            )
         elif not self._actor.nodes <= self._cluster.live_ids():
             # A rank on another host is gone, and the engine with it.
             ending = replace(ending, ended_by="host", description=self._node_words())

@@ -1,0 +1,162 @@
+"""The engine arguments of the next start, and what happens to a replica that ran out of memory.
+
+Only runtime engine arguments are lowered, for all replicas alike. A replica whose start fails gets one more start. Each
+failure while running lowers the arguments further, down to a floor; at the floor, it counts as a death like any other.
+Changes of arguments that decide the output are only advised. Each manifest snapshot keeps the last `oom_step_down`; a
+resume starts from it unless the spec has another value by then.
+"""
+
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchinf.fleet.memory_advice import explain
+from batchinf.fleet.out_of_memory import OutOfMemory
+from batchinf.fleet.step_down import effective, step_down
+from batchinf.model.memory import Fit
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+
+# A replica is given up after this many starts without enough memory: the first, and one with lower settings.
+_MOST_STARTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """One step down: the fields of the event `oom_step_down`."""
+
+    cause: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+    lowered: dict[str, Any]
+    """All settings that are lower than the spec's by now."""
+    applies_to: dict[str, Any]
+    """The spec's values then, by dotted name; None if it had none. If the spec has another value later, that value
+    counts instead of the lowered one."""
+
+    def fields(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "cause": self.cause,
+            "from": self.before,
+            "to": self.after,
+            "lowered": self.lowered,
+            "applies_to": self.applies_to,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What happens to a replica that ran out of memory."""
+
+    action: Literal["again", "given up", "died"]
+    """`again`: it starts with the latest settings, lowered by `step` or by another replica before. `given up`: nothing
+    is left to try. `died`: nothing is left to lower, so it counts as any other death."""
+    words: str
+    """For people."""
+    step: Lowered | None = None
+
+
+class EngineSettings:
+    """The current engine arguments, and those with which each incarnation was started."""
+
+    def __init__(
+        self, spec: JobSpec, fit: Fit, lowered: Mapping[str, Any] | None = None, chosen: Mapping[str, Any] | None = None
+    ) -> None:
+        """lowered: by an earlier epoch; see `kept`. chosen: where the spec is silent."""
+        self._spec = spec
+        self._chosen = dict(chosen or {})
+        self._fit = fit
+        self._lowered = dict(lowered or {})
+        self._generation = 0
+        self._launched: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._failed_starts: dict[int, int] = {}
+
+    @property
+    def fit(self) -> Fit:
+        """The model on the devices."""
+        return self._fit
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Engine arguments for the next start."""
+        engine = {**self._chosen, **self._spec.engine, **self._lowered}
+        limit = "max_num_seqs" if task_of(self._spec).draws_tokens else "max_num_batched_tokens"
+        if "compilation_config" in self._chosen and limit in self._lowered:
+            # Graphs for batches that do not occur any more would only take memory.
+            graphs = self._chosen["compilation_config"]
+            sizes = graphs["cudagraph_capture_sizes"]
+            # A full batch or step has a graph of its own.
+            smaller = sorted({self._lowered[limit], *(size for size in sizes if size <= self._lowered[limit])})
+            engine["compilation_config"] = {**graphs, "cudagraph_capture_sizes": smaller}
+        return engine
+
+    def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
+        """The spec as JSON for this incarnation, with lowered arguments. spec: of a retry, which has other sampling."""
+        self._launched[incarnation] = self._generation, self.engine
+        spec = spec or self._spec
+        return spec.model_copy(update={"engine": {**spec.engine, **self.engine}}).model_dump_json()
+
+    def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
+        """Lower the settings if that can help; once for each incarnation, after its end. was_up: it had started."""
+        generation, engine = self._launched.pop(incarnation, (self._generation, self.engine))
+        words = explain(cause, engine, self._fit, pathlib.Path(self._spec.model.name).name)
+        self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1
+        if self._spec.on_oom == "fail":
+            return Verdict("given up", f"{words} (on_oom is fail)")
+        if self._failed_starts[replica] >= _MOST_STARTS:
+            return Verdict("given up", f"{words}{self._tried()}")
+        if generation < self._generation:
+            return Verdict("again", f"{_head(words)}; starting again with the lowered {_show(self._lowered)}")
+        step = step_down(self.engine, cause, self._fit)
+        if step is None:
+            return Verdict("died" if was_up else "given up", f"{words}{self._tried()}")
+        return self._take(step, cause, words)
+
+    def _take(self, step: dict[str, Any], cause: OutOfMemory, words: str) -> Verdict:
+        now = effective(self.engine, self._fit)
+        before = {name: now[name] for name in step}
+        self._lowered = self._lowered | step
+        self._generation += 1
+        line = Lowered(
+            cause=cause.words,
+            before=before,
+            after=step,
+            lowered=dict(self._lowered),
+            applies_to=applies_to(self._spec, self._lowered),
+        )
+        changes = ", ".join(f"{name} {before[name]} -> {value}" for name, value in step.items())
+        return Verdict("again", f"{_head(words)}; starting again with {changes}", line)
+
+    def _tried(self) -> str:
+        return f" (tried with {_show(self._lowered)} already)" if self._lowered else ""
+
+
+def _head(words: str) -> str:
+    # Advice follows only when nothing is left to try.
+    return words.partition("; to go on, ")[0]
+
+
+def _show(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def applies_to(spec: JobSpec, lowered: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec that decide whether lowered settings still apply."""
+    degrees = ("tensor_parallel_size", "pipeline_parallel_size", "replicas_per_device")
+    settings = {f"engine.{name}": spec.engine.get(name) for name in lowered}
+    return settings | {f"parallel.{name}": getattr(spec.parallel, name) for name in degrees}
+
+
+def kept(spec: JobSpec, event: Mapping[str, Any]) -> dict[str, Any]:
+    """The lowered settings of the last `oom_step_down` event that still apply on a resume. event: empty without one.
+
+    A setting is dropped if the spec has another value now; all are dropped if the parallel degrees changed.
+    """
+    lowered = dict(event.get("lowered", {}))
+    before = event.get("applies_to", {})
+    now = applies_to(spec, lowered)
+    if any(now[name] != before.get(name) for name in now if name.startswith("parallel.")):
+        return {}
+    return {name: value for name, value in lowered.items() if now[f"engine.{name}"] == before.get(f"engine.{name}")}

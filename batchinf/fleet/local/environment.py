@@ -1,0 +1,154 @@
+"""What a replica's process needs of this host: environment variables, ports, and folders for sockets and caches."""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import socket
+import tempfile
+
+from batchinf.base.errors import EngineStartError
+from batchinf.engines.installed import vllm_version
+from batchinf.engines.protocol import DEVICE_LOCK
+from batchinf.fleet.devices import Slot
+from batchinf.replica.messages import Launch
+
+_PORTS_A_REPLICA = 40
+_FIRST_PORT = 20_000
+_PORT_RANGE = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range")
+_MODEL_CLASSES = "modelinfos"
+
+
+def claim_ports() -> socket.socket:
+    """Claim ports for one replica: the 39 after the one that the socket is bound to.
+
+    The kernel lets one process of the host bind a port, so the claim holds until the last copy of the socket is closed.
+    """
+    low, high = map(int, _PORT_RANGE.read_text().split())
+    firsts = range(_FIRST_PORT, 65_536 - _PORTS_A_REPLICA, _PORTS_A_REPLICA)
+    # The kernel gives ports from `low` to `high` to any program: they come last.
+    for first in sorted(firsts, key=lambda first: low - _PORTS_A_REPLICA < first <= high):
+        claim = socket.socket()
+        try:
+            claim.bind(("127.0.0.1", first))
+        except OSError:
+            claim.close()
+        else:
+            return claim
+    raise EngineStartError("found no free ports for a replica; set VLLM_PORT to the first of 40 free ones")
+
+
+def engine_environment(slot_devices: tuple[str, ...], num_cpus: int) -> dict[str, str]:
+    """Environment variables for a replica, to be set before it imports vLLM or torch.
+
+    Values that the user has set stay, except for the devices.
+    """
+    defaults = {
+        "RAYON_NUM_THREADS": str(max(1, min(8, num_cpus))),
+        "TOKENIZERS_PARALLELISM": "true",
+        "VLLM_NO_USAGE_STATS": "1",
+        # A replica is on one host, so its ports must not be reachable from others. By default Gloo takes the address
+        # of the host's name, and vLLM that of the outgoing interface.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if slot_devices:
+        # Threads that wait for work slow the engine's own thread. From 0.32 on vLLM takes one by itself if this is not
+        # set: structured outputs are then 2 to 6 times as fast (vllm#49013).
+        if (version := vllm_version()) is not None and version < (0, 32):
+            defaults["OMP_NUM_THREADS"] = "1"
+        # Without it, PyTorch puts vLLM's Triton kernels into the folder of the model that it compiles, and vLLM looks
+        # for them elsewhere when it loads the compiled model. So a second start would compile them again, for 15 s.
+        defaults["TRITON_CACHE_DIR"] = os.fspath(cache_root() / "triton")
+    else:
+        defaults |= {
+            "OMP_NUM_THREADS": str(max(1, num_cpus)),
+            # The engine core in the replica's own process starts in a tenth of the time.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    variables = {name: value for name, value in defaults.items() if name not in os.environ}
+    if slot_devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(slot_devices)
+    return variables
+
+
+def sockets_folder(launch: Launch) -> pathlib.Path:
+    """An empty folder for vLLM's socket files, which vLLM does not delete. Their paths have at most 107 bytes.
+
+    Deletes the folder that an earlier incarnation left if its coordinator was killed.
+    """
+    prefix = _replica_prefix(launch)
+    _sweep_sockets(prefix)
+    return pathlib.Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def cache_root() -> pathlib.Path:
+    """batchinf's folder in vLLM's cache."""
+    return pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"), "batchinf")
+
+
+def _replica_prefix(launch: Launch) -> str:
+    return f"{_sockets_prefix(launch.job_id)}{launch.replica}-"
+
+
+def sweep_sockets(job_id: str) -> None:
+    """Delete folders of a job's replicas whose coordinator was killed. None of the replicas may still run."""
+    _sweep_sockets(_sockets_prefix(job_id))
+
+
+def _sockets_prefix(job_id: str) -> str:
+    return f"batchinf-{job_id[:12]}-"
+
+
+def _sweep_sockets(prefix: str) -> None:
+    for folder in (pathlib.Path(tempfile.gettempdir()), cache_root()):
+        for leftover in folder.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def own_cache_folder(launch: Launch) -> pathlib.Path:
+    """vLLM's cache folder for a replica that does not use the shared one."""
+    return cache_root() / f"{_replica_prefix(launch)}cache"
+
+
+def make_own_cache(launch: Launch) -> pathlib.Path:
+    """Make the folder, with a copy of vLLM's information about model classes. Without it, a start takes 18 s longer."""
+    folder = own_cache_folder(launch)
+    known = cache_root().parent / _MODEL_CLASSES
+    if known.is_dir():
+        with contextlib.suppress(OSError):  # another process may change it meanwhile, and vLLM can do without it
+            shutil.copytree(known, folder / _MODEL_CLASSES, dirs_exist_ok=True)
+    return folder
+
+
+def _device_lock(slot: Slot) -> pathlib.Path:
+    """The file that replicas on the same device lock while their engine starts."""
+    name = re.sub(r"[^0-9A-Za-z-]", "-", "-".join(slot.devices))
+    folder = pathlib.Path(tempfile.gettempdir(), f"batchinf-devices-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise EngineStartError(f"{folder} belongs to another user; set TMPDIR to a folder of your own")
+    return folder / f"{name}.lock"
+
+
+def process_environment(
+    slot: Slot, *, sockets: pathlib.Path, own_cache: pathlib.Path | None, port: int
+) -> dict[str, str]:
+    """All environment variables of a replica's process. port: the first of its own."""
+    # The package may run from a source tree that is not installed. A replica must import the same one.
+    root = str(pathlib.Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {
+        "VLLM_PORT": str(port),
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_RPC_BASE_PATH": str(sockets),
+        **engine_environment(slot.devices, len(slot.cpus)),
+        **({} if own_cache is None else {"VLLM_CACHE_ROOT": str(own_cache)}),
+        **({DEVICE_LOCK: str(_device_lock(slot))} if slot.sharers > 1 else {}),
+    }

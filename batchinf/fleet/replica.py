@@ -1,0 +1,415 @@
+"""One replica as a state machine without processes: events go in, and actions for the coordinator come out.
+
+`Fleet` runs the processes; it says what happened and when, and asks what is due. Only this module changes the state of
+a replica. Times are in seconds of the monotonic clock, unless they say otherwise.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from batchinf.base.errors import UserError
+from batchinf.fleet.devices import Slot
+from batchinf.fleet.engine_settings import Verdict
+from batchinf.fleet.intake import Intake, Report
+from batchinf.fleet.status import ReplicaStatus, Totals
+from batchinf.records import EngineInfo, EngineStats, Lease, Part
+from batchinf.replica.messages import (
+    Event,
+    Failed,
+    Key,
+    LeaseBegun,
+    LeaseEvent,
+    LeaseStored,
+    Progress,
+    Ready,
+    Revoked,
+    ShardClosed,
+    StartPhase,
+    Stopped,
+    TakesLeases,
+    Tried,
+)
+from batchinf.replica.worker import window
+
+_NO_PROGRESS = Progress(
+    num_rows=0,
+    errors={},
+    num_prompt_tokens=0,
+    num_output_tokens=0,
+    steps=0,
+    in_flight=0,
+    stalled_by_disk_s=0.0,
+    engine=EngineStats(),
+)
+# How long a replica may take to end after `Failed`, and after `Stopped` while others work. By `Stopped` all its rows
+# are stored, and only its engine has to end. Left alone, vLLM took 6 s for one rank on a busy CPU.
+_ENDS_AFTER_FAILED_S = 10.0
+_ENDS_AFTER_STOPPED_S = 1.0
+_BACK_OFF_S = 1.0
+_MAX_BACK_OFF_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFinished:
+    """The replica has finished a lease that it held. The coordinator commits the part, or notes the stored results."""
+
+    replica: int
+    incarnation: str
+    lease: Lease
+    num_rows: int
+    errors: Mapping[str, int]
+    part: Part | None
+    """Of a whole shard; None if the journal has the results of the lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesGivenBack:
+    """The replica had not begun these leases: the coordinator makes them pending again."""
+
+    leases: Sequence[Lease]
+
+
+Action = Ready | LeaseBegun | LeaseFinished | LeasesGivenBack | Tried | Stopped
+"""What the coordinator has to act on. Messages about which nothing has to be decided are their own action."""
+
+
+@dataclass(slots=True)
+class IncarnationState:
+    """What one incarnation of a replica has said, and what it holds."""
+
+    name: str = ""
+    """Empty before the first start."""
+    is_live: bool = False
+    """It was started and has not ended."""
+    info: EngineInfo | None = None
+    """Of the engine, once it is up."""
+    ready_at: float | None = None
+    """When the engine was up, in seconds since 1970; None if it is not."""
+    early_window: int | None = None
+    """The expected window of an engine that is not up yet, if the replica prepares leases for it."""
+    intake: Intake | None = None
+    """Of the engine that is up."""
+    progress: Progress = _NO_PROGRESS
+    steps_changed_at: float = 0.0
+    """When the engine last made a step or had no request."""
+    leases: dict[Key, Lease] = field(default_factory=dict)
+    """Oldest first, until they are finished or given back."""
+    begun: set[Key] = field(default_factory=set)
+    revoking: set[Key] = field(default_factory=set)
+    """Leases that the coordinator has asked back."""
+    recovered_rows: int = 0
+    """Output rows that came from the journal."""
+    finished_rows: int = 0
+    """Output rows of finished leases."""
+    finished_errors: Counter[str] = field(default_factory=Counter)
+    """Errors among `finished_rows`, by type."""
+    failed: Failed | None = None
+    failed_at: float = 0.0
+    stopped_at: float | None = None
+
+
+@dataclass(slots=True)
+class FleetReplica:
+    """One replica, over all of its incarnations."""
+
+    slot: Slot
+    requests_per_row: int
+    current: IncarnationState = field(default_factory=IncarnationState)
+    """Of the running incarnation; between two of them, of the last one."""
+    state: str = "waiting"
+    """For people: a phase of the start, `running`, `restarting`, `given up` or `ended`."""
+    start_detail: str = ""
+    """What a starting engine does, such as `loading weights 57/191`; empty if unknown."""
+    host: str = ""
+    """Where the last incarnation ran; empty before it has said so."""
+    heard_at: float | None = None
+    """When the last event came, in seconds since 1970; None before the first."""
+    answered_before: int = 0
+    """Output rows that the engines of earlier incarnations answered."""
+    failures: int = 0
+    """Ends since it last finished a row."""
+    restarts: int = 0
+    start_at: float = 0.0
+    """The earliest time of the next start."""
+    is_given_up: bool = False
+    is_stopping: bool = False
+    cause: str = ""
+    """Why the last incarnation ended."""
+
+    # -- what others ask ---------------------------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """From 0, in the order of the slots."""
+        return self.slot.replica
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has an incarnation that was started and has not ended."""
+        return self.current.is_live
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine of the current incarnation has been up."""
+        return self.current.info is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its engine is up and takes rows."""
+        return self.is_live and self.is_up and self.current.failed is None
+
+    @property
+    def takes_leases(self) -> bool:
+        """Whether it can use leases: its engine is up, or its feeder prepares them already."""
+        current = self.current
+        return current.is_live and current.failed is None and (self.is_up or current.early_window is not None)
+
+    @property
+    def num_open_rows(self) -> int:
+        """Finished output rows of leases that are not finished, by its latest report."""
+        return max(0, self.current.progress.num_rows - self.current.finished_rows)
+
+    @property
+    def open_errors(self) -> Counter[str]:
+        """Errors among `num_open_rows`, by type."""
+        errors = self.current.progress.errors
+        return Counter(errors) - self.current.finished_errors if errors else Counter()
+
+    @property
+    def outstanding_rows(self) -> int:
+        """Rows assigned that its engine has not finished, by its latest report."""
+        current = self.current
+        finished = self.num_open_rows + current.progress.num_unstored
+        held = sum(lease.num_to_run for key, lease in current.leases.items() if key not in current.revoking)
+        return max(0, held - finished // self.requests_per_row)
+
+    @property
+    def window_rows(self) -> int:
+        """Rows that its engine's window holds."""
+        info = self.current.info
+        requests = window(info.max_num_seqs) if info is not None else self.current.early_window or 1
+        return max(1, requests // self.requests_per_row)
+
+    @property
+    def unbegun(self) -> tuple[Lease, ...]:
+        """Leases that can still be taken back, oldest first."""
+        fixed = self.current.begun | self.current.revoking
+        return tuple(lease for key, lease in self.current.leases.items() if key not in fixed)
+
+    @property
+    def totals(self) -> Totals:
+        """Totals of its running incarnation."""
+        progress = self.current.progress
+        return Totals(progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens)
+
+    def status(self) -> ReplicaStatus:
+        """For `status.json`."""
+        info = self.current.info
+        progress = self.current.progress
+        engine = progress.engine
+        return ReplicaStatus(
+            replica=self.number,
+            state=self.state,
+            host=self.host,
+            start_detail=self.start_detail,
+            devices=self.slot.devices,
+            device=info.device if info is not None else "",
+            in_flight=progress.in_flight,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            kv_cache_usage=engine.kv_cache_usage,
+            prefix_cache_hit_rate=(
+                engine.prefix_cache_hits / engine.prefix_cache_queries if engine.prefix_cache_queries else None
+            ),
+            restarts=self.restarts,
+            heard_at=self.heard_at,
+            num_rows=self.answered_before + progress.num_answered,
+            busy=self._busy,
+        )
+
+    @property
+    def _busy(self) -> float | None:
+        ready_at = self.current.ready_at
+        if ready_at is None or self.heard_at is None:
+            return None
+        return round(min(1.0, self.current.progress.busy_s / max(1e-3, self.heard_at - ready_at)), 3)
+
+    # -- its start and its messages ----------------------------------------------------------------------------------
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to start it."""
+        return not (self.is_live or self.is_given_up) and now >= self.start_at
+
+    def start(self, incarnation: str, now: float) -> None:
+        """An incarnation was started."""
+        self.current = IncarnationState(incarnation, is_live=True, steps_changed_at=now)
+        self.state = "starting"
+
+    def hear(self, event: Event, *, now: float, at: float) -> Action | None:
+        """Take in a message of the running incarnation. at: when it came, in seconds since 1970."""
+        self.heard_at = round(at, 3)
+        current = self.current
+        match event:
+            case StartPhase(name, host):
+                self.state = name
+                self.host = host or self.host
+                self.start_detail = ""
+            case TakesLeases(window_requests):
+                current.early_window = window_requests
+            case Ready(info):
+                self.state = "running"
+                self.start_detail = ""
+                current.info = info
+                current.ready_at = self.heard_at
+                current.intake = Intake(max(1, info.max_num_seqs // self.requests_per_row), now)
+                current.steps_changed_at = now
+                return event
+            case Progress():
+                self._note_progress(event, now)
+            case Failed():
+                current.failed = event
+                current.failed_at = now
+            case Stopped():
+                self.state = "ended"
+                current.stopped_at = now
+                return event
+            case _:
+                return self._hear_about_leases(event)
+        return None
+
+    def _note_progress(self, progress: Progress, now: float) -> None:
+        current = self.current
+        if progress.steps != current.progress.steps or not progress.in_flight:
+            current.steps_changed_at = now
+        current.progress = progress
+        if current.intake is not None:
+            report = Report(
+                at=now,
+                steps=progress.steps,
+                num_finished=(progress.num_rows + progress.num_unstored) // self.requests_per_row,
+                num_running=-(-progress.engine.num_running // self.requests_per_row),
+                num_waiting=-(-progress.engine.num_waiting // self.requests_per_row),
+                kv_cache_usage=progress.engine.kv_cache_usage,
+            )
+            current.intake.note(report)
+
+    def _hear_about_leases(self, event: LeaseEvent) -> Action | None:
+        current = self.current
+        match event:
+            case LeaseBegun(key, _, num_recovered_rows):
+                current.begun.add(key)
+                current.recovered_rows += num_recovered_rows
+                return event
+            case LeaseStored(key):
+                return self._finish(current.leases.get(key), event)
+            case ShardClosed(part):
+                return self._finish(self._whole_lease(part.shard), event)
+            case Revoked(keys):
+                return LeasesGivenBack(self.take_back(keys))
+            case Tried():
+                return event
+
+    def _whole_lease(self, shard: int) -> Lease | None:
+        """The lease of a whole shard, if the replica holds it."""
+        return next((lease for lease in self.current.leases.values() if lease.index == shard and lease.is_whole), None)
+
+    def _finish(self, lease: Lease | None, event: LeaseStored | ShardClosed) -> LeaseFinished | None:
+        """Remove a lease that is finished. A message about a lease counts only while the replica holds the lease."""
+        if lease is None:
+            return None
+        current = self.current
+        del current.leases[lease.key]
+        current.begun.discard(lease.key)
+        current.revoking.discard(lease.key)
+        current.finished_rows += event.num_rows
+        current.finished_errors.update(event.errors)
+        return LeaseFinished(
+            replica=self.number,
+            incarnation=current.name,
+            lease=lease,
+            num_rows=event.num_rows,
+            errors=event.errors,
+            part=event.part if isinstance(event, ShardClosed) else None,
+        )
+
+    def note_start_detail(self, detail: str) -> None:
+        """What the starting engine does, by its log."""
+        self.start_detail = detail
+
+    # -- its leases --------------------------------------------------------------------------------------------------
+
+    def give(self, leases: Iterable[Lease]) -> None:
+        """The replica is given leases."""
+        self.current.leases.update((lease.key, lease) for lease in leases)
+
+    def ask_back(self, leases: Iterable[Lease]) -> tuple[Key, ...]:
+        """The replica is asked for leases. Returns the keys of all that it was asked for and has not answered."""
+        self.current.revoking.update(lease.key for lease in leases)
+        return tuple(sorted(self.current.revoking))
+
+    def take_back(self, keys: Iterable[Key]) -> list[Lease]:
+        """Remove leases that the replica has not begun and returns. The replica has answered all earlier questions."""
+        keys = tuple(keys)
+        current = self.current
+        current.begun.difference_update(keys)
+        current.revoking.clear()
+        return [lease for key in keys if (lease := current.leases.pop(key, None)) is not None]
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def why_end(self, now: float, stall_timeout_s: float) -> str | None:
+        """Why its incarnation has to be ended now; None if it may go on, "" if it takes too long to end by itself."""
+        current = self.current
+        if current.failed is not None and now - current.failed_at > _ENDS_AFTER_FAILED_S:
+            return ""
+        if current.stopped_at is not None and now - current.stopped_at > _ENDS_AFTER_STOPPED_S:
+            return ""
+        if self.is_running and now - current.steps_changed_at > stall_timeout_s:
+            return f"no step for {stall_timeout_s:g} s (stall_timeout_s)"
+        return None
+
+    def hear_last(self, events: Iterable[Event], *, now: float, at: float) -> tuple[LeaseFinished, ...]:
+        """Take in the last messages of an incarnation that has ended. Of its leases, only those with a part count.
+
+        All others run again; what the journal has of them is recovered.
+        """
+        heard = [self.hear(event, now=now, at=at) for event in events if not isinstance(event, LeaseStored | Revoked)]
+        return tuple(action for action in heard if isinstance(action, LeaseFinished))
+
+    def end(self, cause: str, verdict: Verdict | None, *, now: float, max_restarts: int) -> None:
+        """The incarnation has ended: decide whether and when the next one starts. verdict: if memory ran out."""
+        self.cause = cause
+        is_hopeless = self.current.failed is not None and self.current.failed.exit_code == UserError.exit_code
+        if verdict is not None:
+            is_hopeless = verdict.action == "given up"
+        if verdict is None or verdict.action != "again":
+            num_rows = max(self.current.progress.num_rows, self.current.finished_rows)
+            self.failures = 1 if num_rows > self.current.recovered_rows else self.failures + 1
+            is_hopeless |= self.failures > max_restarts
+        self.is_given_up = self.is_stopping or is_hopeless
+        self.start_at = now + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** max(0, self.failures - 1))
+        self.start_detail = ""
+        self.state = "ended" if self.is_stopping else "given up" if self.is_given_up else "restarting"
+        self.restarts += not self.is_given_up
+        self.answered_before += self.current.progress.num_answered
+        self.current.is_live = False
+        self.current.progress = _NO_PROGRESS
+        self.current.leases.clear()
+        self.current.begun.clear()
+        self.current.revoking.clear()
+
+    def excuse(self, *, now: float, max_restarts: int) -> None:
+        """Do not count the last end as a failure."""
+        self.failures -= 1
+        if self.is_given_up and self.failures <= max_restarts and not self.is_stopping:
+            self.is_given_up = False
+            self.state = "restarting"
+            self.restarts += 1
+        self.start_at = now + _BACK_OFF_S
+
+    def stop(self) -> bool:
+        """Start it never again. Returns whether it has to be ended at once, because its engine is not up yet."""
+        self.is_stopping = True
+        self.is_given_up = self.is_given_up or not self.is_live
+        return self.is_live and not self.is_up
