@@ -162,7 +162,7 @@ def _choose(
     if not bits.any():
         return None
     own, rows = (job.folder, retry.number), _rows_of(bits, first_row)
-    chosen = write_positions(*own, rows, stop_row, RETRY_FOLDER, manifest.check_lock)
+    chosen = write_positions(*own, rows, stop_row, where=RETRY_FOLDER, check_lock=manifest.check_lock)
     counts = chosen.counts(RunOrder(job.folder, state.extents).shards())
     num_rows, num_shards = int(counts.sum()), int(np.count_nonzero(counts))
     if retry.positions:  # keep the numbers of the first choice

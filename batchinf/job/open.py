@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchinf import __version__
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, InputError, OutputError, SpecError
 from batchinf.base.slices import Cut, Slice, check_place, job_folder, read_cut, source_folder, write_cut
@@ -47,6 +46,7 @@ from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
+from batchinf.version import __version__
 
 _NUM_SAMPLED = 256
 
