@@ -112,7 +112,7 @@ def lay_out(folder: pathlib.Path, quickstart: pathlib.Path | None = None) -> Non
         "python": f'exec {sys.executable} "$@"',
         "batchinf": '[[ "$ENGINE" = scripted && "$1" =~ ^(run|validate)$ ]] && set -- "$@" --set '
         f"{' --set '.join(SCRIPTED)}\n"
-        f'PYTHONPATH="$QUICK_PATH" exec {sys.executable} -m batchinf "$@"',
+        f'unset QUICK_WITH_PANDAS\nexec {sys.executable} -m batchinf "$@"',
     }.items():
         path = folder / ".bin" / name
         path.write_text(f"#!/bin/bash\n{lines}\n")
@@ -126,8 +126,8 @@ def environment(folder: pathlib.Path, quick: Mapping[str, str]) -> dict[str, str
     return {
         **os.environ,
         **quick,
-        "QUICK_PATH": quick.get("PYTHONPATH", str(ROOT)),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": quick.get("PYTHONPATH", str(ROOT)),
+        "QUICK_WITH_PANDAS": "1",  # the snippets of a page make tables of pandas
         "PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}",
         "HF_HOME": str(folder / ".hf"),
         "HF_HUB_OFFLINE": "1",
@@ -188,7 +188,7 @@ def _script_jobs() -> None:
 
 def main(page: str, *skipped: str) -> None:
     page = os.path.relpath(ROOT / page, ROOT) if not os.path.isabs(page) else os.path.relpath(page, ROOT)
-    if "QUICK_PATH" in os.environ:  # of test_pages.py, which has made the folder
+    if "QUICK_WITH_PANDAS" in os.environ:  # of test_pages.py, which has made the folder
         run_page(page, frozenset(skipped))
         return
     with tempfile.TemporaryDirectory() as name:

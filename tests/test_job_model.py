@@ -28,7 +28,7 @@ def try_jobs(make_runner: type, num_jobs: int, num_steps: int) -> job_model.Figu
 
 
 def test_jobs_struck_at_their_steps() -> None:
-    figures = try_jobs(job_model.Fast, 3, 6)
+    figures = try_jobs(job_model.Fast, 2, 6)
     assert figures.num_kills
     assert figures.rows > 100
 
@@ -41,7 +41,7 @@ def test_more_jobs_struck_at_their_steps() -> None:
 
 @pytest.mark.slow
 def test_jobs_of_real_processes() -> None:
-    figures = try_jobs(job_model.Real, 9, 6)
+    figures = try_jobs(job_model.Real, 5, 6)
     assert figures.num_kills
 
 

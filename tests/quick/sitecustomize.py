@@ -1,8 +1,9 @@
 """Makes processes start faster, because starts take most of the suite's processor time.
 
 On import, transformers looks at all packages and at the files of all its models; here it gets the same answers from a
-file. Pyarrow looks for pandas and finds none, but other imports of pandas work. Libraries that vLLM and transformers
-import only because they are installed are hidden.
+file. Pyarrow looks for pandas and finds none, but other imports of pandas work; with `QUICK_WITH_PANDAS` in the
+environment, pyarrow finds it too. Libraries that vLLM and transformers import only because they are installed are
+hidden.
 """
 
 import gc
@@ -59,7 +60,9 @@ class _ModelsReadAlready(importlib.abc.MetaPathFinder):
 if found := os.environ.get("QUICK_START"):
     packages, models = pickle.loads(pathlib.Path(found).read_bytes())
     importlib.metadata.packages_distributions = lambda: packages
-    sys.meta_path[:0] = [_PandasUnseenByArrow(), _ModelsReadAlready(models)]
+    sys.meta_path[:0] = [_ModelsReadAlready(models)]
+    if "QUICK_WITH_PANDAS" not in os.environ:
+        sys.meta_path[:0] = [_PandasUnseenByArrow()]
     # Importing vLLM makes a million objects without garbage. The search for garbage would take a fifth of the time.
     gc.set_threshold(50_000, 20, 100)
     gc.unfreeze = lambda: None  # vLLM unfreezes when it ends and then collects twice
