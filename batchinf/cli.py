@@ -74,7 +74,7 @@ def _init(
     model, has_template = _asked(model, "--model", question, has_chat_template)
     if purpose == "label" and not labels and sys.stdin.isatty():
         of_column = ", ".join(found.labels) if found.labelled is not None else None
-        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_in, of_column)
+        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_in, default=of_column)
         if said != of_column:
             found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
@@ -90,7 +90,7 @@ def _init(
 
 
 def _asked(
-    value: str | None, option: str, question: str, check: Callable[[str], _Found], default: str | None = None
+    value: str | None, option: str, question: str, check: Callable[[str], _Found], *, default: str | None = None
 ) -> tuple[str, _Found]:
     """The option's value, or the user's answer, and what `check` says of it. A wrong answer is asked for again."""
     if value is not None:
@@ -231,7 +231,6 @@ def _plan(
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.commands.text.plan import plan_lines
     from batchinf.commands.text.plan_chart import check_file, write_chart
 
     if plot is not None:
@@ -249,7 +248,7 @@ def _plan(
     )
     if plot is not None:
         write_chart(report, plot)
-    _show(report, plan_lines(report), as_json)
+    _show(report, report.lines(), as_json)
 
 
 @app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
@@ -307,16 +306,15 @@ def _status(
 ) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
     from batchinf.commands.status import job_status
-    from batchinf.commands.text.status import status_lines
 
     if is_watched:
         from batchinf.commands.text.watch import watch, why_ended
 
         report = watch(out, as_json=as_json)
-        _show(report, [*status_lines(report), *why_ended(report)], as_json)
+        _show(report, [*report.lines(), *why_ended(report)], as_json)
     else:
         report = job_status(out)
-        _show(report, status_lines(report), as_json)
+        _show(report, report.lines(), as_json)
 
 
 @app.command("head", epilog="Example: batchinf head out/job -n 20 --columns id,text")
@@ -445,8 +443,8 @@ def _diff(
     from batchinf.commands.diff import diff_jobs
     from batchinf.commands.text.compare import diff_lines
 
-    report = diff_jobs(a, b, on, to, num_rows)
-    _show(report, diff_lines(report, to), as_json)
+    report = diff_jobs(a, b, on=on, to=to, num_examples=num_rows)
+    _show(report, diff_lines(report), as_json)
 
 
 @app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -468,9 +466,10 @@ def _verify(
     """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
     from batchinf import api
     from batchinf.commands.text.compare import raise_if_beyond, verify_lines
-    from batchinf.commands.verify import Wanted, verify_job
+    from batchinf.commands.verify import VerifyOptions, verify_job
 
-    report = verify_job(api.read_checked(spec, set_ or ()), Wanted(num_rows, seed, dtype, device, tolerance))
+    options = VerifyOptions(num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
+    report = verify_job(api.read_checked(spec, set_ or ()), options)
     _show(report, verify_lines(report), as_json)
     raise_if_beyond(report)
 
@@ -512,17 +511,18 @@ def _slurm(
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import Wishes, folder_of, script_of, submit, submitted_lines, write_script
+    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, submitted_lines, write_script
 
     file = read_checked(spec, set_ or ())
-    wishes = Wishes(
-        nodes, array, gpus, cpus, mem, time, partition, account, constraint, tuple(modules or ()), venv, container,
-        tuple(directives or ()), tuple(set_ or ()), shlex.join(["batchinf", *sys.argv[1:]]),
+    options = SlurmOptions(
+        num_nodes=nodes, num_slices=array, gpus=gpus, cpus=cpus, mem=mem, time=time, partition=partition,
+        account=account, constraint=constraint, modules=tuple(modules or ()), directives=tuple(directives or ()),
+        venv=venv, container=container, overrides=tuple(set_ or ()), command=shlex.join(["batchinf", *sys.argv[1:]]),
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
-    write_script(path, script_of(file, wishes), file)
-    submitted = submit(path, file, wishes) if submits else None
-    _print(submitted_lines(path, submitted, file, wishes))
+    write_script(path, script_of(file, options), file)
+    submitted = submit(path, file, options) if submits else None
+    _print(submitted_lines(path, submitted, file, options))
 
 
 @app.command("schema", epilog="Example: batchinf schema > batchinf.schema.json")

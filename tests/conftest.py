@@ -30,6 +30,8 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
+# If this were set, each process that starts would compile all of batchinf again.
+os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "", False
 jobs.environment = dict(os.environ)
 
 # The same examples in every run; `--hypothesis-profile=default` draws others. `make fuzz` and `make soak` have seeds.
@@ -86,12 +88,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Set how jobs start, before the test's fixtures run, and keep the process groups that vLLM's engines share."""
+    """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
+    jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None
     # Engines in the tests' process share torch's process groups. The first engine that closes would destroy them.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def quick_replicas() -> Iterator[None]:
+    """Replicas of jobs that run in the tests' own process start faster, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in jobs.quick_start().items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,6 @@ from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import FileHeader, Folder
 from batchinf.commands.head import read_head
 from batchinf.commands.status import job_status
-from batchinf.commands.text.status import status_lines
 from batchinf.coordinator import recovery
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.local.backend import LocalBackend
@@ -392,7 +391,7 @@ def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     """Run `status` and `head`, and check that their output can be printed."""
     errors = []
     for lines in (
-        lambda path: status_lines(job_status(path)),
+        lambda path: job_status(path).lines(),
         lambda path: map(
             functools.partial(json.dumps, ensure_ascii=False, default=str), read_head(path, num_rows).rows
         ),
@@ -569,7 +568,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
     is_whole = isinstance(case[0], dict)
     data = json.dumps({**made[1], **case[0]}).encode() if is_whole else _json_bytes(made[1], case)
     (out / LOCK).write_bytes(data)
-    for line in status_lines(job_status(str(out))):
+    for line in job_status(str(out)).lines():
         line.encode()
     lock = JobLock(Folder(out))
     try:
@@ -592,7 +591,7 @@ def _run_status(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any)
     (out / LOCK).unlink()
     (out / LOCK).write_bytes(Holder.this_process().encode())
     (out / STATUS_FILE).write_bytes(_json_bytes(made[1], case))
-    for line in status_lines(job_status(str(out))):
+    for line in job_status(str(out)).lines():
         line.encode()
     state = read_state(Folder(out))
     assert state is not None
@@ -1111,14 +1110,20 @@ def fuzz(name: str, numbers: range, seed: int) -> tuple[dict[str, int], str]:
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync costs nothing there
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="batchinf-fuzz-", dir=shared))
     options = {"target": name, "cases": numbers.stop, "first": numbers.start, "seed": seed, "child": scratch}
-    command = [sys.executable, __file__, *(f"--{option}={given}" for option, given in options.items())]
-    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode == 0:
+    # From the folder of this file, which a fork has in its path like a new process.
+    command = [sys.executable, "-m", "fuzz", *(f"--{option}={given}" for option, given in options.items())]
+    environment, streams = {**jobs.inherited(), **jobs.quick_start(), "HF_HUB_OFFLINE": "1"}, subprocess.PIPE
+    where: dict[str, Any] = {"cwd": pathlib.Path(__file__).parent, "env": environment, "text": True}
+    if jobs.may_fork and (server := jobs.fork_server()).can_fork(environment):
+        process = server.start(server, command, stdout=streams, stderr=streams, **where)
+    else:
+        process = subprocess.Popen(command, stdout=streams, stderr=streams, **where)
+    out, errors = process.communicate()
+    if process.returncode == 0:
         shutil.rmtree(scratch)
-        return json.loads(done.stdout.splitlines()[-1]), ""
-    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-    return {}, f"{name}, seed {seed}: {how}; the last case is in {scratch}/case\n{done.stdout}\n{done.stderr}"
+        return json.loads(out.splitlines()[-1]), ""
+    how = signal.Signals(-process.returncode).name if process.returncode < 0 else f"exit code {process.returncode}"
+    return {}, f"{name}, seed {seed}: {how}; the last case is in {scratch}/case\n{out}\n{errors}"
 
 
 def main() -> None:
