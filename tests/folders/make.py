@@ -1,6 +1,6 @@
 """Makes the archives in this folder: output folders of each task, as the present version of batchinf writes them.
 
-    python tests/folders/make.py [TASK …]
+    python tests/folders/make.py [TASK or TASK-STATE …]
 
 `tests/test_folders.py` continues them with the code as it then is. So they are made again only when a change of a
 stored format raises `FORMAT_VERSION`: see CONTRIBUTING.md. Each archive holds the spec, the input and the output
@@ -9,6 +9,7 @@ folder, with paths relative to them. The jobs run on the scripted engine, in thr
 
 import gzip
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -137,13 +138,17 @@ def _run(folder: pathlib.Path, retry: str | None = None, faults_at: str = "") ->
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _is_in_the_middle(folder: pathlib.Path) -> bool:
-    """Whether parts and journal segments are there."""
-    return any((folder / "out" / "parts").iterdir()) and any((folder / "out" / "journal").iterdir())
+def _is_in_the_middle(folder: pathlib.Path, state: str) -> bool:
+    """Whether the journal has results of a shard whose part is not written yet."""
+    out = folder / "out"
+    written = {path.name[:6] for path in (out / "staging").iterdir()}
+    if state == "killed":  # a retry replaces parts
+        written |= {path.name[5:11] for path in (out / "parts").iterdir()}
+    return bool({path.name[:6] for path in (out / "journal").iterdir()} - written)
 
 
 def make(task: str, state: str) -> None:
-    """Make one archive. A kill may come when the journal is empty: then once more."""
+    """Make one archive. A kill may come when the journal has nothing that a resume can use: then once more."""
     while True:
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch)
@@ -152,15 +157,16 @@ def make(task: str, state: str) -> None:
                 assert _run(folder) == 0
             if state != "finished":
                 assert _run(folder, RETRY if state == "retrying" else None, _KILLED_AT[state]) == -9
-                if not _is_in_the_middle(folder):
+                if not _is_in_the_middle(folder, state):
                     continue
             pack(folder, FOLDERS / f"{task}-{state}.tar.gz")
             return
 
 
 def main() -> None:
-    for task in sys.argv[1:] or TASKS:
-        for state in STATES:
+    names = sys.argv[1:] or TASKS
+    for task, state in itertools.product(TASKS, STATES):
+        if {task, f"{task}-{state}"} & {*names}:
             make(task, state)
             print(f"{task}-{state}: {(FOLDERS / f'{task}-{state}.tar.gz').stat().st_size:,} bytes", flush=True)
 
