@@ -227,16 +227,7 @@ def test_a_count_of_a_part(tmp_path: pathlib.Path) -> None:
 
 def test_a_compression_of_input_files(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a compression of input files")
-    copy.replace(
-        "batchinf/source/files.py",
-        '    if head.startswith(b"\\x1f\\x8b"):\n',
-        """\
-    if head.startswith(b"BZh"):
-        return "bz2"
-    if head.startswith(b"\\x1f\\x8b"):
-""",
-    )
-    copy.replace("batchinf/source/formats/registry.py", '_COMPRESSED = (".gz", ', '_COMPRESSED = (".bz2", ".gz", ')
+    copy.replace("batchinf/source/files.py", "COMPRESSIONS = {", 'COMPRESSIONS = {".bz2": (b"BZh", "bz2"), ')
     rows = tmp_path / "rows.jsonl.bz2"
     rows.write_bytes(bz2.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
     done = copy.python(
