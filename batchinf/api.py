@@ -10,6 +10,7 @@ A spec is the path of a YAML file, a mapping with the same fields, or a `JobSpec
 `batchinf.base.errors`.
 """
 
+import contextlib
 import json
 import os
 import random as random_numbers
@@ -23,9 +24,12 @@ from batchinf.base.places import check_caches, check_is_here
 from batchinf.base.slices import Slice, folder_name
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
-from batchinf.commands.plan import PlanReport, PlanWanted, make_plan
-from batchinf.commands.status import StatusReport, job_status
-from batchinf.commands.validate import RowsToShow, ValidateFinding, ValidateReport, validate_job
+from batchinf.commands.plan import PlanOptions, make_plan
+from batchinf.commands.status import job_status
+from batchinf.commands.text.plan import PlanReport
+from batchinf.commands.text.status import StatusReport
+from batchinf.commands.text.validate import ValidateFinding, ValidateReport
+from batchinf.commands.validate import RowsToShow, validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.epoch import run_job
@@ -94,29 +98,14 @@ def run(
     Raises UserError or one of its subclasses; Interrupted after a stop; ErrorRateExceeded if all rows are done, but
     more of them failed than `max_error_rate`.
     """
-    _check_options(retry, fresh, extend, slice)
-    wanted = None if slice is None else Slice.parse(slice)
-    shown = display or _Display(progress, quiet)
-    return _run(spec, overrides, shown, stop, wanted, retry, extends=extend, fresh=fresh)
-
-
-def _run(
-    spec: SpecSource,
-    overrides: Overrides,
-    display: ProgressDisplay,
-    stop: threading.Event | None,
-    slice: Slice | None = None,
-    retry: str | None = None,
-    **options: bool,
-) -> Summary:
-    """options: those of `run_job`."""
+    _check_texts(retry=(retry, "`errors`, or an SQL expression"), slice=(slice, "text such as '3/8'"))
+    _check_together({"--fresh": fresh, "--retry": retry is not None, "--slice": bool(slice)}, extends=extend)
+    parsed = None if slice is None else Slice.parse(slice)
+    display = display or _Display(progress, quiet)
     with interruptible(stop):
-        file = read_checked(spec, overrides, slice)
-        backend = choose_backend(file.spec)
-        try:
-            return run_job(file, backend, display, retry, **options)
-        finally:
-            backend.close()
+        file = read_checked(spec, overrides, parsed)
+        with contextlib.closing(choose_backend(file.spec)) as backend:
+            return run_job(file, backend, display, retry, extends=extend, fresh=fresh)
 
 
 def validate(
@@ -142,8 +131,8 @@ def validate(
     if random and seed is None:
         seed = random_numbers.randrange(100_000)
     findings = []
-    wanted = RowsToShow(num_rows, tuple(map(str, list_of(rows))), seed)
-    for finding in validate_job(read_checked(spec, overrides), wanted):
+    to_show = RowsToShow(num_rows, tuple(map(str, list_of(rows))), seed)
+    for finding in validate_job(read_checked(spec, overrides), to_show):
         findings.append(finding)
         if found is not None:
             found(finding)
@@ -172,7 +161,16 @@ def plan(
     Raises UserError or one of its subclasses.
     """
     names = (gpu,) if isinstance(gpu, str) else tuple(gpu)
-    return make_plan(target, overrides, PlanWanted(names, gpus, nodes, free_gib, context, price, output_tokens))
+    options = PlanOptions(
+        gpus=names,
+        gpus_per_node=gpus,
+        num_nodes=nodes,
+        free_gib=free_gib,
+        context=context,
+        price=price,
+        output_tokens=output_tokens,
+    )
+    return make_plan(target, overrides, options)
 
 
 def tune(
@@ -197,23 +195,25 @@ def tune(
 
     Raises UserError or one of its subclasses; Interrupted after a stop.
     """
-    given = dict(overrides) if isinstance(overrides, Mapping) else None
-    listed = [] if isinstance(overrides, Mapping) else list_of(overrides)
 
     def run_sample(settings: Mapping[str, Any]) -> Summary:
-        more = {**given, **settings} if given is not None else [*listed, *map(_as_text, settings.items())]
-        return _run(spec, more, _Display(None, True), stop, extends=False, fresh=True, begins_together=True)
+        if isinstance(overrides, Mapping):
+            more: Overrides = {**overrides, **settings}
+        else:
+            more = [*list_of(overrides), *map(_as_text, settings.items())]
+        display = _Display(None, quiet=True)
+        with interruptible(stop):
+            trial = read_checked(spec, more)
+            with contextlib.closing(choose_backend(trial.spec)) as backend:
+                return run_job(trial, backend, display, None, extends=False, fresh=True, begins_together=True)
 
     if out is not None:
         check_is_here(out, "out", "give a folder here")
     file = read_checked(spec, overrides)
     options = TuneOptions(budget_s=budget_s, num_rows=num_rows, tries=tuple(list_of(tries)), out=out, writes=write)
     say = say or (lambda line: print(line, file=sys.stderr))
-    backend = choose_backend(file.spec)
-    try:
+    with contextlib.closing(choose_backend(file.spec)) as backend:
         return tune_job(file, backend, run=run_sample, options=options, say=say)
-    finally:
-        backend.close()
 
 
 def _as_text(setting: tuple[str, Any]) -> str:
@@ -233,17 +233,22 @@ def open(out: str | os.PathLike[str]) -> Results:
     return Results(out)
 
 
-def _check_options(retry: str | None, fresh: bool, extend: bool, slice: str | None) -> None:
-    texts = {"retry": (retry, "`errors`, or an SQL expression"), "slice": (slice, "text such as '3/8'")}
+def _check_texts(**texts: tuple[str | None, str]) -> None:
+    """Raise UserError for a value that is no text. texts: by name, the value and how it is written."""
     for name, (value, words) in texts.items():
         if value is not None and not isinstance(value, str):
             raise UserError(f"{name}: got {name_type(value)}; must be {words}")
-    if fresh and retry is not None:
+
+
+def _check_together(options: Mapping[str, bool], *, extends: bool) -> None:
+    """Raise UserError for options that exclude each other. options: whether each one is given."""
+    if options["--fresh"] and options["--retry"]:
         raise UserError(
             "got --fresh with --retry; --fresh starts a new job, --retry runs finished rows again: give one of them"
         )
-    if extend and (other := "--fresh" if fresh else "--retry" if retry is not None else "--slice" if slice else ""):
-        raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
+    for other, is_given in options.items() if extends else ():
+        if is_given:
+            raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
 
 
 def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = None) -> SpecFile:
@@ -261,7 +266,9 @@ class _Display(ProgressDisplay):
 
     def __init__(self, progress: Callable[[JobStatus], None] | None, quiet: bool) -> None:
         super().__init__(sys.stderr)
-        self._progress, self._prints_nothing, self._has_failed = progress, quiet, False
+        self._progress = progress
+        self._prints_nothing = quiet
+        self._has_failed = False
 
     def say(self, line: str) -> None:
         if not self._prints_nothing:

@@ -74,7 +74,7 @@ def _init(
     model, has_template = _asked(model, "--model", question, has_chat_template)
     if purpose == "label" and not labels and sys.stdin.isatty():
         of_column = ", ".join(found.labels) if found.labelled is not None else None
-        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_in, of_column)
+        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_in, default=of_column)
         if said != of_column:
             found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
@@ -90,7 +90,7 @@ def _init(
 
 
 def _asked(
-    value: str | None, option: str, question: str, check: Callable[[str], _Found], default: str | None = None
+    value: str | None, option: str, question: str, check: Callable[[str], _Found], *, default: str | None = None
 ) -> tuple[str, _Found]:
     """The option's value, or the user's answer, and what `check` says of it. A wrong answer is asked for again."""
     if value is not None:
@@ -231,7 +231,6 @@ def _plan(
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.commands.text.plan import plan_lines
     from batchinf.commands.text.plan_chart import check_file, write_chart
 
     if plot is not None:
@@ -249,7 +248,7 @@ def _plan(
     )
     if plot is not None:
         write_chart(report, plot)
-    _show(report, plan_lines(report), as_json)
+    _show(report, report.lines(), as_json)
 
 
 @app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
@@ -307,16 +306,15 @@ def _status(
 ) -> None:
     """Show the state and the progress of a job: running, stopped or done."""
     from batchinf.commands.status import job_status
-    from batchinf.commands.text.status import status_lines
 
     if is_watched:
         from batchinf.commands.text.watch import watch, why_ended
 
         report = watch(out, as_json=as_json)
-        _show(report, [*status_lines(report), *why_ended(report)], as_json)
+        _show(report, [*report.lines(), *why_ended(report)], as_json)
     else:
         report = job_status(out)
-        _show(report, status_lines(report), as_json)
+        _show(report, report.lines(), as_json)
 
 
 @app.command("head", epilog="Example: batchinf head out/job -n 20 --columns id,text")

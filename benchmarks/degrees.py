@@ -62,7 +62,7 @@ class Case:
         for tensor in self.fit.needs.tensor_degrees(self.num_gpus):
             for pipeline in range(1, self.num_gpus // tensor + 1):
                 data, rest = divmod(self.num_gpus, tensor * pipeline)
-                degrees = degrees_of(self.fit, tensor, pipeline, self.context, SHARE)
+                degrees = degrees_of(self.fit, tensor, pipeline, context=self.context, share=SHARE)
                 if rest == 0 and degrees.fits:
                     found.append(Option(degrees, data, None))
         return sorted(found, key=lambda it: (it.degrees.num_devices, it.degrees.pipeline))
@@ -70,13 +70,15 @@ class Case:
     def chosen(self) -> Option | None:
         """What `auto` takes for a large job."""
         machine = Machine(self.gpu, self.num_gpus, 1, SHARE)
-        return best(options(self.fit, machine, self.context, shape_of(self.fit.needs), self.work(10**6)))
+        return best(options(self.fit, machine, self.context, shape=shape_of(self.fit.needs), work=self.work(10**6)))
 
     def tokens_per_s(self, degrees: Degrees) -> float:
         """Predicted output tokens of one replica with a full batch."""
         shape = shape_of(self.fit.needs)
         assert shape is not None
-        return prediction_of(self.fit, degrees, shape, self.gpu, self.work(10**6), SHARE).output_tokens_per_s
+        return prediction_of(
+            self.fit, degrees, shape, gpu=self.gpu, work=self.work(10**6), share=SHARE
+        ).output_tokens_per_s
 
 
 def main() -> None:

@@ -132,12 +132,12 @@ def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Prediction, i
     share = DEFAULT_GPU_MEMORY_UTILIZATION
     tensor, pipeline = spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size
     assert tensor != "auto" and pipeline != "auto"
-    degrees = degrees_of(fit, tensor, pipeline, CONTEXT, share)
+    degrees = degrees_of(fit, tensor, pipeline, context=CONTEXT, share=share)
     prompt, output = LENGTHS[task]
     work = Workload(num_rows, prompt, output, output, LOGITS[task])
     shape = shape_of(fit.needs)
     assert shape is not None
-    return prediction_of(fit, degrees, shape, gpu, work, share), degrees.cache_tokens
+    return prediction_of(fit, degrees, shape, gpu=gpu, work=work, share=share), degrees.cache_tokens
 
 
 def settings_of(out: pathlib.Path) -> dict[str, Any]:

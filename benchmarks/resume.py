@@ -26,8 +26,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
+from batchinf.coordinator.begin import new_header, new_job_id
 from batchinf.coordinator.epoch import FOLDERS
-from batchinf.job.open import Job, new_header, new_job_id, open_job
+from batchinf.job.choose import consecutive
+from batchinf.job.job import Job
+from batchinf.job.open import open_job
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.output.proof import expected_statements
@@ -89,7 +92,7 @@ def write_rows(path: pathlib.Path, num_rows: int) -> None:
 def make_job(job: Job, num_parts: int) -> None:
     """Write the output folder of a coordinator that has committed `num_parts` parts."""
     job.folder.make(*FOLDERS)
-    header, extent = new_header(job, 1, None, new_job_id())
+    header, extent = new_header(job, 1, consecutive(job.rows), new_job_id())
     num_shards = total_shards((extent,))
     if num_shards < num_parts:
         sys.exit(f"got {num_shards:,} shards for {num_parts:,} parts; give more rows for each part")

@@ -141,7 +141,7 @@ def choose_once(folder: pathlib.Path, case: str) -> None:
     threading.Thread(target=_watch, args=(anonymous,), daemon=True).start()
     began, began_cpu = time.monotonic(), time.process_time()
     job.folder.make()
-    chosen = choose(job, file, range(job.source.num_rows), job.spec.input.limit, job.folder)
+    chosen = choose(job, range(job.source.num_rows), job.folder, limit=job.spec.input.limit)
     found = {
         "num_chosen": chosen.num_rows,
         "seconds": time.monotonic() - began,

@@ -47,7 +47,6 @@ from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import FileHeader, Folder
 from batchinf.commands.head import read_head
 from batchinf.commands.status import job_status
-from batchinf.commands.text.status import status_lines
 from batchinf.coordinator import recovery
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.local.backend import LocalBackend
@@ -392,7 +391,7 @@ def _look(out: pathlib.Path, num_rows: int = 30) -> None:
     """Run `status` and `head`, and check that their output can be printed."""
     errors = []
     for lines in (
-        lambda path: status_lines(job_status(path)),
+        lambda path: job_status(path).lines(),
         lambda path: map(
             functools.partial(json.dumps, ensure_ascii=False, default=str), read_head(path, num_rows).rows
         ),
@@ -569,7 +568,7 @@ def _run_lock(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any) -
     is_whole = isinstance(case[0], dict)
     data = json.dumps({**made[1], **case[0]}).encode() if is_whole else _json_bytes(made[1], case)
     (out / LOCK).write_bytes(data)
-    for line in status_lines(job_status(str(out))):
+    for line in job_status(str(out)).lines():
         line.encode()
     lock = JobLock(Folder(out))
     try:
@@ -592,7 +591,7 @@ def _run_status(folder: pathlib.Path, made: tuple[pathlib.Path, Any], case: Any)
     (out / LOCK).unlink()
     (out / LOCK).write_bytes(Holder.this_process().encode())
     (out / STATUS_FILE).write_bytes(_json_bytes(made[1], case))
-    for line in status_lines(job_status(str(out))):
+    for line in job_status(str(out)).lines():
         line.encode()
     state = read_state(Folder(out))
     assert state is not None

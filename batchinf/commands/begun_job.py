@@ -6,7 +6,8 @@ import tempfile
 from collections.abc import Iterator
 
 from batchinf.base.slices import SOURCE_FOLDER, job_folders
-from batchinf.job.open import Job, open_job
+from batchinf.job.job import Job
+from batchinf.job.open import open_job
 from batchinf.manifest.state import State, read_state
 from batchinf.spec.file import SpecFile
 

@@ -14,7 +14,8 @@ from batchinf.base.slices import Slice, job_folders, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import list_names
 from batchinf.commands.status import open_state, read_job
-from batchinf.job.open import carried_columns, open_job_input
+from batchinf.job.job import carried_columns
+from batchinf.job.open import open_job_input
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec

@@ -14,7 +14,7 @@ from batchinf.base.errors import BatchinfError, UserError
 from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import one_line
 from batchinf.commands.begun_job import opened
-from batchinf.job.open import begun_at, max_model_len
+from batchinf.job.job import begun_at, max_model_len
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.results import Results

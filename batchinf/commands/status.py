@@ -3,139 +3,29 @@
 import datetime
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, read_cut
 from batchinf.base.storage import Folder
-from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
+from batchinf.commands.text.status import (
+    Activity,
+    JobState,
+    JobTotals,
+    Load,
+    RetryProgress,
+    RunningProcess,
+    StatusReport,
+)
+from batchinf.fleet.status import JobStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder, not_begun_message
 from batchinf.manifest.state import State, read_state
 from batchinf.manifest.versions import stored_spec
 from batchinf.output.counts import rules_out_tokens
 from batchinf.output.journal import num_results
-from batchinf.records import ExpectedSpeed, PartCounts, Speed
+from batchinf.records import PartCounts
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.tasks.registry import task_of
-
-Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunningProcess:
-    """The process that runs a job. since: UTC in ISO format."""
-
-    pid: int
-    host: str
-    since: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobTotals:
-    """The committed output of a job, or of all its slices that have begun.
-
-    begun_at: UTC in ISO format, of the first slice. num_starts: number of epochs. device_s: device time of replicas
-    that have ended. num_rows: output rows of the whole job. num_parts: of the slices that have begun. task_counts: what
-    the task counts, by name; empty if it counts nothing.
-    num_nan_rows, num_inf_rows: rows with a NaN, or an infinity, among the model's numbers.
-    rules_out_tokens: whether a structure or the sampling gives some tokens the logprob -inf.
-    num_second_bos: rows whose prompts begin with two BOS tokens.
-    """
-
-    model: str
-    task: str
-    begun_at: str
-    num_starts: int
-    device_s: float
-    num_rows: int
-    num_rows_committed: int
-    num_parts: int
-    num_parts_committed: int
-    num_errors: int
-    num_bytes: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    task_counts: dict[str, int]
-    num_nan_rows: int
-    num_inf_rows: int
-    rules_out_tokens: bool
-    num_second_bos: int
-
-
-@dataclass(frozen=True, slots=True)
-class RetryProgress:
-    """The last `--retry` of a job. predicate: chooses the rows. overrides: changed sampling fields."""
-
-    number: int
-    predicate: str
-    overrides: dict[str, object]
-    num_parts: int
-    num_parts_replaced: int
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """The state of a job, or of one slice.
-
-    slice: such as `3/8`; None: a whole job. process: None unless a live process seems to run it. totals: None before it
-    has begun. extents: numbers of input rows that were added at the beginning and by each `--extend`. progress: a live
-    job's `status.json`, which is `progress_age_s` seconds old. replicas: of a live job, or of one whose process died.
-    num_journalled: finished requests that a stopped job keeps beside its parts. expected_speed: of a live job.
-    speed: of the last run of a job that is done.
-    """
-
-    folder: str
-    slice: str | None
-    activity: Activity
-    process: RunningProcess | None = None
-    totals: JobTotals | None = None
-    extents: tuple[int, ...] = ()
-    retry: RetryProgress | None = None
-    progress: JobStatus | None = None
-    progress_age_s: float | None = None
-    replicas: tuple[ReplicaStatus, ...] = ()
-    num_journalled: int = 0
-    expected_speed: ExpectedSpeed | None = None
-    speed: Speed | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """All replicas of a running job, or of all slices that run. num_up: those with a running engine.
-
-    hosts: sorted. num_devices: GPUs. num_restarts: since the jobs were started. Rates are over the last minute. left_s:
-    of the slice that takes longest. Rates and `left_s` are None until there is enough data for them.
-    """
-
-    hosts: tuple[str, ...]
-    num_replicas: int
-    num_up: int
-    num_devices: int
-    num_restarts: int
-    prompt_tokens_per_s: float | None
-    output_tokens_per_s: float | None
-    left_s: float | None
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class StatusReport:
-    """The report of `status`. `print`, and a notebook, show its lines.
-
-    jobs: one, or all slices in the order of their rows. totals: of those that have begun. load: of those
-    that run; None if none runs.
-    """
-
-    folder: str
-    num_slices: int | None
-    totals: JobTotals | None
-    load: Load | None
-    jobs: tuple[JobState, ...]
-
-    def __repr__(self) -> str:
-        from batchinf.commands.text.status import status_lines  # it imports this module
-
-        return "\n".join(status_lines(self))
 
 
 def job_status(out: str) -> StatusReport:
@@ -143,11 +33,12 @@ def job_status(out: str) -> StatusReport:
     folders = job_folders(out)
     if folders[0].slice is None:
         job = _job_state(folders[0], open_state(out)[1])
-        return StatusReport(out, None, job.totals, _load([job]), (job,))
-    found = [(job, read_job(job.folder)) for job in folders]
-    jobs = tuple(_job_state(job, state) for job, state in found)
-    begun = [(job.folder, state) for job, state in found if state is not None]
-    return StatusReport(out, len(folders), _slice_totals(out, begun) if begun else None, _load(jobs), jobs)
+        return StatusReport(folder=out, num_slices=None, totals=job.totals, load=_load([job]), jobs=(job,))
+    states = [read_job(slice_folder.folder) for slice_folder in folders]
+    jobs = tuple(map(_job_state, folders, states))
+    begun = [state for state in states if state is not None]
+    totals = _slice_totals(out, begun) if begun else None
+    return StatusReport(folder=out, num_slices=len(folders), totals=totals, load=_load(jobs), jobs=jobs)
 
 
 def _load(jobs: Sequence[JobState]) -> Load | None:
@@ -159,13 +50,20 @@ def _load(jobs: Sequence[JobState]) -> Load | None:
         hosts=tuple(sorted({replica.host for replica in replicas if replica.host})),
         num_replicas=len(replicas),
         num_up=sum(replica.state == "running" for replica in replicas),
-        # Replicas may share a device. Each job has its own names: under Slurm, two may call different GPUs 0.
-        num_devices=sum(len({name for one in job.replicas for name in one.devices}) for job in running),
+        num_devices=sum(map(_num_devices, running)),
         num_restarts=sum(replica.restarts for replica in replicas),
         prompt_tokens_per_s=_sum(progress.prompt_tokens_per_s for progress in running),
         output_tokens_per_s=_sum(progress.output_tokens_per_s for progress in running),
-        left_s=None if any(progress.left_s is None for progress in running) else max(p.left_s or 0.0 for p in running),
+        left_s=_longest(progress.left_s for progress in running),
     )
+
+
+def _num_devices(progress: JobStatus) -> int:
+    """Devices of one job, whose replicas may share some.
+
+    Each job has its own names: under Slurm, two jobs may call different GPUs 0.
+    """
+    return len({device for replica in progress.replicas for device in replica.devices})
 
 
 def _sum(rates: Iterable[float | None]) -> float | None:
@@ -174,41 +72,55 @@ def _sum(rates: Iterable[float | None]) -> float | None:
     return round(sum(known), 1) if known else None
 
 
-def _slice_totals(out: str, begun: Sequence[tuple[Folder, State]]) -> JobTotals:
+def _longest(times_s: Iterable[float | None]) -> float | None:
+    """The longest time; None if one is not known."""
+    known = list(times_s)
+    return None if None in known else max(time_s or 0.0 for time_s in known)
+
+
+def _slice_totals(out: str, begun: Sequence[State]) -> JobTotals:
     cut = read_cut(out)
     assert cut is not None
     # The number of a slice's parts is unknown before it begins, but the number of its rows is known.
-    num_parts = sum(total_shards(state.extents) for _, state in begun)
+    num_parts = sum(total_shards(state.extents) for state in begun)
     return _totals(begun, cut.num_rows * cut.identity.get("sampling.n", 1), num_parts)
 
 
 def _job_state(job: JobFolder, state: State | None) -> JobState:
+    folder = str(job.folder.root)
     name = None if job.slice is None else str(job.slice)
     holder = None if state is not None and state.is_done else live_holder(job.folder)
     process = None if holder is None else RunningProcess(holder.pid, holder.host, holder.since)
     if state is None:
         # A process that holds the lock reads the input, before it begins the slice.
-        return JobState(str(job.folder.root), name, "not begun" if holder is None else "starting", process)
-    last = read_status(job.folder)
-    # Without a holder, or before this one has written its first, the snapshot is from an earlier run.
-    snapshot = last if holder is not None and last is not None and last.updated_at >= _since(holder) else None
-    is_stopped = holder is None and not state.is_done
+        return JobState(folder, name, "not begun" if holder is None else "starting", process)
     num_rows = total_rows(state.extents) * task_of(stored_spec(state.header.spec)).num_rows_per_input
-    return JobState(
-        folder=str(job.folder.root),
+    job_state = JobState(
+        folder=folder,
         slice=name,
-        activity="done" if state.is_done else "stopped" if is_stopped else _activity(snapshot),
+        activity="done",
         process=process,
-        totals=_totals([(job.folder, state)], num_rows, total_shards(state.extents)),
+        totals=_totals([state], num_rows, total_shards(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),
+    )
+    last = read_status(job.folder)
+    if state.is_done:
+        return replace(job_state, speed=state.speed)
+    if holder is None:
+        # A process that has ended its replicas writes "stopped" last.
+        replicas = () if last is None or last.state == "stopped" else last.replicas
+        num_journalled = num_results(job.folder, state.parts)
+        return replace(job_state, activity="stopped", replicas=replicas, num_journalled=num_journalled)
+    # Before the holder has written its first snapshot, the last one is from an earlier run.
+    snapshot = last if last is not None and last.updated_at >= _since(holder) else None
+    return replace(
+        job_state,
+        activity=_activity(snapshot),
         progress=snapshot,
         progress_age_s=None if snapshot is None else time.time() - snapshot.updated_at,
-        # A process that has ended its replicas writes "stopped" last.
-        replicas=() if last is None or state.is_done or (is_stopped and last.state == "stopped") else last.replicas,
-        num_journalled=num_results(job.folder, state.parts) if is_stopped else 0,
-        expected_speed=None if holder is None else state.expected_speed,
-        speed=state.speed if state.is_done else None,
+        replicas=() if last is None else last.replicas,
+        expected_speed=state.expected_speed,
     )
 
 
@@ -229,8 +141,7 @@ def _activity(snapshot: JobStatus | None) -> Activity:
             return "starting"
 
 
-def _totals(jobs: Sequence[tuple[Folder, State]], num_rows: int, num_parts: int) -> JobTotals:
-    states = [state for _, state in jobs]
+def _totals(states: Sequence[State], num_rows: int, num_parts: int) -> JobTotals:
     first = min(states, key=lambda state: state.header.created_at)
     spec = stored_spec(first.header.spec)
     counts = PartCounts.sum(state.counts for state in states)
@@ -261,7 +172,13 @@ def _retry(state: State) -> RetryProgress | None:
         return None
     retry = state.retries[max(state.retries)]
     num_replaced = sum(part.retry == retry.number for part in state.parts.values())
-    return RetryProgress(retry.number, retry.predicate, retry.overrides, retry.num_shards, num_replaced)
+    return RetryProgress(
+        number=retry.number,
+        predicate=retry.predicate,
+        overrides=retry.overrides,
+        num_parts=retry.num_shards,
+        num_parts_replaced=num_replaced,
+    )
 
 
 def open_state(out: str) -> tuple[Folder, State]:

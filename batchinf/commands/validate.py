@@ -1,44 +1,52 @@
 """`batchinf validate`: checks spec, input, columns, model and prompts without an engine or a GPU.
 
-Each check yields a finding, which is shown before a later check fails. `text.validate` makes lines of findings.
+Each check yields a finding, which is shown before a later check fails.
 """
 
 import contextlib
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
-from batchinf.commands.shown_rows import (
-    LengthCounts,
-    PromptLengths,
-    ShownRow,
-    find_row,
-    random_rows,
-    shown_row,
+from batchinf.commands.shown_rows import LengthCounts, PromptLengths, ShownRow, find_row, random_rows, shown_row
+from batchinf.commands.text.validate import (
+    InputFound,
+    ModelFound,
+    OutputFound,
+    Remark,
+    RowsChosen,
+    RowsDrawn,
+    Setting,
+    SpecFound,
+    TaskFound,
+    ValidateFinding,
 )
+from batchinf.coordinator.start import with_known_numbers
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
-from batchinf.fleet.parallel import check_devices, check_processor, devices_note, with_degrees
+from batchinf.fleet.parallel import check_devices, check_processor, devices_note
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
-from batchinf.job.model_len import length_warning, with_known_length
-from batchinf.job.open import Job, begun_at, check_drift, max_model_len, open_job, placing, prepare_job
+from batchinf.job.drift import check_drift
+from batchinf.job.job import Job, begun_at, max_model_len
+from batchinf.job.model_len import length_warning
+from batchinf.job.open import open_input, placing, prepare_job
 from batchinf.job.sample import hopeless, sample_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
-from batchinf.model.lora import Adapter
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, empty_files_note, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
@@ -60,156 +68,7 @@ class RowsToShow:
     seed: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class SpecFound:
-    """The spec is valid."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFound:
-    """The model is complete. commit: on the hub; None: a folder. fit: its memory on one device of this host."""
-
-    name: str
-    architectures: tuple[str, ...]
-    commit: str | None
-    path: str
-    fingerprint: str
-    adapters: tuple[Adapter, ...]
-    gpu_memory_utilization: float
-    fit: Fit
-
-
-@dataclass(frozen=True, slots=True)
-class InputFound:
-    """The input can be read. columns: their Arrow types by name."""
-
-    path: str
-    num_rows: int
-    fingerprint: str
-    columns: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class RowsChosen:
-    """Number of rows that `where`, `sample`, `exclude` and `limit` choose. chosen_by: these fields, in words."""
-
-    chosen_by: str
-    num_rows: int
-    num_input_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A field of sampling. origin: the source of its value: `spec`, `generation_config` or `default`."""
-
-    name: str
-    value: Any
-    origin: str
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFound:
-    """The task, and what it stores of each row.
-
-    stores: in words; empty if the sampling says enough. sampling: None if the task makes no text. row_sampling: field →
-    the column with each row's own value.
-    """
-
-    name: str
-    stores: str
-    sampling: tuple[Setting, ...] | None
-    row_sampling: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """A line about a setting that is probably a mistake (`warning`), or about structured outputs (`structure`)."""
-
-    kind: Literal["warning", "structure"]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class RowsDrawn:
-    """The following rows were drawn with this seed."""
-
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFound:
-    """What the output folder holds.
-
-    num_slices: of a job in slices. num_parts: committed parts. drift: why `run` would refuse to resume the job there.
-    room_warning: why the disk may be too small. others_note: which other files a new job would find there.
-    """
-
-    folder: str
-    holds: Literal["nothing", "slices", "done job", "unfinished job"]
-    num_slices: int | None
-    num_parts: int
-    drift: str | None
-    room_warning: str | None
-    others_note: str | None
-
-
-ValidateFinding = (
-    SpecFound | ModelFound | InputFound | RowsChosen | TaskFound | Remark | PromptLengths | RowsDrawn | ShownRow
-    | OutputFound
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ValidateReport:
-    """All findings. `print`, and a notebook, show their lines.
-
-    chosen: None if all rows run. seed: of rows drawn at random.
-    """
-
-    spec: SpecFound
-    model: ModelFound
-    input: InputFound
-    chosen: RowsChosen | None
-    task: TaskFound
-    remarks: tuple[Remark, ...]
-    prompt_lengths: PromptLengths
-    seed: int | None
-    rows: tuple[ShownRow, ...]
-    output: OutputFound
-
-    @classmethod
-    def of(cls, findings: Iterable[ValidateFinding]) -> "ValidateReport":
-        """The report of all findings of `validate`."""
-        by_type: dict[type, list[Any]] = {}
-        for finding in findings:
-            by_type.setdefault(type(finding), []).append(finding)
-        [drawn] = by_type.get(RowsDrawn, [None])
-        [chosen] = by_type.get(RowsChosen, [None])
-        return cls(
-            spec=by_type[SpecFound][0],
-            model=by_type[ModelFound][0],
-            input=by_type[InputFound][0],
-            chosen=chosen,
-            task=by_type[TaskFound][0],
-            remarks=tuple(by_type.get(Remark, ())),
-            prompt_lengths=by_type[PromptLengths][0],
-            seed=None if drawn is None else drawn.seed,
-            rows=tuple(by_type.get(ShownRow, ())),
-            output=by_type[OutputFound][0],
-        )
-
-    def __repr__(self) -> str:
-        from batchinf.commands.text.validate import finding_lines  # it imports this module
-
-        drawn = () if self.seed is None else (RowsDrawn(self.seed),)
-        chosen = () if self.chosen is None else (self.chosen,)
-        first = (self.spec, self.model, self.input, *chosen, self.task, *self.remarks, self.prompt_lengths)
-        return "\n".join(line for it in (*first, *drawn, *self.rows, self.output) for line in finding_lines(it))
-
-
-def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding]:
+def validate_job(file: SpecFile, to_show: RowsToShow) -> Iterator[ValidateFinding]:
     """Yield the finding of each check that passes. Raises UserError at the first check that fails.
 
     The last check is that not all rows of the sample would be error rows.
@@ -217,47 +76,57 @@ def validate_job(file: SpecFile, wanted: RowsToShow) -> Iterator[ValidateFinding
     folder = Folder(file.spec.output.path)
     state = read_state(folder) if folder.exists("manifest") else None
     remarks: list[str] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        # A job that has begun has scanned its input already.
-        own = folder.path(SOURCE_FOLDER)
-        has_own = own.is_dir()
-        cache, known = own if has_own else pathlib.Path(scratch), state if has_own else None
-        # For a job that is done, files and rows that have come since do not matter.
-        new: NewRows = "leave" if known is not None and known.is_done else "refuse"
-        if file.spec.has_auto_length:
-            file = with_known_length(prepare_job(file, known, new), remarks.append, cache).file
-        file = with_degrees(file, _local(file.spec), remarks.append)
-        job = open_job(file, cache, known, new)
-        with contextlib.closing(job.source):
-            yield SpecFound(str(file.path))
-            model = _model(job)
-            yield model
-            with placing(file):
-                remarks += _on_devices(job, model.fit)
-            if (warning := length_warning(job.spec, job.model)) is not None:
-                remarks.append(warning)
-            yield from (Remark("warning", text) for text in remarks)
-            yield _input(job)
-            yield from (Remark("warning", text) for text in empty_files_note(job.source))
-            chosen = None
-            if job.spec.input.selects and state is None:
-                chosen = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch))
-                yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
-            num_rows = len(job.rows) if chosen is None else chosen.num_rows
-            check_size(file, job, None if state is not None else num_rows)
-            yield _task(job)
-            yield from (Remark("warning", text) for text in job.task.prompt_warnings(job.model, job.source))
-            yield from (Remark("warning", text) for text in column_warnings(job.task, job.source))
-            yield from (Remark("warning", text) for text in repeated_id_warning(job.spec, job.source))
-            checked = check_structures(dataclasses.replace(file, spec=job.spec), job.model.tokenizer)
-            yield from (Remark("structure", text) for text in checked)
-            order = None if chosen is None else chosen.order(Folder(scratch))
-            lengths = None
-            for finding in _prompts(job, wanted, state, order or _positions(job, state)):
-                lengths = finding if isinstance(finding, PromptLengths) else lengths
-                yield finding
-            yield _output(job, folder, state, chosen)
-            _refuse_hopeless(lengths, job.spec)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
+        job = _open(file, state, pathlib.Path(scratch), remarks)
+        opened.callback(job.source.close)
+        yield SpecFound(str(file.path))
+        yield from _model_findings(job, remarks)
+        yield _input(job)
+        yield from _warnings(empty_files_note(job.source))
+        chosen = None
+        if job.spec.input.selects and state is None:
+            chosen = choose(job, range(job.source.num_rows), Folder(scratch), limit=job.spec.input.limit)
+            yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
+        num_rows = len(job.rows) if chosen is None else chosen.num_rows
+        check_size(job, None if state is not None else num_rows)
+        yield _task(job)
+        yield from _warnings(job.task.prompt_warnings(job.model, job.source))
+        yield from _warnings(column_warnings(job.task, job.source))
+        yield from _warnings(repeated_id_warning(job.spec, job.source))
+        structures = check_structures(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer)
+        yield from (Remark("structure", text) for text in structures)
+        positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
+        lengths = yield from _prompt_findings(job, to_show, state, positions)
+        yield _output(job, folder, state, chosen)
+        _refuse_hopeless(lengths, job.spec)
+
+
+def _warnings(texts: Iterable[str]) -> Iterator[Remark]:
+    return (Remark("warning", text) for text in texts)
+
+
+def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: list[str]) -> Job:
+    """Open the job in the same steps as `run`. Lines about what `auto` means go to `remarks`."""
+    folder = Folder(file.spec.output.path)
+    cache = folder.path(SOURCE_FOLDER)
+    if not cache.is_dir():  # a job that has begun has scanned its input already
+        cache = scratch
+        state = None
+    # For a job that is done, files and rows that have come since do not matter.
+    new: NewRows = "leave" if state is not None and state.is_done else "refuse"
+    prepared = with_known_numbers(prepare_job(file, state, new), _local(file.spec), remarks.append, cache)
+    return open_input(prepared, cache)
+
+
+def _model_findings(job: Job, remarks: Sequence[str]) -> Iterator[ValidateFinding]:
+    """The model, its memory, and warnings. remarks: warnings of earlier checks."""
+    model = _model(job)
+    yield model
+    with placing(job.file):
+        device_notes = [*_on_devices(job, model.fit)]
+    yield from _warnings([*remarks, *device_notes])
+    if (warning := length_warning(job.spec, job.model)) is not None:
+        yield Remark("warning", warning)
 
 
 def _model(job: Job) -> ModelFound:
@@ -268,7 +137,8 @@ def _model(job: Job) -> ModelFound:
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))
     spec = job.spec
     if device_bytes is None and is_cpu_build():
-        spec, device_name = spec.model_copy(update={"model": on_cpu(spec.model)}), "this machine's processor"
+        spec = spec.model_copy(update={"model": on_cpu(spec.model)})
+        device_name = "this machine's processor"
     share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return ModelFound(
         name=model.name,
@@ -278,7 +148,7 @@ def _model(job: Job) -> ModelFound:
         fingerprint=model.fingerprint,
         adapters=job.adapters,
         gpu_memory_utilization=float(share),
-        fit=fit_of(model, spec, device_bytes, device_name, job.task.default_batch_limits),
+        fit=fit_of(model, spec, device_bytes, device_name, limits_of=job.task.default_batch_limits),
     )
 
 
@@ -316,10 +186,10 @@ def _task(job: Job) -> TaskFound:
 
 def _settings(job: Job) -> Iterator[Setting]:
     """First the fields that the model's generation_config may set, then the spec's other fields."""
-    sampling, origins = job.spec.sampling, job.origins
-    for name, origin in origins.items():
+    sampling = job.spec.sampling
+    for name, origin in job.origins.items():
         yield Setting(name, getattr(sampling, name), origin)
-    others = sampling.model_dump(exclude_defaults=True, exclude={*origins, "columns", "structured_outputs"})
+    others = sampling.model_dump(exclude_defaults=True, exclude={*job.origins, "columns", "structured_outputs"})
     for name, value in others.items():
         yield Setting(name, value, "spec")
 
@@ -330,62 +200,54 @@ def _positions(job: Job, state: State | None) -> Sequence[int]:
     return order
 
 
-def _with_one_sample(spec: JobSpec) -> JobSpec:
-    # Only the first request of a row is shown, and a row may have millions.
-    return spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"n": 1})})
-
-
-def _prompts(job: Job, wanted: RowsToShow, state: State | None, positions: Sequence[int]) -> Iterator[ValidateFinding]:
+def _prompt_findings(
+    job: Job, to_show: RowsToShow, state: State | None, positions: Sequence[int]
+) -> Generator[ValidateFinding, None, PromptLengths]:
+    """The lengths of a sample of prompts, warnings about them, and the rows to show. Returns the lengths."""
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
-    builder, task = (
-        job.task.prompt_builder(tokenizer, job.model.vocab_size, begun),
-        task_of(_with_one_sample(job.spec)),
-    )
-    length, id_column = max_model_len(job), job.spec.input.id_column
-    named = [find_row(job.source, id_column, text) for text in wanted.named]
-    lengths, empty = LengthCounts(len(positions), length, job.spec.sampling.max_tokens), EmptyValues(job.spec)
+    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
+    named = [find_row(job.source, job.spec.input.id_column, text) for text in to_show.named]
+    lengths = yield from _sample_findings(job, builder, positions, to_show.seed or 0)
+    shown: Sequence[int] = named or positions[: to_show.num_rows]
+    if to_show.seed is not None and not named:
+        shown = random_rows(positions, to_show.num_rows, to_show.seed)
+        yield RowsDrawn(to_show.seed)
+    for position in shown:
+        is_run = position in positions
+        yield _shown_row(job, builder, position, tokenizer=tokenizer, is_run=is_run, is_named=bool(named))
+    return lengths
+
+
+def _sample_findings(
+    job: Job, builder: PromptBuilder, positions: Sequence[int], seed: int
+) -> Generator[ValidateFinding, None, PromptLengths]:
+    counts = LengthCounts(len(positions), max_model_len(job), job.spec.sampling.max_tokens)
+    empty = EmptyValues(job.spec)
     structures = RowStructures(job.spec)
     wrong_answers: list[Prompt] = []
-    for sampled in sample_rows(positions, wanted.seed or 0):
+    for sampled in sample_rows(positions, seed):
         rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
         empty.add(rows)
-        for prompt in builder.build(rows, length):
-            lengths.add(prompt)
+        for prompt in builder.build(rows, max_model_len(job)):
+            counts.add(prompt)
             structures.add(prompt)
             if prompt.scoring is not None and prompt.scoring.answer_error is not None:
                 wrong_answers.append(prompt)
-    found = lengths.summary()
-    yield found
+    lengths = counts.summary()
+    yield lengths
     yield from (Remark("structure", text) for text in structures.lines())
-    rate, allowed = sum(error.num_rows for error in found.errors) / max(1, found.num_sampled), job.spec.max_error_rate
+    yield from _warnings(_error_rate_warning(lengths, job.spec.max_error_rate))
+    yield from _warnings(empty.warnings())
+    yield from _warnings(_wrong_answers(wrong_answers, len(counts.lengths)))
+    return lengths
+
+
+def _error_rate_warning(lengths: PromptLengths, allowed: float) -> Iterator[str]:
+    rate = sum(error.num_rows for error in lengths.errors) / max(1, lengths.num_sampled)
     if allowed < rate < 1:
         text = f"warning: {rate:.1%} errors are more than max_error_rate {allowed:.1%}, so that `run` stores all rows"
-        yield Remark("warning", f"{text} and then exits with 3; a higher max_error_rate allows this")
-    yield from (Remark("warning", text) for text in empty.warnings())
-    yield from (Remark("warning", text) for text in _wrong_answers(wrong_answers, len(lengths.lengths)))
-    shown = named or list(positions[: wanted.num_rows])
-    if wanted.seed is not None and not named:
-        shown = random_rows(positions, wanted.num_rows, wanted.seed)
-        yield RowsDrawn(wanted.seed)
-    sampling = job.spec.sampling if job.task.draws_tokens else None
-    columns = list(dict.fromkeys([*builder.columns, *([id_column] if id_column else [])]))
-    for position in shown:
-        [row] = job.source.read(position, position + 1, columns)
-        [prompt] = builder.build([row], length)
-        [first, *_] = task.expand(prompt, length or _LONG)
-        is_run = position in positions
-        row_id = row.values.get(id_column) if id_column else None
-        yield shown_row(
-            prompt,
-            row_id,
-            first,
-            tokenizer=tokenizer,
-            job_sampling=sampling,
-            max_model_len=length,
-            is_run=is_run,
-            is_named=bool(named),
-        )
+        yield f"{text} and then exits with 3; a higher max_error_rate allows this"
 
 
 def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]:
@@ -397,27 +259,48 @@ def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]
     yield f"warning: {which}; `run` scores them, and their answer is null. {first}"
 
 
-def _refuse_hopeless(lengths: PromptLengths | None, spec: JobSpec) -> None:
+def _shown_row(
+    job: Job, builder: PromptBuilder, position: int, *, tokenizer: object, is_run: bool, is_named: bool
+) -> ShownRow:
+    id_column = job.spec.input.id_column
+    columns = list(dict.fromkeys([*builder.columns, *([id_column] if id_column else [])]))
+    [row] = job.source.read(position, position + 1, columns)
+    [prompt] = builder.build([row], max_model_len(job))
+    # Only the first request of a row is shown, and a row may have millions.
+    sampling = job.spec.sampling.model_copy(update={"n": 1})
+    task = task_of(job.spec.model_copy(update={"sampling": sampling}))
+    [request, *_] = task.expand(prompt, max_model_len(job) or _LONG)
+    return shown_row(
+        prompt=prompt,
+        row_id=row.values.get(id_column) if id_column else None,
+        request=request,
+        tokenizer=tokenizer,
+        job_sampling=job.spec.sampling if job.task.draws_tokens else None,
+        max_model_len=max_model_len(job),
+        is_run=is_run,
+        is_named=is_named,
+    )
+
+
+def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
     """Raise UserError if no row of the sample has a prompt, unless `max_error_rate` is 1; `run` does the same."""
-    if lengths is not None and lengths.errors and not lengths.histogram and spec.max_error_rate < 1:
+    if lengths.errors and not lengths.histogram and spec.max_error_rate < 1:
         first = lengths.errors[0]
         error = RowError(first.error_type, first.first_message)
         raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
 def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:
-    found = OutputFound(
-        str(folder.root), "nothing", None, 0, None, None, others_note(folder) if state is None else None
-    )
+    output = OutputFound(str(folder.root), others_note=others_note(folder) if state is None else None)
     if state is not None:
         holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"
-        found = dataclasses.replace(found, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))
+        output = dataclasses.replace(output, holds=holds, num_parts=len(state.parts), drift=_drift(job, state))
     if (cut := read_cut(str(folder.root))) is not None:
-        found = dataclasses.replace(found, holds="slices", num_slices=cut.num_slices)
+        output = dataclasses.replace(output, holds="slices", num_slices=cut.num_slices)
     if state is not None and state.is_done:
-        return found
+        return output
     warning = room_warning(job, state, 1, None if chosen is None else chosen.num_rows)
-    return dataclasses.replace(found, room_warning=warning)
+    return dataclasses.replace(output, room_warning=warning)
 
 
 def _drift(job: Job, state: State) -> str | None:

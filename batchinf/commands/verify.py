@@ -10,7 +10,8 @@ from batchinf.base.errors import DriftError, UserError
 from batchinf.base.parquet import open_part
 from batchinf.commands.begun_job import opened
 from batchinf.commands.deviations import LogprobDeviations, VectorDeviations
-from batchinf.job.open import Job, begun_at, check_drift, max_model_len
+from batchinf.job.drift import check_drift
+from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.manifest.state import State
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt

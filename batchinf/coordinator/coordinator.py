@@ -29,7 +29,7 @@ from batchinf.fleet.launcher import note_end, start_due
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished, LeasesGivenBack
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
-from batchinf.job.open import Job
+from batchinf.job.job import Job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import Committed

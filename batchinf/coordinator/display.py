@@ -103,12 +103,14 @@ class _Bar:
             self._below = tqdm(file=stream, total=0, position=1, bar_format="{desc}", leave=False)
 
     def show(self, status: JobStatus) -> None:
-        self._bar.n, self._bar.total = status.num_rows_done, status.num_rows
+        self._bar.n = status.num_rows_done
+        self._bar.total = status.num_rows
         if self._below is None:
             self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{status_line(status)} [{{elapsed}}]"
         else:
             # The terminal prints ^C behind the bar. In a full line it would wrap, and the bar would stay there twice.
-            width, separator = terminal_width(self._stream) - _ECHO_CELLS, _separator(self._stream)
+            width = terminal_width(self._stream) - _ECHO_CELLS
+            separator = _separator(self._stream)
             # The state, the percentage and the time take the rest, and the bar has at least ten cells.
             right = fit(beside_bar(status), width - len(status.state) - 30, separator)
             self._bar.ncols = self._below.ncols = width
@@ -167,29 +169,23 @@ def beside_bar(status: JobStatus) -> list[Figure]:
 
 def figures(status: JobStatus) -> list[Figure]:
     """All other figures, the most important first."""
-    up = sum(replica.state == "running" for replica in status.replicas)
     starts = _starts(status)
     if status.state == "starting" and starts:
         return [*starts, *([_errors(status)] if status.num_errors else [])]
     if status.state == "ending":
         rest = "" if status.num_rows_done == status.num_rows else "writing the last rows and "
         return [(f"{rest}ending the engines",), _errors(status), _waited(status)]
-    replicas = (f"{up}/{len(status.replicas)} replicas up",)
-    are_down = status.state == "running" and up < len(status.replicas)
+    num_up = sum(replica.state == "running" for replica in status.replicas)
+    up = f"{num_up}/{len(status.replicas)} replicas up"
     num_tokens = status.num_output_tokens
-    return [
-        (f"{sum(replica.in_flight for replica in status.replicas):,} in flight",),
-        *([replicas] if are_down else []),
-        _rate("out", status.output_tokens_per_s if num_tokens else None),
-        _errors(status),
-        _waited(status),
-        *(starts if are_down else []),
-        # Until the first row is finished, only this number grows.
-        (f"{short_count(num_tokens)} tokens generated" if num_tokens else "", ""),
-        _rate("in", status.prompt_tokens_per_s),
-        *([] if are_down else [(*replicas, "")]),
-        *([] if are_down else starts),
-    ]
+    in_flight = (f"{sum(replica.in_flight for replica in status.replicas):,} in flight",)
+    out = _rate("out", status.output_tokens_per_s if num_tokens else None)
+    # Until the first row is finished, only this number grows.
+    generated = (f"{short_count(num_tokens)} tokens generated" if num_tokens else "", "")
+    rest_of_rates = [generated, _rate("in", status.prompt_tokens_per_s)]
+    if status.state == "running" and num_up < len(status.replicas):
+        return [in_flight, (up,), out, _errors(status), _waited(status), *starts, *rest_of_rates]
+    return [in_flight, out, _errors(status), _waited(status), *rest_of_rates, (up, ""), *starts]
 
 
 def _rate(name: str, tokens_per_s: float | None) -> Figure:

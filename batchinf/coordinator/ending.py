@@ -23,28 +23,34 @@ _MESSAGE_CHARS = 200
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Summary:
-    """The totals of a finished job, which `batchinf.run` returns. `print`, and a notebook, show its closing lines.
-
-    folder: the job's, or the slice's. num_rows, num_errors: output rows. num_prompt_tokens, num_output_tokens: of all
-    rows. num_parts: Parquet files. device_s: device time over all attempts, in seconds. was_done: nothing was left to
-    run. speed: of this run; None if no engine worked. errors: each reason of each error type, with its first row, the
-    most frequent first. remarks: further lines, such as an accuracy or a forecast. has_begun: false if the
-    input has no rows; then all numbers are 0.
-    """
+    """The totals of a finished job, which `batchinf.run` returns. `print`, and a notebook, show its closing lines."""
 
     folder: str
-    num_rows: int
-    num_errors: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_parts: int
-    num_bytes: int
-    device_s: float
-    was_done: bool
-    speed: Speed | None
-    errors: tuple[Failure, ...]
-    remarks: tuple[str, ...]
+    """The job's folder, or the slice's."""
+    num_rows: int = 0
+    """Output rows."""
+    num_errors: int = 0
+    """Output rows with an error."""
+    num_prompt_tokens: int = 0
+    """Tokens of all prompts."""
+    num_output_tokens: int = 0
+    """Tokens of all outputs."""
+    num_parts: int = 0
+    """Parquet files."""
+    num_bytes: int = 0
+    """Size of these files."""
+    device_s: float = 0.0
+    """Device time over all attempts, in seconds."""
+    was_done: bool = False
+    """Whether nothing was left to run."""
+    speed: Speed | None = None
+    """Speed of this run; None if no engine worked."""
+    errors: tuple[Failure, ...] = ()
+    """Each reason of each error type, with its first row, the most frequent first."""
+    remarks: tuple[str, ...] = ()
+    """Further lines, such as an accuracy or a forecast."""
     has_begun: bool = True
+    """False if the input has no rows; then all numbers are 0."""
 
     @property
     def results(self) -> Results:
@@ -87,7 +93,7 @@ def nothing_to_run(file: SpecFile) -> Summary:
     """The summary of a job that does not begin, because its input has no rows."""
     folder = os.fspath(job_folder(file.spec.output.path, file.slice).root)
     remark = f"done: {file.spec.input.path} has no rows, so nothing ran, and {folder} holds no job"
-    return Summary(folder, 0, 0, 0, 0, 0, 0, 0.0, False, None, (), (remark,), has_begun=False)
+    return Summary(folder, remarks=(remark,), has_begun=False)
 
 
 def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
@@ -123,36 +129,36 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
 
 @dataclass(frozen=True, slots=True)
 class StoppedWork:
-    """The work of a stopped run, and how much of it is done.
-
-    num_rows: output rows of the job, or those that were left of a retry. num_part_rows: those of them that are in the
-    `num_parts` parts. num_open_rows: finished ones that are in no part; some may not be in the journal. joins_requests:
-    whether an output row may have several requests. retry: its number; None without one.
-    """
+    """The work of a stopped run, and how much of it is done."""
 
     num_rows: int
+    """Output rows of the job, or those that were left of a retry."""
     num_part_rows: int
+    """Those of them that are in parts."""
     num_parts: int
     num_open_rows: int
+    """Finished rows that are in no part; some may not be in the journal."""
+    num_unfinished: int
+    """Requests that were in the engines at the end."""
     joins_requests: bool
+    """Whether an output row may have several requests."""
     retry: int | None = None
+    """The number of the retry."""
 
 
-def stopped_lines(folder: Folder, state: State, work: StoppedWork, num_unfinished: int, advice: str) -> Iterator[str]:
-    """The lines of a stopped job: rows kept, rows that run again, the setting that keeps more, rows still to run.
-
-    num_unfinished: requests that were in the engines at the end.
-    """
+def stopped_lines(folder: Folder, state: State, work: StoppedWork, advice: str) -> Iterator[str]:
+    """The lines of a stopped job: rows kept, rows that run again, rows still to run. advice: how to keep more."""
     num_kept = journal.num_results(folder, state.parts)
     num_kept_rows = min(work.num_open_rows, num_kept) if work.joins_requests else num_kept
     num_left = max(0, work.num_rows - work.num_part_rows - num_kept_rows)
-    of_what, parts = ("", "part") if work.retry is None else (f" that retry {work.retry} has to run", "replaced part")
+    of_retry = "" if work.retry is None else f" that retry {work.retry} has to run"
+    parts = counted(work.num_parts, "part" if work.retry is None else "replaced part")
     yield (
-        f"  kept: {work.num_rows - num_left:,} of {work.num_rows:,} output rows{of_what}: {work.num_part_rows:,} in "
-        f"{counted(work.num_parts, parts)}, and {counted(num_kept, 'finished request')} in the journal"
+        f"  kept: {work.num_rows - num_left:,} of {work.num_rows:,} output rows{of_retry}: {work.num_part_rows:,} in "
+        f"{parts}, and {counted(num_kept, 'finished request')} in the journal"
     )
-    if num_unfinished:
-        yield f"  runs again: {counted(num_unfinished, 'request')} that the engines had begun; {advice}"
+    if work.num_unfinished:
+        yield f"  runs again: {counted(work.num_unfinished, 'request')} that the engines had begun; {advice}"
     else:
         yield "  runs again: nothing; no request was cut off"
     yield f"  still to run: {counted(num_left, 'output row')}"

@@ -1,11 +1,13 @@
-"""Runs a job: takes the lock, starts the job, runs its rows and its retries, and makes the summary."""
+"""Runs a job: checks it, takes the lock, starts it, runs its rows and its retries, and makes the summary."""
 
 import contextlib
 import functools
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError
+import pyarrow as pa
+
+from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, SpecError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
@@ -13,26 +15,34 @@ from batchinf.coordinator import progress
 from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import StoppedWork, Summary, finished, nothing_to_run, stopped_lines
-from batchinf.coordinator.extend import has_more
+from batchinf.coordinator.extend import NOTHING_NEW, has_more
 from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, tidy
-from batchinf.coordinator.retry import RetryPhase, begin_retry, next_phase
-from batchinf.coordinator.start import NOTHING_NEW, CheckedJob, StartedJob, check_first, start
+from batchinf.coordinator.retry import UnfinishedRetry, as_begun, begin_retry, next_retry
+from batchinf.coordinator.start import Epoch, open_checked, start
+from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import work_of
+from batchinf.fleet.parallel import check_processor
 from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
-from batchinf.job.open import Job
+from batchinf.job.drift import check_drift
+from batchinf.job.job import Job, PreparedJob
+from batchinf.job.open import location_of, over_rows, placing, prepare_job
 from batchinf.manifest.lines import SPEED
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
+from batchinf.manifest.versions import begun_spec
+from batchinf.model.content import Contents
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.positions import RunOrder, chosen_in_order
+from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.schedule.shards import total_rows, total_shards
+from batchinf.source.rows import first_rows
 from batchinf.spec.file import SpecFile
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -57,36 +67,88 @@ def run_job(
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
     began = time.monotonic()
+    out = file.spec.output.path
+    folder = job_folder(out, file.slice)
     if fresh:
-        move_job_aside(file, backend, display)
-    out, folder = file.spec.output.path, job_folder(file.spec.output.path, file.slice)
+        if file.slice is not None:
+            check_place(out, file.slice)
+        move_job_aside(_prepare(file, None)[0], backend, display)
     check_place(out, file.slice)
     state = read_state(folder) if folder.exists("manifest") else None
     _check_held(folder, state, retry)
-    checked = check_first(file, state, retry, extends=extends)
-    if state is not None and state.is_done and retry is None and _is_whole(folder, state):
-        job = checked.open()
-        with contextlib.closing(job.source):
-            is_finished = not extends or not has_more(job, state)
-        if is_finished:
-            if extends:
-                display.say(NOTHING_NEW)
-            if has_leftovers(folder):
-                _tidy_late(folder)
-            return finished(file, state, was_done=True)
+    prepared, contents = _prepare(file, state, retry, extends=extends)
+    if state is not None and retry is None and _is_finished(prepared, state):
+        if extends:
+            display.say(NOTHING_NEW)
+        if has_leftovers(folder):
+            _tidy_late(folder)
+        return finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
+    lock = JobLock(folder)
     try:
-        with ahead_of_time_limit(file.spec.stop_before_s, display.say):
-            _hold_and_run(checked, backend, display, began, begins_together=begins_together)
+        with (
+            ahead_of_time_limit(file.spec.stop_before_s, display.say),
+            lock.held(lambda: last_epoch(folder), display.say) as number,
+        ):
+            if file.slice is not None:
+                # A slice that begins now may not be seen by a process that is about to move the whole folder.
+                await_free(Folder(out), display.say)
+            current = read_state(folder, state)
+            if current is not state:  # another process has run the job since, or moved it
+                _check_held(folder, current, retry)
+                prepared, contents = _prepare(file, current, retry, extends=extends)
+            with start(prepared, contents, backend, lock=lock, number=number, display=display) as epoch:
+                _run_all(epoch, began, begins_together=begins_together)
+            tidy(folder)
     except NoRowsError:
         if read_state(folder) is not None or retry is not None:
             raise
         return nothing_to_run(file)
     finally:
         display.close()
-    done = read_state(folder)
-    assert done is not None
-    return finished(file, done)
+    return finished(file, _state(folder))
+
+
+def _prepare(
+    file: SpecFile, state: State | None, retry: str | None = None, *, extends: bool = False
+) -> tuple[PreparedJob, Contents]:
+    """The checks that take milliseconds and write nothing: spec, model, settings of the folder's job, first rows.
+
+    Returns the job, and the model's local files as they are before an engine starts. state: of the job in the folder.
+    retry: a predicate for the rows that run again. extends: take in new rows of the input. Raises UserError.
+    """
+    prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    if state is not None:
+        begun_spec(prepared.folder, state.header)
+    contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
+    if state is None:
+        return _over_first_rows(prepared), contents
+    differences = contents.differences(state.files)
+    prepared = replace(prepared, retry=retry, has_rows=not state.committed.all())
+    if retry is None:
+        check_drift(prepared, state.header, files=differences)
+        return prepared, contents
+    if is_cpu_build():  # the launcher checks the sampling that the job began with
+        with placing(file):
+            check_processor(prepared.spec, prepared.spec.length_limit(prepared.model.max_model_len))
+    return as_begun(prepared, state.header, differences), contents
+
+
+def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
+    """The new job over an input whose first rows are those of its input."""
+    where = prepared.file.spec.input.where
+    with placing(prepared.file):
+        rows = first_rows(location_of(prepared.file.spec))
+    if rows is None:
+        return prepared
+    try:
+        prepared = over_rows(prepared, rows)
+        if where is not None:
+            Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
+    except (SpecError, PredicateError):
+        # Later rows may be other ones: the scan decides, and replicas wait for it.
+        return replace(prepared, has_rows=False)
+    return prepared
 
 
 def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
@@ -100,99 +162,96 @@ def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
         )
 
 
-def _is_whole(folder: Folder, state: State) -> bool:
-    return RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)
+def _is_finished(prepared: PreparedJob, state: State) -> bool:
+    """Whether nothing is left to run: no shard, no part that has changed, and no new row if the job takes them in."""
+    folder = prepared.folder
+    if not (state.is_done and RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)):
+        return False
+    job = open_checked(prepared)
+    with contextlib.closing(job.source):
+        return prepared.new != "take" or not has_more(job, state)
 
 
-def _hold_and_run(
-    checked: CheckedJob, backend: Backend, display: ProgressDisplay, began: float, *, begins_together: bool
-) -> None:
-    """began: start of the run, in seconds of the monotonic clock."""
-    file, folder, lock = checked.prepared.file, checked.prepared.folder, JobLock(checked.prepared.folder)
-    with lock.held(lambda: last_epoch(folder), display.say) as epoch:
-        if file.slice is not None:
-            # A slice that begins now may not be seen by a process that is about to move the whole folder.
-            await_free(Folder(file.spec.output.path), display.say)
-        state = read_state(folder, checked.state)
-        if state is not checked.state:  # another process has run the job since, or moved it
-            _check_held(folder, state, checked.retry)
-            checked = check_first(file, state, checked.retry, extends=checked.extends)
-        with start(checked, backend, lock, epoch, display) as begun:
-            if not begun.state.committed.all():
-                fleet = begun.fleet
-                _run_shards(begun, lock, display, begun.job, begun.state, fleet, begins_together=begins_together)
-            _run_retries(begun, lock, display)
-            _note_speed(begun, time.monotonic() - began)
-            begun.manifest.done()
-            begun.manifest.commit()
-        tidy(folder)
+def _state(folder: Folder) -> State:
+    """The state of the job, which has begun."""
+    state = read_state(folder)
+    assert state is not None
+    return state
+
+
+def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
+    """Run all rows and retries that are left. Then the job is done. began: see `time.monotonic`."""
+    if not epoch.state.committed.all():
+        _run_shards(epoch, epoch.job, epoch.state, epoch.replicas.fleet, begins_together=begins_together)
+    _run_retries(epoch)
+    _note_speed(epoch, time.monotonic() - began)
+    epoch.manifest.done()
+    epoch.manifest.commit()
 
 
 def _run_shards(
-    begun: StartedJob,
-    lock: JobLock,
-    display: ProgressDisplay,
+    epoch: Epoch,
     job: Job,
     state: State,
     fleet: Fleet,
-    phase: RetryPhase | None = None,
     *,
+    unfinished: UnfinishedRetry | None = None,
     begins_together: bool = False,
 ) -> None:
     """Run all shards that are not committed, or the rest of a retry. fleet: knows its work."""
-    launcher, counts = begun.launcher, state.counts
-    committed = Committed(int(state.committed.sum()), counts.num_rows, counts.num_errors)
-    num_shards = total_shards(state.extents)
-    num_rows = total_rows(state.extents) * job.task.num_rows_per_input
-    is_done = state.committed
-    num_chosen = chosen_of = None
+    launcher = epoch.replicas.launcher
     order = RunOrder(job.folder, state.extents)
-    if phase is not None:
-        num_rows = int(phase.num_chosen.sum()) * job.task.num_rows_per_input
-        is_done = phase.num_chosen == 0
+    num_chosen = chosen_of = None
+    if unfinished is None:
+        num_input_rows = total_rows(state.extents)
+        is_done = state.committed
+        committed = Committed(int(is_done.sum()), state.counts.num_rows, state.counts.num_errors)
+    else:
+        num_chosen = unfinished.num_chosen
+        chosen_of = functools.partial(chosen_in_order, order, unfinished.chosen)
+        num_input_rows = int(num_chosen.sum())
+        is_done = num_chosen == 0
         committed = Committed(int(is_done.sum()), 0, 0)
-        num_chosen, chosen_of = phase.num_chosen, functools.partial(chosen_in_order, order, phase.chosen)
+    num_rows = num_input_rows * job.task.num_rows_per_input
     pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
-    trials = Trials(order, state, is_done, fleet, begun.manifest)
+    trials = Trials(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
     pending.withhold(trials.leases.values())
-    platforms = Platforms(state, job.spec.same_device)
     telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
     coordinator = Coordinator(
         job=job,
-        manifest=begun.manifest,
-        lock=lock,
+        manifest=epoch.manifest,
+        lock=epoch.lock,
         fleet=fleet,
         pending=pending,
-        display=display,
+        display=epoch.display,
         num_rows=num_rows,
-        num_shards=num_shards,
+        num_shards=total_shards(state.extents),
         committed=committed,
-        platforms=platforms,
+        platforms=Platforms(state, job.spec.same_device),
         trials=trials,
         telemetry=telemetry,
-        identity=begun.identity,
+        identity=epoch.identity,
         most_tokens=_most_tokens(job),
         begins_together=begins_together,
     )
     try:
         coordinator.run()
     except Interrupted as error:
-        found = read_state(job.folder)
-        assert found is not None
+        state = _state(job.folder)
         work = StoppedWork(
-            num_rows,
-            committed.num_rows,
-            committed.num_shards - int(is_done.sum()) if phase else len(found.parts),
-            coordinator.num_rows_in_journal,
-            job.task.joins_requests,
-            phase.retry.number if phase else None,
+            num_rows=num_rows,
+            num_part_rows=committed.num_rows,
+            num_parts=committed.num_shards - int(is_done.sum()) if unfinished else len(state.parts),
+            num_open_rows=coordinator.num_rows_in_journal,
+            num_unfinished=coordinator.num_unfinished,
+            joins_requests=job.task.joins_requests,
+            retry=unfinished.retry.number if unfinished else None,
         )
-        kept = stopped_lines(job.folder, found, work, coordinator.num_unfinished, coordinator.requests.advice)
+        kept = stopped_lines(job.folder, state, work, coordinator.requests.advice)
         raise Interrupted("\n".join([str(error), *kept])) from None
     except HopelessJob as error:
-        found = read_state(job.folder)
-        assert found is not None
-        raise HopelessJob("\n".join([str(error), *progress.ended_early_lines(job, found)])) from None
+        lines = progress.ended_early_lines(job, _state(job.folder))
+        raise HopelessJob("\n".join([str(error), *lines])) from None
     finally:
         telemetry.close()
     launcher.note_warm(fleet)
@@ -205,37 +264,38 @@ def _most_tokens(job: Job) -> int | None:
     return sampling.max_tokens if job.task.draws_tokens and not has_own else None
 
 
-def _run_retries(begun: StartedJob, lock: JobLock, display: ProgressDisplay) -> None:
+def _run_retries(epoch: Epoch) -> None:
     """Begin the requested retry, unless it has begun before, and finish all retries that have begun."""
-    job, manifest, request = begun.job, begun.manifest, begun.request
-    state = read_state(job.folder)
-    assert state is not None
-    if request is not None and not request.is_under_way:
-        display.say(f"looking for rows where {request.predicate.text}")
-        if begin_retry(job, state, manifest, request) is None:
-            display.say(f"no row matches {request.predicate.text}: no row runs again")
-    while (phase := next_phase(job, state, manifest)) is not None:
-        num_rows, num_shards = int(phase.num_chosen.sum()), int((phase.num_chosen > 0).sum())
-        display.say(f"{phase.retry}: {num_rows:,} input rows in {num_shards:,} shards run again")
-        fleet = begun.launcher.fleet(state.header.job_id, phase.job.spec, phase.retry.number)
-        fleet.give_work(work_of(phase.job, state, phase.retry))
+    job = epoch.job
+    manifest = epoch.manifest
+    say = epoch.display.say
+    state = _state(job.folder)
+    if epoch.retry is not None:
+        say(f"looking for rows where {epoch.retry.text}")
+        if begin_retry(job, state, manifest, epoch.retry, overrides=epoch.overrides) is None:
+            say(f"no row matches {epoch.retry.text}: no row runs again")
+    while (unfinished := next_retry(job, state, manifest)) is not None:
+        retry = unfinished.retry
+        num_rows = int(unfinished.num_chosen.sum())
+        num_shards = int((unfinished.num_chosen > 0).sum())
+        say(f"{retry}: {num_rows:,} input rows in {num_shards:,} shards run again")
+        fleet = epoch.replicas.launcher.fleet(state.header.job_id, unfinished.job.spec, retry.number)
+        fleet.give_work(work_of(unfinished.job, state, retry))
         try:
-            _run_shards(begun, lock, display, phase.job, state, fleet, phase)
+            _run_shards(epoch, unfinished.job, state, fleet, unfinished=unfinished)
         finally:
             fleet.kill()
-        state = read_state(job.folder)
-        assert state is not None
+        state = _state(job.folder)
 
 
-def _note_speed(begun: StartedJob, run_s: float) -> None:
+def _note_speed(epoch: Epoch, run_s: float) -> None:
     """Add the run's speed to the manifest's next commit. If the run has none, remove that of an earlier run."""
-    state = read_state(begun.job.folder)
-    assert state is not None
-    speed = measured_speed(begun.job.folder, state, run_s)
+    state = _state(epoch.job.folder)
+    speed = measured_speed(epoch.job.folder, state, run_s)
     if speed is not None:
-        begun.manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))
+        epoch.manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))
     elif state.speed is not None:
-        begun.manifest.event("forgotten", kept_as=SPEED)
+        epoch.manifest.event("forgotten", kept_as=SPEED)
 
 
 def _tidy_late(folder: Folder) -> None:

@@ -10,9 +10,11 @@ import pyarrow as pa
 
 from batchinf.base import faults
 from batchinf.base.errors import InputError
+from batchinf.coordinator.begin import auto_rows_per_shard, committed_state
 from batchinf.job import ordering
-from batchinf.job.choose import Say, choose
-from batchinf.job.open import Job, auto_rows_per_shard, carried_columns
+from batchinf.job.choose import Say, choose, consecutive
+from batchinf.job.job import Job, carried_columns
+from batchinf.job.open import location_of
 from batchinf.manifest.lines import CHOSEN
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
@@ -20,13 +22,15 @@ from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column
-from batchinf.spec.file import SpecFile, dump_spec
+from batchinf.spec.file import dump_spec
 from batchinf.spec.job import JobSpec
+
+NOTHING_NEW = "--extend: the input has no new files and no new rows"
 
 
 def check_extended(job: Job, state: State) -> None:
     """Raise InputError if the new input does not fit the job. job: with everything that its input has now."""
-    if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(job.location):
+    if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(location_of(job.spec)):
         raise InputError(
             f"{job.spec.input.path} is a Hugging Face dataset that has changed: --extend cannot tell which of its rows "
             "are new; give the new rows as files, or to a new job with input.exclude"
@@ -42,11 +46,13 @@ def has_more(job: Job, state: State) -> bool:
 
 def _check_types(job: Job) -> None:
     """Check that kept columns have the same types as before, because readers read all parts as one table."""
-    before, now = job.source.schemas[0], job.source.schema
     for name in carried_columns(job.spec):
+        before = job.source.schemas[0].field(name)
+        now = job.source.schema.field(name)
         # A text stays as it is if later rows have other values, so the rows that are done are the same.
-        if not before.field(name).equals(now.field(name)):
-            was, is_now = (_type_of(schema.field(name)) for schema in (before, now))
+        if not before.equals(now):
+            was = _type_of(before)
+            is_now = _type_of(now)
             raise InputError(
                 f"column {name!r} is {was} in the job's output, but {is_now} with the new rows of "
                 f"{job.spec.input.path}; write it as {was} there, or run the new rows as another job"
@@ -57,12 +63,15 @@ def _type_of(field: pa.Field) -> str:
     return "of mixed types" if is_json_column(field) else str(field.type)
 
 
-def add_extent(job: Job, file: SpecFile, state: State, manifest: Manifest, num_replicas: int, say: Say) -> int:
-    """Add the new rows to the job, durably. Returns how many of them will run."""
-    choice = _chosen(job, file, state, manifest, say)
+def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int, say: Say) -> State:
+    """Add the new rows to the job, durably, and return its state."""
+    if not has_more(job, state):
+        say(NOTHING_NEW)
+        return state
+    choice = _chosen(job, state, manifest, say)
     ordered_by = state.header.layout.get("order", "input")
     choice = replace(choice, start=total_rows(state.extents), ordered_by=ordered_by)
-    choice = ordering.in_order(job, choice, state, say, manifest.check_lock)
+    choice = ordering.in_order(job, choice, state, say=say, check_lock=manifest.check_lock)
     extent = choice.extent(_rows_per_shard(job, state, choice, num_replicas), total_shards(state.extents))
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows
@@ -74,7 +83,9 @@ def add_extent(job: Job, file: SpecFile, state: State, manifest: Manifest, num_r
     faults.point("extend.after_line")
     if job.spec.input.limit != state.limit:
         job.folder.write_atomic("job.yaml", spec_text(state, job.spec.input.limit).encode())
-    return choice.num_rows
+    num_new = job.source.num_rows - state.extents[-1].stop_row
+    say(f"extended: {choice.num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen")
+    return committed_state(job.folder)
 
 
 def spec_text(state: State, limit: int | None) -> str:
@@ -83,15 +94,25 @@ def spec_text(state: State, limit: int | None) -> str:
     return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
-def _chosen(job: Job, file: SpecFile, state: State, manifest: Manifest, say: Say) -> Choice:
+def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:
     """The new rows that the job's fields choose, up to its limit."""
-    number, rows = len(state.extents) + 1, range(state.extents[-1].stop_row, job.source.num_rows)
-    limit, check_lock = job.spec.input.limit, manifest.check_lock
+    number = len(state.extents) + 1
+    rows = range(state.extents[-1].stop_row, job.source.num_rows)
+    limit = job.spec.input.limit
     left = None if limit is None else limit - total_rows(state.extents)
     if left == 0 or not rows:
-        return Choice(number, 0, 0, rows.start, rows.start)
-    own = job.folder, number
-    return choose(job, file, rows, left, *own, say=say, check_lock=check_lock, may_be_none=True, state=state)
+        return consecutive(range(rows.start, rows.start), number)
+    return choose(
+        job,
+        rows,
+        job.folder,
+        limit=left,
+        number=number,
+        say=say,
+        check_lock=manifest.check_lock,
+        may_be_none=True,
+        state=state,
+    )
 
 
 def _rows_per_shard(job: Job, state: State, choice: Choice, num_replicas: int) -> int:
@@ -99,9 +120,3 @@ def _rows_per_shard(job: Job, state: State, choice: Choice, num_replicas: int) -
     if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
         return int(state.header.layout["rows_per_shard"])
     return auto_rows_per_shard(job, choice, num_replicas)
-
-
-def said(job: Job, state: State, num_rows: int) -> str:
-    """A line for the user about the new rows."""
-    num_new = job.source.num_rows - state.extents[-1].stop_row
-    return f"extended: {num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen"

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, check_place, is_slice_folder, job_folder
+from batchinf.base.slices import CUT_RECORD, SOURCE_FOLDER, is_slice_folder
 from batchinf.base.storage import Folder, reason, sync_folder
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.start import CHECKING, CheckedJob, check_first, with_known_degrees
+from batchinf.coordinator.start import CHECKING, with_known_degrees
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import Launcher
 from batchinf.job.choose import choose
 from batchinf.job.disk_space import check_size
-from batchinf.job.open import check_cut
+from batchinf.job.drift import check_cut
+from batchinf.job.job import PreparedJob
+from batchinf.job.open import open_input
 from batchinf.job.sample import refuse_hopeless
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
@@ -32,19 +34,17 @@ _SIGNS = ("manifest", "parts", "job.yaml", CUT_RECORD)
 _SCAN = ".tmp-fresh"
 
 
-def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -> None:
+def move_job_aside(prepared: PreparedJob, backend: Backend, display: ProgressDisplay) -> None:
     """Move a job to the first free name of `OUT.1`, `OUT.2`, ..., if there is one and the new one can begin.
 
     A whole job begins anew in place of a whole job or of all slices, and a slice in place of itself. The move is
     durable on return. Raises UserError, and moves nothing, if the new job cannot begin, if another process runs a job
     in the folder, if it holds other files too, or if it cannot be moved.
     """
-    out, folder = file.spec.output.path, job_folder(file.spec.output.path, file.slice)
-    if file.slice is not None:
-        check_place(out, file.slice)
-    checked = check_first(file, None)
+    file = prepared.file
     # Move the folder, not a link to it, so that the new job stays on the same disk.
-    link, folder = folder.root, Folder(folder.root.resolve())
+    link = prepared.folder.root
+    folder = Folder(link.resolve())
     folder.make()
     with JobLock(folder).held(lambda: last_epoch(folder), display.say) as epoch:
         _sweep_moved(folder.root)
@@ -59,7 +59,7 @@ def move_job_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -
         for old in (folder, *([] if file.slice is not None else beside)):
             _end_leftovers(old, backend)
         try:
-            _check_all(checked, backend, folder, epoch, display)
+            _check_all(prepared, backend, folder=folder, epoch=epoch, display=display)
             aside = _rename(folder.root)
         finally:
             shutil.rmtree(folder.path(_SCAN), ignore_errors=True)
@@ -107,13 +107,14 @@ def _beside(file: SpecFile, folder: Folder) -> list[Folder]:
     return [Folder(folder.path(name)) for name in folder.list("") if is_slice_folder(name)]
 
 
-def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int, display: ProgressDisplay) -> None:
-    """Make the checks of a start that `check_first` does not make, and start nothing.
+def _check_all(
+    prepared: PreparedJob, backend: Backend, *, folder: Folder, epoch: int, display: ProgressDisplay
+) -> None:
+    """Make the checks of a start that `epoch` has not made, and start nothing.
 
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
-    checked = with_known_degrees(checked, backend, display)
-    prepared, file = checked.prepared, checked.prepared.file
+    prepared = with_known_degrees(prepared, backend, display.say)
     Launcher.of(
         backend=backend,
         spec=prepared.spec,
@@ -126,20 +127,20 @@ def _check_all(checked: CheckedJob, backend: Backend, folder: Folder, epoch: int
         shared_share=lambda: None,
     )
     folder.sweep("")
-    job = prepared.open(None if file.slice is not None else folder.path(_SCAN))
+    job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN))
     with contextlib.closing(job.source):
         if job.slice is not None:
             check_cut(job)
         if job.spec.scripted is None:
-            with StructuresCheck(file, job.model.tokenizer) as check:
+            with StructuresCheck(prepared.file, job.model.tokenizer) as check:
                 if not check.is_done:
                     display.say(CHECKING)
                 list(check.lines())
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.root) as scratch:
-            choice = choose(job, file, range(job.source.num_rows), job.spec.input.limit, Folder(scratch))
+            rows = range(job.source.num_rows)
+            choice = choose(job, rows, Folder(scratch), limit=job.spec.input.limit)
             refuse_hopeless(job, choice.order(Folder(scratch)))
-        num_rows = choice.num_rows
-        check_size(file, job, num_rows if job.slice is None else len(job.slice.rows(num_rows)))
+        check_size(job, choice.num_rows if job.slice is None else len(job.slice.rows(choice.num_rows)))
 
 
 def _names(root: pathlib.Path) -> Iterator[pathlib.Path]:

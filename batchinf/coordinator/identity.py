@@ -3,14 +3,16 @@
 Weights are digested while engines load them. Replicas run rows meanwhile and hold the results in memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from batchinf.base import faults
 from batchinf.base.slices import share_files
 from batchinf.base.text import size_text
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.replica import FleetReplica
-from batchinf.job.open import Job, files_drift
+from batchinf.job.choose import Say
+from batchinf.job.drift import files_drift
+from batchinf.job.job import Job
 from batchinf.manifest.log import Manifest
 from batchinf.model.content import Contents
 from batchinf.replica.messages import Identified
@@ -20,7 +22,7 @@ class IdentityGate:
     """Records the digests in the manifest, and then tells replicas that they may store results."""
 
     def __init__(
-        self, contents: Contents, job: Job, before: Mapping[str, str], manifest: Manifest, say: Callable[[str], None]
+        self, contents: Contents, job: Job, *, before: Mapping[str, str], manifest: Manifest, say: Say
     ) -> None:
         """before: the digests that the manifest has; empty if it has none. say: prints a line."""
         self._contents = contents
@@ -51,14 +53,15 @@ class IdentityGate:
             fleet.send(replica, Identified())
         elif not self._has_said:
             self._has_said = True
-            num_read, num_bytes = self._contents.num_bytes_read, self._contents.num_bytes
+            num_read = size_text(self._contents.num_bytes_read)
             self._say(
-                f"results wait in memory until all bytes of the model's files are read: {size_text(num_read)} of "
-                f"{size_text(num_bytes)} so far"
+                f"results wait in memory until all bytes of the model's files are read: {num_read} of "
+                f"{size_text(self._contents.num_bytes)} so far"
             )
 
     def _record(self) -> None:
-        job, digests = self._job, self._contents.digests
+        job = self._job
+        digests = self._contents.digests
         if lines := self._contents.differences(self._before):
             raise files_drift(f"{job.folder.root} holds a job", lines)
         if not digests:

@@ -2,8 +2,9 @@
 
 import contextlib
 import datetime
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,7 +13,7 @@ from batchinf.base.parquet import open_part
 from batchinf.base.reasons import reason
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, size_text, time_text
-from batchinf.job.open import Job, begun_at
+from batchinf.job.job import Job, begun_at
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
@@ -20,6 +21,7 @@ from batchinf.output.batches import error_rows
 from batchinf.output.journal import Journal, list_shards
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.schedule.shards import total_rows
 
 # The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
 FIRST_ROWS = 1000
@@ -36,14 +38,13 @@ _PROMPT_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Error rows of one type and one reason.
-
-    error_message, row_index: those of the first of these rows.
-    """
+    """Error rows of one type and one reason."""
 
     error_type: str
     error_message: str
+    """The message of the first of these rows."""
     row_index: int
+    """The position of the first of these rows."""
     num_rows: int
 
 
@@ -58,53 +59,50 @@ def is_hopeless(num_errors: int, num_begun: int) -> bool:
 
 def commonest(folder: Folder, state: State, journal: Journal | None = None, most: int | None = _SHOWN) -> list[Failure]:
     """The `most` most frequent failures among the first 10,000 error rows in parts and journal; None: all of them."""
-    found: dict[tuple[str, str], Failure] = {}
+    failures: dict[tuple[str, str], Failure] = {}
     num_looked_at = 0
     with contextlib.closing(_error_tables(folder, state, journal)) as tables:
         for table in tables:
             for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
-                kind, words = row["error_type"], row["error_message"] or ""
-                key = kind, reason(words)
-                first = found.get(key) or Failure(kind, words, row["row_index"], 0)
-                found[key] = Failure(kind, first.error_message, first.row_index, first.num_rows + 1)
+                message = row["error_message"] or ""
+                key = row["error_type"], reason(message)
+                failure = failures.get(key) or Failure(row["error_type"], message, row["row_index"], 0)
+                failures[key] = replace(failure, num_rows=failure.num_rows + 1)
             num_looked_at += table.num_rows
             if num_looked_at >= _MOST_ROWS:
                 break
-    return sorted(found.values(), key=lambda failure: -failure.num_rows)[:most]
+    return sorted(failures.values(), key=lambda failure: -failure.num_rows)[:most]
 
 
 def _error_tables(folder: Folder, state: State, journal: Journal | None) -> Generator[pa.Table, None, None]:
     with_errors = [shard for shard, part in sorted(state.parts.items()) if part.num_errors]
     for shard in with_errors[:_MOST_PARTS]:
         # This is only a report. A part that is missing must not change the job's result.
-        with (
-            contextlib.suppress(OutputError),
-            open_part(folder.path(f"parts/{part_name(shard)}")) as file,
-        ):
+        with contextlib.suppress(OutputError), open_part(folder.path(f"parts/{part_name(shard)}")) as file:
             for index in range(file.num_row_groups):
                 yield error_rows(file.read_row_group(index, columns=_COLUMNS))
-    for shard in list_shards(folder) if journal is not None else ():
-        assert journal is not None
-        for table in journal.tables(shard) if shard not in state.parts else ():
-            yield error_rows(table.select(_COLUMNS))
+    if journal is not None:
+        for shard in sorted(set(list_shards(folder)) - state.parts.keys()):
+            for table in journal.tables(shard):
+                yield error_rows(table.select(_COLUMNS))
 
 
 def failure_lines(failures: Sequence[Failure], prompts: Sequence[str]) -> list[str]:
     """The failures as lines. prompts: one for each failure, or none."""
-    said = ["the commonest errors:"] if failures else []
+    lines = ["the commonest errors:"] if failures else []
     for place, failure in enumerate(failures):
         words = clip(failure.error_message, _MESSAGE_CHARS)
-        said.append(f"  {failure.num_rows:,} × {failure.error_type}: {words}")
+        lines.append(f"  {failure.num_rows:,} × {failure.error_type}: {words}")
         if prompts:
-            said.append(f"      row {failure.row_index}: {prompts[place]}")
-    return said
+            lines.append(f"      row {failure.row_index}: {prompts[place]}")
+    return lines
 
 
 def ended_early_lines(job: Job, state: State) -> list[str]:
     """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
-    found = commonest(job.folder, state, Journal(job.folder, "look", state.header.columns.journal_schema))
+    failures = commonest(job.folder, state, Journal(job.folder, "look", state.header.columns.journal_schema))
     return [
-        *failure_lines(found, _prompts(job, found, begun_at(job, state.header))),
+        *failure_lines(failures, _prompts(job, failures, begun_at(job, state.header))),
         f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and all other finished requests "
         "in the journal",
         "correct the spec or the input and give the new job another output.path; or continue this job despite its "
@@ -134,20 +132,17 @@ def forecast(state: State) -> list[str]:
 
     Device time is the time in which engines had rows, over all attempts that the manifest still records.
     """
-    given, event = state.header.spec["input"], state.kept.get(CHOSEN)
-    is_part = given.get("sample") is not None or given.get("limit") is not None
+    where = state.header.spec["input"]
+    event = state.kept.get(CHOSEN)
+    is_part = where.get("sample") is not None or where.get("limit") is not None
     if event is None or not is_part or not state.extents or not event.fields["num_rows"]:
         return []
-    num_input_rows = event.fields["num_input_rows"]
-    num_run = sum(extent.num_rows for extent in state.extents)
-    whose, num_all = f"all {num_input_rows:,} input rows", num_input_rows
-    named = [name for name in ("where", "exclude") if given.get(name) is not None]
-    if named:
-        num_considered = state.extents[-1].stop_row - state.extents[0].first_row
-        num_all = round(num_run / num_considered / (given.get("sample") or 1.0) * num_input_rows)
-        whose = f"all input rows that {' and '.join(named)} would leave, about {num_all:,},"
-    factor, run_s = num_all / num_run, max(0.0, state.device_s - _idle_s(state))
-    device, batch = "GPU" if _has_devices(state) else "device", _num_at_once(state)
+    num_run = total_rows(state.extents)
+    num_all, whose = _all_rows(state, where, event.fields["num_input_rows"])
+    factor = num_all / num_run
+    run_s = max(0.0, state.device_s - _idle_s(state))
+    device = "GPU" if _has_devices(state) else "device"
+    batch = _num_at_once(state)
     is_small = state.counts.num_rows < batch
     lines = [
         f"forecast from {num_run:,} input rows, which took {time_text(run_s)} of {device} time: {whose} take "
@@ -160,6 +155,17 @@ def forecast(state: State) -> list[str]:
             "better forecast"
         )
     return lines
+
+
+def _all_rows(state: State, where: Mapping[str, Any], num_input_rows: int) -> tuple[int, str]:
+    """How many rows the job has without `sample` and `limit`, and these rows in words. where: the section `input`."""
+    named = [name for name in ("where", "exclude") if where.get(name) is not None]
+    if not named:
+        return num_input_rows, f"all {num_input_rows:,} input rows"
+    num_considered = state.extents[-1].stop_row - state.extents[0].first_row
+    share = total_rows(state.extents) / num_considered
+    num_all = round(share / (where.get("sample") or 1.0) * num_input_rows)
+    return num_all, f"all input rows that {' and '.join(named)} would leave, about {num_all:,},"
 
 
 def _has_devices(state: State) -> bool:
@@ -188,7 +194,8 @@ def _idle_s(state: State) -> float:
             idle_since.update({name: event for name in started if name not in idle_since})
         elif event.name == "replica_ended":
             name = event.fields["incarnation"]
-            start, since = started.pop(name, None), idle_since.pop(name, None)
+            start = started.pop(name, None)
+            since = idle_since.pop(name, None)
             if since is start is not None:
                 total += event.fields["device_s"]
             elif since is not None and start is not None:

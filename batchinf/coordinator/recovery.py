@@ -5,11 +5,10 @@ Only files with names of our own pattern are touched. No row can be lost here: a
 
 import datetime
 import shutil
-from dataclasses import dataclass
 
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus
-from batchinf.job.open import Job
+from batchinf.job.job import Job
 from batchinf.manifest.lock import LOCK, is_free
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
@@ -19,20 +18,12 @@ from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces, with_retry
 from batchinf.output.seal import digest_of
-from batchinf.records import Extent, Part
+from batchinf.records import Part
 from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 
 _IN_PROGRESS = ("staging", "journal")  # empty when the job is done
 _OWN = ("", "parts", *_IN_PROGRESS, "manifest", "source", "source/versions", RETRY_FOLDER, RUN_FOLDER)
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredJob:
-    """Indices of the shards whose parts were adopted, and of those whose parts were lost."""
-
-    adopted: tuple[int, ...]
-    lost: tuple[int, ...]
 
 
 def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
@@ -57,21 +48,24 @@ def _seconds(at: str) -> float:
     return datetime.datetime.fromisoformat(at).timestamp()
 
 
-def recover(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest) -> RecoveredJob:
-    """Make folder and manifest consistent. The caller commits the new lines of the manifest."""
+def recover(job: Job, state: State, manifest: Manifest) -> tuple[list[int], list[int]]:
+    """Make folder and manifest consistent. The caller commits the new lines of the manifest.
+
+    Returns the indices of the shards whose parts were adopted, and of those whose parts were lost.
+    """
     folder = job.folder
     _sweep(folder)
     _settle(folder, state, manifest)
     lost = _check_parts(job, state, manifest)
-    adopted = [*_adopt(job, extents, state, manifest, "parts"), *_adopt(job, extents, state, manifest, "staging")]
+    adopted = [*_adopt(job, state, manifest, "parts"), *_adopt(job, state, manifest, "staging")]
     closed = (
         shard
         for shard in journal.list_shards(folder)
-        if shard >= total_shards(extents) or (shard < len(state.committed) and state.committed[shard])
+        if shard >= total_shards(state.extents) or (shard < len(state.committed) and state.committed[shard])
     )
     # Keeps the segments of a retry whose new part has not replaced the shard's part yet.
     journal.drop(folder, {shard: state.parts[shard].retry if shard in state.parts else None for shard in closed})
-    return RecoveredJob(tuple(adopted), tuple(lost))
+    return adopted, lost
 
 
 def _sweep(folder: Folder) -> None:
@@ -112,7 +106,8 @@ def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:
 def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
     """Finish replacements that a crash interrupted between the `replacing` line and the new part's line."""
     for shard, line in list(state.replacing.items()):
-        name, staged = f"parts/{part_name(shard)}", f"staging/{line.file}"
+        name = f"parts/{part_name(shard)}"
+        staged = f"staging/{line.file}"
         is_there = _digest(folder, name) == line.digest
         if not is_there and parse_staging_name(line.file) == shard and _digest(folder, staged) == line.digest:
             folder.publish(staged, name)
@@ -133,13 +128,13 @@ def _digest(folder: Folder, name: str) -> str | None:
         return None
 
 
-def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index: int) -> Part | None:
+def _whole(job: Job, state: State, name: str, index: int) -> Part | None:
     """The record of a part without a manifest line, if it is whole and newer than the shard's committed part."""
-    if index >= total_shards(extents):
+    if index >= total_shards(state.extents):
         return None
-    shard = shard_at(extents, index)
-    rows = RunOrder(job.folder, extents).of(shard)
-    part = verify_part(job.folder, name, shard, job.fingerprint, rows, deep=True)
+    shard = shard_at(state.extents, index)
+    rows = RunOrder(job.folder, state.extents).of(shard)
+    part = verify_part(job.folder, name, shard, job.fingerprint, rows=rows, deep=True)
     if part is None or job_of(job.folder, name) != state.header.job_id:
         return None
     part = with_retry(job.folder, name, part)
@@ -151,14 +146,14 @@ def _whole(job: Job, extents: tuple[Extent, ...], state: State, name: str, index
     return part if is_next and replaces(job.folder, name, f"parts/{part_name(index)}") else None
 
 
-def _adopt(job: Job, extents: tuple[Extent, ...], state: State, manifest: Manifest, where: str) -> list[int]:
+def _adopt(job: Job, state: State, manifest: Manifest, where: str) -> list[int]:
     """Commit whole parts that the manifest does not name yet, and delete the others."""
     adopted = []
     for name in job.folder.list(where):
         index = parse_part_name(name) if where == "parts" else parse_staging_name(name)
         if index is None or (where == "parts" and index in state.parts):
             continue
-        part = _whole(job, extents, state, f"{where}/{name}", index)
+        part = _whole(job, state, f"{where}/{name}", index)
         if part is None:
             job.folder.delete(f"{where}/{name}")
             continue

@@ -16,7 +16,7 @@ from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.parallel import check_devices, check_processor
 from batchinf.fleet.settings import Chosen, chosen_arguments, replicas_per_device
-from batchinf.job.open import Job, begun_at
+from batchinf.job.job import Job, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State

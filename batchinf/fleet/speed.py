@@ -15,7 +15,7 @@ from typing import Any, Literal
 from batchinf.base.storage import Folder
 from batchinf.fleet.engine_settings import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
-from batchinf.job.open import Job
+from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.state import State
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION

@@ -1,6 +1,7 @@
 """Chooses the rows that a job runs: applies `input.where`, `sample`, `exclude` and `limit` once, in this order."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
@@ -12,8 +13,9 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import read_cut, source_folder
 from batchinf.base.storage import Folder
 from batchinf.job.disk_space import check_size
+from batchinf.job.drift import check_cut, join_cut
 from batchinf.job.exclude import Batches, Exclusion
-from batchinf.job.open import Job, check_cut, join_cut
+from batchinf.job.job import Job
 from batchinf.manifest.state import State
 from batchinf.records import BoolArray, Extent, Int64Array
 from batchinf.schedule.positions import (
@@ -29,43 +31,43 @@ from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes
 from batchinf.source.rows import Source
 from batchinf.source.types import is_json_column
-from batchinf.spec.file import SpecFile
 
 # Rows read at once: few at first, then as many as take _BYTES_AT_ONCE.
-_FIRST_ROWS, _MOST_ROWS, _BYTES_AT_ONCE = 1, 16384, 16 << 20
+_FIRST_ROWS = 1
+_MOST_ROWS = 16384
+_BYTES_AT_ONCE = 16 << 20
 
 Say = Callable[[str], None]
 CheckLock = Callable[[], None]
 
 
-def begin_choice(job: Job, file: SpecFile, say: Say, check_lock: CheckLock) -> Choice:
+def begin_choice(job: Job, say: Say, check_lock: CheckLock) -> Choice:
     """Choose the rows of a job or slice that has not begun, and store them. All slices share one choice.
 
     check_lock: see `write_positions`. Raises UserError, also if no row is left.
     """
     if job.slice is None:
         rows = range(job.source.num_rows)
-        return choose(job, file, rows, job.spec.input.limit, job.folder, say=say, check_lock=check_lock)
-    return _of_slice(job, _of_all_slices(job, file, say, begins=True), check_lock)
+        return choose(job, rows, job.folder, limit=job.spec.input.limit, say=say, check_lock=check_lock)
+    return _of_slice(job, _of_all_slices(job, say, begins=True), check_lock)
 
 
-def choose_again(job: Job, file: SpecFile, number: int, state: State, say: Say) -> Choice:
+def choose_again(job: Job, number: int, state: State, say: Say) -> Choice:
     """The rows of extent `number` (from 1), chosen and stored as when the job took them in."""
     if job.slice is not None:
-        return _of_slice(job, _of_all_slices(job, file, say), lambda: None)
+        return _of_slice(job, _of_all_slices(job, say), lambda: None)
     extent = state.extents[number - 1]
     rows = range(extent.first_row, extent.stop_row)
-    return choose(job, file, rows, None, job.folder, number, may_be_none=True, state=state)
+    return choose(job, rows, job.folder, limit=None, number=number, may_be_none=True, state=state)
 
 
 def choose(
     job: Job,
-    file: SpecFile,
     rows: range,
-    limit: int | None,
     folder: Folder,
-    number: int = 1,
     *,
+    limit: int | None,
+    number: int = 1,
     say: Say = lambda line: None,
     check_lock: CheckLock = lambda: None,
     may_be_none: bool = False,
@@ -76,14 +78,14 @@ def choose(
     may_be_none: it is no error if no row is left. state: that of a job that has begun. Raises UserError, also if no row
     is left and `may_be_none` is false.
     """
-    given = job.spec.input
-    if given.where is None and given.sample is None and given.exclude is None:
+    where = job.spec.input
+    if where.where is None and where.sample is None and where.exclude is None:
         num_rows = len(rows) if limit is None else min(len(rows), limit)
-        return Choice(number, 0, num_rows, rows.start, rows.start + num_rows)
+        return consecutive(range(rows.start, rows.start + num_rows), number)
 
     def first_left() -> Iterator[Int64Array]:
         num_left = 0
-        with contextlib.closing(_left(job, file, rows, folder, state, has_limit=limit is not None)) as left:
+        with contextlib.closing(_left(job, rows, folder, state, has_limit=limit is not None)) as left:
             for some in left:
                 yield some if limit is None else some[: limit - num_left]
                 num_left += len(some)
@@ -91,14 +93,14 @@ def choose(
                     break
         if not num_left and not may_be_none:
             what = f"{chosen_by(job)} leaves none of the {len(rows):,} input rows; there is nothing to run"
-            raise file.error("input", what)
+            raise job.file.error("input", what)
 
     began = time.monotonic()
     say(f"choosing rows by {chosen_by(job)}")
     try:
         stored = write_positions(folder, number, first_left(), job.source.num_rows, check_lock=check_lock)
     except PredicateError as error:
-        raise file.error("input.where", str(error)) from None
+        raise job.file.error("input.where", str(error)) from None
     choice = _choice(stored, number, rows, limit)
     if choice.positions is None:
         folder.delete(positions_name(number))
@@ -113,56 +115,68 @@ def _choice(stored: Positions, number: int, rows: range, limit: int | None) -> C
     if len(stored) == limit:
         stop_row = int(stored.rows(limit - 1, limit)[0]) + 1
     is_all = len(stored) == stop_row - rows.start
-    return Choice(number, 0, len(stored), rows.start, stop_row, None if is_all else stored.digest)
+    return Choice(
+        number=number,
+        start=0,
+        num_rows=len(stored),
+        first_row=rows.start,
+        stop_row=stop_row,
+        positions=None if is_all else stored.digest,
+    )
+
+
+def consecutive(rows: range, number: int = 1) -> Choice:
+    """All rows of this range, as the rows of extent `number`."""
+    return Choice(number=number, start=0, num_rows=len(rows), first_row=rows.start, stop_row=rows.stop)
 
 
 def chosen_by(job: Job) -> str:
     """The fields that choose the rows, as text for users."""
     chosen = job.spec.input
-    said = {
+    fields = {
         "where": None if chosen.where is None else repr(chosen.where),
         "sample": chosen.sample,
         "exclude": None if chosen.exclude is None else f"{', '.join(chosen.exclude.job)} on {chosen.exclude.on}",
         "limit": None if chosen.limit is None else f"{chosen.limit:,}",
     }
-    return ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
 
 
 # -- one pass over the rows, as a chain of generators ------------------------------------------------------------------
 
 
 def _left(
-    job: Job, file: SpecFile, rows: range, folder: Folder, state: State | None, *, has_limit: bool
+    job: Job, rows: range, folder: Folder, state: State | None, *, has_limit: bool
 ) -> Generator[Int64Array, None, None]:
     """Positions of the rows that `where`, `sample` and `exclude` leave, ascending, some at a time."""
-    given, schema, columns = job.spec.input, job.source.schema, list[str]()
-    where = exclusion = None
-    if given.where is not None:
-        where = Predicate(given.where, schema, "input")
-        columns += [name for name in where.columns if name != where.key]
-    if given.exclude is not None:
-        exclusion = Exclusion(job, file, state)
-        columns += exclusion.columns
+    where = job.spec.input
+    schema = job.source.schema
+    predicate = None if where.where is None else Predicate(where.where, schema, "input")
+    exclusion = None if where.exclude is None else Exclusion(job, state)
+    columns = [name for name in predicate.columns if name != predicate.key] if predicate else []
+    columns += exclusion.columns if exclusion else []
     # A table without columns would not tell its number of rows.
-    columns = schema.names if given.sample is not None else list(dict.fromkeys(columns)) or schema.names[:1]
+    columns = schema.names if where.sample is not None else list(dict.fromkeys(columns)) or schema.names[:1]
     batches = _read(job.source, rows, columns)
-    if where is not None:
-        batches = _matching(batches, where, job.source)
-    if given.sample is not None:
-        batches = _sampled(batches, given.sample, job.source)
-    if exclusion is not None:
+    if predicate:
+        batches = _matching(batches, predicate, job.source)
+    if where.sample is not None:
+        batches = _sampled(batches, where.sample, job.source)
+    if exclusion:
         return exclusion.left(batches, folder, has_limit=has_limit)
     return (rows for rows, _ in batches)
 
 
 def _read(source: Source, rows: range, columns: Sequence[str]) -> Batches:
-    start, num_rows = rows.start, _FIRST_ROWS
+    start = rows.start
+    num_rows = _FIRST_ROWS
     while start < rows.stop:
         stop = min(start + num_rows, rows.stop)
         table = source.read_columns(start, stop, columns)
         yield np.arange(start, stop, dtype=np.int64), table
         likely = int(_BYTES_AT_ONCE * (stop - start) / max(1, table.nbytes))
-        start, num_rows = stop, max(1, min(likely, 4 * num_rows, _MOST_ROWS))
+        start = stop
+        num_rows = max(1, min(likely, 4 * num_rows, _MOST_ROWS))
 
 
 def _matching(batches: Batches, where: Predicate, source: Source) -> Batches:
@@ -189,7 +203,7 @@ def content_hashes(rows: Int64Array, table: pa.Table, source: Source) -> npt.NDA
     """The hashes of these rows. table: all of their columns."""
     mixed = [field.name for field in table.schema if is_json_column(field)]
     values = [row.values for row in source.read_rows(rows, mixed)] if mixed else []
-    return row_hashes(table, {name: [own.get(name) for own in values] for name in mixed})
+    return row_hashes(table, {name: [row.get(name) for row in values] for name in mixed})
 
 
 def _is_broken(rows: Int64Array, table: pa.Table, may_be: BoolArray, source: Source) -> BoolArray:
@@ -205,46 +219,47 @@ def _is_broken(rows: Int64Array, table: pa.Table, may_be: BoolArray, source: Sou
 # -- slices ------------------------------------------------------------------------------------------------------------
 
 
-def check_slice(job: Job, file: SpecFile, own: Extent, say: Say) -> None:
+def check_slice(job: Job, extent: Extent, say: Say) -> None:
     """Raise OutputError if other rows are chosen over all slices than when the slice with this extent began."""
     assert job.slice is not None
-    whole = _of_all_slices(job, file, say)
+    whole = _of_all_slices(job, say)
     places = job.slice.rows(whole.num_rows)
-    if (own.start, own.num_rows) != (places.start, len(places)):
+    if (extent.start, extent.num_rows) != (places.start, len(places)):
         raise OutputError(
             f"{job.spec.output.path}: spec and input now choose other rows than when slice {job.slice} began, "
             f"{whole.num_rows:,} over all slices; restore cut.json, or give the job another output.path"
         )
 
 
-def _of_all_slices(job: Job, file: SpecFile, say: Say, *, begins: bool = False) -> Choice:
+def _of_all_slices(job: Job, say: Say, *, begins: bool = False) -> Choice:
     """The rows of all slices together. Slices cut the chosen rows, not the input. The first slice to start chooses.
 
     begins: the slice has not begun.
     """
-    rows, limit = range(job.source.num_rows), job.spec.input.limit
+    rows = range(job.source.num_rows)
+    limit = job.spec.input.limit
 
     def join(num_rows: int, positions: str | None) -> None:
         # What the output folder holds is decided here: a slice that would be refused must not decide it.
         assert job.slice is not None
-        check_size(file, job, len(job.slice.rows(num_rows)) if begins else None)
+        check_size(job, len(job.slice.rows(num_rows)) if begins else None)
         # A resume must notice other bytes than those that chose these rows.
         job.source.keep_digests()
         join_cut(job, num_rows, positions)
 
     if not job.spec.input.selects:
         join(len(rows), None)
-        return Choice(1, 0, len(rows), 0, len(rows))
+        return consecutive(rows)
     shared = _shared(job)
     shared.make(RUN_FOLDER)
     with locked(Folder(shared.path(RUN_FOLDER))):
         check_cut(job)
         cut = read_cut(job.spec.output.path)
         if cut is not None and cut.positions is None:
-            return Choice(1, 0, cut.num_rows, 0, cut.num_rows)
+            return consecutive(range(cut.num_rows))
         if cut is not None and (known := read_positions(shared, 1, cut.positions)) is not None:
             return _choice(known, 1, rows, limit)
-        choice = choose(job, file, rows, limit, shared, say=say)
+        choice = choose(job, rows, shared, limit=limit, say=say)
         join(choice.num_rows, choice.positions)
         return choice
 
@@ -258,15 +273,17 @@ def _of_slice(job: Job, whole: Choice, check_lock: CheckLock) -> Choice:
     """Store the slice's part of `whole`: the rows chosen from its first position to the next slice's first one."""
     assert job.slice is not None
     places = job.slice.rows(whole.num_rows)
+    part = Choice(number=1, start=places.start, num_rows=len(places), first_row=places.start, stop_row=places.stop)
     if whole.positions is None or not places:
-        return Choice(1, places.start, len(places), places.start, places.stop)
+        return part
     order = whole.order(_shared(job))
     first_row, stop_row = (
         edge if place in (0, len(order)) else order[place]
         for edge, place in ((whole.first_row, places.start), (whole.stop_row, places.stop))
     )
+    part = dataclasses.replace(part, first_row=first_row, stop_row=stop_row)
     if len(places) == stop_row - first_row:
-        return Choice(1, places.start, len(places), first_row, stop_row)
+        return part
     rows = order.pieces(_MOST_ROWS, places.start, places.stop)
     stored = write_positions(job.folder, 1, rows, job.source.num_rows, check_lock=check_lock)
-    return Choice(1, places.start, len(places), first_row, stop_row, stored.digest)
+    return dataclasses.replace(part, positions=stored.digest)

@@ -6,7 +6,7 @@ Two ids that would be the same as text are refused. `start`, `open` and `validat
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import xxhash
 
 from batchinf.base.errors import InputError, SpecError
 from batchinf.base.text import list_names, one_line
+from batchinf.job.job import carried_columns
 from batchinf.prompts.builder import named_columns
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.rows import Source
@@ -65,7 +66,7 @@ def _mixed_type_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
 
 
 def _used(spec: JobSpec, schema: pa.Schema) -> list[str]:
-    names = [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
+    names = carried_columns(spec)
     if spec.input.where is not None:
         with contextlib.suppress(PredicateError):  # raised where rows are chosen
             names += Predicate(spec.input.where, schema, "input").columns
@@ -95,34 +96,37 @@ def refuse_equal_ids(column: str, source: Source) -> None:
     """Raise InputError if the id of one row is a text, and that of another row a value with this text."""
     if not is_json_column(source.schema.field(column)):
         return
-    texts, values = [_no_hashes()], [_no_hashes()]
-    for start in range(0, source.num_rows, _READ_ROWS):
-        rows = source.read(start, min(start + _READ_ROWS, source.num_rows), [column])
-        ids = [row.values.get(column) for row in rows]
-        texts.append(_hashes([id for id in ids if isinstance(id, str) and id[:1] in _OF_VALUES]))
-        values.append(_hashes([_text(id) for id in ids if id is not None and not isinstance(id, str)]))
-    equal = set(np.intersect1d(np.concatenate(texts), np.concatenate(values)).tolist())
-    for row in range(source.num_rows) if equal else ():
-        [found] = source.read(row, row + 1, [column])
-        id = found.values.get(column)
-        if id is not None and not isinstance(id, str) and _hash(_text(id)) in equal:
+    equal = _equal_hashes(column, source)
+    for row_index in range(source.num_rows) if equal else ():
+        [row] = source.read(row_index, row_index + 1, [column])
+        text = _text_of_value(row.values.get(column))
+        if text is not None and _hash(text) in equal:
             raise InputError(
-                f"input.id_column: row {row:,} has {_text(id)} in '{column}', and another row has the text "
-                f"{json.dumps(_text(id))}: stored as text, these ids would be equal; write all ids as texts"
+                f"input.id_column: row {row_index:,} has {text} in '{column}', and another row has the text "
+                f"{json.dumps(text)}: stored as text, these ids would be equal; write all ids as texts"
             )
 
 
-def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _equal_hashes(column: str, source: Source) -> set[int]:
+    """Hashes that an id that is a text and the JSON text of an id that is none have in common."""
+    of_texts = [np.zeros(0, np.uint64)]
+    of_values = [np.zeros(0, np.uint64)]
+    for start in range(0, source.num_rows, _READ_ROWS):
+        rows = source.read(start, min(start + _READ_ROWS, source.num_rows), [column])
+        ids = [row.values.get(column) for row in rows]
+        of_texts.append(_hashes(id for id in ids if isinstance(id, str) and id[:1] in _OF_VALUES))
+        of_values.append(_hashes(text for id in ids if (text := _text_of_value(id)) is not None))
+    return set(np.intersect1d(np.concatenate(of_texts), np.concatenate(of_values)).tolist())
 
 
-def _no_hashes() -> npt.NDArray[np.uint64]:
-    return np.zeros(0, np.uint64)
+def _text_of_value(id: object) -> str | None:
+    """The JSON text of an id; None if it is a text or null."""
+    return None if id is None or isinstance(id, str) else json.dumps(id, ensure_ascii=False)
 
 
 def _hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode(errors="replace"))
 
 
-def _hashes(texts: Sequence[str]) -> npt.NDArray[np.uint64]:
+def _hashes(texts: Iterable[str]) -> npt.NDArray[np.uint64]:
     return np.unique(np.array([_hash(text) for text in texts], np.uint64))

@@ -3,14 +3,20 @@
 import os
 import pathlib
 
-from batchinf.job.open import Job, carried_columns, objection
+import numpy as np
+
+from batchinf.base.text import size_text
+from batchinf.job.job import Job, carried_columns
 from batchinf.manifest.state import State
 from batchinf.output.batches import row_bytes
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.spec.file import SpecFile
 
 # Input rows whose kept columns are measured.
-_NUM_SAMPLED = 64
+_NUM_MEASURED = 64
+# Input rows whose prompts are made, for tasks whose output depends on them.
+_NUM_SAMPLED = 256
 # Size of a result in the journal, which is uncompressed and has its own ids, relative to a part.
 _JOURNAL_FACTOR = 3
 # Open shards of a replica: the current one and the next one.
@@ -29,7 +35,8 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
         status = os.statvfs(_existing(job.folder.root))
     except OSError:
         return None
-    num_free, num_bytes = status.f_bavail * status.f_frsize, estimated_bytes(job, state, num_replicas, num_rows)
+    num_free = status.f_bavail * status.f_frsize
+    num_bytes = _estimated_bytes(job, state, num_replicas, num_rows)
     where = f"{job.folder.root} may not have room for the job"
     # Only a warning: the estimate can be wrong, and a job with a full disk can be resumed.
     if num_bytes > num_free:
@@ -37,7 +44,8 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
             f"warning: {where}: about {_gib(num_bytes)} will be written, {_gib(num_free)} are free; if the disk is "
             "full before the end, make room and run the same command again"
         )
-    num_files = _num_shards_left(state) + _OTHER_FILES
+    num_shards_left = 0 if state is None else total_shards(state.extents) - int(state.committed.sum())
+    num_files = num_shards_left + _OTHER_FILES
     if status.f_files > 0 and num_files > status.f_favail:
         return f"warning: {where}: about {num_files:,} files will be made, it can hold {status.f_favail:,} more"
     return None
@@ -52,22 +60,52 @@ def free_bytes(path: str) -> int | None:
     return status.f_bavail * status.f_frsize
 
 
-def check_size(file: SpecFile, job: Job, num_rows: int | None) -> None:
+def check_size(job: Job, num_rows: int | None) -> None:
     """Raise SpecError if the estimated output is above `output.max_output_bytes`.
 
     num_rows: rows that run; None for a job that has begun, which is never refused.
     """
     if num_rows is None:
         return
-    given = job.spec.input
-    are_first = all(chosen is None for chosen in (given.where, given.sample, given.exclude))
+    task = job.task
+    max_bytes = job.spec.output.max_output_bytes
+    limit = task.default_max_output_bytes if max_bytes is None else max_bytes
+    if limit is None:
+        return
+    per_row = task.estimated_bytes_per_row()
+    where = job.spec.input
+    are_first = where.where is None and where.sample is None and where.exclude is None
     rows = job.rows[:num_rows] if are_first else job.rows
-    found = objection(job.task, job.model, job.source, rows, num_rows)
-    if found is not None:
-        raise file.error("output.max_output_bytes", found)
+    # Prompts are read only near the limit: an estimate without them is assumed to be at most 64 times too low.
+    if task.sizes_by_prompts and len(rows) and num_rows * per_row > limit // 64:
+        per_row = task.estimated_bytes_per_row(_sample(job, rows))
+    num_bytes = num_rows * per_row
+    if num_bytes <= limit:
+        return
+    default = "" if max_bytes else ", the default"
+    remedies = ", ".join(["take fewer rows (input.limit)", *task.size_remedies])
+    raise job.file.error(
+        "output.max_output_bytes",
+        f"the output of {num_rows:,} rows is estimated at {size_text(num_bytes)} ({size_text(per_row)} each), more "
+        f"than {size_text(limit)}{default}; {remedies}, or raise it to {_round_up(num_bytes)}",
+    )
 
 
-def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None) -> int:
+def _sample(job: Job, rows: range) -> list[Prompt]:
+    """Valid prompts from all parts of the input."""
+    places = np.unique(np.linspace(rows.start, rows.stop - 1, min(len(rows), _NUM_SAMPLED)).astype(np.int64))
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size)
+    prompts = builder.build(job.source.read_rows(places, builder.columns), job.model.max_model_len)
+    return [prompt for prompt in prompts if prompt.error is None]
+
+
+def _round_up(num_bytes: int) -> int:
+    digits = 10 ** max(0, len(str(num_bytes)) - 2)
+    return int(-(-num_bytes // digits) * digits)
+
+
+def _estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None) -> int:
     """Bytes of the remaining parts and the journal.
 
     The estimate uses the existing parts, or else the spec and the kept columns of the first rows.
@@ -88,15 +126,12 @@ def estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: 
 
 def _kept_bytes(job: Job) -> int:
     """Average size of a row's kept columns in memory, from the first rows."""
-    start, num_rows = job.rows.start, min(_NUM_SAMPLED, len(job.rows))
+    start = job.rows.start
+    num_rows = min(_NUM_MEASURED, len(job.rows))
     columns = list(dict.fromkeys(carried_columns(job.spec)))
     if not columns or not num_rows:
         return 0
     return int(row_bytes(job.source.read_columns(start, start + num_rows, columns, {})).sum()) // num_rows
-
-
-def _num_shards_left(state: State | None) -> int:
-    return 0 if state is None else total_shards(state.extents) - int(state.committed.sum())
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:

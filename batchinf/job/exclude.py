@@ -11,7 +11,7 @@ from batchinf.base.errors import SpecError
 from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folders
 from batchinf.base.storage import Folder
-from batchinf.job.open import Job, begun_at, max_model_len
+from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
@@ -20,14 +20,15 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
 from batchinf.source.row_hash import texts
 from batchinf.source.types import is_text
-from batchinf.spec.file import SpecFile
 from batchinf.tasks.columns import prompt_hash
 
 _MEMORY = "64MB"
 # Bytes of keys that are stored or looked up at once: few at first if there is a limit, as a few rows are then probably
 # enough. One join of all rows is quicker, but with 100 million rows DuckDB runs out of a memory limit of 512 MB.
-_FIRST_BYTES, _MOST_BYTES = 1 << 16, 8 << 20
-_PART_ROWS_AT_ONCE, _ROWS_TO_TOKENIZE = 1 << 16, 256
+_FIRST_BYTES = 1 << 16
+_MOST_BYTES = 8 << 20
+_PART_ROWS_AT_ONCE = 1 << 16
+_ROWS_TO_TOKENIZE = 256
 
 Batches = Iterable[tuple[Int64Array, pa.Table]]
 
@@ -35,29 +36,32 @@ Batches = Iterable[tuple[Int64Array, pa.Table]]
 class Exclusion:
     """Finds the rows that have no output row without an error in the jobs of `input.exclude`.
 
-    columns: those that it reads of the input.
+    columns: the columns of the input that it reads.
     """
 
-    def __init__(self, job: Job, file: SpecFile, state: State | None) -> None:
+    def __init__(self, job: Job, state: State | None) -> None:
         """state: of a job that has begun. Raises SpecError."""
-        given, self._job, self._file = job.spec.input, job, file
-        assert given.exclude is not None
-        own = pathlib.Path(job.spec.output.path).resolve()
+        self._job = job
+        where = job.spec.input
+        assert where.exclude is not None
+        own_folder = pathlib.Path(job.spec.output.path).resolve()
         # A job that begins in place of an old one would find that one moved aside.
-        if state is None and any(pathlib.Path(out).resolve() == own for out in given.exclude.job):
+        if state is None and any(pathlib.Path(out).resolve() == own_folder for out in where.exclude.job):
             raise self._wrong(
                 f"{job.spec.output.path} is this job's own output folder; give the new job another output.path, or use "
                 "--extend to run the rows that have come to the input of the old one"
             )
-        self._jobs, self._on = given.exclude.job, given.exclude.on
+        self._jobs = where.exclude.job
+        self._on = where.exclude.on
         self.columns: list[str] = []
         if self._on == "id":
-            name = given.id_column or "custom_id"  # OpenAI's; a spec need not name it
+            name = where.id_column or "custom_id"  # OpenAI's; a spec need not name it
             if name not in job.source.schema.names:
-                raise file.error("input.exclude.on", f"got id, but the input has no column {name!r}")
-            self._own, self.columns = job.source.schema.field(name), [name]
+                raise job.file.error("input.exclude.on", f"got id, but the input has no column {name!r}")
+            self._key = job.source.schema.field(name)
+            self.columns = [name]
             return
-        self._own = pa.field("prompt_hash", pa.int64())
+        self._key = pa.field("prompt_hash", pa.int64())
         tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
         # Chat templates that print the date get the date when the job began, even if rows are chosen later.
         begun = begun_at(job, None if state is None else state.header)
@@ -76,7 +80,7 @@ class Exclusion:
 
     def _keys(self, rows: Int64Array, table: pa.Table) -> pa.ChunkedArray:
         if self._on == "id":
-            return key_column(table.column(self._own.name), self._own)
+            return key_column(table.column(self._key.name), self._key)
         hashes: list[int | None] = []
         for first in range(0, len(rows), _ROWS_TO_TOKENIZE):
             read = self._job.source.read_rows(rows[first : first + _ROWS_TO_TOKENIZE], self._builder.columns)
@@ -86,7 +90,7 @@ class Exclusion:
 
     def _read_done(self, scratch: ScratchDatabase) -> None:
         """Make the table `done` with the keys of the rows that the jobs have done."""
-        empty = key_column(pa.chunked_array([], self._own.type), self._own)
+        empty = key_column(pa.chunked_array([], self._key.type), self._key)
         scratch.run("CREATE TABLE done AS SELECT key FROM own", own=pa.table({"key": empty}))
         type = scratch.column("SELECT column_type FROM (DESCRIBE done)")[0]
         for keys in _joined(self._keys_of_jobs(), _MOST_BYTES):
@@ -94,16 +98,16 @@ class Exclusion:
             scratch.run(f"INSERT INTO done SELECT TRY_CAST(key AS {type}) FROM theirs", theirs=keys)
 
     def _wrong(self, what: str) -> SpecError:
-        return self._file.error("input.exclude", what)
+        return self._job.file.error("input.exclude", what)
 
     def _keys_of_jobs(self) -> Iterator[pa.Table]:
         for out in self._jobs:
             has_begun = False
-            for found in job_folders(out):
-                state = read_state(found.folder) if found.folder.exists("manifest") else None
+            for job in job_folders(out):
+                state = read_state(job.folder) if job.folder.exists("manifest") else None
                 has_begun |= state is not None
                 for shard in sorted(() if state is None else state.parts):
-                    yield from self._keys_of_part(out, found.folder, f"parts/{part_name(shard)}")
+                    yield from self._keys_of_part(out, job.folder, f"parts/{part_name(shard)}")
             if not has_begun:
                 raise self._wrong(not_begun_message(out))
 
@@ -118,10 +122,11 @@ class Exclusion:
     def _check_type(self, out: str, schema: pa.Schema) -> None:
         if self._on not in schema.names:
             raise self._wrong(f"got id, but the rows in {out} have none: that job has no id_column; use prompt_hash")
-        own, theirs = self._own.type, schema.field(self._on).type
-        if _family(own) != _family(theirs):
+        type = self._key.type
+        other = schema.field(self._on).type
+        if _family(type) != _family(other):
             raise self._wrong(
-                f"got {self._on}, but {self._own.name} is {own} here and {theirs} in {out}, so no id could be equal; "
+                f"got {self._on}, but {self._key.name} is {type} here and {other} in {out}, so no id could be equal; "
                 "give both the same type, or use prompt_hash"
             )
 
@@ -146,12 +151,14 @@ def _family(type: pa.DataType) -> str:
 
 def _joined(tables: Iterable[pa.Table], first_bytes: int) -> Iterator[pa.Table]:
     """The rows of these tables in fewer tables: the first of `first_bytes`, each later one of twice the bytes."""
-    held, most = list[pa.Table](), first_bytes
+    held: list[pa.Table] = []
+    most_bytes = first_bytes
     for table in tables:
         held.append(table)
-        if sum(some.nbytes for some in held) >= most:
+        if sum(some.nbytes for some in held) >= most_bytes:
             yield pa.concat_tables(held)
-            held, most = [], min(2 * most, _MOST_BYTES)
+            held = []
+            most_bytes = min(2 * most_bytes, _MOST_BYTES)
     if held:
         yield pa.concat_tables(held)
 
@@ -160,8 +167,8 @@ def _not_done(scratch: ScratchDatabase, candidates: pa.Table) -> Int64Array:
     # A semi join finds the rows that are done. It takes half the time of an anti join, because DuckDB then skips
     # keys that no candidate can equal.
     candidates = candidates.append_column("place", _array(np.arange(candidates.num_rows)))
-    found = scratch.column("SELECT place FROM candidates SEMI JOIN done USING (key)", candidates=candidates)
+    done = scratch.column("SELECT place FROM candidates SEMI JOIN done USING (key)", candidates=candidates)
     is_left = np.ones(candidates.num_rows, np.bool_)
-    is_left[found] = False
+    is_left[done] = False
     rows: Int64Array = np.asarray(np.from_dlpack(candidates.column("row").combine_chunks()), np.int64)[is_left]
     return rows

@@ -13,11 +13,11 @@ import numpy as np
 
 from batchinf.base.storage import Folder
 from batchinf.job.choose import Say, choose
-from batchinf.job.open import Job, PreparedJob, with_length
+from batchinf.job.job import Job, PreparedJob, max_model_len
+from batchinf.job.open import open_input, with_length
 from batchinf.model.identity import Model, text_section
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
-from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -28,16 +28,14 @@ _LONG = 1 << 30
 
 
 def with_known_length(prepared: PreparedJob, say: Say, cache: pathlib.Path | None = None) -> PreparedJob:
-    """The job with a number in place of `auto`; reads and tokenises its rows for that. cache: see `PreparedJob.open`.
+    """The job with a number in place of `auto`: reads and tokenises its rows for that. cache: see `open_input`.
 
     All slices of a job get the same number, as it is of the rows of all of them. Raises UserError.
     """
-    if not prepared.spec.has_auto_length:
-        return prepared
     say("engine.max_model_len auto: reading all rows before the engines start")
-    job = prepared.open(cache)
+    job = open_input(prepared, cache)
     with contextlib.closing(job.source):
-        longest = _longest(job, prepared.file)
+        longest = _longest(job)
         length = rounded(job, longest)
     say(f"engine.max_model_len {length:,}: the longest row takes {longest:,} tokens with its output")
     file = with_length(prepared.file, length)
@@ -46,15 +44,14 @@ def with_known_length(prepared: PreparedJob, say: Say, cache: pathlib.Path | Non
 
 def rounded(job: Job, longest: int) -> int:
     """`max_model_len` for a job whose longest request takes so many tokens; at most what the model takes."""
-    wanted = max(-(-longest // _STEP) * _STEP, job.task.least_model_len)
-    return min(wanted, job.spec.length_limit(job.model.max_model_len) or wanted)
+    length = max(-(-longest // _STEP) * _STEP, job.task.least_model_len)
+    return min(length, max_model_len(job) or length)
 
 
-def length_warning(spec: JobSpec, model: Model, given: object = None) -> str | None:
-    """Why vLLM refuses the length of `engine.max_model_len`, or `given` of `plan --context`; None if it does not."""
-    field, number = "--context", given
-    if given is None:
-        field, number = "engine.max_model_len", spec.engine.get("max_model_len")
+def length_warning(spec: JobSpec, model: Model, context: int | None = None) -> str | None:
+    """Why vLLM refuses the length of `engine.max_model_len`, or `plan --context`; None if it does not."""
+    field = "engine.max_model_len" if context is None else "--context"
+    number = spec.engine.get("max_model_len") if context is None else context
     # With LongRoPE, the config's `max_position_embeddings` is more than what vLLM takes without a number.
     lengths = (model.max_model_len, text_section(model.config).get("max_position_embeddings"))
     most = max((length for length in lengths if isinstance(length, int)), default=None)
@@ -68,7 +65,7 @@ def length_warning(spec: JobSpec, model: Model, given: object = None) -> str | N
     )
 
 
-def _longest(job: Job, file: SpecFile) -> int:
+def _longest(job: Job) -> int:
     """The tokens of the longest request with its output. Rows that the model cannot take do not count.
 
     A row is not tokenised if its size in bytes shows that it is no longer than another one.
@@ -77,9 +74,10 @@ def _longest(job: Job, file: SpecFile) -> int:
     # One request stands for all samples of a row, which may be millions.
     task = task_of(job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder, most = task.prompt_builder(tokenizer, job.model.vocab_size), job.spec.length_limit(job.model.max_model_len)
+    builder = task.prompt_builder(tokenizer, job.model.vocab_size)
+    most = max_model_len(job)
     longest = 1
-    for positions in _pieces(job, file):
+    for positions in _pieces(job):
         rows = job.source.read_rows(positions, builder.columns)
         for prompt in builder.build([row for row in rows if not builder.surely_fits(row, longest)], most):
             if prompt.error is not None:
@@ -92,19 +90,21 @@ def _longest(job: Job, file: SpecFile) -> int:
     return longest
 
 
-def _pieces(job: Job, file: SpecFile) -> Iterator[Int64Array]:
+def _pieces(job: Job) -> Iterator[Int64Array]:
     """Positions of the rows that may run, in all slices. Rows that `exclude` leaves out count too.
 
     `exclude` may find them by their prompts, which depend on the length.
     """
-    given, rows = job.spec.input, range(job.source.num_rows)
-    if given.exclude is not None:
-        given = given.model_copy(update={"exclude": None, "limit": None})
-    if not given.selects:
+    where = job.spec.input
+    rows = range(job.source.num_rows)
+    if where.exclude is not None:
+        where = where.model_copy(update={"exclude": None, "limit": None})
+    if not where.selects:
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             yield np.arange(start, min(start + _ROWS_AT_ONCE, len(rows)), dtype=np.int64)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        folder, spec = Folder(scratch), job.spec.model_copy(update={"input": given})
-        chosen = choose(replace(job, spec=spec), file, rows, given.limit, folder)
+        folder = Folder(scratch)
+        spec = job.spec.model_copy(update={"input": where})
+        chosen = choose(replace(job, spec=spec), rows, folder, limit=where.limit)
         yield from chosen.order(folder).pieces(_ROWS_AT_ONCE)

@@ -12,14 +12,13 @@ import xxhash
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.job.choose import CheckLock, Say, begin_choice, check_slice, choose_again
-from batchinf.job.open import Job, begun_at
+from batchinf.job.job import Job, begun_at
 from batchinf.job.scratch import scratch_database
 from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline, PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
 from batchinf.schedule.positions import Choice, positions_name, read_positions, write_positions
-from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 
 # (bytes of a block, end of the blocks of this size). 64 bytes are about 16 tokens of text, or 16 token ids, and vLLM's
@@ -35,7 +34,8 @@ _MEMORY = "512MB"
 
 def prefix_key(beginning: bytes) -> bytes:
     """The sort key of a prompt: 4 bytes for each block of its beginning; the last may be short. At most 1.6 KB."""
-    key, start = bytearray(), 0
+    key = bytearray()
+    start = 0
     for end in _ENDS:
         if start >= len(beginning):
             break
@@ -56,7 +56,8 @@ def shared_in_order(keys: Sequence[bytes]) -> int:
     seen: set[int] = set()
     total = 0
     for key in keys:
-        chain, shared = xxhash.xxh3_64(), 0
+        chain = xxhash.xxh3_64()
+        shared = 0
         for i in range(0, len(key), _HASH_BYTES):
             chain.update(key[i : i + _HASH_BYTES])
             digest = chain.intdigest()
@@ -93,10 +94,9 @@ def sort_rows(
         for rows, keys in keyed:
             # Rows without a prompt have no key. If they ran among the first thousand rows, their errors could end the
             # job.
-            is_last, filled = [key is None for key in keys], [key or b"" for key in keys]
-            batch = pa.table(
-                [pa.array(is_last), pa.array(filled, pa.binary()), pa.array(rows)], ["is_last", "key", "row"]
-            )
+            is_last = pa.array([key is None for key in keys])
+            keys_or_empty = pa.array([key or b"" for key in keys], pa.binary())
+            batch = pa.table({"is_last": is_last, "key": keys_or_empty, "row": pa.array(rows)})
             scratch.run("INSERT INTO keys FROM batch", batch=batch)
             num_rows += len(rows)
         query = "SELECT row FROM keys ORDER BY is_last, key, row"
@@ -104,15 +104,16 @@ def sort_rows(
             size = max(1, -(-num_rows // num_waves))
             ranks = "SELECT row, row_number() OVER (ORDER BY is_last, key, row) - 1 AS rank FROM keys"
             query = f"SELECT row FROM ({ranks}) ORDER BY rank // {size}, rank % {size} % {num_hands}, rank"
-        for found in scratch.batches(query):
-            yield np.asarray(found.column(0).to_numpy(), np.int64)
+        for batch in scratch.batches(query):
+            yield np.asarray(batch.column(0).to_numpy(), np.int64)
 
 
 # Rows read at once.
 _AT_ONCE = 256
 # `auto` samples SAMPLED_ROWS rows in runs of RUN_ROWS consecutive rows. A run stands for the rows that a cache would
 # remember if rows ran in the input's order.
-SAMPLED_ROWS, RUN_ROWS = 20_000, 500
+SAMPLED_ROWS = 20_000
+RUN_ROWS = 500
 # `auto` sorts by prefix if this saves at least this share of the prompts, compared with the input's order.
 LEAST_SAVED = 0.1
 _MOST_TOKENS = 2**32 - 1
@@ -122,22 +123,29 @@ _MOST_TOKENS = 2**32 - 1
 WAVES_AND_HANDS = (2, 128)
 
 
-def begin_or_restore(job: Job, file: SpecFile, state: State | None, say: Say, check_lock: CheckLock) -> Choice | None:
+def begin_or_restore(job: Job, state: State | None, say: Say, check_lock: CheckLock) -> Choice | None:
     """Choose and order the rows of a job that has not begun.
 
     For a job that has begun, make the files with its rows again if they are gone or altered; returns None.
     """
     if state is not None:
-        _restore(job, file, state, say)
+        _restore(job, state, say)
         return None
-    choice = begin_choice(job, file, say, check_lock)
+    choice = begin_choice(job, say, check_lock)
     ordered_by: str = job.spec.input.order
     if ordered_by == "auto":
         ordered_by = _decide(job, choice, say)
-    return in_order(job, dataclasses.replace(choice, ordered_by=ordered_by), None, say, check_lock)
+    return in_order(job, dataclasses.replace(choice, ordered_by=ordered_by), None, say=say, check_lock=check_lock)
 
 
-def in_order(job: Job, choice: Choice, state: State | None, say: Say, check_lock: CheckLock) -> Choice:
+def in_order(
+    job: Job,
+    choice: Choice,
+    state: State | None,
+    *,
+    say: Say = lambda line: None,
+    check_lock: CheckLock = lambda: None,
+) -> Choice:
     """Store the order that `choice.ordered_by` names. Returns the rows with this order.
 
     state: that of a job that has begun. check_lock: see `write_positions`.
@@ -148,29 +156,29 @@ def in_order(job: Job, choice: Choice, state: State | None, say: Say, check_lock
     say(f"ordering {choice.num_rows:,} rows by {_WORDS[choice.ordered_by]}")
     # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
     # position again. Seeds and prompts depend only on positions, so the order changes no value.
-    order, outlines = choice.order(job.folder), _Outlines(job, state)
+    order = choice.order(job.folder)
+    outlines = _Outlines(job, state)
     keyed = (
         (rows, [_key(outline, choice.ordered_by) for outline in outlines.of(rows)]) for rows in order.pieces(_AT_ONCE)
     )
     rows_in_order = sort_rows(job.folder, keyed, *(WAVES_AND_HANDS if choice.ordered_by == "longest" else ()))
-    own = job.folder, choice.number
-    stored = write_positions(*own, rows_in_order, job.source.num_rows, check_lock=check_lock)
+    stored = write_positions(job.folder, choice.number, rows_in_order, job.source.num_rows, check_lock=check_lock)
     say(f"the rows are in order; that took {time.monotonic() - began:.1f} s")
     return dataclasses.replace(choice, positions=stored.digest)
 
 
-def _restore(job: Job, file: SpecFile, state: State, say: Say) -> None:
+def _restore(job: Job, state: State, say: Say) -> None:
     """Make missing or altered files of positions again. Raises OutputError if there are other rows in them now."""
     if job.slice is not None:
-        check_slice(job, file, state.extents[0], say)
+        check_slice(job, state.extents[0], say)
     ordered_by = str(state.header.layout.get("order", "input"))
     for number, extent in enumerate(state.extents, 1):
         if extent.positions is None or read_positions(job.folder, number, extent.positions) is not None:
             continue
         name = job.folder.path(positions_name(number))
         say(f"warning: {name} is gone or altered; {'choosing' if state.is_in_order else 'ordering'} its rows again")
-        choice = dataclasses.replace(choose_again(job, file, number, state, say), ordered_by=ordered_by)
-        choice = in_order(job, choice, state, lambda line: None, lambda: None)
+        choice = dataclasses.replace(choose_again(job, number, state, say), ordered_by=ordered_by)
+        choice = in_order(job, choice, state)
         if choice.positions != extent.positions:
             raise OutputError(
                 f"{name} is gone or altered, and spec and input now choose other rows or another order: "
@@ -253,12 +261,13 @@ def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
 
 def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
     """Beginnings of the sampled rows' prompts, by run. A small input is sampled whole."""
-    order, outlines = choice.order(job.folder), _Outlines(job, None)
-    found = []
+    order = choice.order(job.folder)
+    outlines = _Outlines(job, None)
+    runs = []
     for start, stop in sampled_runs(choice.num_rows):
-        taken = (outline.beginning for rows in order.pieces(_AT_ONCE, start, stop) for outline in outlines.of(rows))
-        found.append([beginning for beginning in taken if beginning is not None])
-    return found
+        beginnings = (line.beginning for rows in order.pieces(_AT_ONCE, start, stop) for line in outlines.of(rows))
+        runs.append([beginning for beginning in beginnings if beginning is not None])
+    return runs
 
 
 def sampled_runs(num_rows: int) -> list[tuple[int, int]]:

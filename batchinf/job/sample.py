@@ -8,7 +8,7 @@ import numpy as np
 
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.reasons import reason
-from batchinf.job.open import Job, begun_at, max_model_len
+from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.prompts.encoder import load_tokenizer
 
 MOST_SAMPLED = 1000
@@ -21,7 +21,8 @@ def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
     if len(positions) <= MOST_SAMPLED:
         yield positions
         return
-    draw, num_runs = random.Random(seed), MOST_SAMPLED // RUN_ROWS
+    draw = random.Random(seed)
+    num_runs = MOST_SAMPLED // RUN_ROWS
     for run in range(num_runs):
         first, stop = (len(positions) * number // num_runs for number in (run, run + 1))
         start = draw.randint(first, stop - RUN_ROWS)
@@ -41,7 +42,8 @@ def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
         return
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, None))
-    counts, firsts = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, RowError]]()
+    counts: Counter[tuple[str, str]] = Counter()
+    firsts: dict[tuple[str, str], tuple[int, RowError]] = {}
     for sampled in sample_rows(positions, 0):
         for start in range(0, len(sampled), RUN_ROWS):
             places = np.sort(np.asarray(sampled[start : start + RUN_ROWS], np.int64))

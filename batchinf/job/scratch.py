@@ -47,7 +47,8 @@ class ScratchDatabase:
     """The open database. Its methods raise OutputError if the folder or the memory does not suffice."""
 
     def __init__(self, connection: Any, folder: Folder) -> None:
-        self._connection, self._folder = connection, folder
+        self._connection = connection
+        self._folder = folder
 
     def run(self, statement: str, **tables: pa.Table) -> Any:
         """Run a statement, which may name `tables`. Returns DuckDB's result, which is fetched if it has rows."""
@@ -59,8 +60,8 @@ class ScratchDatabase:
     def column(self, query: str, **tables: pa.Table) -> npt.NDArray[Any]:
         """The one column of a query's result. The query may name `tables`."""
         with duckdb_errors(self._wrong):
-            [found] = self.run(query, **tables).fetchnumpy().values()
-        return np.asarray(found)
+            [column] = self.run(query, **tables).fetchnumpy().values()
+        return np.asarray(column)
 
     def batches(self, query: str) -> Iterator[pa.RecordBatch]:
         """The result of a query, some rows at a time."""

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
+from batchinf.job.job import Job
 from batchinf.job.open import location_of
 from batchinf.job.ordering import prefix_key, shared_in_order
 from batchinf.job.sample import sample_rows
@@ -30,18 +31,10 @@ def shared_share(file: SpecFile) -> float | None:
     try:
         if len(find_files(location)[1]) > _MOST_FILES:
             return None
-        with opened(file, may_scan=False) as found:
-            if found is None:
+        with opened(file, may_scan=False) as sample:
+            if sample is None:
                 return None
-            job, _ = found
-            tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-            builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
-            texts = [
-                text
-                for places in sample_rows(job.rows, 0)
-                for row in job.source.read_rows(np.asarray(places, np.int64), builder.columns)
-                if (text := builder.outline(row).beginning) is not None
-            ]
+            texts = _beginnings(sample[0])
     except (UserError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return None  # the start reads the input again, and says why it cannot
     if not texts:
@@ -49,3 +42,15 @@ def shared_share(file: SpecFile) -> float | None:
     # vLLM caches whole blocks.
     whole = [text[: len(text) // _BLOCK_BYTES * _BLOCK_BYTES] for text in texts]
     return shared_in_order([prefix_key(text) for text in whole]) / max(1, sum(map(len, texts)))
+
+
+def _beginnings(job: Job) -> list[bytes]:
+    """The beginnings of the prompts of a sample of rows."""
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
+    return [
+        beginning
+        for places in sample_rows(job.rows, 0)
+        for row in job.source.read_rows(np.asarray(places, np.int64), builder.columns)
+        if (beginning := builder.outline(row).beginning) is not None
+    ]

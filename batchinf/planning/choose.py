@@ -17,11 +17,13 @@ _CLEARLY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Degrees with the number of replicas. prediction: of one replica; None without a job."""
+    """Degrees with the number of replicas."""
 
     degrees: Degrees
     data: int
+    """Number of replicas."""
     prediction: Prediction | None
+    """The time of one replica; None without a job."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -31,37 +33,40 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs of one kind. share: gpu_memory_utilization, lower where others use a part of the memory."""
+    """GPUs of one kind."""
 
     gpu: Gpu
     gpus_per_node: int
     num_nodes: int
     share: float
+    """gpu_memory_utilization, lower where other programs use a part of the memory."""
 
     @property
     def num_gpus(self) -> int:
         return self.gpus_per_node * self.num_nodes
 
 
-def options(fit: Fit, machine: Machine, context: int, shape: Shape | None, work: Workload | None) -> list[Option]:
+def options(
+    fit: Fit, machine: Machine, context: int, *, shape: Shape | None = None, work: Workload | None = None
+) -> list[Option]:
     """All degrees that fit the machine, the fewest devices of a replica first."""
-    found = []
-    for degrees in that_fit(fit, context, machine.share, machine.gpus_per_node, machine.num_gpus):
+    fitting = []
+    for degrees in that_fit(fit, context, machine.share, machine.gpus_per_node, most=machine.num_gpus):
         data = replicas(degrees, machine.gpus_per_node, machine.num_nodes)
         if data == 0:
             continue
         prediction = None
         if shape is not None and work is not None:
             part = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // data)))
-            prediction = prediction_of(fit, degrees, shape, machine.gpu, part, machine.share)
-        found.append(Option(degrees, data, prediction))
-    return found
+            prediction = prediction_of(fit, degrees, shape, gpu=machine.gpu, work=part, share=machine.share)
+        fitting.append(Option(degrees, data, prediction))
+    return fitting
 
 
-def best(found: list[Option]) -> Option | None:
+def best(fitting: list[Option]) -> Option | None:
     """The smallest degree, or a larger one with clearly more predicted tokens a second on the same GPUs."""
     chosen: Option | None = None
-    for option in found:
+    for option in fitting:
         if option.degrees.pipeline > 1 and chosen is not None and chosen.degrees.pipeline == 1:
             continue  # a pipeline is for what does not fit otherwise
         if chosen is None or option.tokens_per_s > chosen.tokens_per_s * (1 + _CLEARLY):
@@ -69,9 +74,10 @@ def best(found: list[Option]) -> Option | None:
     return chosen
 
 
-def reason_for(chosen: Option, found: list[Option]) -> str:
-    """Why, in one sentence."""
-    least, degrees = found[0], chosen.degrees
+def reason_for(chosen: Option, fitting: list[Option]) -> str:
+    """Why it is the best of these options, in one sentence."""
+    least = fitting[0]
+    degrees = chosen.degrees
     shape = shape_text(degrees, chosen.data)
     if degrees.num_devices == least.degrees.num_devices:
         if degrees.pipeline > 1:

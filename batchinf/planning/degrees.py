@@ -12,20 +12,20 @@ MOST_DEVICES = 64
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """One way to split a replica, and what it leaves on each GPU. Sizes are in bytes.
-
-    weight_bytes: weights on one GPU. step_bytes: memory of a step on one GPU, beside weights and cache. cache_tokens:
-    tokens that a replica's cache holds. sequences: sequences of the context's length that fit at the same time.
-    missing_bytes: on each GPU; 0 if the model fits.
-    """
+    """One way to split a replica, and what it leaves on each GPU."""
 
     tensor: int
     pipeline: int
     weight_bytes: int
+    """Weights on one GPU."""
     step_bytes: int
+    """Memory of a step on one GPU, beside weights and cache."""
     cache_tokens: int
+    """Tokens that a replica's cache holds."""
     sequences: float
+    """Sequences of the context's length that fit at the same time."""
     missing_bytes: int
+    """What each GPU lacks; 0 if the model fits."""
 
     @property
     def num_devices(self) -> int:
@@ -37,23 +37,32 @@ class Degrees:
         return self.missing_bytes == 0
 
 
-def degrees_of(fit: Fit, tensor: int, pipeline: int, context: int, share: float) -> Degrees:
+def degrees_of(fit: Fit, tensor: int, pipeline: int, *, context: int, share: float) -> Degrees:
     """The model at these degrees. context: tokens of the sequence that must fit. share: gpu_memory_utilization.
 
     `fit.needs` must be known.
     """
     at = dataclasses.replace(fit, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, max_model_len=context)
-    weights, sequence, step = at.weight_bytes, at.sequence_bytes, at.step_bytes
+    weights = at.weight_bytes
+    sequence = at.sequence_bytes
+    step = at.step_bytes
     assert weights is not None and sequence is not None and fit.device_bytes is not None
     room = at.cache_bytes(share, step)
     assert room is not None
     sequences = at.sequences(context, share, step) or 0.0
     missing = 0 if sequences >= 1 else max(1, sequence - room)
-    if isinstance(given := fit.engine.get("kv_cache_memory_bytes"), int):
+    if isinstance(cache_bytes := fit.engine.get("kv_cache_memory_bytes"), int):
         # vLLM then takes what it needs, up to the whole device.
-        missing = max(missing, weights + step + given - fit.device_bytes)
-    tokens = at.most_tokens(share, step) or 0
-    return Degrees(tensor, pipeline, weights, step, tokens, sequences, missing)
+        missing = max(missing, weights + step + cache_bytes - fit.device_bytes)
+    return Degrees(
+        tensor=tensor,
+        pipeline=pipeline,
+        weight_bytes=weights,
+        step_bytes=step,
+        cache_tokens=at.most_tokens(share, step) or 0,
+        sequences=sequences,
+        missing_bytes=missing,
+    )
 
 
 def _legal(fit: Fit, most: int, devices_per_node: int, *, has_pipelines: bool) -> Iterator[tuple[int, int]]:
@@ -72,7 +81,7 @@ def _legal(fit: Fit, most: int, devices_per_node: int, *, has_pipelines: bool) -
                 yield tensor, pipeline
 
 
-def that_fit(fit: Fit, context: int, share: float, devices_per_node: int, most: int) -> Iterator[Degrees]:
+def that_fit(fit: Fit, context: int, share: float, devices_per_node: int, *, most: int) -> Iterator[Degrees]:
     """The legal degrees with at most `most` devices that hold weights and one sequence, the fewest devices first.
 
     Pipelines within a node come only if nothing else fits.
@@ -80,10 +89,10 @@ def that_fit(fit: Fit, context: int, share: float, devices_per_node: int, most: 
     is_found = False
     for has_pipelines in (False, True):
         for tensor, pipeline in _legal(fit, most, devices_per_node, has_pipelines=has_pipelines):
-            found = degrees_of(fit, tensor, pipeline, context, share)
-            if found.fits:
+            degrees = degrees_of(fit, tensor, pipeline, context=context, share=share)
+            if degrees.fits:
                 is_found = True
-                yield found
+                yield degrees
         if is_found:
             return
 

@@ -7,28 +7,29 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import UserError
 
-_MIB = 1 << 20
-_T, _GB = 1e12, 1e9
+_T = 1e12
+_GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, or a part of one. Rates are peaks, a second; a type that it does not have is 0.
-
-    memory_bytes: as NVML gives it. bandwidth: of the memory, in bytes. bf16, fp16, fp8: FLOP of dense matrices with
-    sums in 32 bits. link: to other GPUs of the host by NVLink, in bytes in one direction; 0: over PCIe.
-    """
+    """One GPU, or a part of one. Rates are peaks, a second."""
 
     name: str
     title: str
     memory_bytes: int
+    """As NVML gives it."""
     bandwidth: float
+    """Bytes of the memory."""
     bf16: float
+    """FLOP of dense matrices in this type, with sums in 32 bits; 0 if the GPU does not have the type."""
     fp16: float
     fp8: float
     capability: tuple[int, int]
     link: float
+    """Bytes in one direction to other GPUs of the host, by NVLink; 0: over PCIe."""
     source: str
+    """Where the figures come from."""
 
     def flops(self, dtype: str) -> float:
         """Of matrices of this type. Without FP8 units, vLLM computes FP8 weights in 16 bits."""
@@ -37,37 +38,45 @@ class Gpu:
         return {"fp8": self.fp8 or self.fp16, "float16": self.fp16}.get(dtype, self.bf16)
 
 
-def _gpu(name: str, title: str, mib: int, bandwidth: float, bf16: float, fp16: float, fp8: float,
-         capability: tuple[int, int], link: float, source: str) -> Gpu:  # fmt: skip
-    return Gpu(name, title, mib * _MIB, bandwidth * _GB, bf16 * _T, fp16 * _T, fp8 * _T, capability, link * _GB, source)
-
-
 # Rates: NVIDIA's data sheets and architecture white papers, dense, with FP32 sums. MiB: nvidia-smi on such a GPU, or,
 # for A100 and RTX 4090, the nominal GiB.
-_GPUS = [
-    _gpu("b200", "B200 SXM", 183_359, 8000, 2250, 2250, 4500, (10, 0), 900, "nvidia.com/en-us/data-center/dgx-b200"),
-    _gpu("h200", "H200 SXM", 143_771, 4800, 989, 989, 1979, (9, 0), 450, "nvidia.com/en-us/data-center/h200"),
-    _gpu("h100-80", "H100 SXM 80 GB", 81_079, 3350, 989, 989, 1979, (9, 0), 450,
-         "nvidia.com/en-us/data-center/h100"),
-    _gpu("h100-94", "H100 NVL 94 GB", 95_830, 3900, 835, 835, 1671, (9, 0), 300, "nvidia.com/en-us/data-center/h100"),
-    _gpu("h100-pcie", "H100 PCIe 80 GB", 81_079, 2000, 756, 756, 1513, (9, 0), 0,
-         "nvidia.com/en-us/data-center/h100"),
-    _gpu("a100-80", "A100 SXM 80 GB", 81_920, 2039, 312, 312, 0, (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
-    _gpu("a100-40", "A100 SXM 40 GB", 40_960, 1555, 312, 312, 0, (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
-    _gpu("l40s", "L40S", 46_068, 864, 362, 362, 733, (8, 9), 0, "nvidia.com/en-us/data-center/l40s"),
-    _gpu("l4", "L4", 23_034, 300, 121, 121, 242, (8, 9), 0, "nvidia.com/en-us/data-center/l4"),
-    _gpu("a40", "A40", 46_068, 696, 150, 150, 0, (8, 6), 0, "nvidia.com/en-us/data-center/a40"),
-    _gpu("a10", "A10", 23_028, 600, 125, 125, 0, (8, 6), 0, "nvidia.com/en-us/data-center/products/a10-gpu"),
-    _gpu("a6000", "RTX A6000", 49_140, 768, 155, 155, 0, (8, 6), 0, "nvidia.com/en-us/design-visualization/rtx-a6000"),
-    _gpu("rtx-5090", "GeForce RTX 5090", 32_607, 1792, 210, 210, 419, (12, 0), 0, "Blackwell GB202 white paper"),
-    _gpu("rtx-4090", "GeForce RTX 4090", 24_576, 1008, 165, 165, 330, (8, 9), 0, "Ada GPU architecture white paper"),
-    _gpu("rtx-3090", "GeForce RTX 3090", 24_576, 936, 71, 71, 0, (8, 6), 0, "Ampere GA102 white paper"),
-    _gpu("v100-32", "V100 SXM2 32 GB", 32_768, 900, 0, 125, 0, (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
-    _gpu("v100-16", "V100 SXM2 16 GB", 16_384, 900, 0, 125, 0, (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
-    _gpu("t4", "T4", 15_360, 320, 0, 65, 0, (7, 5), 0, "nvidia.com/en-us/data-center/tesla-t4"),
-    _gpu("rtx-2080-ti", "GeForce RTX 2080 Ti", 11_264, 616, 0, 54, 0, (7, 5), 0, "Turing architecture white paper"),
+# name, title, MiB, GB/s of the memory, TFLOP/s in (bf16, fp16, fp8), compute capability, GB/s of NVLink, source
+_TABLE: list[tuple[str, str, int, int, tuple[int, int, int], tuple[int, int], int, str]] = [
+    ("b200", "B200 SXM", 183_359, 8000, (2250, 2250, 4500), (10, 0), 900, "nvidia.com/en-us/data-center/dgx-b200"),
+    ("h200", "H200 SXM", 143_771, 4800, (989, 989, 1979), (9, 0), 450, "nvidia.com/en-us/data-center/h200"),
+    ("h100-80", "H100 SXM 80 GB", 81_079, 3350, (989, 989, 1979), (9, 0), 450, "nvidia.com/en-us/data-center/h100"),
+    ("h100-94", "H100 NVL 94 GB", 95_830, 3900, (835, 835, 1671), (9, 0), 300, "nvidia.com/en-us/data-center/h100"),
+    ("h100-pcie", "H100 PCIe 80 GB", 81_079, 2000, (756, 756, 1513), (9, 0), 0, "nvidia.com/en-us/data-center/h100"),
+    ("a100-80", "A100 SXM 80 GB", 81_920, 2039, (312, 312, 0), (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
+    ("a100-40", "A100 SXM 40 GB", 40_960, 1555, (312, 312, 0), (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
+    ("l40s", "L40S", 46_068, 864, (362, 362, 733), (8, 9), 0, "nvidia.com/en-us/data-center/l40s"),
+    ("l4", "L4", 23_034, 300, (121, 121, 242), (8, 9), 0, "nvidia.com/en-us/data-center/l4"),
+    ("a40", "A40", 46_068, 696, (150, 150, 0), (8, 6), 0, "nvidia.com/en-us/data-center/a40"),
+    ("a10", "A10", 23_028, 600, (125, 125, 0), (8, 6), 0, "nvidia.com/en-us/data-center/products/a10-gpu"),
+    ("a6000", "RTX A6000", 49_140, 768, (155, 155, 0), (8, 6), 0, "nvidia.com/en-us/design-visualization/rtx-a6000"),
+    ("rtx-5090", "GeForce RTX 5090", 32_607, 1792, (210, 210, 419), (12, 0), 0, "Blackwell GB202 white paper"),
+    ("rtx-4090", "GeForce RTX 4090", 24_576, 1008, (165, 165, 330), (8, 9), 0, "Ada GPU architecture white paper"),
+    ("rtx-3090", "GeForce RTX 3090", 24_576, 936, (71, 71, 0), (8, 6), 0, "Ampere GA102 white paper"),
+    ("v100-32", "V100 SXM2 32 GB", 32_768, 900, (0, 125, 0), (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
+    ("v100-16", "V100 SXM2 16 GB", 16_384, 900, (0, 125, 0), (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
+    ("t4", "T4", 15_360, 320, (0, 65, 0), (7, 5), 0, "nvidia.com/en-us/data-center/tesla-t4"),
+    ("rtx-2080-ti", "GeForce RTX 2080 Ti", 11_264, 616, (0, 54, 0), (7, 5), 0, "Turing architecture white paper"),
 ]  # fmt: skip
-GPUS = {gpu.name: gpu for gpu in _GPUS}
+GPUS = {
+    name: Gpu(
+        name=name,
+        title=title,
+        memory_bytes=mib << 20,
+        bandwidth=bandwidth * _GB,
+        bf16=bf16 * _T,
+        fp16=fp16 * _T,
+        fp8=fp8 * _T,
+        capability=capability,
+        link=link * _GB,
+        source=source,
+    )
+    for name, title, mib, bandwidth, (bf16, fp16, fp8), capability, link, source in _TABLE
+}
 
 # Short names, and MIG parts that have names of their own.
 _ALIASES = {"h100": "h100-80", "h100-sxm": "h100-80", "h100-nvl": "h100-94", "h100-40": "h100-80:3g",
@@ -80,9 +89,8 @@ _WITH_PARTS = ("a100-40", "a100-80", "h100-80", "h100-94", "h100-pcie", "h200", 
 
 def gpu_named(text: str) -> Gpu:
     """A GPU by its name, such as `h100-80` or, for a MIG part, `h100-80:3g`. Raises UserError with near names."""
-    wanted = re.sub(r"[\s_]+", "-", text.strip().lower()).removeprefix("nvidia-").removeprefix("geforce-")
-    wanted = _ALIASES.get(wanted, wanted)
-    name, _, part = wanted.partition(":")
+    plain = re.sub(r"[\s_]+", "-", text.strip().lower()).removeprefix("nvidia-").removeprefix("geforce-")
+    name, _, part = _ALIASES.get(plain, plain).partition(":")
     gpu = GPUS.get(_ALIASES.get(name, name))
     if gpu is None:
         near = difflib.get_close_matches(name, [*GPUS, *_ALIASES], 3, 0.5)
@@ -118,8 +126,8 @@ def gpu_like(title: str, memory_bytes: int) -> Gpu | None:
     near = [gpu for gpu in GPUS.values() if re.search(rf"\b{_family(gpu.name)}\b", words)]
     if not near:
         return None
-    found = min(near, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), "pcie" in gpu.name))
-    return dataclasses.replace(found, memory_bytes=memory_bytes)
+    nearest = min(near, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), "pcie" in gpu.name))
+    return dataclasses.replace(nearest, memory_bytes=memory_bytes)
 
 
 def _family(name: str) -> str:

@@ -24,9 +24,11 @@ _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
 # Of that share, what the matrices of experts reach, measured with 8 of 128: each has few tokens of a step, which do not
 # fill its tiles.
 _EXPERTS_SHARE = 0.40
-_MEMORY_SHARE, _LINK_SHARE = 0.80, 0.60
-# Seconds: of a step, of each sequence in it, and of each request once.
-STEP_S, SEQUENCE_S, REQUEST_S = 6e-3, 6e-6, 150e-6
+_MEMORY_SHARE = 0.80
+_LINK_SHARE = 0.60
+STEP_S = 6e-3  # for each step
+SEQUENCE_S = 6e-6  # for each sequence of a step
+REQUEST_S = 150e-6  # for each request, once
 # Seconds to start the kernels of a layer in a step that only reads prompts, unless it is one CUDA graph.
 LAYER_S = 0.55e-3
 # The share of the shorter of device and Python that the longer one does not hide.
@@ -41,69 +43,79 @@ _PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The cost of a token: the parameters of the matrices that compute it, in all layers and the head.
-
-    layer_parameters: without experts. expert_parameters: of the chosen experts. layer_bytes: of all weights of the
-    layers. attention_width: heads × head size, summed over all layers that see all tokens. window_width: the same for
-    layers with a window. window: their window in tokens. hidden: the hidden size.
-    """
+    """The cost of a token: the parameters of the matrices that compute it, in all layers and the head."""
 
     layer_parameters: float
+    """Parameters of all layers, without experts."""
     expert_parameters: float
+    """Parameters of the chosen experts."""
     head_parameters: float
     layer_bytes: float
+    """Size of all weights of the layers."""
     attention_width: int
+    """Heads × head size, summed over all layers that see all tokens."""
     window_width: int
+    """The same for layers with a window."""
     window: int
+    """That window in tokens."""
     hidden: int
+    """The hidden size."""
     num_layers: int
     dtype: str
 
 
 def shape_of(needs: Needs) -> Shape | None:
     """The shape, from the counted parameters and the config; None if they are not known."""
-    weights, cache, counts, config = needs.weights, needs.kv_cache, needs.parameters, needs.config
-    hidden, heads, head_dim = config.get("hidden_size"), num_attention_heads(config), head_dim_of(config)
-    if weights is None or cache is None or not counts or not isinstance(hidden, int):
+    weights = needs.weights
+    cache = needs.kv_cache
+    counts = needs.parameters
+    hidden = needs.config.get("hidden_size")
+    experts = _chosen_experts(needs)
+    if weights is None or cache is None or not counts or not isinstance(hidden, int) or experts is None:
         return None
-    experts = float(counts.get("expert", 0))
-    if experts:
-        number, chosen = named_number(config, NUM_EXPERTS), named_number(config, CHOSEN_EXPERTS)
-        if not number or not chosen:
-            return None
-        experts *= chosen / number
-    kinds = [one.window for layer in cache.layers for one in layer if one.state is None]
-    width = (heads or 0) * (head_dim or 0)
-    windows = [window for window in kinds if window is not None]
+    windows_or_none = [kind.window for layer in cache.layers for kind in layer if kind.state is None]
+    windows = [window for window in windows_or_none if window is not None]
+    width = (num_attention_heads(needs.config) or 0) * (head_dim_of(needs.config) or 0)
     return Shape(
-        counts.get("linear", 0),
-        experts,
+        layer_parameters=counts.get("linear", 0),
+        expert_parameters=experts,
         # With tied embeddings there is no head of its own.
-        counts.get("head") or counts.get("embedding", 0),
-        sum(weights.layers),
-        width * (len(kinds) - len(windows)),
-        width * len(windows),
-        max(windows, default=0),
-        hidden,
-        needs.num_layers,
-        "fp8" if needs.quantization == "fp8" else needs.dtype,
+        head_parameters=counts.get("head") or counts.get("embedding", 0),
+        layer_bytes=sum(weights.layers),
+        attention_width=width * (len(windows_or_none) - len(windows)),
+        window_width=width * len(windows),
+        window=max(windows, default=0),
+        hidden=hidden,
+        num_layers=needs.num_layers,
+        dtype="fp8" if needs.quantization == "fp8" else needs.dtype,
     )
+
+
+def _chosen_experts(needs: Needs) -> float | None:
+    """Parameters of the experts that compute a token; None if the config does not tell how many are chosen."""
+    experts = needs.parameters.get("expert", 0)
+    if not experts:
+        return 0.0
+    number = named_number(needs.config, NUM_EXPERTS)
+    chosen = named_number(needs.config, CHOSEN_EXPERTS)
+    return experts * chosen / number if number and chosen else None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests of a job. prompt_tokens, output_tokens: of a request on average. longest_output: of all requests.
-
-    logits: the tokens that the head computes; `none` means that nothing is generated. cached_tokens: of a prompt, those
-    that vLLM's prefix cache has, because all prompts begin with them.
-    """
+    """The requests of a job."""
 
     num_requests: int
     prompt_tokens: float
+    """Tokens of a prompt, on average."""
     output_tokens: float
+    """Tokens of an output, on average."""
     longest_output: int
+    """Tokens of the longest output."""
     logits: Literal["all", "last", "none"] = "last"
+    """The tokens that the head computes; `none` means that nothing is generated."""
     cached_tokens: int = 0
+    """Tokens of each prompt that vLLM's prefix cache has, because all prompts begin with them."""
 
     @property
     def computed_tokens(self) -> float:
@@ -113,13 +125,15 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How long one replica takes. limited_by: the longest part of a step. running: sequences at the same time."""
+    """How long one replica takes."""
 
     seconds: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     running: int
+    """Sequences at the same time."""
     limited_by: str
+    """The longest part of a step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -128,7 +142,7 @@ class Prediction:
 
 
 def prediction_of(
-    fit: Fit, degrees: Degrees, shape: Shape, gpu: Gpu, work: Workload, share: float, sharers: int = 1
+    fit: Fit, degrees: Degrees, shape: Shape, *, gpu: Gpu, work: Workload, share: float, sharers: int = 1
 ) -> Prediction:
     """Time of the work on one replica. sharers: replicas on each of its devices, all with as much work."""
     at = dataclasses.replace(fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
@@ -138,19 +152,21 @@ def prediction_of(
     def fitting(tokens: float) -> int:
         return max(1, min(limit, int(at.sequences(max(1, round(tokens)), share, degrees.step_bytes) or 1.0)))
 
-    own = work.computed_tokens  # the cache holds the beginning of all prompts once
-    running = fitting(own + work.output_tokens / 2)
+    prompt = work.computed_tokens  # the cache holds the beginning of all prompts once
+    running = fitting(prompt + work.output_tokens / 2)
     starts = running / max(1.0, work.output_tokens)
     # vLLM takes in as many prompts as the cache holds. While these grow, it drops the newest, and computes them again.
-    dropped = 1 - fitting(own + work.output_tokens) / fitting(own)
-    again = dropped * (own + work.output_tokens / 2)
+    dropped = 1 - fitting(prompt + work.output_tokens) / fitting(prompt)
+    again = dropped * (prompt + work.output_tokens / 2)
     # In a step each running sequence makes a token, and prompts of new ones are computed with it.
-    prompt_tokens, decoded = starts * (own + again), running
+    prompt_tokens = starts * (prompt + again)
+    decoded = running
     if work.output_tokens <= 1:  # all is prefill: a full batch
-        prompt_tokens = min(limits["max_num_batched_tokens"], work.num_requests * own)
-        starts = prompt_tokens / own
-        running, decoded = max(1, math.ceil(starts)), 0
-    parts = _step(at, shape, gpu, work, prompt_tokens, decoded, running)
+        prompt_tokens = min(limits["max_num_batched_tokens"], work.num_requests * prompt)
+        starts = prompt_tokens / prompt
+        running = max(1, math.ceil(starts))
+        decoded = 0
+    parts = _step(at, shape, gpu, work, prompt_tokens=prompt_tokens, decoded=decoded, running=running)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
     num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
     is_one_graph = degrees.num_devices == 1 and has_whole_steps(fit.engine)
@@ -168,21 +184,28 @@ def prediction_of(
     limited_by = "the engine's Python" if python_s > device_s else max(parts, key=lambda name: parts[name])
     if decoded and running < min(limits["max_num_seqs"], work.num_requests):
         limited_by = f"the cache, which holds {running:,} of {limits['max_num_seqs']:,} sequences"
-    prompts, outputs = work.num_requests * work.prompt_tokens, work.num_requests * work.output_tokens
-    return Prediction(seconds, prompts / seconds, outputs / seconds, running, limited_by)
+    return Prediction(
+        seconds=seconds,
+        prompt_tokens_per_s=work.num_requests * work.prompt_tokens / seconds,
+        output_tokens_per_s=work.num_requests * work.output_tokens / seconds,
+        running=running,
+        limited_by=limited_by,
+    )
 
 
 def has_whole_steps(engine: Mapping[str, Any]) -> bool:
     """Whether engine arguments ask for one CUDA graph for each step of prompts; see `fleet.settings`."""
-    given = engine.get("additional_config")
-    return isinstance(given, Mapping) and bool(given.get(WHOLE_STEPS))
+    config = engine.get("additional_config")
+    return isinstance(config, Mapping) and bool(config.get(WHOLE_STEPS))
 
 
 def _step(
-    fit: Fit, shape: Shape, gpu: Gpu, work: Workload, prompt_tokens: float, decoded: int, running: int
+    fit: Fit, shape: Shape, gpu: Gpu, work: Workload, *, prompt_tokens: float, decoded: int, running: int
 ) -> dict[str, float]:
     """Seconds that one device works on a step of all running sequences, by what it waits for."""
-    tensor, pipeline, cache = fit.tensor_parallel_size, fit.pipeline_parallel_size, fit.needs.kv_cache
+    tensor = fit.tensor_parallel_size
+    pipeline = fit.pipeline_parallel_size
+    cache = fit.needs.kv_cache
     assert cache is not None
     tokens = prompt_tokens + decoded
     memory = gpu.bandwidth * _MEMORY_SHARE

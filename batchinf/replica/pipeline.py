@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
-from batchinf.job.open import carried_columns
+from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import retry_of
 from batchinf.output.journal import Journal

@@ -216,6 +216,6 @@ def _degrees(start: _Start) -> list[Settings]:
     share = float(start.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     return [
         {"parallel.tensor_parallel_size": degrees.tensor, "parallel.pipeline_parallel_size": degrees.pipeline}
-        for degrees in that_fit(fit, fit.max_model_len, share, num_devices, num_devices)
+        for degrees in that_fit(fit, fit.max_model_len, share, num_devices, most=num_devices)
         if num_devices % degrees.num_devices == 0 and (degrees.tensor, degrees.pipeline) != parallel.sizes
     ]

@@ -8,8 +8,8 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.status import JobState, StatusReport, _load, job_status
-from batchinf.commands.text.status import status_lines
+from batchinf.commands.status import _load, job_status
+from batchinf.commands.text.status import JobState, StatusReport
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import JobLock
 
@@ -17,7 +17,7 @@ HOST = os.uname().nodename
 
 
 def lines_of(report: StatusReport) -> str:
-    return "\n".join(status_lines(report))
+    return "\n".join(report.lines())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from batchinf.base.errors import RowError
 from batchinf.commands.shown_rows import LengthCounts, histogram
-from batchinf.commands.text.validate import bar_lines, length_lines
+from batchinf.commands.text.shown_rows import bar_lines, length_lines
 from batchinf.job.sample import MOST_SAMPLED, sample_rows
 from batchinf.records import Prompt
 from batchinf.spec.sampling import SamplingSpec

@@ -75,4 +75,4 @@ def test_the_model_is_known_before_the_input_is_read(tmp_path: pathlib.Path, mon
     prepared = job_open.prepare_job(read_spec(jobs.spec_of(tmp_path)))
     assert prepared.model.path == str(jobs.MODEL)
     with pytest.raises(ZeroDivisionError):
-        prepared.open()
+        job_open.open_input(prepared)

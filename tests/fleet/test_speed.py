@@ -10,7 +10,6 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.text.status import status_lines
 from batchinf.coordinator import start
 from batchinf.coordinator.ending import Summary
 from batchinf.fleet.engine_settings import EngineSettings
@@ -129,7 +128,7 @@ def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: path
     assert found == summary.speed == batchinf.status(tmp_path / "out").jobs[0].speed
     assert round(found.tokens_per_s * found.work_s) == summary.num_prompt_tokens + summary.num_output_tokens
     assert (found.num_gpus, found.expected, found.tokens_per_s_per_gpu) == (0, None, None)
-    lines = list(status_lines(batchinf.status(tmp_path / "out")))
+    lines = list(batchinf.status(tmp_path / "out").lines())
     assert next(speed_lines(found)) in lines
 
 
@@ -195,7 +194,7 @@ def test_the_start_of_a_job_says_which_replicas_share_a_gpu(monkeypatch: pytest.
     launcher: Any = SimpleNamespace(slots=[SimpleNamespace(sharers=each) for each in (2, 1, 2)], settings=None)
     job: Any = SimpleNamespace(spec=SimpleNamespace(scripted=None))
     unused: Any = None
-    start._note_expected(job, unused, launcher, unused, unused)
+    start._note_expected(job, unused, launcher, unused, say=unused)
     assert asked == [[2, 1, 2]]
 
 
@@ -216,5 +215,7 @@ def test_lines_compare_measured_with_predicted() -> None:
 def test_no_run_takes_0s(seconds: float, told: str) -> None:
     speed = Speed(seconds, seconds, 27_000.0, 9_000.0, 4, 404_000, None, None)
     assert next(speed_lines(speed)).startswith(f"this run took {told}, and its engines worked {told} of it: ")
-    summary = Summary("out", 1, 0, 1, 1, 1, 1, seconds, False, None, (), ())
+    summary = Summary(
+        "out", num_rows=1, num_prompt_tokens=1, num_output_tokens=1, num_parts=1, num_bytes=1, device_s=seconds
+    )
     assert f"device-hours ({told}) over all attempts" in "\n".join(summary.lines())

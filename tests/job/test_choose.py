@@ -22,7 +22,8 @@ from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
 from batchinf.job import choose as choosing
 from batchinf.job import exclude as excluding
-from batchinf.job.open import max_model_len, open_job
+from batchinf.job.job import max_model_len
+from batchinf.job.open import open_job
 from batchinf.manifest.lock import LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
@@ -68,7 +69,7 @@ def chosen_of(spec: pathlib.Path, *overrides: str) -> list[int]:
     job = open_job(file)
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(job.source):
         folder = Folder(scratch)
-        choice = choosing.choose(job, file, range(job.source.num_rows), job.spec.input.limit, folder)
+        choice = choosing.choose(job, range(job.source.num_rows), folder, limit=job.spec.input.limit)
         rows = list(choice.order(folder))
         assert (choice.positions is None) == (rows == list(range(choice.first_row, choice.stop_row)))
         assert [path.name for path in (folder.path("selection")).glob("*")] == (
@@ -412,7 +413,7 @@ def test_prompts_are_those_of_the_jobs_beginning_whenever_rows_are_chosen(tmp_pa
     job = open_job(file)
     # As when more is taken in later, or the file is lost: the hashes in the output are of that time.
     state, rows = jobs.state_of(tmp_path / "out"), range(job.source.num_rows)
-    choice = choosing.choose(job, file, rows, None, Folder(tmp_path / "scratch"), may_be_none=True, state=state)
+    choice = choosing.choose(job, rows, Folder(tmp_path / "scratch"), limit=None, may_be_none=True, state=state)
     assert choice.num_rows == 0
     job.source.close()
 
@@ -425,9 +426,9 @@ def test_who_has_lost_the_job_stores_no_choice(tmp_path: pathlib.Path) -> None:
     job = open_job(file)
     job.folder.make()
     with pytest.raises(LockLost):
-        choosing.begin_choice(job, file, print, is_lost)
+        choosing.begin_choice(job, print, is_lost)
     assert not job.folder.list("selection")
-    choosing.begin_choice(job, file, print, lambda: None)
+    choosing.begin_choice(job, print, lambda: None)
     assert job.folder.exists("selection/000001.positions")
     job.source.close()
 

@@ -22,4 +22,4 @@ def test_samples_of_a_row_are_counted_once(limit: int, is_refused: bool, tmp_pat
     job = open_job(file, tmp_path / "cache")
     refused = pytest.raises(SpecError, match=r"estimated at 370\.6 kB \(6\.2 kB each\)")
     with contextlib.closing(job.source), refused if is_refused else contextlib.nullcontext():
-        check_size(file, job, 60)
+        check_size(job, 60)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import jobs
+from batchinf.job.job import max_model_len
 from batchinf.job.model_len import with_known_length
-from batchinf.job.open import max_model_len, prepare_job
+from batchinf.job.open import open_input, prepare_job
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.spec.file import read_spec
 
@@ -141,6 +142,6 @@ def test_other_words_are_refused(tmp_path: pathlib.Path) -> None:
 
 def test_the_scripted_engine_takes_the_number(tmp_path: pathlib.Path) -> None:
     prepared = prepare_job(read_spec(spec_over(tmp_path, ["a"], engine={"max_model_len": 64})))
-    job = prepared.open(tmp_path / "scan")
+    job = open_input(prepared, tmp_path / "scan")
     assert max_model_len(job) == 64
     job.source.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import jobs
-from batchinf.job.open import _with_backend, prepare_job
+from batchinf.job.open import _with_backend, over_rows, prepare_job
 from batchinf.model.memory import Fit, Needs
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
@@ -37,7 +37,7 @@ def test_a_new_job_has_a_fixed_backend_in_its_identity(
     prepared = prepare_job(spec_of(tmp_path, **sections))
     assert prepared.spec.engine.get(CONFIG) == config
     assert prepared.file.spec.engine.get(CONFIG) == config
-    assert prepared._identity(prepared.spec, "x").get(f"engine.{CONFIG}") == config
+    assert prepared.identity_of(prepared.spec, "x").get(f"engine.{CONFIG}") == config
 
 
 def test_rows_of_a_batch_file_have_a_fixed_backend(tmp_path: pathlib.Path) -> None:
@@ -50,7 +50,7 @@ def test_rows_of_a_batch_file_have_a_fixed_backend(tmp_path: pathlib.Path) -> No
     file = spec_of(tmp_path, sampling={"max_tokens": 5}, input={"id_column": None}, output={"keep_columns": []})
     prepared = prepare_job(file)
     assert CONFIG not in prepared.spec.engine  # the input has not been seen
-    assert prepared.over([row]).spec.engine[CONFIG] == {"backend": "guidance"}
+    assert over_rows(prepared, [row]).spec.engine[CONFIG] == {"backend": "guidance"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
 from batchinf.base.errors import DriftError, EngineStartError, ModelError, RowError, UserError
-from batchinf.job.open import Job, check_drift, new_header, open_job
+from batchinf.coordinator.begin import new_header
+from batchinf.job.choose import consecutive
+from batchinf.job.drift import check_drift
+from batchinf.job.job import Job
+from batchinf.job.open import open_job
 from batchinf.model.identity import resolve
 from batchinf.model.lora import Adapter, resolve_adapters
 from batchinf.prompts.builder import PromptBuilder
@@ -157,7 +161,8 @@ def job_of(folder: pathlib.Path, lora: Any, **sections: Any) -> Job:
 def test_another_adapter_is_another_job(tmp_path: pathlib.Path) -> None:
     one, two = (str(make_adapter(tmp_path / name, seed)) for seed, name in enumerate(("one", "two")))
     shutil.copytree(one, tmp_path / "moved")
-    header, _ = new_header(job_of(tmp_path, one), 1, None, "job")
+    job = job_of(tmp_path, one)
+    header, _ = new_header(job, 1, consecutive(job.rows), "job")
     check_drift(job_of(tmp_path, str(tmp_path / "moved")), header)
     with pytest.raises(DriftError, match=r"lora: the job has adapters with content \"[0-9a-f]{32}\", now it is "):
         check_drift(job_of(tmp_path, two), header)

@@ -13,7 +13,8 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf.base.slices import Slice
-from batchinf.job.open import check_cut, join_cut, open_job
+from batchinf.job.drift import check_cut, join_cut
+from batchinf.job.open import open_job
 from batchinf.model import files as model_files
 from batchinf.spec.file import read_spec
 

@@ -119,7 +119,7 @@ def test_auto_takes_the_degrees_that_were_measured_best(
     memory = gpu_named("h200").memory_bytes if memory_gb is None else int(memory_gb * 1e9)
     fit = fit_on(shape, "generate", {"max_model_len": context}, quantization, memory)
     machine = Machine(gpu_named("h200"), 2, 1, SHARE)
-    chosen = best(options(fit, machine, context, shape_of(fit.needs), Workload(10**6, 256, 128, 128)))
+    chosen = best(options(fit, machine, context, shape=shape_of(fit.needs), work=Workload(10**6, 256, 128, 128)))
     assert chosen is not None
     assert (chosen.degrees.tensor, chosen.degrees.pipeline, chosen.data) == (tensor, 1, 2 // tensor)
 
@@ -144,12 +144,14 @@ def predict(measured: Measured) -> tuple[Prediction, int]:
         engine["kv_cache_memory_bytes"] = int(measured.cache_gb * 1e9)
     gpu = gpu_named("h200")
     fit = fit_on(measured.shape, measured.task, engine, measured.quantization, gpu.memory_bytes)
-    degrees = degrees_of(fit, measured.tensor, measured.pipeline, context, SHARE)
+    degrees = degrees_of(fit, measured.tensor, measured.pipeline, context=context, share=SHARE)
     prompt, output = measured.lengths or LENGTHS[measured.task]
     work = Workload(measured.num_rows, prompt, output, output, LOGITS[measured.task], measured.cached)
     shape = shape_of(fit.needs)
     assert shape is not None
-    return prediction_of(fit, degrees, shape, gpu, work, SHARE, measured.sharers), degrees.cache_tokens
+    return prediction_of(
+        fit, degrees, shape, gpu=gpu, work=work, share=SHARE, sharers=measured.sharers
+    ), degrees.cache_tokens
 
 
 _TINY = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,

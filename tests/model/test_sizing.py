@@ -189,7 +189,7 @@ def fit(config: dict[str, Any], gpu: str, quantization: str | None = None) -> Fi
 
 
 def least(config: dict[str, Any], gpu: str, context: int, quantization: str | None = None, node: int = 16) -> Degrees:
-    return next(that_fit(fit(config, gpu, quantization), context, DEFAULT_GPU_MEMORY_UTILIZATION, node, 64))
+    return next(that_fit(fit(config, gpu, quantization), context, DEFAULT_GPU_MEMORY_UTILIZATION, node, most=64))
 
 
 # The figures of Llama 405B in bf16 were made with its rounded size, 811.71 GB.
@@ -233,22 +233,22 @@ def test_the_case_of_a_published_study_where_the_cache_is_starved() -> None:
         at = dataclasses.replace(small, tensor_parallel_size=tensor)
         assert (at.cache_bytes(share, at.step_bytes) or 0) / GB == pytest.approx(published, rel=0.03)
     work = Workload(10**6, 128, 128, 128)
-    found = options(small, Machine(gpu_named("h200"), 2, 1, share), 512, shape_of(small.needs), work)
+    found = options(small, Machine(gpu_named("h200"), 2, 1, share), 512, shape=shape_of(small.needs), work=work)
     assert [it.degrees.tensor for it in found] == [1, 2]
     assert (chosen := best(found)) is not None and chosen.degrees.tensor == 2
 
 
 def test_no_degree_of_one_node() -> None:
     share = DEFAULT_GPU_MEMORY_UTILIZATION
-    assert not list(that_fit(fit(LLAMA_405B, "h100-80"), 8192, share, 8, 8))
-    assert not list(that_fit(fit(LLAMA_70B, "h200"), 8192, share, 1, 1))
+    assert not list(that_fit(fit(LLAMA_405B, "h100-80"), 8192, share, 8, most=8))
+    assert not list(that_fit(fit(LLAMA_70B, "h200"), 8192, share, 1, most=1))
     found = least(LLAMA_405B, "h100-80", 8192, node=8)
     assert (found.tensor, found.pipeline) == (8, 2)
 
 
 def test_70b_on_eight_h200_is_tensor_2_data_4() -> None:
     machine = Machine(gpu_named("h200"), 8, 1, DEFAULT_GPU_MEMORY_UTILIZATION)
-    chosen = best(options(fit(LLAMA_70B, "h200"), machine, 8192, None, None))
+    chosen = best(options(fit(LLAMA_70B, "h200"), machine, 8192))
     assert chosen is not None
     assert (chosen.degrees.tensor, chosen.data, chosen.degrees.cache_tokens) == (2, 4, 402_790)
 
@@ -268,9 +268,9 @@ def test_offload_and_a_fixed_cache() -> None:
     plain = fit(LLAMA_70B, "a100-80")
     offloaded = Fit(plain.needs, plain.device_bytes, engine={"cpu_offload_gb": 80})
     assert plain.weight_bytes is not None and offloaded.weight_bytes == plain.weight_bytes - 80 * GIB
-    assert next(that_fit(offloaded, 8192, 0.92, 8, 8)).num_devices == 1
+    assert next(that_fit(offloaded, 8192, 0.92, 8, most=8)).num_devices == 1
     fixed = Fit(needs(LLAMA_8B), gpu_named("h200").memory_bytes, engine={"kv_cache_memory_bytes": 4 * GIB})
-    found = next(that_fit(fixed, 8192, 0.92, 8, 8))
+    found = next(that_fit(fixed, 8192, 0.92, 8, most=8))
     assert found.cache_tokens == 4 * GIB // 131_072
     too_much = Fit(fixed.needs, fixed.device_bytes, engine={"kv_cache_memory_bytes": 130 * GIB})
-    assert next(that_fit(too_much, 8192, 0.92, 8, 8)).num_devices > 1
+    assert next(that_fit(too_much, 8192, 0.92, 8, most=8)).num_devices > 1

@@ -17,7 +17,7 @@ from test_tasks_generate import expected_row, make_results, make_spec
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder
-from batchinf.job.open import carried_columns
+from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name, staging_name
 from batchinf.output import parts

@@ -14,7 +14,6 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.base.text import to_json
 from batchinf.commands.status import job_status
-from batchinf.commands.text.status import status_lines
 from batchinf.manifest.commit_log import encode_commits, read_lines
 from batchinf.output.counts import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
@@ -161,11 +160,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs.kill(everyone)
     process.communicate()
     assert jobs.are_gone(everyone)
-    seen: dict[str, Any] = {"out": out, "killed": "\n".join(status_lines(job_status(str(out))))}
+    seen: dict[str, Any] = {"out": out, "killed": "\n".join(job_status(str(out)).lines())}
     seen["run"] = jobs.finish(spec, "--set", "scripted.step_s=0").stdout
     seen["said"] = said_of(out)
     seen["retried"] = jobs.finish(spec, "--retry", "row_index % 5 = 1", "--set", "scripted.step_s=0").stdout
-    seen["status"] = "\n".join(status_lines(job_status(str(out))))
+    seen["status"] = "\n".join(job_status(str(out)).lines())
     return seen
 
 

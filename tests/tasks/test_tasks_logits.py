@@ -203,4 +203,4 @@ def test_what_would_be_too_large_is_refused(
         contextlib.closing(job.source),
         pytest.raises(SpecError) if is_refused else contextlib.nullcontext(),
     ):
-        check_size(file, job, 60)
+        check_size(job, 60)

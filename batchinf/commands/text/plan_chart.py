@@ -8,14 +8,16 @@ from typing import Any
 from batchinf.base.chart import CHART_MARK, svg_of
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.storage import has_mark, reason, refuse_foreign, write_named
-from batchinf.commands.plan import GpuPlan, PlanReport
+from batchinf.commands.text.plan import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
 from batchinf.planning.choose import shape_text
 
 _WIDTH = 420
-_SPEED, _HOURS = "tokens/s per GPU", "GPU-hours without the start"
+_SPEED = "tokens/s per GPU"
+_HOURS = "GPU-hours without the start"
 _PARTS = ("weights", "KV cache", "activations and graphs")
-_CHOSEN, _OTHER = "chosen", "other degrees"
+_CHOSEN = "chosen"
+_OTHER = "other degrees"
 
 
 def check_file(file: str) -> None:

@@ -1,87 +1,242 @@
-"""The report of `status` as text."""
+"""The report of `batchinf status` with its lines. `commands.status` makes it."""
 
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
-from batchinf.commands.status import JobState, JobTotals, Load, RetryProgress, StatusReport
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.speed_text import expected_line, speed_lines
-from batchinf.fleet.status import ReplicaStatus
+from batchinf.fleet.status import JobStatus, ReplicaStatus
 from batchinf.output.counts import non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
+from batchinf.records import ExpectedSpeed, Speed
 from batchinf.tasks.registry import task_named
 
-
-def status_lines(report: StatusReport) -> Iterator[str]:
-    """The job and its totals. For a job in slices: their sum, and one or two lines for each."""
-    if report.num_slices is not None:
-        yield from _slices_lines(report, report.num_slices)
-        return
-    [job] = report.jobs
-    assert job.totals is not None
-    yield f"{report.folder}: {_activity(job)}"
-    yield from _total_lines(job.totals, job.num_journalled)
-    if len(job.extents) > 1:
-        yield f"input rows came in {len(job.extents)} times: {', '.join(f'{num_rows:,}' for num_rows in job.extents)}"
-    if job.retry is not None:
-        yield _retry_line(job.retry)
-    if job.speed is not None:
-        yield from speed_lines(job.speed)
-    if job.expected_speed is not None:
-        yield expected_line(job.expected_speed)
-    yield from _progress_lines(job, "")
-    yield from _load_lines(report.load)
-    for replica in job.replicas:
-        yield f"  {_place(replica)}: {_condition(replica, job)}{_last_sign(replica)}"
+Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
 
 
-def _slices_lines(report: StatusReport, num_slices: int) -> Iterator[str]:
-    numbers = Counter(job.activity for job in report.jobs)
-    yield f"{report.folder}: {num_slices} slices: " + ", ".join(f"{number} {name}" for name, number in numbers.items())
-    if report.totals is not None:
-        yield from _total_lines(report.totals, sum(job.num_journalled for job in report.jobs))
-    yield from _load_lines(report.load, has_rates=True)
-    for job in report.jobs:
-        if job.totals is None:
-            yield (
-                f"  slice {job.slice} has not begun"
-                if job.process is None
-                else f"  slice {job.slice}: {_activity(job)}"
-            )
-            continue
-        totals = job.totals
+@dataclass(frozen=True, slots=True)
+class RunningProcess:
+    """The process that runs a job."""
+
+    pid: int
+    host: str
+    since: str
+    """UTC in ISO format."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobTotals:
+    """The committed output of a job, or of all its slices that have begun."""
+
+    model: str
+    task: str
+    begun_at: str
+    """When the first slice began: UTC in ISO format."""
+    num_starts: int
+    """Number of epochs."""
+    device_s: float
+    """Device time of replicas that have ended."""
+    num_rows: int
+    """Output rows of the whole job."""
+    num_rows_committed: int
+    num_parts: int
+    """Parts of the slices that have begun."""
+    num_parts_committed: int
+    num_errors: int
+    num_bytes: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    task_counts: dict[str, int]
+    """What the task counts, by name; empty if it counts nothing."""
+    num_nan_rows: int
+    """Rows with a NaN among the model's numbers."""
+    num_inf_rows: int
+    """Rows with an infinity among the model's numbers."""
+    rules_out_tokens: bool
+    """Whether a structure or the sampling gives some tokens the logprob -inf."""
+    num_second_bos: int
+    """Rows whose prompts begin with two BOS tokens."""
+
+    def lines(self, num_journalled: int) -> Iterator[str]:
+        """num_journalled: finished requests that the journal keeps beside the parts."""
+        yield (
+            f"model {self.model}, task {self.task}, begun {self.begun_at}, {counted(self.num_starts, 'start')}, "
+            f"{duration(self.device_s)} of device time in ended replicas"
+        )
+        yield (
+            f"committed: {self.num_rows_committed:,} of {self.num_rows:,} output rows in "
+            f"{self.num_parts_committed:,} of {self.num_parts:,} parts, {self.num_errors:,} errors, "
+            f"{size_text(self.num_bytes)}, {short_count(self.num_prompt_tokens)} prompt and "
+            f"{short_count(self.num_output_tokens)} output tokens"
+        )
+        if num_journalled:
+            yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
+        yield from task_named(self.task).count_lines(self.num_rows_committed, self.task_counts)
+        yield from non_finite_lines(self.num_nan_rows, self.num_inf_rows, expects_inf=self.rules_out_tokens)
+        yield from second_bos_lines(self.num_second_bos)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryProgress:
+    """The last `--retry` of a job."""
+
+    number: int
+    predicate: str
+    """Chooses the rows."""
+    overrides: dict[str, object]
+    """Changed sampling fields."""
+    num_parts: int
+    num_parts_replaced: int
+
+    def line(self) -> str:
+        changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
+        replaced = f"{self.num_parts_replaced:,} of {self.num_parts:,} parts replaced"
+        return f"retry {self.number} ({self.predicate}{changes}): {replaced}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """The state of a job, or of one slice."""
+
+    folder: str
+    slice: str | None
+    """Such as `3/8`; None: a whole job."""
+    activity: Activity
+    process: RunningProcess | None = None
+    """None unless a live process seems to run the job."""
+    totals: JobTotals | None = None
+    """None before the job has begun."""
+    extents: tuple[int, ...] = ()
+    """Numbers of input rows that were added at the beginning and by each `--extend`."""
+    retry: RetryProgress | None = None
+    progress: JobStatus | None = None
+    """The `status.json` of a live job."""
+    progress_age_s: float | None = None
+    replicas: tuple[ReplicaStatus, ...] = ()
+    """Those of a live job, or of one whose process died."""
+    num_journalled: int = 0
+    """Finished requests that a stopped job keeps beside its parts."""
+    expected_speed: ExpectedSpeed | None = None
+    """That of a live job."""
+    speed: Speed | None = None
+    """Speed of the last run of a job that is done."""
+
+    @property
+    def _activity_text(self) -> str:
+        if self.process is not None:
+            process = self.process
+            return f"{self.activity}, by pid {process.pid} on host {process.host} since {process.since}"
+        return (
+            self.activity if self.activity == "done" else "stopped before its end; run the same command again to go on"
+        )
+
+    def lines(self, load: "Load | None") -> Iterator[str]:
+        """The lines of a whole job. load: of its replicas."""
+        assert self.totals is not None
+        yield f"{self.folder}: {self._activity_text}"
+        yield from self.totals.lines(self.num_journalled)
+        if len(self.extents) > 1:
+            counts = ", ".join(f"{num_rows:,}" for num_rows in self.extents)
+            yield f"input rows came in {len(self.extents)} times: {counts}"
+        if self.retry is not None:
+            yield self.retry.line()
+        if self.speed is not None:
+            yield from speed_lines(self.speed)
+        if self.expected_speed is not None:
+            yield expected_line(self.expected_speed)
+        yield from self._progress_lines("")
+        if load is not None:
+            yield load.line()
+        for replica in self.replicas:
+            is_live = self.progress is not None
+            yield f"  {_place(replica)}: {_condition(replica, is_live=is_live)}{_last_sign(replica)}"
+
+    def slice_lines(self) -> Iterator[str]:
+        """One or two lines of a slice."""
+        if self.totals is None:
+            words = " has not begun" if self.process is None else f": {self._activity_text}"
+            yield f"  slice {self.slice}{words}"
+            return
+        totals = self.totals
         rows = f"{totals.num_rows_committed:,} of {totals.num_rows:,} output rows, {totals.num_errors:,} errors"
-        yield f"  slice {job.slice}: {_activity(job)}; {rows}"
-        yield from _progress_lines(job, "    ")
+        yield f"  slice {self.slice}: {self._activity_text}; {rows}"
+        yield from self._progress_lines("    ")
+
+    def _progress_lines(self, indent: str) -> Iterator[str]:
+        if self.progress is not None:
+            yield f"{indent}{duration(self.progress_age_s)} ago: {status_line(self.progress)}"
 
 
-def _activity(job: JobState) -> str:
-    if job.process is not None:
-        return f"{job.activity}, by pid {job.process.pid} on host {job.process.host} since {job.process.since}"
-    return job.activity if job.activity == "done" else "stopped before its end; run the same command again to go on"
+@dataclass(frozen=True, slots=True)
+class Load:
+    """All replicas of a running job, or of all slices that run. Rates are over the last minute.
+
+    Rates and `left_s` are None until there is enough data for them.
+    """
+
+    hosts: tuple[str, ...]
+    """Sorted."""
+    num_replicas: int
+    num_up: int
+    """Replicas with a running engine."""
+    num_devices: int
+    """GPUs."""
+    num_restarts: int
+    """Restarts since the jobs were started."""
+    prompt_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    left_s: float | None
+    """Time left of the slice that takes longest."""
+
+    def line(self, *, has_rates: bool = False) -> str:
+        parts = [
+            *([f"{counted(len(self.hosts), 'host')}: {list_names(self.hosts)}"] if self.hosts else []),
+            f"{self.num_up} of {counted(self.num_replicas, 'replica')} up",
+            *([counted(self.num_devices, "GPU")] if self.num_devices else []),
+            counted(self.num_restarts, "restart"),
+        ]
+        if has_rates:
+            rates = (("in", self.prompt_tokens_per_s), ("out", self.output_tokens_per_s))
+            parts += [f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None]
+            parts += [] if self.left_s is None else [f"{duration(self.left_s)} left"]
+        return "now: " + " · ".join(parts)
 
 
-def _progress_lines(job: JobState, indent: str) -> Iterator[str]:
-    if job.progress is not None:
-        yield f"{indent}{duration(job.progress_age_s)} ago: {status_line(job.progress)}"
+@dataclass(frozen=True, slots=True, repr=False)
+class StatusReport:
+    """The report of `status`. `print`, and a notebook, show its lines."""
 
+    folder: str
+    num_slices: int | None
+    totals: JobTotals | None
+    """Totals of the jobs that have begun."""
+    load: Load | None
+    """Replicas of the jobs that run; None if none runs."""
+    jobs: tuple[JobState, ...]
+    """One job, or all slices in the order of their rows."""
 
-def _load_lines(load: Load | None, *, has_rates: bool = False) -> Iterator[str]:
-    if load is None:
-        return
-    parts = [
-        *([f"{counted(len(load.hosts), 'host')}: {list_names(load.hosts)}"] if load.hosts else []),
-        f"{load.num_up} of {counted(load.num_replicas, 'replica')} up",
-        *([counted(load.num_devices, "GPU")] if load.num_devices else []),
-        counted(load.num_restarts, "restart"),
-    ]
-    if has_rates:
-        rates = (("in", load.prompt_tokens_per_s), ("out", load.output_tokens_per_s))
-        parts += [f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None]
-        parts += [] if load.left_s is None else [f"{duration(load.left_s)} left"]
-    yield "now: " + " · ".join(parts)
+    def lines(self) -> Iterator[str]:
+        """The job and its totals. For a job in slices: their sum, and one or two lines for each."""
+        if self.num_slices is None:
+            [job] = self.jobs
+            yield from job.lines(self.load)
+            return
+        counts = Counter(job.activity for job in self.jobs)
+        numbers = ", ".join(f"{number} {name}" for name, number in counts.items())
+        yield f"{self.folder}: {self.num_slices} slices: {numbers}"
+        if self.totals is not None:
+            yield from self.totals.lines(sum(job.num_journalled for job in self.jobs))
+        if self.load is not None:
+            yield self.load.line(has_rates=True)
+        for job in self.jobs:
+            yield from job.slice_lines()
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
 
 
 def _place(replica: ReplicaStatus) -> str:
@@ -91,45 +246,18 @@ def _place(replica: ReplicaStatus) -> str:
     return f"replica {replica.replica}{host}{devices}{model}"
 
 
-def _condition(replica: ReplicaStatus, job: JobState) -> str:
-    if job.progress is None:
+def _condition(replica: ReplicaStatus, *, is_live: bool) -> str:
+    if not is_live:
         return f"{counted(replica.restarts, 'restart')} in the last run"
+    busy = "" if replica.busy is None else f", busy {replica.busy:.0%} of the time"
     return (
         f"{replica.state}, {counted(replica.in_flight, 'request')} in the engine, {replica.num_running} running, "
-        f"KV cache {replica.kv_cache_usage:.0%}, {counted(replica.num_rows, 'row')}{_busy(replica)}, "
+        f"KV cache {replica.kv_cache_usage:.0%}, {counted(replica.num_rows, 'row')}{busy}, "
         f"{counted(replica.restarts, 'restart')}"
     )
-
-
-def _busy(replica: ReplicaStatus) -> str:
-    return "" if replica.busy is None else f", busy {replica.busy:.0%} of the time"
 
 
 def _last_sign(replica: ReplicaStatus) -> str:
     if replica.heard_at is None:
         return ""
     return f", last heard from {duration(max(0.0, time.time() - replica.heard_at))} ago"
-
-
-def _retry_line(retry: RetryProgress) -> str:
-    changes = "".join(f", {name} {value}" for name, value in retry.overrides.items())
-    replaced = f"{retry.num_parts_replaced:,} of {retry.num_parts:,} parts replaced"
-    return f"retry {retry.number} ({retry.predicate}{changes}): {replaced}"
-
-
-def _total_lines(totals: JobTotals, num_journalled: int) -> Iterator[str]:
-    yield (
-        f"model {totals.model}, task {totals.task}, begun {totals.begun_at}, {counted(totals.num_starts, 'start')}, "
-        f"{duration(totals.device_s)} of device time in ended replicas"
-    )
-    yield (
-        f"committed: {totals.num_rows_committed:,} of {totals.num_rows:,} output rows in "
-        f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts, {totals.num_errors:,} errors, "
-        f"{size_text(totals.num_bytes)}, {short_count(totals.num_prompt_tokens)} prompt and "
-        f"{short_count(totals.num_output_tokens)} output tokens"
-    )
-    if num_journalled:
-        yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
-    yield from task_named(totals.task).count_lines(totals.num_rows_committed, totals.task_counts)
-    yield from non_finite_lines(totals.num_nan_rows, totals.num_inf_rows, expects_inf=totals.rules_out_tokens)
-    yield from second_bos_lines(totals.num_second_bos)

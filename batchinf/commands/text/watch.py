@@ -13,13 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from batchinf.base.text import clip, plain, to_json
-from batchinf.commands.status import JobState, StatusReport, job_status
+from batchinf.commands.status import job_status
 from batchinf.commands.text.screen import console
+from batchinf.commands.text.status import JobState, StatusReport
 from batchinf.coordinator.display import beside_bar, figures, fit, status_line
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
 
-_EVERY_S, _EVERY_LINE_S = 1.0, 10.0
+_EVERY_S = 1.0
+_EVERY_LINE_S = 10.0
 # A look reads the manifest, which takes a second for 100,000 parts. It may take a fifth of a processor core.
 _PAUSE = 4.0
 
@@ -37,7 +39,8 @@ def watch(out: str, *, as_json: bool) -> StatusReport:
             live = stack.enter_context(Live(console=console(), auto_refresh=False, transient=True))
             show = functools.partial(_draw, live)
         elif not as_json:
-            every_s, show = _EVERY_LINE_S, _print_lines
+            every_s = _EVERY_LINE_S
+            show = _print_lines
         took_s = 0.0
         while any(job.process is not None for job in report.jobs):
             show(report)
@@ -136,9 +139,9 @@ def _add_rows(table: Table, slice_: str | None, replica: ReplicaStatus, looks: d
         "–" if hits is None else f"{hits:.0%}",
         f"{replica.restarts:,}",
     ]
-    own: list[RenderableType] = [name, Text(word, _STYLES.get(word, "red"))]
+    state_cell = Text(word, _STYLES.get(word, "red"))
     devices = replica.devices or ("–",)
-    table.add_row(*own, *_device_cells(devices[0], looks), *engine)
+    table.add_row(name, state_cell, *_device_cells(devices[0], looks), *engine)
     for device in devices[1:]:
         table.add_row("", "", *_device_cells(device, looks), *([""] * len(engine)))
 
@@ -150,7 +153,8 @@ def _device_cells(device: str, looks: dict[str, DeviceLook]) -> list[RenderableT
     name = Text(short, no_wrap=True, overflow="ellipsis")
     if look is None:
         return [name, "–", "–", "–"]
-    used, total = look.memory_used_bytes, look.memory_total_bytes
+    used = look.memory_used_bytes
+    total = look.memory_total_bytes
     return [
         name,
         "–" if used is None or total is None else f"{used / 2**30:.0f}/{total / 2**30:.0f} GiB",

@@ -1,0 +1,145 @@
+"""Refuses a job that is not the one in its folder: other settings, another model, another input, other slices."""
+
+import contextlib
+import datetime
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from batchinf.base.errors import DriftError, OutputError
+from batchinf.base.slices import Cut, check_place, read_cut, write_cut
+from batchinf.base.storage import Folder
+from batchinf.job.job import Job, PreparedJob
+from batchinf.manifest.lines import Header
+from batchinf.manifest.state import State
+from batchinf.model.identity import Model
+from batchinf.source.rows import NewRows
+from batchinf.spec.job import JobSpec, fields, fingerprint
+
+_MEANINGS = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
+
+
+def check_drift(
+    job: Job | PreparedJob, header: Header, identity: dict[str, Any] | None = None, files: Sequence[str] = ()
+) -> None:
+    """Raise DriftError if the folder holds another job: in one line, or with a line for each difference.
+
+    identity: instead of the job's own. files: lines about files of the model that differ.
+    """
+    identity = job.identity if identity is None else identity
+    if header.fingerprint == fingerprint(identity) and not files:
+        return
+    _refuse_other_job(job.folder, job.spec, job.model, header)
+    raise _drift(f"{job.folder.root} holds a job", header.identity, identity, files)
+
+
+def files_drift(holder: str, files: Sequence[str]) -> DriftError:
+    """The error for files of the model that differ. holder: what holds the job. files: a line for each."""
+    return _drift(holder, {}, {}, files)
+
+
+@contextlib.contextmanager
+def refusing_other_job(folder: Folder, spec: JobSpec, model: Model, state: State | None) -> Iterator[None]:
+    """Shorten a DriftError to one line if the folder holds another job."""
+    try:
+        yield
+    except DriftError:
+        if state is not None:
+            _refuse_other_job(folder, spec, model, state.header)
+        raise
+
+
+def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:
+    """Raise DriftError, in one line, if the folder's job has another task, or another model and another input.
+
+    Other differences are shown field by field.
+    """
+    stored_spec = header.spec
+    is_other_task = fields(spec, "identity")["task"] != header.identity["task"]
+    is_other_model = model.fingerprint != header.identity["model"]
+    if is_other_task or (is_other_model and spec.input.path != stored_spec["input"]["path"]):
+        raise DriftError(
+            f"{folder.root} holds another job: task {stored_spec['task']} with {stored_spec['model']['name']} over "
+            f"{stored_spec['input']['path']}, begun {header.created_at}; give this job another output.path, or run it "
+            "with --fresh (in Python fresh=True), which keeps the old folder under another name"
+        )
+
+
+def limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows) -> int | None:
+    """The limit in the job's identity. Raising the limit does not change the identity.
+
+    Raises DriftError if the limit is lower, or higher without `--extend`.
+    """
+    last = state.limit
+    is_raised = last is not None and (limit is None or limit > last)
+    if limit == last or (new == "take" and is_raised):
+        return state.header.identity.get("input.limit")
+    error = _drift(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
+    raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
+
+
+def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
+    """Join a slice to the others of its output folder. num_rows, positions: of all slices together.
+
+    Raises DriftError if the others began as another job, and OutputError if they run other rows.
+    """
+    assert job.slice is not None
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    cut = write_cut(
+        out,
+        Cut(
+            num_slices=job.slice.num_slices,
+            num_rows=num_rows,
+            identity=_identity_of_all(job),
+            begun_at=now(),
+            positions=positions,
+        ),
+    )
+    check_cut(job)
+    if (cut.num_rows, cut.positions) != (num_rows, positions):
+        raise OutputError(
+            f"{out}: its slices began with {cut.num_rows:,} chosen rows, but spec and input now choose {num_rows:,} or "
+            "others; restore them, or give the job another output.path"
+        )
+
+
+def check_cut(job: Job) -> None:
+    """Raise DriftError if the other slices of the output folder began as another job."""
+    out = job.spec.output.path
+    check_place(out, job.slice)
+    identity = _identity_of_all(job)
+    cut = read_cut(out)
+    if cut is not None and cut.identity != identity:
+        raise _drift(f"{out} holds slices of a job", cut.identity, identity)
+
+
+def _identity_of_all(job: Job) -> dict[str, Any]:
+    return {name: value for name, value in job.identity.items() if name != "slice"}
+
+
+def now() -> str:
+    """The time in UTC, in ISO format."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _drift(holder: str, before: Mapping[str, Any], current: Mapping[str, Any], files: Sequence[str] = ()) -> DriftError:
+    lines = [
+        f"  {name}: the job has {_shown(before, name)}, now it is {_shown(current, name)}"
+        for name in sorted(before.keys() | current.keys())
+        if before.get(name) != current.get(name)
+    ]
+    return DriftError(
+        f"{holder} that began with other settings:\n"
+        + "\n".join([*lines, *files])
+        + (
+            "\nset these back to continue the job, or give the new job another output.path; or start a new job with "
+            "--fresh (in Python fresh=True), which keeps the old folder under another name"
+        )
+    )
+
+
+def _shown(identity: Mapping[str, Any], name: str) -> str:
+    if name not in identity or (name == "input.limit" and identity[name] is None):
+        return "nothing"
+    return _MEANINGS.get(name, "") + json.dumps(identity[name], ensure_ascii=False)

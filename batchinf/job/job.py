@@ -1,0 +1,139 @@
+"""A job in its two stages: `PreparedJob` is known without the input, and `Job` with it. `open` makes both."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from batchinf.base.slices import Slice, read_cut
+from batchinf.base.storage import Folder
+from batchinf.manifest.lines import Header
+from batchinf.manifest.state import State
+from batchinf.manifest.versions import stored_spec
+from batchinf.model.identity import Model
+from batchinf.model.lora import Adapter, lora_identity
+from batchinf.source.rows import NewRows, Source
+from batchinf.spec.file import SpecFile
+from batchinf.spec.job import JobSpec, fields, fingerprint
+from batchinf.tasks.base import Task
+from batchinf.tasks.registry import task_of
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job without its input: all that its replicas need to start."""
+
+    file: SpecFile
+    """The spec as given."""
+    spec: JobSpec
+    """The resolved spec; its `input` may not be resolved. For a retry, with the sampling that the job began with."""
+    origins: dict[str, str]
+    """Where each value of the sampling comes from."""
+    folder: Folder
+    """The job's folder, or the slice's own."""
+    model: Model
+    adapters: tuple[Adapter, ...]
+    state: State | None
+    """That of a job that has begun."""
+    new: NewRows
+    """How to treat new rows of the input."""
+    limit: int | None
+    """`input.limit` in the identity."""
+    retry: str | None = None
+    """A predicate for the rows that run again."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """The retry's sampling, by the fields of the spec."""
+    has_rows: bool = True
+    """Whether it is known, without the input, that rows will run. Replicas can start then."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The identity of a resumed job if its input is still the same."""
+        assert self.state is not None
+        return self.identity_of(self.spec, self.state.header.identity["input"])
+
+    def identity_of(self, spec: JobSpec, input_fingerprint: str) -> dict[str, Any]:
+        """The job's identity with this resolved spec and this input. See `Job.identity`."""
+        identity = {**fields(spec, "identity"), "model": self.model.fingerprint, "input": input_fingerprint}
+        if self.adapters:
+            identity["lora"] = lora_identity(spec, self.adapters)
+        if self.file.slice is not None:
+            identity["slice"] = str(self.file.slice)
+        if self.state is not None:
+            identity["input.limit"] = self.limit
+            identity = _without_later_fields(identity, self.state.header)
+        # Through JSON and back, so that it compares equal to the manifest's identity.
+        stored: dict[str, Any] = json.loads(json.dumps(identity))
+        return stored
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job with its spec resolved and its input open."""
+
+    file: SpecFile
+    """The spec as given."""
+    spec: JobSpec
+    origins: dict[str, str]
+    """Where each value of the sampling comes from."""
+    folder: Folder
+    """The job's folder, or the slice's own."""
+    model: Model
+    source: Source
+    identity: dict[str, Any]
+    """What must be unchanged on a resume: flat JSON values by dotted name."""
+    adapters: tuple[Adapter, ...]
+
+    @property
+    def slice(self) -> Slice | None:
+        return self.file.slice
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.spec)
+
+    @property
+    def rows(self) -> range:
+        """The positions of the rows that belong to the job, or to its slice."""
+        num_rows = self.source.num_rows
+        return range(num_rows) if self.slice is None else self.slice.rows(num_rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the identity: 32 hexadecimal digits."""
+        return fingerprint(self.identity)
+
+
+def _without_later_fields(identity: dict[str, Any], header: Header) -> dict[str, Any]:
+    """The identity without fields that came after the job began, if they have their defaults."""
+    if identity.keys() <= header.identity.keys():
+        return identity
+    defaults = fields(stored_spec(header.spec), "identity")
+    return {
+        name: value
+        for name, value in identity.items()
+        if name in header.identity or name not in defaults or value != defaults[name]
+    }
+
+
+def carried_columns(spec: JobSpec) -> list[str]:
+    """Input columns that the output has, too: the id first, then the kept ones."""
+    return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
+
+
+def carried_fields(spec: JobSpec, schema: pa.Schema) -> list[pa.Field]:
+    """These columns as fields of the input."""
+    return [schema.field(name) for name in carried_columns(spec)]
+
+
+def max_model_len(job: Job) -> int | None:
+    """The engine's maximum length, as far as it is known without the engine."""
+    return job.spec.length_limit(job.model.max_model_len)
+
+
+def begun_at(job: Job, header: Header | None) -> str | None:
+    """When the job began, in ISO format, the same for all of its slices; None for a new job."""
+    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
