@@ -210,6 +210,7 @@ class Answers:
         spec: JobSpec,
         tokenizer: Any,
         detokenizer: Detokenizer,
+        *,
         split: Split | None = None,
         matcher: Matcher | None = None,
     ) -> None:

@@ -67,7 +67,7 @@ def completion_of(
 
 def answer(spec: JobSpec, tokenizer: Any, *given: Any, matcher: Any = None, split: Any = None, **named: Any) -> Answer:
     completion = completion_of(tokenizer, *given, sampling=spec.sampling, **named)
-    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split, matcher).read([completion])
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split=split, matcher=matcher).read([completion])
     return found
 
 
@@ -269,7 +269,7 @@ def test_special_tokens_are_seen_by_the_parser_and_stand_in_neither_part(tokeniz
     # Words that look like a special token, in a text that has none, are the model's own.
     plain = completion_of(tokenizer, "a</think>b")
     spelt = [*plain.token_ids.tolist(), *tokenizer("<|tu").input_ids[1:], *tokenizer("rn|>").input_ids[1:]]
-    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split_by("deepseek_r1", tokenizer)).read(
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split=split_by("deepseek_r1", tokenizer)).read(
         [Completion(plain.request, np.array(spelt, np.int32), "length")]
     )
     assert found == Answer("b<|turn|>", "a")
