@@ -128,7 +128,7 @@ def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Prediction, i
     if gpu is None:
         raise SystemExit(f"{title} is not in the table of GPUs")
     limits_of = batchinf.tasks.registry.task_of(spec).default_batch_limits
-    fit = fit_of(resolve(spec.model), spec, gpu.memory_bytes, gpu.title, limits_of)
+    fit = fit_of(resolve(spec.model), spec, gpu.memory_bytes, gpu.title, limits_of=limits_of)
     share = DEFAULT_GPU_MEMORY_UTILIZATION
     tensor, pipeline = spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size
     assert tensor != "auto" and pipeline != "auto"

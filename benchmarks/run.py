@@ -323,7 +323,7 @@ def chosen_engine(path: pathlib.Path) -> dict[str, Any]:
     backend, task = choose_backend(spec), task_of(spec)
     devices = backend.devices()
     device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
-    fit = fit_of(resolve(spec.model), spec, device_bytes, title, task.default_batch_limits)
+    fit = fit_of(resolve(spec.model), spec, device_bytes, title, limits_of=task.default_batch_limits)
     return dict(chosen_arguments(spec, fit, task, 1, shared_share=functools.partial(shared_share, file)).engine)
 
 

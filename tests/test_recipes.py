@@ -227,16 +227,7 @@ def test_a_count_of_a_part(tmp_path: pathlib.Path) -> None:
 
 def test_a_compression_of_input_files(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a compression of input files")
-    copy.replace(
-        "batchinf/source/files.py",
-        '    if head.startswith(b"\\x1f\\x8b"):\n',
-        """\
-    if head.startswith(b"BZh"):
-        return "bz2"
-    if head.startswith(b"\\x1f\\x8b"):
-""",
-    )
-    copy.replace("batchinf/source/formats/registry.py", '_COMPRESSED = (".gz", ', '_COMPRESSED = (".bz2", ".gz", ')
+    copy.replace("batchinf/source/files.py", "COMPRESSIONS = {", 'COMPRESSIONS = {".bz2": (b"BZh", "bz2"), ')
     rows = tmp_path / "rows.jsonl.bz2"
     rows.write_bytes(bz2.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
     done = copy.python(
@@ -254,14 +245,8 @@ print([row.values for row in source.read(0, 2)])
 
 def test_a_gpu(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a GPU")
-    copy.replace(
-        "batchinf/planning/gpus.py",
-        "_GPUS = [\n",
-        """\
-_GPUS = [
-    _gpu("x100", "X100", 200_000, 9000, 3000, 3000, 6000, (10, 0), 900, "its data sheet"),
-""",
-    )
+    line = '("x100", "X100", 200_000, 9000, (3000, 3000, 6000), (10, 0), 900, "its data sheet")'
+    copy.replace("batchinf/planning/gpus.py", '    ("b200", ', f'    {line},\n    ("b200", ')
     planned = copy.batchinf("plan", jobs.MODEL, "--gpu", "x100", "--context", "512")
     assert planned.returncode == 0, planned.stderr
     assert "x100" in planned.stdout

@@ -78,7 +78,7 @@ class Launcher:
         backend.check_hosts(folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
-        fit = fit_of(model, spec, *size, task_of(spec).default_batch_limits)
+        fit = fit_of(model, spec, *size, limits_of=task_of(spec).default_batch_limits)
         if slots[0].devices:
             number = replicas_per_device(spec, fit, task_of(spec), len(_devices(slots)))
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})

@@ -259,6 +259,7 @@ class Trials:
         order: RunOrder,
         state: State,
         is_done: npt.NDArray[np.bool_],
+        *,
         fleet: Fleet,
         manifest: Manifest,
     ) -> None:

@@ -358,7 +358,7 @@ def _step_width(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def fit_of(
-    model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "", limits_of: LimitsOf | None = None
+    model: Model, spec: JobSpec, device_bytes: int | None, device_name: str = "", *, limits_of: LimitsOf | None = None
 ) -> Fit:
     """The job's model on devices of this size. device_bytes: None without a device. limits_of: of the task."""
     length = spec.engine.get("max_model_len")

@@ -27,6 +27,7 @@ class OpenLease:
         lease: Lease,
         task: Task,
         journal: Journal,
+        *,
         chosen: BoolArray | None = None,
         rows: ShardRows | None = None,
     ) -> None:

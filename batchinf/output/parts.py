@@ -244,7 +244,7 @@ class _Merged:
 
 
 def verify_part(
-    folder: Folder, name: str, shard: Shard, fingerprint: str, rows: ShardRows | None = None, *, deep: bool
+    folder: Folder, name: str, shard: Shard, fingerprint: str, *, rows: ShardRows | None = None, deep: bool
 ) -> Part | None:
     """The record of the part at `name` (`staging/...` or `parts/...`), or None if it is damaged or not this job's.
 

@@ -89,7 +89,7 @@ def _refuse_null(value: Any) -> Any:
     return value
 
 
-def _tojson(
+def _tojson(  # noqa: PLR0917  # templates call it as they call that of transformers
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """`tojson` as in chat templates: unlike Jinja2's own filter, it escapes nothing for HTML. Dates become ISO text."""

@@ -103,7 +103,7 @@ class _Start:
         if spec.parallel.devices is not None:
             devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
         size = backend.device_size(devices[0]) if devices else (None, "")
-        fit = fit_of(resolve(spec.model), spec, *size, task.default_batch_limits)
+        fit = fit_of(resolve(spec.model), spec, *size, limits_of=task.default_batch_limits)
         chosen = chosen_arguments(spec, fit, task, 1, shared_share=share)
         return cls(spec, len(devices), fit, {**fit.limits, **chosen.engine})
 

@@ -301,9 +301,8 @@ def test_structures_equal_llm_generate_and_all_are_whole_or_marked(
         assert completion.finish_reason == expected.outputs[0].finish_reason
     spec = JobSpec(model="m", input={"path": "in"}, output={"path": "out"}, sampling=sampling)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    answers = Answers(spec, tokenizer, Detokenizer(tokenizer), matcher=functools.partial(matcher, backend="auto")).read(
-        completions
-    )
+    matcher_of = functools.partial(matcher, backend="auto")
+    answers = Answers(spec, tokenizer, Detokenizer(tokenizer), matcher=matcher_of).read(completions)
     marks = {"json": "invalid_json", "choice": "invalid_choice"}
     for answer, expected in zip(answers, reference.structured[kind], strict=True):
         assert answer.text == expected.outputs[0].text

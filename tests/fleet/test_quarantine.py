@@ -379,7 +379,7 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
     state = State()
     state.kept["case/a"] = EventLine("death", "", {"kept_as": "case/a", **case.fields()})
     manifest = Manifest(folder, 1)
-    trials = Trials(RunOrder(folder, extents), state, np.zeros(1, np.bool_), fleet, manifest)
+    trials = Trials(RunOrder(folder, extents), state, np.zeros(1, np.bool_), fleet=fleet, manifest=manifest)
     leases = [Lease(4, 80, 90), Lease(0, 0, 20), Lease(0, 20, 30)]
     assert trials.movable(types.SimpleNamespace(unbegun=leases)) == (leases[0], leases[2])  # type: ignore[arg-type]
     for rows in ((8,), (7,), (8,), (8,), ()):

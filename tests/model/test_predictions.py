@@ -133,7 +133,7 @@ def fit_on(shape: str, task: str, engine: dict[str, Any], quantization: str | No
         engine=engine,
     )
     model = Model("m", "org/m", None, "", SHAPES[shape], {}, False, None, None, "org/m")
-    return fit_of(model, spec, device_bytes, gpu_named("h200").title, task_of(spec).default_batch_limits)
+    return fit_of(model, spec, device_bytes, gpu_named("h200").title, limits_of=task_of(spec).default_batch_limits)
 
 
 def predict(measured: Measured) -> tuple[Prediction, int]:

@@ -56,7 +56,7 @@ def published(folder: Folder, spec: JobSpec, results: list[Result]) -> Part:
 
 def reopened(folder: Folder, spec: JobSpec, chosen: Any, name: str = NAME) -> OpenLease:
     task = task_of(spec)
-    return OpenLease(SHARD, task, Journal(folder, name, task.result_schema), chosen)
+    return OpenLease(SHARD, task, Journal(folder, name, task.result_schema), chosen=chosen)
 
 
 def write_new(folder: Folder, shard: OpenLease, spec: JobSpec, retry: Retry = RETRY) -> Part:
