@@ -443,8 +443,8 @@ def _diff(
     from batchinf.commands.diff import diff_jobs
     from batchinf.commands.text.compare import diff_lines
 
-    report = diff_jobs(a, b, on, to, num_rows)
-    _show(report, diff_lines(report, to), as_json)
+    report = diff_jobs(a, b, on=on, to=to, num_examples=num_rows)
+    _show(report, diff_lines(report), as_json)
 
 
 @app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -466,9 +466,10 @@ def _verify(
     """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
     from batchinf import api
     from batchinf.commands.text.compare import raise_if_beyond, verify_lines
-    from batchinf.commands.verify import Wanted, verify_job
+    from batchinf.commands.verify import VerifyOptions, verify_job
 
-    report = verify_job(api.read_checked(spec, set_ or ()), Wanted(num_rows, seed, dtype, device, tolerance))
+    options = VerifyOptions(num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
+    report = verify_job(api.read_checked(spec, set_ or ()), options)
     _show(report, verify_lines(report), as_json)
     raise_if_beyond(report)
 
@@ -510,17 +511,18 @@ def _slurm(
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import Wishes, folder_of, script_of, submit, submitted_lines, write_script
+    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, submitted_lines, write_script
 
     file = read_checked(spec, set_ or ())
-    wishes = Wishes(
-        nodes, array, gpus, cpus, mem, time, partition, account, constraint, tuple(modules or ()), venv, container,
-        tuple(directives or ()), tuple(set_ or ()), shlex.join(["batchinf", *sys.argv[1:]]),
+    options = SlurmOptions(
+        num_nodes=nodes, num_slices=array, gpus=gpus, cpus=cpus, mem=mem, time=time, partition=partition,
+        account=account, constraint=constraint, modules=tuple(modules or ()), directives=tuple(directives or ()),
+        venv=venv, container=container, overrides=tuple(set_ or ()), command=shlex.join(["batchinf", *sys.argv[1:]]),
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
-    write_script(path, script_of(file, wishes), file)
-    submitted = submit(path, file, wishes) if submits else None
-    _print(submitted_lines(path, submitted, file, wishes))
+    write_script(path, script_of(file, options), file)
+    submitted = submit(path, file, options) if submits else None
+    _print(submitted_lines(path, submitted, file, options))
 
 
 @app.command("schema", epilog="Example: batchinf schema > batchinf.schema.json")

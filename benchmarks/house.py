@@ -1,31 +1,43 @@
-"""Measure how the package is arranged: sizes, seams, duplicates, and the modules that one row passes.
+"""Measure how the package is arranged: sizes, complexity, duplicates, and the modules that a spec and a row pass.
 
     python benchmarks/house.py                      # this checkout
-    python benchmarks/house.py --root ../other      # another one, such as an earlier commit in a worktree
+    python benchmarks/house.py --compare ../other   # beside another one, such as an earlier commit in a worktree
     python benchmarks/house.py --no-trace           # without running a job
 
-For the trace, one row of the quickstart runs on the scripted engine. A module is listed if the replica calls one of its
-functions after it has read the row and before the coordinator publishes its part. The coordinator's loop is left out,
-because it also runs without rows.
+The quickstart job runs on the scripted engine for two traces:
+
+- **The way of a spec**: from `batchinf.run` to the start of the first replica. A module is on it if one of its
+  functions is called with the spec, or with an object that has the spec in a field. An entry is a place in another
+  module from which such a function is called.
+- **The way of a row**: a module is on it if the replica calls one of its functions after it has read the row and before
+  the coordinator publishes its part. The coordinator's loop is left out, because it also runs without rows.
 """
 
 import argparse
 import ast
 import collections
+import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 TASKS = frozenset("generate score logits embed classify reward hidden_states".split())
 SECTIONS = frozenset("score logits pooling".split())
 FORMATS = frozenset("jsonl csv parquet arrow text huggingface saved_dataset openai".split())
 ENDINGS = frozenset(".jsonl .ndjson .json .csv .tsv .parquet .arrow .feather .ipc .txt".split())
 MIN_LINES = 6
+MAX_POSITIONAL = 4
+
+Measure = int | str | list[str]
+"""A list is shown by its length; `--verbose` shows its items."""
 
 # Runs in each process of the job and records the functions of the package that are called.
-TRACER = """
+ROW_TRACER = """
 import os, pathlib, sys, threading, time
 
 package = os.environ["HOUSE_PACKAGE"]
@@ -55,62 +67,222 @@ threading.setprofile(profile)
 sys.setprofile(profile)
 """
 
+# Calls `batchinf.api.run`, records the functions that receive the spec, and ends when the first replica is started.
+SPEC_TRACER = """
+import dataclasses, json, os, sys, threading
+
+import batchinf.api
+from batchinf.spec.job import JobSpec
+
+package = os.environ["HOUSE_PACKAGE"]
+entries = []
+
+class SpecPath(str):
+    pass
+
+def carries(value, depth=0):
+    if isinstance(value, (JobSpec, SpecPath)):
+        return True
+    if depth == 2 or not type(value).__module__.startswith("batchinf."):
+        return False
+    if dataclasses.is_dataclass(value):
+        values = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        values = list(getattr(value, "__dict__", {}).values())
+    return any(carries(item, depth + 1) for item in values)
+
+def place(frame):
+    return frame.f_code.co_filename.removeprefix(package).lstrip("/")
+
+def profile(frame, event, _):
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(package) or code.co_name.startswith("<"):
+        return
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    arguments = frame.f_locals
+    if not any(carries(arguments.get(name)) for name in names):
+        return
+    caller = frame.f_back
+    while caller is not None and not caller.f_code.co_filename.startswith(package):
+        caller = caller.f_back
+    entries.append((place(frame), place(caller) if caller else "", caller.f_lineno if caller else 0))
+
+def end_at_replica(event, arguments):
+    if event == "subprocess.Popen" and any(str(word).startswith("batchinf.fleet.") for word in arguments[1]):
+        threading.setprofile(None)
+        sys.setprofile(None)
+        with open(os.environ["HOUSE_OUT"], "w") as file:
+            json.dump(entries, file)
+        os._exit(0)
+
+sys.addaudithook(end_at_replica)
+threading.setprofile(profile)
+sys.setprofile(profile)
+batchinf.api.run(SpecPath("jobs/quickstart.yaml"), overrides=json.loads(os.environ["HOUSE_SETTINGS"]), quiet=True)
+"""
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parents[1])
+    parser.add_argument("--compare", type=pathlib.Path, metavar="OTHER_ROOT", help="a second tree, in a second column")
     parser.add_argument("--no-trace", action="store_true")
-    parser.add_argument("--verbose", action="store_true", help="list what is counted")
+    parser.add_argument("--radon", help="path of radon, if it is not a module of this Python")
+    parser.add_argument("--verbose", action="store_true", help="list the items that are counted")
     args = parser.parse_args()
-    package = args.root.resolve() / "batchinf"
-    files = sorted(path for path in package.rglob("*.py") if "__pycache__" not in path.parts)
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
-    folders = collections.Counter(path.parent for path in files if path.name != "__init__.py")
-    largest, num_largest = folders.most_common(1)[0]
-    passed = [] if args.no_trace else passed_modules(args.root.resolve(), package)
-    found = {
-        "packages": len({path.parent for path in files} - {package}),
-        "modules with code": sum(_has_code(tree) for tree in trees.values()),
-        "lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files),
-        "largest folder": f"{num_largest} modules in {largest.relative_to(package.parent)}",
-        "longest file, lines": max(len(path.read_text(encoding="utf-8").splitlines()) for path in files),
-        "reads of the task outside tasks/": task_reads(package, trees),
-        "names of input formats outside their files": format_names(package, trees),
-        "public names in more than one module": public_names(trees),
-        f"repeated runs of {MIN_LINES} lines": repeated_lines(files),
+    roots = [root.resolve() for root in (args.root, args.compare) if root is not None]
+    columns = [measure(House.read(root), radon=args.radon, traces=not args.no_trace) for root in roots]
+    print(f"{'':47}", *(f"{root.name:>24}" for root in roots))
+    for name in columns[0]:
+        values = [column.get(name, "") for column in columns]
+        print(f"{name:47}", *(f"{len(value) if isinstance(value, list) else value:>24}" for value in values))
+        for root, value in zip(roots, values, strict=True):
+            if args.verbose and isinstance(value, list):
+                print(*(f"    {root.name if len(roots) > 1 else ''} {item}" for item in value), sep="\n")
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """The package in one checkout."""
+
+    root: pathlib.Path
+    texts: dict[pathlib.Path, str]
+    """The modules by path, relative to the package."""
+    trees: dict[pathlib.Path, ast.Module]
+
+    @property
+    def package(self) -> pathlib.Path:
+        return self.root / "batchinf"
+
+    @classmethod
+    def read(cls, root: pathlib.Path) -> "House":
+        package = root / "batchinf"
+        texts = {
+            path.relative_to(package): path.read_text(encoding="utf-8")
+            for path in sorted(package.rglob("*.py"))
+            if "__pycache__" not in path.parts
+        }
+        return cls(root, texts, {path: ast.parse(text) for path, text in texts.items()})
+
+    def nodes(self) -> Iterator[tuple[pathlib.Path, ast.AST]]:
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                yield path, node
+
+
+def measure(house: House, *, radon: str | None, traces: bool) -> dict[str, Measure]:
+    measures: dict[str, Measure] = {
+        **sizes(house),
+        **functions(house),
+        "functions of radon grade C or worse": complex_functions(house, radon),
+        **assignments_and_calls(house),
+        "reads of the task outside tasks/": task_reads(house),
+        "names of input formats outside their files": format_names(house),
+        "public names in more than one module": public_names(house),
+        f"repeated runs of {MIN_LINES} lines": repeated_lines(house),
     }
-    if passed:
-        found["modules that one row passes"] = passed
-    for name, value in found.items():
-        print(f"{name:45} {len(value) if isinstance(value, list) else value}")
-        if args.verbose and isinstance(value, list):
-            print(*(f"    {line}" for line in value), sep="\n")
+    return {**measures, **spec_way(house), "modules on the way of a row": row_way(house)} if traces else measures
+
+
+def sizes(house: House) -> dict[str, Measure]:
+    num_lines = {path: len(text.splitlines()) for path, text in house.texts.items()}
+    folders = collections.Counter(path.parent for path in house.texts if path.name != "__init__.py")
+    largest, num_largest = folders.most_common(1)[0]
+    return {
+        "packages": len({path.parent for path in house.texts} - {pathlib.Path()}),
+        "modules": len(house.texts),
+        "modules with code": sum(_has_code(tree) for tree in house.trees.values()),
+        "lines": sum(num_lines.values()),
+        "lines without documentation of fields": sum(num_lines.values()) - field_documentation(house),
+        "classes": sum(isinstance(node, ast.ClassDef) for _, node in house.nodes()),
+        "largest folder, modules": f"{num_largest}, {largest}",
+        "longest file, lines": max(num_lines.values()),
+    }
 
 
 def _has_code(tree: ast.Module) -> bool:
-    return any(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in tree.body)
+    return any(not _is_text(node) for node in tree.body)
 
 
-def task_reads(package: pathlib.Path, trees: dict[pathlib.Path, ast.Module]) -> list[str]:
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def field_documentation(house: House) -> int:
+    """The number of lines of texts that stand directly under a field of a class."""
+    return sum(
+        (text.end_lineno or text.lineno) - text.lineno + 1
+        for _, node in house.nodes()
+        if isinstance(node, ast.ClassDef)
+        for field, text in zip(node.body, node.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and _is_text(text)
+    )
+
+
+def functions(house: House) -> dict[str, Measure]:
+    num_lines = {
+        f"{path}:{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path, node in house.nodes()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    longest = max(num_lines, key=lambda name: num_lines[name])
+    return {
+        "longest function, lines": f"{num_lines[longest]}, {longest.partition(':')[2]}",
+        "median function, lines": str(statistics.median(num_lines.values())),
+    }
+
+
+def complex_functions(house: House, radon: str | None) -> Measure:
+    command = [radon] if radon else [sys.executable, "-m", "radon"]
+    result = subprocess.run([*command, "cc", "-j", "-n", "C", str(house.package)], capture_output=True, text=True)
+    if result.returncode:
+        return "radon is not installed"
+    return [
+        f"{pathlib.Path(path).relative_to(house.package)}:{block['lineno']} {block['name']} {block['complexity']}"
+        for path, blocks in json.loads(result.stdout).items()
+        for block in blocks
+        if block["type"] != "class"
+    ]
+
+
+def assignments_and_calls(house: House) -> dict[str, Measure]:
+    assignments = [(path, node) for path, node in house.nodes() if isinstance(node, ast.Assign | ast.AnnAssign)]
+    packed = [
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path, node in assignments
+        if isinstance(node, ast.Assign) and all(isinstance(side, ast.Tuple) for side in (node.targets[0], node.value))
+    ]
+    positional = [
+        f"{path}:{node.lineno} {ast.unparse(node.func)}"
+        for path, node in house.nodes()
+        if isinstance(node, ast.Call)
+        and len(node.args) > MAX_POSITIONAL
+        and not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ]
+    return {
+        "tuple-packed assignments": packed,
+        "share of all assignments": f"{len(packed) / len(assignments):.1%}",
+        f"calls with more than {MAX_POSITIONAL} positional arguments": positional,
+    }
+
+
+def task_reads(house: House) -> list[str]:
     """Places outside `tasks/` that test the name of a job's task or read a task's section of the spec."""
     lines = []
-    for path, tree in trees.items():
-        if path.relative_to(package).parts[0] == "tasks":
+    for path, node in house.nodes():
+        if path.parts[0] == "tasks" or not isinstance(node, ast.expr):
             continue
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.expr):
-                continue
-            is_read = isinstance(node, ast.Attribute) and (
-                node.attr in ("is_pooling", "generates", "reads_prompts")
-                or (node.attr in SECTIONS | {"task"} and _ends_with_spec(node.value))
-            )
-            is_name = isinstance(node, ast.Compare) and any(
-                isinstance(item, ast.Constant) and item.value in TASKS
-                for side in (node.left, *node.comparators)
-                for item in ast.walk(side)
-            )
-            if is_read or is_name:
-                lines.append(f"{path.relative_to(package)}:{node.lineno} {ast.unparse(node)}")
+        is_read = isinstance(node, ast.Attribute) and (
+            node.attr in ("is_pooling", "generates", "reads_prompts")
+            or (node.attr in SECTIONS | {"task"} and _ends_with_spec(node.value))
+        )
+        is_name = isinstance(node, ast.Compare) and any(
+            isinstance(item, ast.Constant) and item.value in TASKS
+            for side in (node.left, *node.comparators)
+            for item in ast.walk(side)
+        )
+        if is_read or is_name:
+            lines.append(f"{path}:{node.lineno} {ast.unparse(node)}")
     return lines
 
 
@@ -119,41 +291,38 @@ def _ends_with_spec(node: ast.expr) -> bool:
     return name in ("spec", "_spec")
 
 
-def format_names(package: pathlib.Path, trees: dict[pathlib.Path, ast.Module]) -> list[str]:
+def format_names(house: House) -> list[str]:
     """Places outside `source/formats/` that compare with the name or ending of an input format."""
-    lines = []
-    for path, tree in trees.items():
-        if "formats" in path.parts or path.stem in ("csv_file", "line_file", "arrow_file", "parquet_file"):
+    lines = set()
+    for path, node in house.nodes():
+        if "formats" in path.parts or not isinstance(node, ast.Compare | ast.Dict | ast.MatchValue | ast.Call):
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Compare | ast.Dict | ast.MatchValue | ast.Call):
-                items = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.Constant)]
-                if isinstance(node, ast.Compare):
-                    items += [item for item in ast.walk(node) if isinstance(item, ast.Constant)]
-                names = {item.value for item in items if isinstance(item.value, str)} & (FORMATS | ENDINGS)
-                if names and not (isinstance(node, ast.Call) and not names & ENDINGS):
-                    lines.append(f"{path.relative_to(package)}:{node.lineno} {sorted(names)}")
-    return sorted(set(lines))
+        items = ast.walk(node) if isinstance(node, ast.Compare) else ast.iter_child_nodes(node)
+        texts = {item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)}
+        names = texts & (ENDINGS if isinstance(node, ast.Call) else FORMATS | ENDINGS)
+        if names:
+            lines.add(f"{path}:{node.lineno} {sorted(texts & (FORMATS | ENDINGS))}")
+    return sorted(lines)
 
 
-def public_names(trees: dict[pathlib.Path, ast.Module]) -> list[str]:
+def public_names(house: House) -> list[str]:
     """Public names of classes and functions that several modules define at their top level."""
-    places = collections.defaultdict(list)
-    for path, tree in trees.items():
+    modules = collections.defaultdict(list)
+    for path, tree in house.trees.items():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(path.stem)
-    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+                modules[node.name].append(path.stem)
+    return [f"{name}: {', '.join(stems)}" for name, stems in sorted(modules.items()) if len(stems) > 1]
 
 
-def repeated_lines(files: list[pathlib.Path]) -> list[str]:
+def repeated_lines(house: House) -> list[str]:
     """Sequences of lines, without imports and blank lines, that occur in two places."""
     places: dict[tuple[str, ...], str] = {}
-    found = []
-    for path in files:
+    repeated = []
+    for path, text in house.texts.items():
         numbered = [
             (number, line.strip())
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+            for number, line in enumerate(text.splitlines(), 1)
             if line.strip() and not line.startswith(("import ", "from "))
         ]
         skip_to = 0
@@ -163,48 +332,74 @@ def repeated_lines(files: list[pathlib.Path]) -> list[str]:
                 continue
             here = f"{path.name}:{numbered[start][0]}"
             if run in places:
-                found.append(f"{here} = {places[run]}")
+                repeated.append(f"{here} = {places[run]}")
                 skip_to = start + MIN_LINES
             else:
                 places[run] = here
-    return found
+    return repeated
 
 
-def passed_modules(root: pathlib.Path, package: pathlib.Path) -> list[str]:
+def quickstart_settings(folder: pathlib.Path) -> dict[str, object]:
+    """One row of the quickstart, on one replica of the scripted engine."""
+    return {
+        "scripted": {},
+        "input.limit": 1,
+        "parallel.data_parallel_size": 1,
+        "output.path": str(folder / "out"),
+    }
+
+
+def run_traced(house: House, command: list[str], path: pathlib.Path, **variables: str) -> None:
+    """Run Python in the checkout. path: a folder that comes first on Python's path."""
+    environment = {
+        "PYTHONPATH": f"{path}{os.pathsep}{house.root}",
+        "HOUSE_PACKAGE": str(house.package),
+        **variables,
+    }
+    command = [sys.executable, *command]
+    subprocess.run(command, cwd=house.root, check=True, capture_output=True, env={**os.environ, **environment})
+
+
+def spec_way(house: House) -> dict[str, Measure]:
+    """Modules that the spec passes before the first replica is started, and the places from which they are entered."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        out = folder / "entries.json"
+        settings = json.dumps(quickstart_settings(folder))
+        run_traced(house, ["-c", SPEC_TRACER], folder, HOUSE_OUT=str(out), HOUSE_SETTINGS=settings)
+        calls = json.loads(out.read_text())
+    entries = {(module, caller, line) for module, caller, line in calls if caller not in ("", module)}
+    by_module = collections.Counter(module for module, _, _ in entries)
+    most_entered, num_entries = by_module.most_common(1)[0]
+    return {
+        "modules on the way of a spec": sorted({module for module, *_ in calls}),
+        "entries into them from other modules": sorted(
+            f"{module} from {caller}:{line}" for module, caller, line in entries
+        ),
+        "most entries into one module": f"{num_entries}, {most_entered}",
+    }
+
+
+def row_way(house: House) -> list[str]:
     """Modules with a function that ran between the reading of one row and its publication."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "hook").mkdir()
         (folder / "calls").mkdir()
-        (folder / "hook" / "sitecustomize.py").write_text(TRACER)
-        sets = {
-            "scripted": "{}",
-            "input.limit": "1",
-            "parallel.data_parallel_size": "1",
-            "output.path": str(folder / "out"),
-        }
-        options = [word for field, value in sets.items() for word in ("--set", f"{field}={value}")]
-        subprocess.run(
-            [sys.executable, "-m", "batchinf", "run", "jobs/quickstart.yaml", *options],
-            cwd=root,
-            check=True,
-            capture_output=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{folder / 'hook'}{os.pathsep}{root}",
-                "HOUSE_PACKAGE": str(package),
-                "HOUSE_OUT": str(folder / "calls"),
-            },
-        )
+        (folder / "hook" / "sitecustomize.py").write_text(ROW_TRACER)
+        settings = [f"--set={field}={json.dumps(value)}" for field, value in quickstart_settings(folder).items()]
+        command = ["-m", "batchinf", "run", "jobs/quickstart.yaml", *settings]
+        run_traced(house, command, folder / "hook", HOUSE_OUT=str(folder / "calls"))
         processes = [[line.split() for line in path.read_text().splitlines()] for path in (folder / "calls").iterdir()]
-    calls = [[(name, mark, float(when)) for name, mark, when in lines] for lines in processes]
-    end = max(when for own in calls for _, mark, when in own if mark == "publish")
+    calls = [[(name, mark, float(time)) for name, mark, time in lines] for lines in processes]
+    end = max(time for process in calls for _, mark, time in process if mark == "publish")
     # The coordinator, which publishes, reads rows too, for checks and estimates.
-    others = [own for own in calls if all(mark != "publish" for _, mark, _ in own)]
-    begin, own = max(
-        (max([when for _, mark, when in own if mark == "read" and when < end], default=0.0), own) for own in others
+    others = [process for process in calls if all(mark != "publish" for _, mark, _ in process)]
+    begin, replica = max(
+        (max([time for _, mark, time in process if mark == "read" and time < end], default=0.0), process)
+        for process in others
     )
-    return sorted({name for name, _, when in own if begin <= when <= end})
+    return sorted({name for name, _, time in replica if begin <= time <= end})
 
 
 if __name__ == "__main__":

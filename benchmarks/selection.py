@@ -84,7 +84,6 @@ def write_input(folder: pathlib.Path, num_rows: int) -> None:
 
 def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
     """Write the output of a job that has done every other row, as far as `exclude` reads it."""
-    from batchinf import __version__
     from batchinf.base.storage import Folder
     from batchinf.manifest.columns import Columns
     from batchinf.manifest.lines import Header
@@ -93,6 +92,7 @@ def write_earlier(out: pathlib.Path, num_rows: int, *, is_text: bool) -> None:
     from batchinf.manifest.versions import FORMAT_VERSION
     from batchinf.records import Extent, Part
     from batchinf.source.cache import schema_text
+    from batchinf.version import __version__
 
     folder = Folder(out)
     folder.make("manifest", "parts")

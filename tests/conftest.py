@@ -30,6 +30,8 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)
+# If this were set, each process that starts would compile all of batchinf again.
+os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "", False
 jobs.environment = dict(os.environ)
 
 # The same examples in every run; `--hypothesis-profile=default` draws others. `make fuzz` and `make soak` have seeds.
@@ -50,7 +52,8 @@ LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_w
     test_start
     test_disk test_slices test_nothing_is_lost test_pairs test_coordinator test_fuzz test_choose test_check
     test_retry test_backend test_tasks_pooled test_fork_server test_changed_input test_ordering test_early_shards
-    test_out_of_memory test_security test_two_at_once test_extend test_stop_signals test_api test_seam test_page
+    test_out_of_memory test_folders test_security test_two_at_once test_extend test_stop_signals test_api test_seam
+    test_page
     test_examples test_memory test_inspect test_head test_tasks_score test_spec test_cli test_lock test_formats
     test_json test_plan test_model_identity test_non_finite test_tasks_logits test_watching test_source test_lora
     test_ending test_readme test_row_sampling test_fresh test_diff test_remarks test_reasoning_job test_elastic
@@ -85,12 +88,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Set how jobs start, before the test's fixtures run, and keep the process groups that vLLM's engines share."""
+    """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
+    jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None
     # Engines in the tests' process share torch's process groups. The first engine that closes would destroy them.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def quick_replicas() -> Iterator[None]:
+    """Replicas of jobs that run in the tests' own process start faster, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in jobs.quick_start().items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

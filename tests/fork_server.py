@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -293,6 +295,12 @@ def main() -> None:
     for name in own + _MODULES + _VLLM_MODULES * bool(vllm):
         if name != "batchinf.__main__" and (vllm or not name.startswith(_VLLM)):
             importlib.import_module(name)
+    # Each command would build the whole command line, and end what torch has registered: most of a short one's time.
+    typer = importlib.import_module("typer.main")
+    typer.get_command = functools.cache(typer.get_command)  # type: ignore[attr-defined]
+    typer.get_command(sys.modules["batchinf.cli"].app)
+    for registered in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        registered.atexit = False
     gc.collect()
     gc.freeze()
     _run(_become(*_serve("\0" + address)))

@@ -1110,14 +1110,20 @@ def fuzz(name: str, numbers: range, seed: int) -> tuple[dict[str, int], str]:
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync costs nothing there
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="batchinf-fuzz-", dir=shared))
     options = {"target": name, "cases": numbers.stop, "first": numbers.start, "seed": seed, "child": scratch}
-    command = [sys.executable, __file__, *(f"--{option}={given}" for option, given in options.items())]
-    environment = {**os.environ, "PYTHONPATH": str(jobs.ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode == 0:
+    # From the folder of this file, which a fork has in its path like a new process.
+    command = [sys.executable, "-m", "fuzz", *(f"--{option}={given}" for option, given in options.items())]
+    environment, streams = {**jobs.inherited(), **jobs.quick_start(), "HF_HUB_OFFLINE": "1"}, subprocess.PIPE
+    where: dict[str, Any] = {"cwd": pathlib.Path(__file__).parent, "env": environment, "text": True}
+    if jobs.may_fork and (server := jobs.fork_server()).can_fork(environment):
+        process = server.start(server, command, stdout=streams, stderr=streams, **where)
+    else:
+        process = subprocess.Popen(command, stdout=streams, stderr=streams, **where)
+    out, errors = process.communicate()
+    if process.returncode == 0:
         shutil.rmtree(scratch)
-        return json.loads(done.stdout.splitlines()[-1]), ""
-    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-    return {}, f"{name}, seed {seed}: {how}; the last case is in {scratch}/case\n{done.stdout}\n{done.stderr}"
+        return json.loads(out.splitlines()[-1]), ""
+    how = signal.Signals(-process.returncode).name if process.returncode < 0 else f"exit code {process.returncode}"
+    return {}, f"{name}, seed {seed}: {how}; the last case is in {scratch}/case\n{out}\n{errors}"
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.commands.verify import VectorDeviations, add_vectors
+from batchinf.commands.deviations import VectorDeviations
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
@@ -33,5 +33,5 @@ def held(
         for stored in verification.stored(row_of, prompt, task.expand(prompt, 512)):
             assert isinstance(stored, StoredVectors)
             deviations = found.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))
-            add_vectors(deviations, stored, reference.vectors(stored, None, are_logits))
+            deviations.add(stored, reference.vectors(stored, None, are_logits))
     return found

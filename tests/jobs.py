@@ -29,10 +29,13 @@ from batchinf.manifest.state import State, read_state
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
+NUM_FEWER = 240
 
 # Whether a process that a test kills may be forked by a server instead of a new Python. conftest.py sets it for each
 # test; the soak does not.
 may_fork = False
+# Whether jobs have NUM_FEWER rows instead of 657, in a third of the time. conftest.py sets it for each test.
+has_fewer_rows = False
 fork_servers: list[ForkServer] = []
 environment = dict(os.environ)  # of the servers, without variables of single tests
 # cv2, vLLM's engine, lm_eval and Ray set these in the process that uses them. Processes that tests start do not
@@ -40,11 +43,26 @@ environment = dict(os.environ)  # of the servers, without variables of single te
 SET_BY_LIBRARIES = ("HF_XET_HIGH_PERFORMANCE", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONBREAKPOINT")
 
 
+def prompts() -> pathlib.Path:
+    """The sample prompts, or the first of them."""
+    return _fewer_prompts() if has_fewer_rows else PROMPTS
+
+
+@functools.cache
+def _fewer_prompts() -> pathlib.Path:
+    lines = PROMPTS.read_bytes().splitlines(keepends=True)
+    with tempfile.NamedTemporaryFile(prefix="prompts-", suffix=".jsonl", delete=False) as file:
+        file.writelines(lines[:NUM_FEWER])
+    path = pathlib.Path(file.name)
+    atexit.register(path.unlink, missing_ok=True)
+    return path
+
+
 def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
     """Write a spec for the scripted engine and return its path. sections: merged over a small default."""
     spec: dict[str, Any] = {
         "model": str(MODEL),
-        "input": {"path": str(PROMPTS), "id_column": "id"},
+        "input": {"path": str(prompts()), "id_column": "id"},
         "sampling": {"temperature": 0.0, "max_tokens": 32, "logprobs": 2},
         "parallel": {"data_parallel_size": 2},
         # Many small parts, as a large job has them: `auto` makes four of so few rows.
@@ -87,11 +105,13 @@ def start(
     faults: str = "",
     prefix: Sequence[str] = (),
     is_unhurt: bool = False,
+    is_refused: bool = False,
     **environment: str,
 ) -> "subprocess.Popen[str]":
     """Start `batchinf` with these arguments, in its own session.
 
     prefix: a command that runs the rest. is_unhurt: nothing kills the process, so it may always be forked.
+    is_refused: no engine of vLLM starts, so no server has to import vLLM.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         # Processes inherit ignored signals, and a test run in the background of a shell ignores SIGINT.
@@ -101,7 +121,7 @@ def start(
     command = [*prefix, sys.executable, "-m", "batchinf", *map(str, arguments)]
     options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
     if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
-        replicas = fork_server(has_vllm=True) if _is_of_vllm(*arguments) else fork_server()
+        replicas = fork_server(has_vllm=True) if not is_refused and _is_of_vllm(*arguments) else fork_server()
         return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
@@ -154,15 +174,19 @@ def rows_of(out: pathlib.Path) -> list[dict[str, Any]]:
     return table_of(out).drop_columns(["attempts"]).to_pylist()
 
 
-@functools.cache
 def unhurt(sampling: str = "{}") -> tuple[dict[str, Any], ...]:
     """The rows of an uninterrupted job. sampling: changed fields, as JSON."""
+    return _unhurt(sampling, NUM_FEWER if has_fewer_rows else 500)
+
+
+@functools.cache
+def _unhurt(sampling: str, least: int) -> tuple[dict[str, Any], ...]:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
         one = {"data_parallel_size": 1}
         finish(spec_of(path, sampling=json.loads(sampling), scripted={"step_s": 0.0}, parallel=one))
         rows = tuple(rows_of(path / "out"))
-    assert len({row["row_index"] for row in rows}) >= 500
+    assert len({row["row_index"] for row in rows}) >= least
     return rows
 
 

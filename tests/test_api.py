@@ -18,6 +18,8 @@ import batchinf
 import jobs
 from batchinf.base import errors
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
 QUICK = {"scripted": {"max_num_seqs": 256, "step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
 SLOW = {"scripted": {"max_num_seqs": 4, "step_s": 0.05}, "parallel": {"data_parallel_size": 1}, "drain_timeout_s": 0.2}
 

@@ -66,7 +66,7 @@ def test_the_twins_are_compared(tmp_path: pathlib.Path) -> None:
         folder.mkdir()
         path = GPU / f"{name}.yaml"
         outs.append(batchinf.run(path, overrides=overrides_of(f"{name}.yaml", folder), quiet=True).folder)
-    report = diff_jobs(*outs, None, None, 2)
+    report = diff_jobs(*outs, num_examples=2)
     assert (report.changes.num_both, report.num_only_a, report.num_only_b, report.identity_changes) == (20, 0, 0, ())
 
 

@@ -17,7 +17,7 @@ import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.slices import claim_whole
 from batchinf.cli import app
-from batchinf.commands.slurm import Wishes, script_of
+from batchinf.commands.slurm import SlurmOptions, script_of
 from batchinf.spec.file import SpecFile, read_spec
 
 FILES = sorted((jobs.ROOT / "jobs" / "slurm").glob("*.sbatch"))
@@ -133,7 +133,7 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
     file = spec_in(tmp_path, output={"path": "out/50% of it/"}, stop_before_s=90.5)
     script = script_of(
         file,
-        Wishes(
+        SlurmOptions(
             gpus="a100:4", cpus=48, mem="200G", time="1-12", partition="long", account="me", constraint="a100&ib",
             modules=("cuda/12.9", "apptainer"), container="my image.sif", directives=("--qos=high", "--exclusive"),
             overrides=("sampling.max_tokens=5",),
@@ -149,15 +149,15 @@ def test_options_become_directives(tmp_path: pathlib.Path) -> None:
     run = f"apptainer exec --nv 'my image.sif' batchinf run {file.path} --set sampling.max_tokens=5\n"
     assert f'\nsrun --cpus-per-task="$SLURM_CPUS_PER_TASK" {run}' in script
     # Eight cores for each GPU; no GPU, no --gres and no --nv.
-    assert "--cpus-per-task=16\n" in script_of(file, Wishes(gpus="2"))
-    without = script_of(file, Wishes(container="image.sif"))
+    assert "--cpus-per-task=16\n" in script_of(file, SlurmOptions(gpus="2"))
+    without = script_of(file, SlurmOptions(container="image.sif"))
     assert "--gres" not in without
     assert "--nv" not in without
 
 
 @pytest.mark.parametrize("mem", ["0", "1024", "200M", "200G", "1T"])
 def test_memory_that_slurm_takes_as_it_is_meant(mem: str, tmp_path: pathlib.Path) -> None:
-    assert f"\n#SBATCH --mem={mem}\n" in script_of(spec_in(tmp_path), Wishes(mem=mem))
+    assert f"\n#SBATCH --mem={mem}\n" in script_of(spec_in(tmp_path), SlurmOptions(mem=mem))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_memory_that_slurm_takes_as_it_is_meant(mem: str, tmp_path: pathlib.Path
     ],
 )
 def test_a_value_of_several_words_is_quoted(given: str, written: str, tmp_path: pathlib.Path) -> None:
-    assert f"\n#SBATCH {written}\n" in script_of(spec_in(tmp_path), Wishes(directives=(given,)))
+    assert f"\n#SBATCH {written}\n" in script_of(spec_in(tmp_path), SlurmOptions(directives=(given,)))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_wishes_that_cannot_be_met_are_refused(
     wishes: dict[str, object], fields: dict[str, object], message: str, tmp_path: pathlib.Path
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as raised:
-        script_of(spec_in(tmp_path, **fields), Wishes(**wishes))  # type: ignore[arg-type]
+        script_of(spec_in(tmp_path, **fields), SlurmOptions(**wishes))  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)
 
 
@@ -237,7 +237,7 @@ def test_a_script_replaces_only_its_own_kind(tmp_path: pathlib.Path) -> None:
 
 def test_replicas_that_share_a_device_need_one(tmp_path: pathlib.Path) -> None:
     parallel = {"data_parallel_size": 4, "replicas_per_device": 2}
-    assert "--gres=gpu:2" in script_of(spec_in(tmp_path, scripted=None, parallel=parallel), Wishes(gpus="2"))
+    assert "--gres=gpu:2" in script_of(spec_in(tmp_path, scripted=None, parallel=parallel), SlurmOptions(gpus="2"))
 
 
 # Ray writes the head's address into its folder, and goes on as long as the job does. The client port is asked for with
@@ -275,7 +275,7 @@ def test_names_with_quotes_and_dollars_are_not_run(tmp_path: pathlib.Path) -> No
     pathlib.Path(file.path).rename(renamed)
     settings = (f"output.path=out/{name}",)
     image, file = f"{name}.sif", read_spec(renamed, settings)
-    wishes = Wishes(num_nodes=2, gpus="1", container=image, overrides=settings)
+    wishes = SlurmOptions(num_nodes=2, gpus="1", container=image, overrides=settings)
     place(tmp_path, script_of(file, wishes), BATCHINF)
     for stand_in, text in RAY_STAND_INS.items():
         path = tmp_path / ".venv" / "bin" / stand_in

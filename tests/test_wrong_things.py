@@ -22,7 +22,6 @@ from batchinf.engines.installed import reasoning_parser_names, structures_config
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 SCORE: dict[str, Any] = {"task": "score", "sampling": None, "engine": {"max_model_len": 512}}
-SCORE: dict[str, Any] = {"task": "score", "sampling": None, "engine": {"max_model_len": 512}}
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 
 # A LoRA adapter of rank 2 for one module of the sample model, all zeros.

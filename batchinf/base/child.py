@@ -20,19 +20,21 @@ class Question:
 
     def __init__(self, module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> None:
         """Start `python -m module` with the question as JSON on stdin. environment: added to this process's."""
-        self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._until = time.monotonic() + timeout_s
         root = str(pathlib.Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         # Files, and not pipes: nothing has to be read while the process runs.
-        self._said, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        with tempfile.TemporaryFile() as asked:
-            asked.write(json.dumps(question).encode())
-            asked.seek(0)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(question).encode())
+            stdin.seek(0)
             self._process = subprocess.Popen(
                 # -P: a module in the user's folder must not replace one of Python.
                 [sys.executable, "-P", "-m", module],
-                stdin=asked,
-                stdout=self._said,
+                stdin=stdin,
+                stdout=self._output,
                 stderr=self._errors,
                 env={**os.environ, "PYTHONPATH": path, **environment},
             )
@@ -49,7 +51,7 @@ class Question:
         except subprocess.TimeoutExpired:
             raise NoAnswerError(f"it took more than {self._timeout_s:.0f} s") from None
         try:
-            answer: dict[str, Any] = json.loads(_text(self._said).rpartition("\n")[2])
+            answer: dict[str, Any] = json.loads(_text(self._output).rpartition("\n")[2])
         except ValueError:
             raise NoAnswerError((_text(self._errors) or "it said nothing").splitlines()[-1][:300]) from None
         return answer
@@ -60,7 +62,7 @@ class Question:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        self._said.close()
+        self._output.close()
         self._errors.close()
 
 
@@ -71,5 +73,5 @@ def _text(file: Any) -> str:
 
 def ask(module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
     """Ask a `Question` and wait for its answer. Raises NoAnswerError."""
-    with Question(module, question, timeout_s, environment) as asked:
-        return asked.answer()
+    with Question(module, question, timeout_s, environment) as running:
+        return running.answer()

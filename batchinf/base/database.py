@@ -51,8 +51,8 @@ def duckdb_errors(as_ours: Callable[[str], Exception]) -> Iterator[None]:
         raise as_ours(str(error)) from None
 
 
-def duckdb_batches(found: Any, num_rows: int) -> Iterator[pa.RecordBatch]:
+def duckdb_batches(result: Any, num_rows: int) -> Iterator[pa.RecordBatch]:
     """A DuckDB result, at most `num_rows` rows at a time."""
     # DuckDB 2 renamed it.
-    read = found.to_arrow_reader if hasattr(found, "to_arrow_reader") else found.fetch_arrow_reader
+    read = result.to_arrow_reader if hasattr(result, "to_arrow_reader") else result.fetch_arrow_reader
     return iter(read(num_rows))

@@ -54,11 +54,15 @@ def point(name: str, item: object = "") -> None:
 
 def _strike(name: str) -> None:
     _passages[name] = _passages.get(name, 0) + 1
-    action = _FAULTS.get((name, "*"))
-    if action is None:
-        action = _FAULTS.get((name, _passages[name]))
-        if action is None or not _first_time(f"{name}-{_passages[name]}"):
-            return
+    action = _FAULTS.get((name, _passages[name]))
+    if action is not None and not _first_time(f"{name}-{_passages[name]}"):
+        action = None
+    action = _FAULTS.get((name, "*"), action)
+    if action is not None:
+        _act(name, action)
+
+
+def _act(name: str, action: str) -> None:
     verb, _, argument = action.partition(" ")
     if verb == "kill":
         os.kill(os.getpid(), getattr(signal, argument or "SIGKILL"))

@@ -91,18 +91,19 @@ def joined_schema(paths: Iterable[pathlib.Path]) -> pa.Schema:
 
     Raises OutputError if a column has two types, or if a part cannot be read.
     """
-    joined, types = pa.schema([]), dict[str, tuple[pa.DataType, pathlib.Path]]()
+    joined = pa.schema([])
+    types: dict[str, tuple[pa.DataType, pathlib.Path]] = {}
     for path in paths:
         with open_part(path) as file:
-            found = file.schema_arrow.remove_metadata()
-        if found.equals(joined):
+            schema = file.schema_arrow.remove_metadata()
+        if schema.equals(joined):
             continue
-        for field in found:
+        for field in schema:
             type, first = types.setdefault(field.name, (field.type, path))
             if not type.equals(field.type):
                 raise OutputError(
                     f"column {field.name!r} is {type} in {first} and {field.type} in {path.name}, so the parts cannot "
                     "be read as one table; read them one by one, or run the job again in a new folder"
                 )
-        joined = pa.unify_schemas([joined, found])
+        joined = pa.unify_schemas([joined, schema])
     return joined

@@ -14,16 +14,15 @@ from batchinf.base.errors import OutputError
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Lists of different lengths, stored end to end.
-
-    values: [num_values, ...], the values of all lists. If the items are lists of one length, such as the top k, that
-    length is the second dimension. Null is NaN, or -1 for integers. offsets: int64 [num_lists + 1]; list i is
-    `values[offsets[i]:offsets[i + 1]]`. is_null: bool [num_lists]; null lists are empty.
-    """
+    """Lists of different lengths, stored end to end."""
 
     values: npt.NDArray[Any]
+    """[num_values, ...], the values of all lists. If the items are lists of one length, such as the top k, that length
+    is the second dimension. Null is NaN, or -1 for integers."""
     offsets: npt.NDArray[np.int64]
+    """int64 [num_lists + 1]; list i is `values[offsets[i]:offsets[i + 1]]`."""
     is_null: npt.NDArray[np.bool_]
+    """bool [num_lists]; null lists are empty."""
 
     def __len__(self) -> int:
         return len(self.is_null)
@@ -66,11 +65,11 @@ def reduce_runs(
 ) -> npt.NDArray[np.float64]:
     """Apply `reduce`, such as np.add, to runs of values, one after the other: float64 [num_runs, ...]."""
     # An empty run gets the value `empty`. reduceat would take the next value for it.
-    found = np.full((len(lengths), *values.shape[1:]), empty, np.float64)
+    reduced = np.full((len(lengths), *values.shape[1:]), empty, np.float64)
     is_full = lengths > 0
     if is_full.any():
-        found[is_full] = reduce.reduceat(values, (np.cumsum(lengths) - lengths)[is_full])
-    return found
+        reduced[is_full] = reduce.reduceat(values, (np.cumsum(lengths) - lengths)[is_full])
+    return reduced
 
 
 def common_lengths(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
@@ -129,18 +128,21 @@ def join_ragged(arrays: Iterable[pa.ListArray]) -> Ragged:
 
     Raises OutputError if the items of some arrays are longer than those of others.
     """
-    pieces, of_nulls, widths = [], [], set()
+    pieces = []
+    has_no_width = []
+    widths = set[int]()
     for array in arrays:
         pieces.append(to_ragged(array))
         # The width is unknown if all items are null, such as the top k of the first token of prompts.
         items = array.flatten()
-        of_nulls.append(pa.types.is_list(items.type) and items.null_count == len(items))
-        widths |= set() if of_nulls[-1] else set(pieces[-1].values.shape[1:])
+        has_no_width.append(pa.types.is_list(items.type) and items.null_count == len(items))
+        if not has_no_width[-1]:
+            widths.update(pieces[-1].values.shape[1:])
     if len(widths) > 1:
         raise _several_widths(min(widths), max(widths))
     values = [
-        _nulls((len(piece.values), *widths), piece.values.dtype) if is_null and widths else piece.values
-        for piece, is_null in zip(pieces, of_nulls, strict=True)
+        _nulls((len(piece.values), *widths), piece.values.dtype) if no_width and widths else piece.values
+        for piece, no_width in zip(pieces, has_no_width, strict=True)
     ]
     lengths = np.concatenate([piece.lengths for piece in pieces])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

@@ -33,17 +33,18 @@ def reason(message: str) -> str:
 
 def most_frequent(groups: Iterable[_Group]) -> tuple[list[_Group], list[str]]:
     """At most three groups of each type, the most frequent first; then a line for each type with the rest."""
-    seen, num_rows = Counter[str](), Counter[str]()
+    num_groups = Counter[str]()
+    num_rows = Counter[str]()  # of the groups that are not shown
     shown: list[_Group] = []
     for group in sorted(groups, key=lambda group: -group.num_rows):
-        seen[group.error_type] += 1
-        if seen[group.error_type] <= _SHOWN_OF_A_TYPE:
+        num_groups[group.error_type] += 1
+        if num_groups[group.error_type] <= _SHOWN_OF_A_TYPE:
             shown.append(group)
         else:
             num_rows[group.error_type] += group.num_rows
     rest = []
     for error_type, number in num_rows.most_common():
-        num_others = seen[error_type] - _SHOWN_OF_A_TYPE
+        num_others = num_groups[error_type] - _SHOWN_OF_A_TYPE
         reasons = "another reason" if num_others == 1 else f"{num_others:,} other reasons"
         rest.append(f"{number:,} × {error_type} for {reasons}")
     return shown, rest

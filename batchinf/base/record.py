@@ -21,10 +21,11 @@ def decode_record(data: bytes, version: int) -> dict[str, Any]:
     record = json.loads(data)
     if not isinstance(record, dict):
         raise ValueError("not a record")
-    found, content = record.get("version"), record.get("content")
-    if isinstance(found, int) and found > version:
+    stored_version = record.get("version")
+    if isinstance(stored_version, int) and stored_version > version:
         raise NewerRecord
-    if found != version or not isinstance(content, dict) or record.get("checksum") != _checksum(content):
+    content = record.get("content")
+    if stored_version != version or not isinstance(content, dict) or record.get("checksum") != _checksum(content):
         raise ValueError("damaged, or of an older version")
     return content
 

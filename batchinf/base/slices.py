@@ -44,9 +44,10 @@ def folder_name(out: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One of `num_slices` ranges of consecutive rows. index: from 0."""
+    """One of `num_slices` ranges of consecutive rows."""
 
     index: int
+    """From 0."""
     num_slices: int
 
     @classmethod
@@ -80,26 +81,27 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What an output folder holds. num_slices: 0 for a whole job, which has no other fields.
-
-    num_rows: of all slices together. identity: of the job.
-    begun_at: when the first slice began, in ISO format; may be empty. positions: digest of the file of the chosen
-    rows; None if they are the first `num_rows` of the input.
-    """
+    """What an output folder holds."""
 
     num_slices: int
+    """0 for a whole job, which has no other fields."""
     num_rows: int = 0
+    """Of all slices together."""
     identity: dict[str, Any] = field(default_factory=dict)
+    """Of the job."""
     begun_at: str = ""
+    """When the first slice began, in ISO format; may be empty."""
     positions: str | None = None
+    """Digest of the file of the chosen rows; None if they are the first `num_rows` of the input."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """A whole job (`slice` is None), or one slice, begun or not."""
+    """A whole job or one slice, begun or not."""
 
     folder: Folder
     slice: Slice | None
+    """None for a whole job."""
 
 
 def is_slice_folder(name: str) -> bool:
@@ -179,9 +181,9 @@ def write_cut(out: str, cut: Cut) -> Cut:
     faults.point("cut.before_record")
     folder.create_exclusive(CUT_RECORD, encode_record(CUT_VERSION, asdict(cut)))
     faults.point("cut.after_record")
-    found = _read_record(out)
-    assert found is not None
-    return found
+    record = _read_record(out)
+    assert record is not None
+    return record
 
 
 def share_files(out: str, digests: Mapping[str, str]) -> dict[str, str]:

@@ -34,24 +34,28 @@ _TERM_END_S = 25.0
 # How long replicas may take beyond their drain to write their parts and end.
 ENDING_S = 10.0
 
-_END_TIME, _START_TIME = "SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME"
+_END_TIME = "SLURM_JOB_END_TIME"
+_START_TIME = "SLURM_JOB_START_TIME"
 _SECONDS = re.compile("[1-9][0-9]{0,11}")
 _LONGEST_S = 10.0**9
 
 
 class _ThreadRequests(threading.local):
-    """What asks the job of this thread to stop.
-
-    heard: signals so far, with their times. event: asks for a stop when it is set. is_open: within `interruptible`.
-    """
+    """What asks the job of this thread to stop."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
         self.heard: list[tuple[int, float]] = []
+        """Signals so far, with their times."""
         self.event: threading.Event | None = None
+        """Asks for a stop when it is set."""
         self.is_open = False
+        """Within `interruptible`."""
 
 
-_own = _ThreadRequests()
+_requests = _ThreadRequests()
 
 # How many `shielded` blocks the main thread is in, and whether an interruption waits for their end.
 _shields = 0
@@ -70,8 +74,8 @@ class StopRequests:
         self._drain_timeout_s = drain_timeout_s
         self._stop_before_s = stop_before_s
         # A library may have swallowed an interruption while the job was opened; it still counts.
-        self._heard = _own.heard if _own.is_open else []
-        self._event = _own.event
+        self._heard = _requests.heard if _requests.is_open else []
+        self._event = _requests.event
 
     def note(self, number: int) -> None:
         """Record a request."""
@@ -138,7 +142,7 @@ def on_stop_signals(act: Callable[[int], None] | None = None) -> Iterator[None]:
 
     Signals that are ignored, as under nohup, stay ignored. A handler of the program that called batchinf stays too.
     """
-    heard = _own.heard
+    heard = _requests.heard
 
     def handle(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -176,7 +180,7 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
     event: asks for a stop too, but only a job that runs looks at it. ends_process: after the block the process ignores
     signals to its end, so that they cannot change the exit code. Otherwise the handlers are put back.
     """
-    if _own.is_open:
+    if _requests.is_open:
         yield
         return
 
@@ -191,7 +195,9 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
             # Not a subclass of Exception: libraries catch and drop those.
             raise KeyboardInterrupt
 
-    _own.heard, _own.event, _own.is_open = heard, event, True
+    _requests.heard = heard
+    _requests.event = event
+    _requests.is_open = True
     try:
         with on_stop_signals(interrupt):
             try:
@@ -208,7 +214,7 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
                     for number in STOP_SIGNALS:
                         signal.signal(number, signal.SIG_IGN)
     finally:
-        _own.heard, _own.event, _own.is_open = [], None, False
+        _requests.clear()
 
 
 @contextlib.contextmanager
@@ -248,7 +254,7 @@ def ahead_of_time_limit(stop_before_s: float, say: Callable[[str], None]) -> Ite
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return
-    heard = _own.heard
+    heard = _requests.heard
     timer = threading.Timer(min(left_s, threading.TIMEOUT_MAX), lambda: heard.append((_TIMER, time.monotonic())))
     timer.daemon = True
     timer.start()

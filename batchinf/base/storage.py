@@ -8,6 +8,7 @@ what to do.
 import contextlib
 import errno
 import io
+import itertools
 import os
 import pathlib
 import shutil
@@ -15,7 +16,7 @@ import stat
 import struct
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import IO, Any
 
 import xxhash
@@ -76,9 +77,10 @@ class Folder:
                 yield file
                 with naming(target):
                     faults.point(f"{fault}.before_fsync")
-                    file.flush()
                     if durable:
-                        os.fsync(file.fileno())
+                        _sync(file)
+                    else:
+                        file.flush()
             with naming(target):
                 faults.point(f"{fault}.before_rename")
                 temporary.replace(target)
@@ -103,8 +105,7 @@ class Folder:
             with naming(target), create(temporary, target) as file:
                 file.write(data)
                 faults.point("storage.create.before_fsync")
-                file.flush()
-                os.fsync(file.fileno())
+                _sync(file)
             if not _link(temporary, target):
                 return False
         except _NoLinksError:
@@ -124,8 +125,7 @@ class Folder:
         try:
             with naming(target), file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+                _sync(file)
         except BaseException:
             # Half a file would count as a whole one.
             with contextlib.suppress(OSError):
@@ -169,29 +169,21 @@ class Folder:
 
     def list(self, folder: str, prefix: str = "") -> list[str]:
         """Names (not paths) in `folder` that begin with `prefix`, sorted, without half-written files."""
-        try:
-            with os.scandir(self.path(folder)) as entries:
-                return sorted(
-                    entry.name
-                    for entry in entries
-                    if entry.name.startswith(prefix) and not entry.name.startswith(_TEMPORARY)
-                )
-        except FileNotFoundError:
-            return []
+        return sorted(entry.name for entry in self._entries(folder) if entry.name.startswith(prefix))
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Size in bytes of each file in `folder`, without half-written ones."""
-        try:
-            with os.scandir(self.path(folder)) as entries:
-                return {e.name: e.stat().st_size for e in entries if not e.name.startswith(_TEMPORARY)}
-        except FileNotFoundError:
-            return {}
+        with contextlib.suppress(FileNotFoundError):  # another process may delete one
+            return {entry.name: entry.stat().st_size for entry in self._entries(folder)}
+        return {}
 
     def half_written(self, folder: str) -> tuple[pathlib.Path, ...]:
         """Half-written files, and folders of that kind, in `folder`."""
+        return tuple(pathlib.Path(entry.path) for entry in self._entries(folder, half_written=True))
+
+    def _entries(self, folder: str, *, half_written: bool = False) -> Iterator[os.DirEntry[str]]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path(folder)) as entries:
-            return tuple(pathlib.Path(entry.path) for entry in entries if entry.name.startswith(_TEMPORARY))
-        return ()
+            yield from (entry for entry in entries if entry.name.startswith(_TEMPORARY) == half_written)
 
     def sweep(self, folder: str) -> None:
         """Delete half-written files, and folders of that kind, in `folder`."""
@@ -211,11 +203,9 @@ class Folder:
     def move_aside(self, name: str) -> str:
         """Move a damaged file to `damaged/`, under a name that is free there; returns the name. It deletes nothing."""
         self.make(DAMAGED)
-        base, number = f"{DAMAGED}/{name.rpartition('/')[2]}", 0
-        target = base
-        while self.exists(target):
-            number += 1
-            target = f"{base}.{number}"
+        base = f"{DAMAGED}/{name.rpartition('/')[2]}"
+        names = itertools.chain([base], (f"{base}.{number}" for number in itertools.count(1)))
+        target = next(target for target in names if not self.exists(target))
         self.publish(name, target)
         return target
 
@@ -295,13 +285,13 @@ class _NamedFile(io.FileIO):
     """A file whose errors name it. The system's own errors do so only when a file is opened."""
 
     def __init__(self, path: pathlib.Path, mode: str, name: pathlib.Path) -> None:
-        self._said = name
+        self._named = name
         with naming(name):
             super().__init__(os.fspath(path), mode)
 
     def write(self, data: Any) -> int:
         """Write all or a part of `data`; returns the number of bytes written."""
-        with naming(self._said):
+        with naming(self._named):
             return super().write(data) or 0
 
 
@@ -317,7 +307,8 @@ def naming(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is None or pathlib.Path(os.fsdecode(error.filename)).name.startswith(_TEMPORARY):
-            error.filename, error.filename2 = os.fspath(path), None
+            error.filename = os.fspath(path)
+            error.filename2 = None
         raise
 
 
@@ -344,6 +335,11 @@ def _make(path: pathlib.Path) -> None:
     path.mkdir(exist_ok=True)
     with contextlib.suppress(PermissionError):  # a user may have the right to make a folder, but not to list it
         sync_folder(path.parent)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(path: pathlib.Path) -> None:
@@ -397,25 +393,25 @@ HEADER_BYTES = _STRUCT.size + 8
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """The header of a binary file. number: its shard, retry or extent. first, second: depend on the format.
-
-    digest: xxh3-128 of all that follows the header.
-    """
+    """The header of a binary file."""
 
     number: int
+    """Of its shard, retry or extent."""
     first: int
+    """Depends on the format, as `second` does."""
     second: int
     digest: bytes
+    """xxh3-128 of all that follows the header."""
 
     def encode(self) -> bytes:
-        fields = _STRUCT.pack(_MAGIC, _VERSION, self.number, self.first, self.second, self.digest)
+        fields = _STRUCT.pack(_MAGIC, _VERSION, *astuple(self))
         return fields + xxhash.xxh3_64_digest(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> "FileHeader | None":
         """The header in the first 64 bytes; None if they are damaged or of another format version."""
-        fields, checksum = data[: _STRUCT.size], data[_STRUCT.size : HEADER_BYTES]
-        if len(data) < HEADER_BYTES or xxhash.xxh3_64_digest(fields) != checksum:
+        fields = data[: _STRUCT.size]
+        if len(data) < HEADER_BYTES or xxhash.xxh3_64_digest(fields) != data[_STRUCT.size : HEADER_BYTES]:
             return None
-        magic, version, *own = _STRUCT.unpack(fields)
-        return cls(*own) if (magic, version) == (_MAGIC, _VERSION) else None
+        magic, version, *values = _STRUCT.unpack(fields)
+        return cls(*values) if (magic, version) == (_MAGIC, _VERSION) else None

@@ -28,12 +28,12 @@ def wrapped(line: str, stream: TextIO) -> str:
     if line.startswith(QUOTE, len(indent)):
         start = indent + QUOTE
         return "\n".join(start + piece for piece in chop_cells(line[len(start) :], max(1, width - len(start))))
-    lines, words = [], iter(line.strip(" ").split(" "))
-    now = indent + next(words)
+    first, *words = line.strip(" ").split(" ")
+    lines = [indent + first]
     for word in words:
-        if cell_len(now) + 1 + cell_len(word) > width:
-            lines.append(now.rstrip(" "))
-            now = f"{indent}  {word}"
+        if cell_len(lines[-1]) + 1 + cell_len(word) > width:
+            lines[-1] = lines[-1].rstrip(" ")
+            lines.append(f"{indent}  {word}")
         else:
-            now += f" {word}"
-    return "\n".join([*lines, now])
+            lines[-1] += f" {word}"
+    return "\n".join(lines)

@@ -28,7 +28,8 @@ def list_names(names: Iterable[str], meant: str | None = None) -> str:
 
     meant: a name that was not found. The limit is then 10, and the names most like it come first.
     """
-    names, most = list(names), _SHOWN_NAMES if meant is None else _FEW_NAMES
+    names = list(names)
+    most = _SHOWN_NAMES if meant is None else _FEW_NAMES
     if meant is not None and len(names) > most:
         names = list(dict.fromkeys([*difflib.get_close_matches(meant, names), *names]))
     more = f", and {len(names) - most:,} more" if len(names) > most else ""

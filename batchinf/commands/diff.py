@@ -45,13 +45,11 @@ def join_key(a: Results, b: Results, on: str | None) -> str:
     if on not in (None, *JOIN_KEYS):
         raise UserError(f"--on: got {on!r}; must be {' or '.join(JOIN_KEYS)}")
     key = on or ("row_index" if _is_same_input(a, b) else "id")
-    if key == "id" and not all("id" in job.schema.names for job in (a, b)):
-        if on is not None:
-            raise UserError(
-                "--on id: at least one of the jobs has no id; give both the same input.id_column, or use --on row_index"
-            )
+    if key == "id" and not {"id"} <= set(a.schema.names) & set(b.schema.names):
         raise UserError(
-            f"{a.folder} and {b.folder} had different inputs, and at least one has no id by which rows could be "
+            "--on id: at least one of the jobs has no id; give both the same input.id_column, or use --on row_index"
+            if on is not None
+            else f"{a.folder} and {b.folder} had different inputs, and at least one has no id by which rows could be "
             f"joined; {_BY_POSITION}"
         )
     types = [str(job.schema.field(key).type).removeprefix("large_") for job in (a, b)]
@@ -77,7 +75,7 @@ def _versions(job: Results) -> tuple[set[str], set[str]]:
 
 
 def joined_rows(
-    a: Results, b: Results, key: str, columns: Sequence[str], wide: Sequence[str], scratch: str
+    a: Results, b: Results, *, key: str, columns: Sequence[str], wide: Sequence[str], scratch: str
 ) -> Iterator[pa.RecordBatch]:
     """The rows that both jobs have, in A's order. Raises UserError if an id is repeated.
 
@@ -88,41 +86,49 @@ def joined_rows(
     jobs = {"a": a, "b": b}
     sample = [SAMPLE] if SAMPLE in a.schema.names else []
     on = ", ".join(["key", *sample])
+    selected = [f"{column}_{name}" for column in (*columns, *(["place"] if wide else [])) for name in jobs]
+    # Wide columns can be read quickly only in the order in which they are stored.
+    order = ["place_a"] if wide else ["a.row_index", *sample]
     with duckdb_errors(_unreadable), open_duckdb(memory_limit=_MEMORY, temp_directory=scratch) as connection:
         for name, job in jobs.items():
-            own = {"key": key, **{column: column for column in ("row_index", *sample)}}
-            _create_view(connection, name, job, own | {f"{column}_{name}": column for column in columns})
+            views = {"key": key, **{column: column for column in ("row_index", *sample)}}
+            _create_view(connection, name, job, views | {f"{column}_{name}": column for column in columns})
             if key == "id":
                 _check_ids(connection, name, job, on)
-        large = {name: _WideColumns(job, wide, f"{scratch}/{name}") for name, job in jobs.items() if wide}
-        num_rows = min([_ROWS_AT_ONCE, *(columns.rows_at_once for columns in large.values())])
-        names = [f"{column}_{name}" for column in (*columns, *(["place"] if wide else [])) for name in jobs]
-        # Wide columns can be read quickly only in the order in which they are stored.
-        order = ["place_a"] if wide else ["a.row_index", *sample]
-        found = connection.sql(
-            f"SELECT {on}, {', '.join(names)} FROM a JOIN b USING ({on}) ORDER BY {', '.join(order)}"
+        rows = connection.sql(
+            f"SELECT {on}, {', '.join(selected)} FROM a JOIN b USING ({on}) ORDER BY {', '.join(order)}"
         )
-        for batch in duckdb_batches(found, _ROWS_AT_ONCE):
-            for start in range(0, batch.num_rows, num_rows):
-                rows = batch.slice(start, num_rows)
-                arrays = dict(zip(rows.schema.names, rows.columns, strict=True))
-                for name, of_job in large.items():
-                    taken = of_job.take(arrays[f"place_{name}"].to_numpy())
-                    arrays |= {f"{column}_{name}": taken.column(column) for column in wide}
-                yield pa.RecordBatch.from_pydict(arrays)
+        batches = duckdb_batches(rows, _ROWS_AT_ONCE)
+        yield from _with_wide(batches, jobs, wide, scratch) if wide else batches
+
+
+def _with_wide(
+    batches: Iterator[pa.RecordBatch], jobs: Mapping[str, Results], wide: Sequence[str], scratch: str
+) -> Iterator[pa.RecordBatch]:
+    """Add the wide columns, to so few rows at once that they fit into memory."""
+    readers = {name: _WideColumns(job, wide, f"{scratch}/{name}") for name, job in jobs.items()}
+    num_rows = min(reader.rows_at_once for reader in readers.values())
+    for batch in batches:
+        for start in range(0, batch.num_rows, num_rows):
+            rows = batch.slice(start, num_rows)
+            arrays = dict(zip(rows.schema.names, rows.columns, strict=True))
+            for name, reader in readers.items():
+                values = reader.take(arrays[f"place_{name}"].to_numpy())
+                arrays |= {f"{column}_{name}": values.column(column) for column in wide}
+            yield pa.RecordBatch.from_pydict(arrays)
 
 
 def _create_view(connection: Any, view: str, job: Results, columns: Mapping[str, str]) -> None:
     """columns: name in the view → the job's column. The view also has each row's place among the job's rows."""
     # DuckDB ignores case, so it gets names of our own.
-    own = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
+    safe = {name: f"c{number}" for number, name in enumerate(job.schema.names)}
     files = [glob.escape(absolute(path)) for path in job.parts]
     connection.read_parquet(files, union_by_name=True).create_view(f"{view}_parts")
-    selected = ", ".join(f"{own[column]} AS {name}" for name, column in columns.items())
+    selected = ", ".join(f"{safe[column]} AS {name}" for name, column in columns.items())
     # DuckDB numbers the rows in the order of the files, on any number of threads, and only if a query asks for it.
     connection.execute(
         f"CREATE VIEW {view} AS SELECT {selected}, row_number() OVER () - 1 AS place_{view} "
-        f"FROM {view}_parts AS parts({', '.join(own.values())})"
+        f"FROM {view}_parts AS parts({', '.join(safe.values())})"
     )
 
 
@@ -152,10 +158,13 @@ class _WideColumns:
         # The part with the largest rows decides. Rows of one part are assumed to be alike.
         most = max([1.0, *(_row_bytes(part, columns) for part in job.parts)])
         self.rows_at_once = max(1, min(_ROWS_AT_ONCE, int(_WIDE_BYTES / most)))
-        self._job, self._columns, self._path = job, columns, path
+        self._job = job
+        self._columns = columns
+        self._path = path
         self._batches = job.batches(columns, self.rows_at_once)
         self._batch: Any = None
-        self._start = self._stop = 0
+        self._start = 0
+        self._stop = 0
         self._copy: Any = None
         self._starts: list[int] = []
 
@@ -170,7 +179,8 @@ class _WideColumns:
             self._go_to(place)
             piece = self._batch.slice(place - self._start, num_rows)
             yield piece
-            place, num_rows = place + piece.num_rows, num_rows - piece.num_rows
+            place += piece.num_rows
+            num_rows -= piece.num_rows
 
     def _go_to(self, place: int) -> None:
         """Make the batch with the row at this place the current one."""
@@ -178,11 +188,13 @@ class _WideColumns:
             self._make_copy()
         if self._copy is not None:
             number = bisect.bisect_right(self._starts, place) - 1
-            self._batch, self._start = self._copy.get_batch(number), self._starts[number]
+            self._batch = self._copy.get_batch(number)
+            self._start = self._starts[number]
             return
         while place >= self._stop:
             self._batch = next(self._batches)
-            self._start, self._stop = self._stop, self._stop + self._batch.num_rows
+            self._start = self._stop
+            self._stop += self._batch.num_rows
 
     def _make_copy(self) -> None:
         schema = pa.schema([self._job.schema.field(name) for name in self._columns])
@@ -197,14 +209,12 @@ class _WideColumns:
 
 @dataclass(frozen=True, slots=True)
 class ComparedJob:
-    """One of the two jobs. model, vllm, torch, device: from the footer of its first part; None if it is not there.
-
-    input_path, num_input_rows: the input, and the rows of it among which the job chose.
-    """
+    """One of the two jobs. What the footer of its first part lacks is None."""
 
     folder: str
     input_path: str
     num_input_rows: int
+    """The rows of the input among which the job chose."""
     num_rows: int
     is_done: bool
     model: str | None
@@ -215,32 +225,32 @@ class ComparedJob:
 
 @dataclass(frozen=True, slots=True)
 class IdentityChange:
-    """A field of the jobs' identities that differs. a, b: its JSON values; None if a job does not have it."""
+    """A field of the jobs' identities that differs."""
 
     name: str
     a: Any
     b: Any
+    """The JSON values; None if a job does not have the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """The result of `diff`. key: the column that rows were joined by.
-
-    written_to: the file with the compared rows; None if the user asked for none.
-    """
+    """The result of `diff`."""
 
     a: ComparedJob
     b: ComparedJob
     identity_changes: tuple[IdentityChange, ...]
     task: str
     key: str
+    """The column that rows were joined by."""
     num_only_a: int
     num_only_b: int
     changes: RowChanges
     written_to: str | None
+    """The file with the compared rows; None if the user asked for none."""
 
 
-def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int) -> DiffReport:
+def diff_jobs(a: str, b: str, *, on: str | None = None, to: str | None = None, num_examples: int = 0) -> DiffReport:
     """Compare two output folders.
 
     on: `row_index` or `id`; None: chosen by the inputs. to: a Parquet file that gets one row for each row that is in
@@ -249,21 +259,31 @@ def diff_jobs(a: str, b: str, on: str | None, to: str | None, num_examples: int)
     """
     if to is not None:
         with _writing(to):
-            refuse_foreign(pathlib.Path(to), _is_own)  # also before the work
-    first, second = Results(a), Results(b)
+            refuse_foreign(pathlib.Path(to), _is_diff)  # also before the work
+    first = Results(a)
+    second = Results(b)
     task = _common_task(first, second)
-    changes = task.comparison(first, second, num_examples)
+    comparison = task.comparison(first, second, num_examples)
     key = join_key(first, second, on)
     with tempfile.TemporaryDirectory() as scratch:
-        for_each = joined_rows(first, second, key, changes.columns, changes.wide, scratch)
-        _write((changes.take(rows) for rows in for_each), to)
-    found = changes.summary()
-    if not found.num_both:
+        columns = comparison.columns
+        rows = joined_rows(first, second, key=key, columns=columns, wide=comparison.wide, scratch=scratch)
+        _write(map(comparison.take, rows), to)
+    changes = comparison.summary()
+    if not changes.num_both:
         raise _none_in_both(first, second, key)
-    # A row of one job is joined with at most one row of the other.
-    only_a, only_b = (len(job) - found.num_both for job in (first, second))
-    jobs = _job(first), _job(second)
-    return DiffReport(*jobs, _identity_changes(first, second), task.name, key, only_a, only_b, found, to)
+    return DiffReport(
+        a=_job(first),
+        b=_job(second),
+        identity_changes=_identity_changes(first, second),
+        task=task.name,
+        key=key,
+        # A row of one job is joined with at most one row of the other.
+        num_only_a=len(first) - changes.num_both,
+        num_only_b=len(second) - changes.num_both,
+        changes=changes,
+        written_to=to,
+    )
 
 
 def _none_in_both(a: Results, b: Results, key: str) -> UserError:
@@ -285,7 +305,8 @@ def _row_bytes(part: pathlib.Path, columns: Sequence[str]) -> float:
 
 
 def _common_task(a: Results, b: Results) -> type[Task]:
-    task, other = stored_task(a.spec), stored_task(b.spec)
+    task = stored_task(a.spec)
+    other = stored_task(b.spec)
     if task is not other:
         raise OutputError(
             f"{a.folder} has task {task.name}, but {b.folder} has task {other.name}: compare jobs of the same task"
@@ -296,18 +317,27 @@ def _common_task(a: Results, b: Results) -> type[Task]:
 def _job(job: Results) -> ComparedJob:
     with open_part(job.parts[0]) as file:
         stored = file.metadata.metadata or {}
-    said = {key.decode().removeprefix("batchinf."): value.decode() for key, value in stored.items()}
-    names = ("model", "version.vllm", "version.torch", "device")
-    path = job.spec["input"]["path"]
-    return ComparedJob(job.folder, path, job.num_input_rows, len(job), job.is_done, *map(said.get, names))
+    footer = {key.decode().removeprefix("batchinf."): value.decode() for key, value in stored.items()}
+    return ComparedJob(
+        folder=job.folder,
+        input_path=job.spec["input"]["path"],
+        num_input_rows=job.num_input_rows,
+        num_rows=len(job),
+        is_done=job.is_done,
+        model=footer.get("model"),
+        vllm=footer.get("version.vllm"),
+        torch=footer.get("version.torch"),
+        device=footer.get("device"),
+    )
 
 
 def _identity_changes(a: Results, b: Results) -> tuple[IdentityChange, ...]:
-    names = sorted(a.identity.keys() | b.identity.keys())
-    found = (IdentityChange(name, a.identity.get(name), b.identity.get(name)) for name in names)
-    # A job keeps the fingerprint of the input with which it began, also when it has taken in later rows.
-    is_known = _is_same_input(a, b)
-    return tuple(change for change in found if change.a != change.b and not (change.name == "input" and is_known))
+    names = a.identity.keys() | b.identity.keys()
+    if _is_same_input(a, b):
+        # A job keeps the fingerprint of the input with which it began, also when it has taken in later rows.
+        names -= {"input"}
+    changes = (IdentityChange(name, a.identity.get(name), b.identity.get(name)) for name in sorted(names))
+    return tuple(change for change in changes if change.a != change.b)
 
 
 def _write(tables: Iterator[pa.Table], to: str | None) -> None:
@@ -323,12 +353,12 @@ def _write(tables: Iterator[pa.Table], to: str | None) -> None:
 
 
 def _writer(stack: contextlib.ExitStack, to: str, schema: pa.Schema) -> pq.ParquetWriter:
-    file = stack.enter_context(writing_named(pathlib.Path(to), _is_own))
+    file = stack.enter_context(writing_named(pathlib.Path(to), _is_diff))
     marked = schema.with_metadata({**(schema.metadata or {}), **_MARK})
     return stack.enter_context(pq.ParquetWriter(file, marked, compression="zstd"))
 
 
-def _is_own(path: pathlib.Path) -> bool:
+def _is_diff(path: pathlib.Path) -> bool:
     """Whether `diff` wrote this file. An input and a part of a job are Parquet, too."""
     with path.open("rb") as file:
         try:

@@ -7,7 +7,8 @@ import pathlib
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -36,9 +37,11 @@ _ANSWERS = "answer answer_index correct_answer answerKey label target gold"
 _CONTINUATIONS = "continuation completion response chosen target output answer"
 _OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
-_MOST_LABELS, _MOST_LABEL_CHARS = 12, 40
+_MOST_LABELS = 12
+_MOST_LABEL_CHARS = 40
 _MOST_ID_CHARS = 40
 _MOST_KEPT = 4
+_MOST_KEPT_CHARS = 60  # of a value, on average
 _NEARLY = 0.9  # of the values differ: ids that repeat by mistake
 _SEPARATOR = re.compile(r"(?<=\w)[;\t|]")
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")  # unique by chance: a later row may repeat it
@@ -56,42 +59,109 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
             return _data(path, source, labels)
 
 
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The columns of the input, with the values of its first rows."""
+
+    rows: list[Row]
+    types: dict[str, pa.DataType]
+    values: dict[str, list[Any]]
+    """Without nulls."""
+
+    @classmethod
+    def of(cls, path: str, source: Source) -> "_Columns":
+        """Raises UserError if no row can be read, or if the columns of a CSV file are not separated."""
+        types = {field.name: field.type for field in source.schema}
+        if len(types) == 1 and (separator := _SEPARATOR.search(name := next(iter(types)))) is not None:
+            raise UserError(
+                f"{path} has one column, {name!r}, so {separator[0]!r} seems to separate its columns; must be a comma: "
+                f"pandas.read_csv({path!r}, sep={separator[0]!r}).to_csv('commas.csv', index=False) writes such a file"
+            )
+        rows = [row for row in source.read(0, min(_LOOKED_AT, source.num_rows)) if row.error is None]
+        if source.num_rows and not rows:
+            [first] = source.read(0, 1)
+            raise UserError(f"{path}: no row can be read; the first: {first.error}")
+        columns = {name: [row.values.get(name) for row in rows] for name in types}
+        values = {name: [value for value in column if value is not None] for name, column in columns.items()}
+        return cls(rows, types, values)
+
+    def texts(self) -> list[str]:
+        # A column with values of several types has the type of text, too.
+        return [name for name, type in self.types.items() if is_text(type) and self._are_mostly(str, name)]
+
+    def lists(self) -> list[str]:
+        return [name for name, type in self.types.items() if pa.types.is_list(type) or self._are_mostly(list, name)]
+
+    def integers(self) -> list[str]:
+        return [name for name, type in self.types.items() if pa.types.is_integer(type)]
+
+    def _are_mostly(self, kind: type, name: str) -> bool:
+        values = self.values[name]
+        return 2 * sum(isinstance(value, kind) for value in values) > len(values)
+
+    def mean_length(self, name: str) -> float:
+        return sum(len(str(value)) for value in self.values[name]) / max(1, len(self.values[name]))
+
+    def named_ids(self) -> list[str]:
+        """Columns with the name of an id, and another value in each row."""
+        names = [name for name in self.types if _named(name, _IDS)]
+        unique = [name for name in names if len(set(map(str, self.values[name]))) == len(self.rows)]
+        return sorted(unique, key=lambda name: name.lower() != "id")
+
+    def repeat(self, name: str) -> str | None:
+        """Why a column that looks like one of ids is none: `ticket repeats 'T-1019'`. None if it does not look so."""
+        words = list(map(str, self.values[name]))
+        num_rows = len(self.rows)
+        distinct = set(words)
+        if len(words) < num_rows or not num_rows * _NEARLY <= len(distinct) < num_rows or not _are_ids(distinct):
+            return None
+        first = next(word for word, number in Counter(words).items() if number > 1)
+        return f"{name} repeats {first!r}"
+
+    def choices(self) -> str | None:
+        """The column with lists of texts to choose from."""
+        for name in self.types:
+            lists = [_as_list(value) for value in self.values[name]] if name in _CHOICES.split() else []
+            if lists and all(isinstance(texts, list) and all(isinstance(t, str) for t in texts) for texts in lists):
+                return name
+        return None
+
+    def are_answers(self, name: str, choices: str) -> bool:
+        """Whether each row's value is one of its choices."""
+        pairs = [(row.values.get(name), row.values.get(choices)) for row in self.rows]
+        return all(answer in _as_list(texts) for answer, texts in pairs if None not in (answer, texts))
+
+
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
-    names = tuple(field.name for field in source.schema)
-    rows = [row for row in source.read(0, min(_LOOKED_AT, source.num_rows)) if row.error is None]
-    if len(names) == 1 and (found := _SEPARATOR.search(names[0])) is not None:
-        raise UserError(
-            f"{path} has one column, {names[0]!r}, so {found[0]!r} seems to separate its columns; must be a comma: "
-            f"pandas.read_csv({path!r}, sep={found[0]!r}).to_csv('commas.csv', index=False) writes such a file"
-        )
-    if source.num_rows and not rows:
-        [first] = source.read(0, 1)
-        raise UserError(f"{path}: no row can be read; the first: {first.error}")
-    values = {name: [row.values.get(name) for row in rows] for name in names}
-    values = {name: [value for value in column if value is not None] for name, column in values.items()}
-    # A column with values of several types has the type of text, too.
-    texts = [field.name for field in source.schema if is_text(field.type) and _are_mostly(str, values[field.name])]
-    lists = [
-        field.name for field in source.schema if pa.types.is_list(field.type) or _are_mostly(list, values[field.name])
-    ]
-    ids = [name for name in names if _named(name, _IDS) and len(set(map(str, values[name]))) == len(rows)]
-    ids.sort(key=lambda name: name.lower() != "id")
-    chosen_from = {name: [_as_list(value) for value in values[name]] for name in names if name in _CHOICES.split()}
-    choices = next((name for name, column in chosen_from.items() if column and _are_texts(column)), None)
+    columns = _Columns.of(path, source)
+    names = tuple(columns.types)
+    texts = columns.texts()
+    ids = columns.named_ids()
+    choices = columns.choices()
     free = [name for name in texts if name not in (*ids, choices)]
-    messages = _first(lists, _MESSAGES)
-    text = _first(free, _TEXTS) or max(free, key=lambda name: _mean_length(values[name]), default=messages)
+    messages = _first(columns.lists(), _MESSAGES)
+    text = _first(free, _TEXTS) or max(free, key=columns.mean_length, default=messages)
     if text is None:
         raise UserError(f"{path} has no column of text; it has {', '.join(names)}")
-    of_labels = [name for name in free if name != text and _are_labels(values[name])]
-    labelled = _first(of_labels, _LABELS) or next(iter(of_labels), None)
-    integers = [field.name for field in source.schema if pa.types.is_integer(field.type)]
-    others = [name for name in [*texts, *integers] if name != text and name.lower() not in _OF_A_ROW]
-    ids += [name for name in names if name in others and not ids and _are_ids(values[name], len(rows))]
-    repeats = [_repeat(name, values[name], len(rows)) for name in names if not ids and name in others]
-    answers = [name for name in free if choices and _first([name], _ANSWERS) and _are_answers(rows, name, choices)]
+    of_labels = [name for name in free if name != text and _are_labels(columns.values[name])]
+    labelled = None if labels else _first(of_labels, _LABELS) or next(iter(of_labels), None)
+    repeats: list[str | None] = []
+    if not ids:
+        possible = {*texts, *columns.integers()} - {text}
+        others = [name for name in names if name in possible and name.lower() not in _OF_A_ROW]
+        distinct = {name: set(map(str, columns.values[name])) for name in others}
+        ids = [name for name in others if len(distinct[name]) == len(columns.rows) and _are_ids(distinct[name])]
+        repeats = [] if ids else [columns.repeat(name) for name in others]
+    answer = None
+    if choices is not None:
+        answers = [name for name in free if name.lower() in _ANSWERS.lower().split()]
+        answers = [name for name in answers if columns.are_answers(name, choices)]
+        answer = _first([*columns.integers(), *answers], _ANSWERS)
     is_batch = OpenAIBatch.has_its_columns(names)
-    short = [name for name in names if name not in {text, choices, *ids, *lists} and _mean_length(values[name]) <= 60]
+    not_kept = {text, choices, *ids, *columns.lists()}
+    short = [name for name in names if name not in not_kept and columns.mean_length(name) <= _MOST_KEPT_CHARS]
+    if not labels:
+        labels = _DEFAULT_LABELS if labelled is None else sorted(map(str, set(columns.values[labelled])))
     return Data(
         path=path,
         num_rows=source.num_rows,
@@ -100,18 +170,14 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         id=ids[0] if ids else None,
         repeated_id=next(filter(None, repeats), None),
         messages=messages,
-        labels=tuple(labels) or (_DEFAULT_LABELS if labelled is None else tuple(sorted(map(str, {*values[labelled]})))),
-        labelled=None if labels else labelled,
+        labels=tuple(labels),
+        labelled=labelled,
         choices=choices,
-        answer=None if choices is None else _first([*integers, *answers], _ANSWERS),
+        answer=answer,
         continuation=_first([name for name in free if name != text or messages is not None], _CONTINUATIONS),
         kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
         is_batch=is_batch,
     )
-
-
-def _are_mostly(kind: type, values: Sequence[Any]) -> bool:
-    return 2 * sum(isinstance(value, kind) for value in values) > len(values)
 
 
 def _named(name: str, known: str) -> bool:
@@ -124,10 +190,6 @@ def _first(names: Sequence[str], known: str) -> str | None:
     return min((name for name in names if name.lower() in places), key=lambda name: places[name.lower()], default=None)
 
 
-def _mean_length(values: Sequence[Any]) -> float:
-    return sum(len(str(value)) for value in values) / max(1, len(values))
-
-
 def _are_labels(values: Sequence[Any]) -> bool:
     if not all(isinstance(value, str) for value in values):
         return False
@@ -137,22 +199,11 @@ def _are_labels(values: Sequence[Any]) -> bool:
     )
 
 
-def _are_ids(values: Sequence[Any], num_rows: int) -> bool:
-    """Whether each row has a short value of its own, in one word."""
-    words = {str(value) for value in values}
-    return 1 < len(words) == num_rows and all(
+def _are_ids(words: Collection[str]) -> bool:
+    """Whether these different values are short, and of one word."""
+    return len(words) > 1 and all(
         len(word) <= _MOST_ID_CHARS and len(word.split()) == 1 and not _DATE.fullmatch(word) for word in words
     )
-
-
-def _repeat(name: str, values: Sequence[Any], num_rows: int) -> str | None:
-    """Why a column that looks like one of ids is none: `ticket repeats 'T-1019'`. None if it does not look like one."""
-    words = list(map(str, values))
-    distinct = list(dict.fromkeys(words))
-    if len(words) < num_rows or not num_rows * _NEARLY <= len(distinct) < num_rows:
-        return None
-    first = next(word for word, number in Counter(words).items() if number > 1)
-    return f"{name} repeats {first!r}" if _are_ids(distinct, len(distinct)) else None
 
 
 def _as_list(value: Any) -> Any:
@@ -161,16 +212,6 @@ def _as_list(value: Any) -> Any:
         with contextlib.suppress(ValueError):
             return json.loads(value)
     return value
-
-
-def _are_answers(rows: Sequence[Row], name: str, choices: str) -> bool:
-    """Whether each row's value is one of its choices."""
-    pairs = [(row.values.get(name), row.values.get(choices)) for row in rows]
-    return all(answer in _as_list(texts) for answer, texts in pairs if None not in (answer, texts))
-
-
-def _are_texts(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, list) and all(isinstance(item, str) for item in value) for value in values)
 
 
 def has_chat_template(model: str) -> bool | None:

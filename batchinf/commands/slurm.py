@@ -19,7 +19,7 @@ from batchinf.base.storage import reason, write_named
 from batchinf.base.text import clip
 from batchinf.spec.file import SpecFile
 
-# The first lines of a script, of which the second is `Wishes.command`.
+# The first lines of a script, of which the second is `SlurmOptions.command`.
 _FIRST_LINES = "#!/bin/bash\n# "
 SCRIPT_MARK = f"{_FIRST_LINES}batchinf slurm".encode()
 # Slurm's limit for --signal.
@@ -30,31 +30,34 @@ _LEAST_MEM_MB = 1024
 _RAY_WAIT_S = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """Options of a script. None, or empty: the cluster's default.
-
-    num_nodes: more than one starts Ray. num_slices: tasks of a job array; None for no array. gpus: of each node, such
-    as `4` or `a100:4`. cpus: of each node. time, mem: as Slurm writes them. container: an image for Apptainer.
-    directives: further options of sbatch. overrides: those of `--set`. command: what the user typed, `batchinf slurm`
-    first, for a comment.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmOptions:
+    """Options of a script. None, or empty: the cluster's default."""
 
     num_nodes: int = 1
+    """More than one starts Ray."""
     num_slices: int | None = None
+    """Tasks of a job array; None for no array."""
     gpus: str | None = None
+    """Of each node, such as `4` or `a100:4`."""
     cpus: int | None = None
+    """Of each node."""
     mem: str | None = None
     time: str | None = None
+    """As Slurm writes it, and so is `mem`."""
     partition: str | None = None
     account: str | None = None
     constraint: str | None = None
     modules: tuple[str, ...] = ()
     venv: str | None = None
     container: str | None = None
+    """An image for Apptainer."""
     directives: tuple[str, ...] = ()
+    """Further options of sbatch."""
     overrides: tuple[str, ...] = ()
+    """Those of `--set`."""
     command: str = "batchinf slurm"
+    """The line that the user typed, `batchinf slurm` first, for a comment."""
 
     @property
     def num_gpus(self) -> int | None:
@@ -69,60 +72,66 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job in Slurm's queue. log: where it writes; `%a` stands for the number of a slice."""
+    """A job in Slurm's queue."""
 
     job_id: str
     log: str
+    """The file that the job writes; `%a` stands for the number of a slice."""
 
 
 def folder_of(file: SpecFile) -> pathlib.Path:
     """The folder of a job's script and logs, beside its output folder."""
-    out = file.spec.output.path.rstrip("/")
-    return pathlib.Path(f"{out}.slurm")
+    return pathlib.Path(f"{file.spec.output.path.rstrip('/')}.slurm")
 
 
-def script_of(file: SpecFile, wishes: Wishes) -> str:
+def script_of(file: SpecFile, options: SlurmOptions) -> str:
     """The text of a script. Raises SpecError for options that do not fit together or do not fit the spec."""
-    _check(file, wishes)
-    setup = [*(f"module load {shlex.quote(module)}" for module in wishes.modules),
-             *([] if wishes.venv is None else [f"source {shlex.quote(f'{wishes.venv}/bin/activate')}"])]  # fmt: skip
-    run = _run_with_ray(file, wishes) if wishes.num_nodes > 1 else [f"{_run(file, wishes)}\ncode=$?"]
+    _check_options(options, file.spec.output.path)
+    _check_times(file, options)
+    _check_devices(file, options)
+    setup = [f"module load {shlex.quote(module)}" for module in options.modules]
+    if options.venv is not None:
+        setup.append(f"source {shlex.quote(f'{options.venv}/bin/activate')}")
+    run = _run_with_ray(file, options) if options.num_nodes > 1 else [f"{_run(file, options)}\ncode=$?"]
     blocks = [
-        "\n".join([f"{_FIRST_LINES}{wishes.command}", *(f"#SBATCH {line}" for line in _directives(file, wishes))]),
+        "\n".join([f"{_FIRST_LINES}{options.command}", *(f"#SBATCH {line}" for line in _directives(file, options))]),
         "# This shell has to outlive the signals that stop the job, to see the exit code of batchinf.\n"
         "trap : INT HUP USR1\n"
         "trap is_cancelled=1 TERM  # by scancel, or by a pre-emption, after which Slurm itself queues the job again",
         *(["\n".join(setup)] if setup else []),
         *run,
-        _END.format(job=_ARRAY_TASK if wishes.num_slices is not None else "$SLURM_JOB_ID"),
+        _END.format(job=_ARRAY_TASK if options.num_slices is not None else "$SLURM_JOB_ID"),
     ]
     return "\n\n".join(blocks)
 
 
-def _check(file: SpecFile, wishes: Wishes) -> None:
-    if wishes.num_nodes > 1 and wishes.num_slices is not None:
+def _check_options(options: SlurmOptions, out: str) -> None:
+    if options.num_nodes > 1 and options.num_slices is not None:
         raise SpecError(
             "got --array with --nodes; slices need one node each, and Ray needs no slices: give one of them"
         )
-    if wishes.num_slices is not None and wishes.num_slices > MAX_SLICES:
-        raise SpecError(f"--array: got {wishes.num_slices}; must be at most {MAX_SLICES}")
-    if wishes.venv is not None and wishes.container is not None:
+    if options.num_slices is not None and options.num_slices > MAX_SLICES:
+        raise SpecError(f"--array: got {options.num_slices}; must be at most {MAX_SLICES}")
+    if options.venv is not None and options.container is not None:
         raise SpecError("got --venv with --container; give only the one that has batchinf")
-    for text in (wishes.command, file.spec.output.path):
+    for text in (options.command, out):
         if not text.isprintable():
             raise SpecError(
                 f"got {clip(text, 200)}; an sbatch script cannot hold its control characters: leave them out"
             )
-    if "\\" in file.spec.output.path:  # in the name of a log it switches off Slurm's fields such as %j
-        raise file.error("output.path", f"got {clip(file.spec.output.path, 200)}; Slurm's logs allow no backslash")
-    for line in wishes.directives:
+    for line in options.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
-    if wishes.mem is not None and re.fullmatch("[0-9]{1,9}", wishes.mem) and 0 < int(wishes.mem) < _LEAST_MEM_MB:
+    if options.mem is not None and re.fullmatch("[0-9]{1,9}", options.mem) and 0 < int(options.mem) < _LEAST_MEM_MB:
         raise SpecError(
-            f"--mem: got {wishes.mem}, which means {wishes.mem} MB to Slurm; write {wishes.mem}G for GB, "
-            f"or {wishes.mem}M if you mean MB"
+            f"--mem: got {options.mem}, which means {options.mem} MB to Slurm; write {options.mem}G for GB, "
+            f"or {options.mem}M if you mean MB"
         )
+
+
+def _check_times(file: SpecFile, options: SlurmOptions) -> None:
+    if "\\" in file.spec.output.path:  # in the name of a log it switches off Slurm's fields such as %j
+        raise file.error("output.path", f"got {clip(file.spec.output.path, 200)}; Slurm's logs allow no backslash")
     stop_before_s = math.ceil(file.spec.stop_before_s)
     if not 1 <= stop_before_s <= _MOST_SIGNAL_S:
         limits = f"under Slurm it must be from 1 to {_MOST_SIGNAL_S}"
@@ -133,29 +142,28 @@ def _check(file: SpecFile, wishes: Wishes) -> None:
             f"got {file.spec.drain_timeout_s:g}, but Slurm kills the job stop_before_s = {stop_before_s} s after its "
             "signal; lower drain_timeout_s, or raise stop_before_s",
         )
-    if wishes.time is not None and (time_s := _seconds(wishes.time)) <= stop_before_s:
+    if options.time is not None and (time_s := _seconds(options.time)) <= stop_before_s:
         raise SpecError(
-            f"--time: got {wishes.time}, which is {time_s} s, but the job stops {stop_before_s} s before that: ask for "
-            "more time, or lower stop_before_s"
+            f"--time: got {options.time}, which is {time_s} s, but the job stops {stop_before_s} s before that: ask "
+            "for more time, or lower stop_before_s"
         )
-    _check_devices(file, wishes)
 
 
-def _check_devices(file: SpecFile, wishes: Wishes) -> None:
+def _check_devices(file: SpecFile, options: SlurmOptions) -> None:
     parallel = file.spec.parallel
-    if wishes.num_nodes > 1:
+    if options.num_nodes > 1:
         _check_ray(file)
-    if wishes.num_gpus is None or file.spec.scripted is not None:
+    if options.num_gpus is None or file.spec.scripted is not None:
         return
     sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
     num_groups = 1 if parallel.data_parallel_size == "auto" else math.ceil(parallel.data_parallel_size / sharers)
     needed = math.prod(parallel.sizes) * num_groups
-    num_devices = wishes.num_gpus * wishes.num_nodes
+    num_devices = options.num_gpus * options.num_nodes
     if needed > num_devices:
         raise file.error(
             "parallel",
-            f"needs {needed} devices, but --gpus {wishes.gpus} on {wishes.num_nodes} node(s) gives {num_devices}; ask "
-            "for more, or lower a degree",
+            f"needs {needed} devices, but --gpus {options.gpus} on {options.num_nodes} node(s) gives {num_devices}; "
+            "ask for more, or lower a degree",
         )
 
 
@@ -180,12 +188,9 @@ def _seconds(time: str) -> int:
     if match is None:
         raise SpecError(f"--time: got {clip(time)!r}; must be a time such as 90 (minutes), 12:00:00 or 1-12:00:00")
     numbers = [int(number) for number in match[2].split(":")]
-    if match[1] is not None:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:  # minutes[:seconds]
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    if match[1] is None and len(numbers) < 3:  # minutes[:seconds]
+        numbers = [0, *numbers]
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]  # days-hours[:minutes[:seconds]], or hours:minutes:seconds
     return ((int(match[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -194,34 +199,32 @@ def _log(file: SpecFile, name: str) -> str:
     return str(folder_of(file)).replace("%", "%%") + f"/{name}.log"
 
 
-def _directives(file: SpecFile, wishes: Wishes) -> Iterator[str]:
+def _directives(file: SpecFile, options: SlurmOptions) -> Iterator[str]:
     """The options of sbatch. Slurm sends the signal up to 60 s earlier than asked."""
-    name = pathlib.Path(file.spec.output.path).name
-    num_gpus = wishes.num_gpus
-    cpus = wishes.cpus if wishes.cpus is not None else _CPUS_PER_GPU * (num_gpus or 1)
-    options = {
-        "job-name": name,
-        "output": _log(file, "%A_%a" if wishes.num_slices is not None else "%j"),
+    cpus = options.cpus if options.cpus is not None else _CPUS_PER_GPU * (options.num_gpus or 1)
+    fields = {
+        "job-name": pathlib.Path(file.spec.output.path).name,
+        "output": _log(file, "%A_%a" if options.num_slices is not None else "%j"),
         "open-mode": "append",
         "requeue": "",
         "signal": f"USR1@{math.ceil(file.spec.stop_before_s)}",
-        "array": None if wishes.num_slices is None else f"0-{wishes.num_slices - 1}",
-        "nodes": str(wishes.num_nodes),
+        "array": None if options.num_slices is None else f"0-{options.num_slices - 1}",
+        "nodes": str(options.num_nodes),
         "ntasks-per-node": "1",
         "cpus-per-task": str(cpus),
-        "gres": None if wishes.gpus is None else f"gpu:{wishes.gpus}",
-        "mem": wishes.mem,
-        "time": wishes.time,
-        "partition": wishes.partition,
-        "account": wishes.account,
-        "constraint": wishes.constraint,
+        "gres": None if options.gpus is None else f"gpu:{options.gpus}",
+        "mem": options.mem,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "constraint": options.constraint,
         # Ray's other nodes go on without a node that fails.
-        "no-kill": "" if wishes.num_nodes > 1 else None,
+        "no-kill": "" if options.num_nodes > 1 else None,
     }
-    for option, value in options.items():
+    for option, value in fields.items():
         if value is not None:
             yield f"--{option}" + (f"={shlex.quote(value)}" if value else "")
-    yield from map(_quoted, wishes.directives)
+    yield from map(_quoted, options.directives)
 
 
 def _quoted(directive: str) -> str:
@@ -254,37 +257,37 @@ exit "$code"
 """
 
 
-def _prefix(wishes: Wishes) -> list[str]:
+def _prefix(options: SlurmOptions) -> list[str]:
     """The words before a command that runs in the job's environment."""
-    if wishes.container is None:
+    if options.container is None:
         return []
-    return ["apptainer", "exec", *(["--nv"] if wishes.gpus is not None else []), wishes.container]
+    return ["apptainer", "exec", *(["--nv"] if options.gpus is not None else []), options.container]
 
 
-def _batchinf(file: SpecFile, wishes: Wishes) -> str:
-    settings = [word for text in wishes.overrides for word in ("--set", text)]
-    return shlex.join([*_prefix(wishes), "batchinf", "run", file.path, *settings])
+def _batchinf(file: SpecFile, options: SlurmOptions) -> str:
+    settings = [word for text in options.overrides for word in ("--set", text)]
+    return shlex.join([*_prefix(options), "batchinf", "run", file.path, *settings])
 
 
-def _run(file: SpecFile, wishes: Wishes) -> str:
+def _run(file: SpecFile, options: SlurmOptions) -> str:
     # Since 22.05, srun does not take --cpus-per-task from the script.
-    command = f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {_batchinf(file, wishes)}'
-    if wishes.num_slices is None:
+    command = f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {_batchinf(file, options)}'
+    if options.num_slices is None:
         return command
     # SLURM_ARRAY_TASK_COUNT would be 2 in `sbatch --array=3,5 script`.
-    return f'{command} --slice "$SLURM_ARRAY_TASK_ID/{wishes.num_slices}"'
+    return f'{command} --slice "$SLURM_ARRAY_TASK_ID/{options.num_slices}"'
 
 
-def _run_with_ray(file: SpecFile, wishes: Wishes) -> list[str]:
-    ray = shlex.join([*_prefix(wishes), "ray", "start"])
+def _run_with_ray(file: SpecFile, options: SlurmOptions) -> list[str]:
+    ray = shlex.join([*_prefix(options), "ray", "start"])
     return [
         part.format(
             ray=ray,
-            python=shlex.join([*_prefix(wishes), "python3"]),
-            num_nodes=wishes.num_nodes,
-            num_others=wishes.num_nodes - 1,
+            python=shlex.join([*_prefix(options), "python3"]),
+            num_nodes=options.num_nodes,
+            num_others=options.num_nodes - 1,
             log=shlex.quote(_log(file, "%j-ray")),
-            batchinf=_batchinf(file, wishes),
+            batchinf=_batchinf(file, options),
             wait_s=_RAY_WAIT_S,
         )
         for part in _RAY
@@ -365,9 +368,9 @@ def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
     folder_of(file).mkdir(parents=True, exist_ok=True)
 
 
-def _place_error(file: SpecFile, wishes: Wishes) -> str | None:
+def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
     """Why each Slurm job would end with exit code 2: the output folder holds a job that is cut differently."""
-    num_slices = wishes.num_slices
+    num_slices = options.num_slices
     try:
         check_place(file.spec.output.path, None if num_slices is None else Slice(0, num_slices))
     except OutputError as error:
@@ -375,33 +378,35 @@ def _place_error(file: SpecFile, wishes: Wishes) -> str | None:
     return None
 
 
-def submit(path: pathlib.Path, file: SpecFile, wishes: Wishes) -> Submitted:
+def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Submitted:
     """Submit a script if `sbatch --test-only` accepts it. Raises UserError with sbatch's words."""
     if shutil.which("sbatch") is None:
         raise UserError(
             f"--submit: there is no sbatch here; run `sbatch {path}` on a machine of the cluster, in the folder "
             f"{os.getcwd()}"
         )
-    if (error := _place_error(file, wishes)) is not None:
+    if (error := _place_error(file, options)) is not None:
         raise UserError(f"--submit: {error}")
     _sbatch(path, "--test-only")
     # On a federation of clusters sbatch prints `id;cluster`.
     job_id = _sbatch(path, "--parsable").strip().partition(";")[0]
-    return Submitted(job_id, f"{folder_of(file)}/{job_id}{'_%a' if wishes.num_slices is not None else ''}.log")
+    return Submitted(job_id, f"{folder_of(file)}/{job_id}{'_%a' if options.num_slices is not None else ''}.log")
 
 
 def _sbatch(path: pathlib.Path, option: str) -> str:
     done = subprocess.run(["sbatch", option, str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.split("\n") if line.strip())
-        raise UserError(f"sbatch {option} refuses {path}: {clip(said, 500)}")
+        errors = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.split("\n") if line.strip())
+        raise UserError(f"sbatch {option} refuses {path}: {clip(errors, 500)}")
     return done.stdout
 
 
-def submitted_lines(path: pathlib.Path, submitted: Submitted | None, file: SpecFile, wishes: Wishes) -> Sequence[str]:
+def submitted_lines(
+    path: pathlib.Path, submitted: Submitted | None, file: SpecFile, options: SlurmOptions
+) -> Sequence[str]:
     """What the command says at its end."""
     if submitted is None:
-        error = _place_error(file, wishes)
+        error = _place_error(file, options)
         return [
             f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf",
             *([] if error is None else [f"warning: {error}"]),

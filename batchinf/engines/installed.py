@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Self
+from typing import Any, Self
 
 from batchinf.base.child import NoAnswerError, Question
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
@@ -36,20 +36,26 @@ def importing(what: str) -> Iterator[None]:
 def vllm_version() -> tuple[int, int] | None:
     """The first two numbers of the installed vLLM's version; None without vLLM or without such numbers."""
     try:
-        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("vllm"))
+        match = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("vllm"))
     except importlib.metadata.PackageNotFoundError:
         return None
-    return None if found is None else (int(found[1]), int(found[2]))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _folder_of(package: str) -> pathlib.Path | None:
+    """The folder of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    locations = None if spec is None else spec.submodule_search_locations
+    return pathlib.Path(locations[0]) if locations else None
 
 
 def _body_of(*path: str) -> list[ast.stmt]:
     """The statements of a file of the installed vLLM; empty if it is not there."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    folder = _folder_of("vllm")
+    if folder is None:
         return []
     try:
-        text = pathlib.Path(found.submodule_search_locations[0], *path).read_text(encoding="utf-8")
-        return ast.parse(text).body
+        return ast.parse(folder.joinpath(*path).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError):
         return []
 
@@ -94,7 +100,8 @@ def structures_config() -> tuple[dict[str, str], tuple[str, ...]] | None:
 
 def check_structures_config(file: SpecFile) -> None:
     """Raise SpecError if vLLM would refuse `engine.structured_outputs_config`, as far as its source says it."""
-    place, config = f"engine.{_STRUCTURES_CONFIG}", file.spec.engine.get(_STRUCTURES_CONFIG)
+    place = f"engine.{_STRUCTURES_CONFIG}"
+    config = file.spec.engine.get(_STRUCTURES_CONFIG)
     if config is None:
         return
     if not isinstance(config, dict):
@@ -108,6 +115,10 @@ def check_structures_config(file: SpecFile) -> None:
         kind, allowed = _TYPES.get(fields[name], (object, ""))
         if not isinstance(value, kind):
             raise file.error(f"{place}.{name}", f"got {_shown(value)}; must be {allowed}")
+    _check_backend(file, place, config, backends)
+
+
+def _check_backend(file: SpecFile, place: str, config: dict[str, Any], backends: tuple[str, ...]) -> None:
     backend = config.get("backend", "auto")
     if backend not in backends:
         raise file.error(f"{place}.backend", f"got {_shown(backend)}; must be one of {', '.join(backends)}")
@@ -134,13 +145,9 @@ def cuda_of_build(torch_folder: pathlib.Path | None = None) -> tuple[int, int] |
 
     Read from its source, as importing it takes seconds. torch_folder: of another installation.
     """
-    if torch_folder is None:
-        found = importlib.util.find_spec("torch")
-        if found is None or not found.submodule_search_locations:
-            return None
-        torch_folder = pathlib.Path(found.submodule_search_locations[0])
+    folder = torch_folder or _folder_of("torch")
     try:
-        text = (torch_folder / "version.py").read_text(encoding="utf-8")
+        text = "" if folder is None else (folder / "version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     version = re.search(r"^cuda\b[^=]*= *['\"](\d+)\.(\d+)", text, re.M)
@@ -158,8 +165,11 @@ class StructuresCheck:
 
     def __init__(self, file: SpecFile, tokenizer: str) -> None:
         """tokenizer: the resolved one, a folder or a hub id. Raises SpecError for an unknown parser."""
-        self._file, self._question, spec = file, None, file.spec
-        name, structure = spec.model.reasoning_parser, spec.sampling.structured_outputs
+        spec = file.spec
+        self._file = file
+        self._question: Question | None = None
+        name = spec.model.reasoning_parser
+        structure = spec.sampling.structured_outputs
         if name is None and structure is None:
             return
         known = reasoning_parser_names()
@@ -184,8 +194,10 @@ class StructuresCheck:
 
     def lines(self) -> Iterator[str]:
         """Lines for people. Waits for the check. Raises SpecError with a line for each thing refused."""
-        spec, is_here = self._file.spec, self._question is not None
-        structure, name = spec.sampling.structured_outputs, spec.model.reasoning_parser
+        spec = self._file.spec
+        is_here = self._question is not None
+        structure = spec.sampling.structured_outputs
+        name = spec.model.reasoning_parser
         backend, left_out = self._compiled() if is_here else ("", ())
         unknown = "not looked at, as vLLM is not installed here"
         if structure is not None:
@@ -231,9 +243,9 @@ class RowStructures:
 
     def add(self, prompt: Prompt) -> None:
         """Take note of a row's prompt."""
-        own = None if prompt.sampling is None else prompt.sampling.structured_outputs
-        if self._has_all and own is not None and "json" in own:
-            self._schemas[own["json"]] = None
+        structure = None if prompt.sampling is None else prompt.sampling.structured_outputs
+        if self._has_all and structure is not None and "json" in structure:
+            self._schemas[structure["json"]] = None
 
     def lines(self) -> Iterator[str]:
         """Lines for people; none without such rows."""

@@ -82,17 +82,20 @@ class ScriptedEngine:
     def complete(self, request: Request) -> Completion:
         """The answer to a request."""
         prompt = np.asarray(request.prompt_token_ids, np.int32)
-        seed, adapter = str(request.seed or 0)[-16:].encode(), _person(request.adapter)
-        digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=seed, person=adapter).digest()
-        first, second = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+        seed = str(request.seed or 0)[-16:].encode()
+        person = _person(request.adapter)
+        digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=seed, person=person).digest()
+        first = int.from_bytes(digest[:8], "little")
+        second = int.from_bytes(digest[8:], "little")
         length = request.max_tokens
         if self._script.vary_lengths:
             least = min(max(1, request.sampling.min_tokens), length)
             length = least + first % (length - least + 1)
         if self._choices:
             whole = [*self._choices[first % len(self._choices)], self._eos_token_id]
-            stops, length = len(whole) <= request.max_tokens, min(len(whole), request.max_tokens)
-            token_ids = np.array(whole[:length], np.int32)
+            stops = len(whole) <= request.max_tokens
+            token_ids = np.array(whole[: request.max_tokens], np.int32)
+            length = len(token_ids)
         else:
             stops = length < request.max_tokens
             token_ids = self._draws.token_ids(second, length)
@@ -171,8 +174,8 @@ class _Draws:
         positions = range(num_tokens) if rows.positions is None else rows.positions
         logits = _circle(self._logits, key, rows.width if rows.token_ids is None else max(rows.token_ids) + 1)
         columns = logits if rows.token_ids is None else logits[np.array(rows.token_ids)]
-        found: npt.NDArray[Any] = columns + np.array(positions, np.float32)[:, None] / 8
-        return found.astype(rows.dtype)
+        values: npt.NDArray[Any] = columns + np.array(positions, np.float32)[:, None] / 8
+        return values.astype(rows.dtype)
 
     @functools.cached_property
     def _logits(self) -> FloatArray:

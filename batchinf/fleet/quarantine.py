@@ -243,6 +243,11 @@ class Quarantine:
                 self._cases[case.origin] = replace(case, replica=replicas[number % len(replicas)])
 
 
+def _kept(state: State, prefix: str) -> list[Mapping[str, Any]]:
+    """The fields of the manifest's events that are kept under names with this prefix."""
+    return [event.fields for name, event in state.kept.items() if name.startswith(prefix)]
+
+
 class Trials:
     """Runs the trials of a quarantine. Each death is in the manifest before anything runs again.
 
@@ -261,10 +266,8 @@ class Trials:
 
         is_done: bool [total_shards], the shards that no replica has to run.
         """
-        kept = {name: event.fields for name, event in state.kept.items()}
-        cases = [Case.of(fields) for name, fields in kept.items() if name.startswith(_CASE)]
-        rows = [fields for name, fields in kept.items() if name.startswith(_CONDEMNED)]
-        condemned = {fields["row_index"]: fields["message"] for fields in rows}
+        cases = [Case.of(fields) for fields in _kept(state, _CASE)]
+        condemned = {fields["row_index"]: fields["message"] for fields in _kept(state, _CONDEMNED)}
         self._order = order
         self._fleet = fleet
         self._manifest = manifest

@@ -1,7 +1,7 @@
 """Engine arguments and the number of replicas on each device, chosen where the spec leaves them open.
 
-Only for CUDA devices: each rule rests on the measurement that `MEASUREMENT` names. A value in the spec always wins, and
-`null` in the spec is vLLM's own default.
+Only for CUDA devices. `thresholds.py` has the figures of the rules. A value in the spec always wins, and `null` in the
+spec is vLLM's own default.
 """
 
 import json
@@ -15,17 +15,12 @@ from typing import Any
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import vllm_version
-from batchinf.model.memory import GIB, Fit, default_limits
+from batchinf.fleet.thresholds import MEASURED_WITH, MEASUREMENT, THRESHOLDS
+from batchinf.model.memory import Fit, default_limits
 from batchinf.planning.gpus import gpu_like
 from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.base import Task
 
-MEASUREMENT = 'benchmarks/RESULTS.md, "Settings where the spec is silent, and several replicas on a device"'
-_MEASURED_WITH = (0, 26)  # vLLM's version
-# With smaller weights, the engine's Python may limit the speed, not the GPU.
-_SMALL_WEIGHT_BYTES = 4 * GIB
-# vLLM's own choice for offline jobs on a large device. The rules hold for such devices.
-_LARGE_MAX_NUM_SEQS = 1024
 # With one of these in the spec, engines cannot share a device by smaller shares of its memory.
 _SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"})
 # With one of these in the spec, the graphs are the user's choice.
@@ -38,23 +33,6 @@ _NOT_FOR_WHOLE_STEPS = frozenset(
     {"additional_config", "attention_backend", "attention_config", "kv_transfer_config", "speculative_config",
      "worker_cls"}
 )  # fmt: skip
-# Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
-_SHARED_UTILIZATION = 0.88
-# For tasks that only read prompts, two engines make 1.18 times the tokens of one in scores, and 1.32 times in
-# embeddings, if a step is not one CUDA graph. If it is, one engine keeps the GPU busy. For tasks that generate, one
-# engine of a 1B model leaves its GPU idle for only 1.4 % of a decoding step.
-_REPLICAS_OF_SMALL = 2
-# An engine's process and the replica's thread keep two cores busy, and tokenising needs more than one for small models.
-_CORES_PER_REPLICA = 4
-# The second engine is up 16 s after the first, or 50 s without compiled kernels. It pays if the input keeps one engine
-# busy for more than 2 minutes.
-_LEAST_PROMPT_BYTES = 200 << 20
-_SMALL_MAX_NUM_SEQS = 2048
-_GRAPH_STEPS = ((8, 64), (16, 128), (32, 512), (64, 1024), (128, 4096))
-# From here on, a step that reads prompts has four sizes of graphs between a power of two and the next.
-_DENSE_GRAPHS = 2048
-# The prefix cache takes a fifth of an embedding job's speed, in Python. It pays if it saves that share of the prompts.
-_LEAST_SHARED = 0.2
 
 
 _WithReason = tuple[Any, str]
@@ -73,11 +51,11 @@ class Chosen:
         if not self.engine:
             return []
         version = vllm_version()
-        other = "" if version in (None, _MEASURED_WITH) else f", and this is {_dotted(version)}"
+        other = "" if version in (None, MEASURED_WITH) else f", and this is {_dotted(version)}"
         return [
             "engine arguments that the spec leaves open:",
             *(f"  {name} {shown(value)}: {self.reasons[name]}" for name, value in self.engine.items()),
-            f"  (rules: {MEASUREMENT}; measured with vLLM {_dotted(_MEASURED_WITH)}{other})",
+            f"  (rules: {MEASUREMENT}; measured with vLLM {_dotted(MEASURED_WITH)}{other})",
         ]
 
 
@@ -114,7 +92,7 @@ def _chosen_replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices
     if num_replicas != "auto" and num_replicas <= num_devices:
         return 1
     may_gain = math.prod(spec.parallel.sizes) == 1 and gains_from_sharing(spec, fit, task, num_devices)
-    return _REPLICAS_OF_SMALL if may_gain and _input_bytes(spec) >= _LEAST_PROMPT_BYTES else 1
+    return THRESHOLDS.replicas_of_small if may_gain and _input_bytes(spec) >= THRESHOLDS.least_input_bytes else 1
 
 
 def _check_sharing(spec: JobSpec, number: int) -> None:
@@ -135,7 +113,7 @@ def _check_sharing(spec: JobSpec, number: int) -> None:
 
 def _shared_utilization(num_replicas: int) -> float:
     """`gpu_memory_utilization` of each replica of a device."""
-    return int(_SHARED_UTILIZATION / num_replicas * 100) / 100
+    return int(THRESHOLDS.shared_utilization / num_replicas * 100) / 100
 
 
 def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> bool:
@@ -146,11 +124,11 @@ def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) ->
     if runs_whole_steps:  # one engine keeps the device busy
         return False
     num_cores = len(os.sched_getaffinity(0)) // num_devices
-    return _is_small(fit) and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
+    return _is_small(fit) and num_cores >= THRESHOLDS.cores_per_replica * THRESHOLDS.replicas_of_small
 
 
 def _is_large(fit: Fit) -> bool:
-    return default_limits(fit.device_bytes, fit.device_name)["max_num_seqs"] == _LARGE_MAX_NUM_SEQS
+    return default_limits(fit.device_bytes, fit.device_name)["max_num_seqs"] == THRESHOLDS.large_max_num_seqs
 
 
 def _input_bytes(spec: JobSpec) -> int:
@@ -202,7 +180,7 @@ def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dic
         "async_scheduling": (True, "the engine prepares the next step while the GPU computes")
     }
     share = shared_share() if "enable_prefix_caching" not in spec.engine else None
-    if share is not None and share < _LEAST_SHARED:
+    if share is not None and share < THRESHOLDS.least_shared:
         reason = f"in a sample, {share:.0%} of the text repeats beginnings of prompts"
         chosen["enable_prefix_caching"] = False, reason
     return chosen
@@ -211,13 +189,13 @@ def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dic
 def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _WithReason]:
     """For a task that generates tokens on a large device."""
     chosen: dict[str, _WithReason] = {}
-    most = _LARGE_MAX_NUM_SEQS
+    most = THRESHOLDS.large_max_num_seqs
     if _is_small(fit) and num_per_device == 1:
         # vLLM refuses a batch of more sequences than tokens.
-        most = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
+        most = min(THRESHOLDS.small_max_num_seqs, fit.limits["max_num_batched_tokens"])
         chosen["max_num_seqs"] = most, "a small model on a large GPU is faster with a larger batch"
     if not _GRAPHS & spec.engine.keys():
-        sizes = graph_sizes(int(spec.engine.get("max_num_seqs", most) or _LARGE_MAX_NUM_SEQS))
+        sizes = graph_sizes(int(spec.engine.get("max_num_seqs", most) or THRESHOLDS.large_max_num_seqs))
         graphs = {"cudagraph_capture_sizes": sizes}
         chosen["compilation_config"] = graphs, "CUDA graphs for batches up to max_num_seqs"
     return chosen
@@ -278,7 +256,7 @@ def _is_plain_decoder(fit: Fit) -> bool:
 
 def _is_small(fit: Fit) -> bool:
     """Whether the engine's Python may limit a model's speed on its device, which is large."""
-    return fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES and _is_large(fit)
+    return fit.weight_bytes is not None and fit.weight_bytes <= THRESHOLDS.small_weight_bytes and _is_large(fit)
 
 
 def _overlaps_steps(spec: JobSpec, fit: Fit, task: Task) -> bool:
@@ -298,7 +276,7 @@ def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:
     size = 1
     while size < max_num_batched_tokens:
         sizes.add(size)
-        size += 1 << (size.bit_length() - 3) if size >= _DENSE_GRAPHS else size
+        size += 1 << (size.bit_length() - 3) if size >= THRESHOLDS.dense_graphs else size
     return sorted(sizes)
 
 
@@ -306,7 +284,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes with a CUDA graph, up to `max_num_seqs`: dense for small batches, where padding costs more."""
     sizes = {1, 2, 4, max_num_seqs}
     size = 0
-    for step, last in _GRAPH_STEPS:
+    for step, last in THRESHOLDS.graph_steps:
         while size + step <= min(last, max_num_seqs):
             size += step
             sizes.add(size)

@@ -57,7 +57,7 @@ class Columns:
     def task(self, spec: JobSpec) -> Task:
         """The task of a job with these columns: its output has no others."""
         task = task_of(spec)
-        task.left_out = frozenset(task.computed_schema.names) - self._own(spec).keys()
+        task.left_out = frozenset(task.computed_schema.names) - self._computed(spec).keys()
         return task
 
     def output_rows(self, task: Task, carried: pa.Table | None, results: pa.Table) -> pa.Table:
@@ -77,9 +77,9 @@ class Columns:
         """
         task = task_of(spec)
         later = dict[str, None]()
-        in_journal = _types(self.journal_schema)
-        for begun, schema in ((in_journal, task.result_schema), (self._own(spec), task.computed_schema)):
-            now = _types(schema)
+        journal = (_types(self.journal_schema), _types(task.result_schema))
+        output = (self._computed(spec), _types(task.computed_schema))
+        for begun, now in (journal, output):
             for name, type in begun.items():
                 if now.get(name) != type:
                     writes = f"writes {now[name]}" if name in now else "does not have it"
@@ -87,7 +87,7 @@ class Columns:
             later |= dict.fromkeys(name for name in now if name not in begun)
         return list(later)
 
-    def _own(self, spec: JobSpec) -> dict[str, pa.DataType]:
+    def _computed(self, spec: JobSpec) -> dict[str, pa.DataType]:
         """The columns of the output that do not come from the input, with their types."""
         carried = {*spec.output.keep_columns.values(), *([] if spec.input.id_column is None else ["id"])}
         return {name: type for name, type in _types(self.part_schema).items() if name not in carried}

@@ -5,13 +5,12 @@ state of one size for each sequence (Mamba, linear attention).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from batchinf.model.weights import stage_sizes
-
-Kind = Literal["full", "window", "chunk", "latent", "state"]
 
 BLOCK_TOKENS = 16  # vLLM's default on CUDA devices
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1,
@@ -21,9 +20,18 @@ _LATENT = frozenset(
     """deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2 kimi_linear longcat_flash
     pangu_ultra_moe""".split()
 )
-_WINDOWS = ("sliding_attention", "local", "local_attention", "sliding_window")
-_STATES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear", "m", "hybrid")
-_FULL = ("full_attention", "attention", "global", "*", "full")
+# The names that configs give to kinds of layers. `none`: layers of Nemotron-H that keep nothing.
+_KINDS = {
+    "chunked_attention": "chunk",
+    **dict.fromkeys(("sliding_attention", "local", "local_attention", "sliding_window"), "window"),
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear", "m", "hybrid"), "state"),
+    **dict.fromkeys(("full_attention", "attention", "global", "*", "full"), "full"),
+    **dict.fromkeys(("-", "E", "mlp", "moe"), "none"),
+}
+_WINDOW_KEYS = {
+    "window": "sliding_window sliding_window_size local_attention",
+    "chunk": "attention_chunk_size",
+}
 
 
 class UnknownCacheError(Exception):
@@ -32,13 +40,12 @@ class UnknownCacheError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """A layer's state of one sequence: (numbers, bytes of each) that tensor-parallel ranks split.
-
-    num_groups, group_bytes: of Mamba 2, which vLLM gives more groups if the ranks do not divide them.
-    """
+    """A layer's state of one sequence."""
 
     split: tuple[tuple[int, int], ...]
+    """(numbers, bytes of each) that tensor-parallel ranks split."""
     num_groups: int = 0
+    """Groups of Mamba 2. vLLM adds groups if the ranks do not divide them."""
     group_bytes: int = 0
 
     def num_bytes(self, tensor_parallel_size: int) -> int:
@@ -50,19 +57,19 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer. A token takes num_heads × width × item_bytes, plus `extra_bytes` on every rank.
+    """One layer. A token takes num_heads × width × item_bytes, plus `extra_bytes` on every rank."""
 
-    width: items of one head: its key and its value, or MLA's compressed row, which has one head on every rank.
-    window: the tokens that a `window` or `chunk` layer keeps. state: of a `state` layer.
-    """
-
-    kind: Kind
+    kind: str
+    """`full`, `window` or `chunk` attention, `latent` attention (MLA), or a `state`."""
     num_heads: int = 0
     width: int = 0
+    """Items of one head: its key and its value, or MLA's compressed row, which has one head on every rank."""
     item_bytes: int = 0
     extra_bytes: int = 0
     window: int | None = None
+    """The tokens that a `window` or `chunk` layer keeps."""
     state: LayerState | None = None
+    """Of a `state` layer."""
 
     def token_bytes(self, tensor_parallel_size: int = 1) -> int:
         """On one rank. A head is not split: if there are more ranks than heads, several ranks keep the same one."""
@@ -79,10 +86,12 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """The caches of a model's layers, in their order. A layer may have none, or two. dtype: in words."""
+    """The caches of a model's layers."""
 
     layers: tuple[tuple[LayerCache, ...], ...]
+    """In the order of the layers. A layer may have no cache, or two."""
     dtype: str
+    """The type in words."""
 
     @property
     def item_bytes(self) -> int:
@@ -94,7 +103,7 @@ class KvCache:
         layers = tuple(tuple(replace(it, item_bytes=min(1, it.item_bytes)) for it in layer) for layer in self.layers)
         return KvCache(layers, "fp8")
 
-    def stages(self, pipeline_parallel_size: int = 1) -> Iterator[list[LayerCache]]:
+    def _stages(self, pipeline_parallel_size: int) -> Iterator[list[LayerCache]]:
         """The caches on each stage of a pipeline."""
         start = 0
         for size in stage_sizes(len(self.layers), pipeline_parallel_size):
@@ -102,7 +111,7 @@ class KvCache:
             start += size
 
     def _fullest(self, pipeline_parallel_size: int, bytes_of: Callable[[LayerCache], int]) -> int:
-        return max(sum(map(bytes_of, caches)) for caches in self.stages(pipeline_parallel_size))
+        return max(sum(map(bytes_of, caches)) for caches in self._stages(pipeline_parallel_size))
 
     def bytes_per_token(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
         """Of one more token of a long sequence, on the device with the most."""
@@ -118,28 +127,32 @@ class KvCache:
     def pools(
         self,
         num_tokens: int,
+        *,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         in_flight_tokens: int = 0,
         block_tokens: int = BLOCK_TOKENS,
     ) -> "list[Pool]":
-        """What one sequence of `num_tokens` takes of each stage, in the blocks of vLLM's allocator.
+        """The blocks of vLLM's allocator that one sequence of `num_tokens` takes on each stage.
 
         in_flight_tokens: that a window layer keeps beyond its window, because they are being computed.
         """
         return [
-            _pool(caches, num_tokens, tensor_parallel_size, in_flight_tokens, block_tokens)
-            for caches in self.stages(pipeline_parallel_size)
+            _pool(
+                caches, num_tokens, tensor_parallel_size, in_flight_tokens=in_flight_tokens, block_tokens=block_tokens
+            )
+            for caches in self._stages(pipeline_parallel_size)
             if caches
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The pool of blocks of one stage, which all groups of layers share. num_blocks: of one sequence."""
+    """The pool of blocks of one stage, which all groups of layers share."""
 
     block_bytes: int
     num_blocks: float
+    """Blocks of one sequence."""
 
     @property
     def sequence_bytes(self) -> int:
@@ -151,33 +164,30 @@ class Pool:
         return num_bytes // self.block_bytes / self.num_blocks
 
 
-def _pool(caches: list[LayerCache], num_tokens: int, tensor: int, in_flight: int, block_tokens: int) -> Pool:
+def _pool(
+    caches: list[LayerCache], num_tokens: int, tensor_parallel_size: int, *, in_flight_tokens: int, block_tokens: int
+) -> Pool:
     """Groups of layers and the blocks that each takes, as `get_kv_cache_groups` in vLLM's v1/core/kv_cache_utils.py."""
-    pages = [it.token_bytes(tensor) for it in caches if it.state is None]
-    states = [it.state.num_bytes(tensor) for it in caches if it.state is not None]
+    attention = [it for it in caches if it.state is None]
+    pages = [it.token_bytes(tensor_parallel_size) for it in attention]
+    states = [it.state.num_bytes(tensor_parallel_size) for it in caches if it.state is not None]
     if not pages:
         return Pool(sum(states), 1)
-    if not states and all(it.window is None for it in caches):
+    if not states and all(it.window is None for it in attention):
         return Pool(sum(pages), num_tokens)
     # A block of attention becomes as large as a state, which is padded to it; a narrower page gets more tokens.
-    page = max(pages) * block_tokens
-    page *= max(1, math.ceil(max(states, default=0) / page))
-    kinds: dict[tuple[Any, ...], int] = {}
-    for it in caches:
-        key = ("state",) if it.state is not None else (it.kind, it.window, page // it.token_bytes(tensor))
-        kinds[key] = kinds.get(key, 0) + 1
-    fewest, most = min(kinds.values()), max(kinds.values())
-    group_size = most if most < fewest * 1.5 else fewest
-    num_blocks = 0
-    for (kind, *sizes), number in kinds.items():
-        each = 1
-        if kind != "state":
-            window, block = sizes
-            kept = num_tokens if window is None else min(window - (kind == "window") + in_flight, num_tokens)
-            # A sliding window may begin in the middle of a block.
-            each = math.ceil(kept / block) + (kind == "window")
-        num_blocks += math.ceil(number / group_size) * each
-    return Pool(group_size * page, num_blocks)
+    block_bytes = max(pages) * block_tokens
+    block_bytes *= max(1, math.ceil(max(states, default=0) / block_bytes))
+    kinds = Counter((it.kind, it.window, block_bytes // page) for it, page in zip(attention, pages, strict=True))
+    numbers = [*kinds.values(), *([len(states)] if states else [])]
+    group_size = max(numbers) if max(numbers) < min(numbers) * 1.5 else min(numbers)
+    num_blocks = math.ceil(len(states) / group_size)
+    for (kind, window, tokens_of_block), number in kinds.items():
+        is_window = kind == "window"
+        kept = num_tokens if window is None else min(window - is_window + in_flight_tokens, num_tokens)
+        # A sliding window may begin in the middle of a block.
+        num_blocks += math.ceil(number / group_size) * (math.ceil(kept / tokens_of_block) + is_window)
+    return Pool(group_size * block_bytes, num_blocks)
 
 
 # -- from a config ---------------------------------------------------------------------------------------------------
@@ -188,6 +198,7 @@ def kv_cache_of(
     whole: Mapping[str, Any],
     model_dtype: str,
     kv_cache_dtype: str,
+    *,
     mamba_ssm_cache_dtype: str = "auto",
 ) -> KvCache:
     """The KV cache by a model's config. config: the text section of the `whole` one. Raises UnknownCacheError.
@@ -197,22 +208,30 @@ def kv_cache_of(
     """
     if whole.get("is_encoder_decoder"):
         raise UnknownCacheError(f"{whole.get('model_type', 'this model')} has an encoder and a decoder")
-    dtype = _checkpoints_type(whole) if kv_cache_dtype == "auto" else kv_cache_dtype
-    dtype = model_dtype if dtype is None else dtype
+    dtype = (_checkpoint_dtype(whole) if kv_cache_dtype == "auto" else kv_cache_dtype) or model_dtype
     if dtype not in _ITEM_BYTES:
         raise UnknownCacheError(f"kv_cache_dtype {dtype} is of a size of its own")
-    num_layers = _first(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    num_layers = _first(config, "num_hidden_layers n_layer num_layers n_layers")
     if num_layers is None:
         raise UnknownCacheError("the config does not give the number of layers")
-    kinds = _kinds(config, num_layers)
-    num_cached = num_layers - (_first(config, "num_kv_shared_layers") or 0)
     if mamba_ssm_cache_dtype == "auto":
         mamba_ssm_cache_dtype = _state_dtype(config) or model_dtype
-    item, state = _ITEM_BYTES[dtype], (_ITEM_BYTES[model_dtype], _ITEM_BYTES.get(mamba_ssm_cache_dtype, 4))
-    layers = [_layer(config, kind, item, state) if number < num_cached else () for number, kind in enumerate(kinds)]
+    sizes = _ItemBytes(_ITEM_BYTES[dtype], _ITEM_BYTES[model_dtype], _ITEM_BYTES.get(mamba_ssm_cache_dtype, 4))
+    kinds = _kinds(config, num_layers)
+    num_cached = num_layers - (_first(config, "num_kv_shared_layers") or 0)
+    layers = [_layer(config, kind, sizes) if number < num_cached else () for number, kind in enumerate(kinds)]
     if not any(layers):
         raise UnknownCacheError("the config gives no layer that keeps anything")
     return KvCache(tuple(layers), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemBytes:
+    """Bytes of a number in a cache, by what it belongs to."""
+
+    attention: int
+    convolution: int
+    recurrent: int
 
 
 def _state_dtype(config: Mapping[str, Any]) -> str | None:
@@ -224,44 +243,41 @@ def _state_dtype(config: Mapping[str, Any]) -> str | None:
     return None if named is None else str(named)
 
 
-def _layer(
-    config: Mapping[str, Any], kind: str, item_bytes: int, state_bytes: tuple[int, int]
-) -> tuple[LayerCache, ...]:
+def _layer(config: Mapping[str, Any], kind: str, sizes: _ItemBytes) -> tuple[LayerCache, ...]:
     if kind == "none":
         return ()
-    if kind == "both":  # Falcon-H1: attention and a state in each layer
-        return (_attention(config, item_bytes, None), LayerCache("state", state=_state(config, state_bytes)))
-    if kind == "state":
-        return (LayerCache("state", state=_state(config, state_bytes)),)
-    window = None
-    if kind in ("window", "chunk"):
-        keys = ("sliding_window", "sliding_window_size", "local_attention")
-        window = _first(config, *(keys if kind == "window" else ("attention_chunk_size",)))
-        if window is None:
-            raise UnknownCacheError("the config does not give the size of its window")
-    if config.get("model_type") in _LATENT and isinstance(config.get("kv_lora_rank"), int) and kind == "full":
-        return (_latent(config, item_bytes),)
-    cache = _attention(config, item_bytes, window)
-    return (replace(cache, kind="chunk") if kind == "chunk" else cache,)
+    if kind in ("state", "both"):
+        state = LayerCache("state", state=_state(config, sizes))
+        # Falcon-H1 has attention and a state in each layer.
+        return (state,) if kind == "state" else (_attention(config, sizes.attention), state)
+    if kind == "full" and config.get("model_type") in _LATENT and isinstance(config.get("kv_lora_rank"), int):
+        return (_latent(config, sizes.attention),)
+    if kind == "full":
+        return (_attention(config, sizes.attention),)
+    window = _first(config, _WINDOW_KEYS[kind])
+    if window is None:
+        raise UnknownCacheError("the config does not give the size of its window")
+    return (replace(_attention(config, sizes.attention), kind=kind, window=window),)
 
 
 def _latent(config: Mapping[str, Any], item_bytes: int) -> LayerCache:
     rope = config.get("qk_rope_head_dim")
     if not isinstance(rope, int):
         raise UnknownCacheError("the config does not give qk_rope_head_dim")
-    if config.get("index_topk"):
-        # DeepSeek sparse attention: an index of bytes with a scale of 4 bytes for each 128; in fp8, rows of 656 bytes.
-        index = _first(config, "index_head_dim") or 128
-        extra = index + index // 128 * 4
-        return LayerCache("latent", 1, 656 if item_bytes == 1 else config["kv_lora_rank"] + rope, item_bytes, extra)
-    return LayerCache("latent", 1, config["kv_lora_rank"] + rope, item_bytes)
+    plain = LayerCache("latent", num_heads=1, width=config["kv_lora_rank"] + rope, item_bytes=item_bytes)
+    if not config.get("index_topk"):
+        return plain
+    # DeepSeek sparse attention: an index of bytes with a scale of 4 bytes for each 128; in fp8, rows of 656 bytes.
+    index = _first(config, "index_head_dim") or 128
+    return replace(plain, width=656 if item_bytes == 1 else plain.width, extra_bytes=index + index // 128 * 4)
 
 
-def _attention(config: Mapping[str, Any], item_bytes: int, window: int | None) -> LayerCache:
-    heads, head_dim = num_kv_heads(config), head_dim_of(config)
-    if heads is None or head_dim is None:
+def _attention(config: Mapping[str, Any], item_bytes: int) -> LayerCache:
+    num_heads = num_kv_heads(config)
+    head_dim = head_dim_of(config)
+    if num_heads is None or head_dim is None:
         raise UnknownCacheError("the config does not give layers, heads and their size")
-    return LayerCache("full" if window is None else "window", heads, 2 * head_dim, item_bytes, 0, window)
+    return LayerCache("full", num_heads=num_heads, width=2 * head_dim, item_bytes=item_bytes)
 
 
 def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -271,20 +287,22 @@ def _kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
         return ["state"] * num_layers
     if family == "falcon_h1":
         return ["both"] * num_layers
-    named = config.get("layer_types") or config.get("layers_block_type") or config.get("hybrid_override_pattern")
-    if named:
-        return [_kind_of(str(name), family) for name in list(named)[:num_layers]]
-    if isinstance(period := config.get("attn_layer_period"), int):
-        offset = _first(config, "attn_layer_offset") or 0
-        return ["full" if layer % period == offset else "state" for layer in range(num_layers)]
-    if isinstance(chosen := config.get("attn_layer_indices"), list):
-        return ["full" if layer in chosen else "state" for layer in range(num_layers)]
-    others = [key for key in _OTHER_CACHES if config.get(key)]
-    if others or any(isinstance(config.get(key), list) for key in ("num_key_value_heads", "num_attention_heads")):
+    names = config.get("layer_types") or config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    if names:
+        return [_kind_of(str(name), family) for name in list(names)[:num_layers]]
+    if (attending := _attention_layers(config, num_layers)) is not None:
+        return ["full" if layer in attending else "state" for layer in range(num_layers)]
+    return [_common_kind(config, family)] * num_layers
+
+
+def _common_kind(config: Mapping[str, Any], family: str) -> str:
+    """The kind of all layers, by a config that does not name any."""
+    has_lists = any(isinstance(config.get(key), list) for key in ("num_key_value_heads", "num_attention_heads"))
+    if has_lists or any(map(config.get, _OTHER_CACHES)):
         raise UnknownCacheError(f"{family or 'this model'} does not keep every token in every layer")
     # Qwen2 configs name a window that is not used.
-    has_window = bool(config.get("sliding_window")) and config.get("use_sliding_window", True) is not False
-    return ["window" if has_window else "full"] * num_layers
+    is_full = not config.get("sliding_window") or config.get("use_sliding_window", True) is False
+    return "full" if is_full else "window"
 
 
 # A config with one of these keys and without a list of kinds has layers of several kinds.
@@ -293,72 +311,78 @@ _OTHER_CACHES = ("sliding_window_pattern", "_sliding_window_pattern", "attention
                  "cross_attention_layers")  # fmt: skip
 
 
+def _attention_layers(config: Mapping[str, Any], num_layers: int) -> Collection[int] | None:
+    """The layers with attention, if the config numbers them; the others have a state."""
+    if isinstance(period := config.get("attn_layer_period"), int):
+        return range(_first(config, "attn_layer_offset") or 0, num_layers, period)
+    indices = config.get("attn_layer_indices")
+    return indices if isinstance(indices, list) else None
+
+
 def _kind_of(name: str, family: str) -> str:
-    if name in _WINDOWS:
-        return "window"
-    if name == "chunked_attention":
-        return "chunk"
     if name == "hybrid" and family in ("zamba2", "zamba"):
         return "both"
-    if name.lower() in _STATES:
-        return "state"
-    if name in _FULL:
-        return "full"
-    if name in ("-", "E", "mlp", "moe"):  # layers of Nemotron-H that keep nothing
-        return "none"
-    raise UnknownCacheError(f"layers of type {name} are not known")
+    kind = _KINDS.get(name) or _KINDS.get(name.lower())
+    if kind is None:
+        raise UnknownCacheError(f"layers of type {name} are not known")
+    return kind
 
 
-def _state(config: Mapping[str, Any], sizes: tuple[int, int]) -> LayerState:
-    """Shapes by `MambaStateShapeCalculator` in vLLM's model_executor/layers/mamba/mamba_utils.py.
-
-    sizes: bytes of a number of the convolution's state and of the recurrent one.
-    """
-    item_bytes, recurrent_bytes = sizes
+def _state(config: Mapping[str, Any], sizes: _ItemBytes) -> LayerState:
+    """Shapes by `MambaStateShapeCalculator` in vLLM's model_executor/layers/mamba/mamba_utils.py."""
     hidden = _first(config, "hidden_size") or 0
-    if (keys := _first(config, "linear_num_key_heads")) is not None:  # gated delta net: Qwen3-Next and later
-        values, key_dim = _needed(config, "linear_num_value_heads"), _needed(config, "linear_key_head_dim")
-        value_dim, kernel = _needed(config, "linear_value_head_dim"), _needed(config, "linear_conv_kernel_dim")
-        convolved = 2 * keys * key_dim + values * value_dim
-        return LayerState(((convolved * (kernel - 1), item_bytes), (values * value_dim * key_dim, recurrent_bytes)))
+    if (num_keys := _first(config, "linear_num_key_heads")) is not None:  # gated delta net: Qwen3-Next and later
+        num_values = _needed(config, "linear_num_value_heads")
+        key_dim = _needed(config, "linear_key_head_dim")
+        value_dim = _needed(config, "linear_value_head_dim")
+        kernel = _needed(config, "linear_conv_kernel_dim")
+        convolved = 2 * num_keys * key_dim + num_values * value_dim
+        return _two_states(convolved * (kernel - 1), num_values * value_dim * key_dim, sizes)
     if (length := _first(config, "conv_L_cache")) is not None:  # short convolutions: LFM2
-        return LayerState(((hidden * (length - 1), item_bytes),))
-    kernel = _first(config, "mamba_d_conv", "conv_kernel", "conv_kernel_size") or 4
-    size = _needed(config, "mamba_d_state", "ssm_state_size", "state_size")
-    heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
-    if config.get("model_type") == "mamba2":
-        heads = _first(config, "num_heads")
-    is_second = heads is not None and config.get("model_type") not in ("jamba", "falcon_mamba", "mamba", "zamba")
-    expand = _first(config, "mamba_expand", "expand") or 2
-    if not is_second or heads is None:
-        inner = _first(config, "intermediate_size") if config.get("model_type") in ("mamba", "falcon_mamba") else None
+        return LayerState(((hidden * (length - 1), sizes.convolution),))
+    return _mamba_state(config, hidden, sizes)
+
+
+def _two_states(convolved: int, recurrent: int, sizes: _ItemBytes) -> LayerState:
+    return LayerState(((convolved, sizes.convolution), (recurrent, sizes.recurrent)))
+
+
+def _mamba_state(config: Mapping[str, Any], hidden: int, sizes: _ItemBytes) -> LayerState:
+    family = config.get("model_type")
+    kernel = _first(config, "mamba_d_conv conv_kernel conv_kernel_size") or 4
+    size = _needed(config, "mamba_d_state ssm_state_size state_size")
+    expand = _first(config, "mamba_expand expand") or 2
+    is_plain = family == "mamba2"  # keys without `mamba_`
+    num_heads = _first(config, "num_heads" if is_plain else "mamba_n_heads mamba_num_heads n_mamba_heads")
+    if num_heads is None or family in ("jamba", "falcon_mamba", "mamba", "zamba"):  # Mamba 1
+        inner = _first(config, "intermediate_size") if family in ("mamba", "falcon_mamba") else None
         inner = inner or expand * hidden
-        return LayerState(((inner * (kernel - 1), item_bytes), (inner * size, recurrent_bytes)))
-    is_plain = config.get("model_type") == "mamba2"
-    head_keys = ("head_dim",) if is_plain else ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
-    head_dim = _first(config, *head_keys) or expand * hidden // heads
-    groups = _first(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
+        return _two_states(inner * (kernel - 1), inner * size, sizes)
+    dim_keys = "head_dim" if is_plain else "mamba_d_head mamba_head_dim mamba_headdim"
+    head_dim = _first(config, dim_keys) or expand * hidden // num_heads
+    num_groups = _first(config, "mamba_n_groups n_groups mamba_ngroups") or 1
     group_items = 2 * size * (kernel - 1)
-    convolved = heads * head_dim * (kernel - 1) + groups * group_items
-    split = ((convolved, item_bytes), (heads * head_dim * size, recurrent_bytes))
-    return LayerState(split, groups, group_items * item_bytes)
+    convolved = num_heads * head_dim * (kernel - 1) + num_groups * group_items
+    state = _two_states(convolved, num_heads * head_dim * size, sizes)
+    return replace(state, num_groups=num_groups, group_bytes=group_items * sizes.convolution)
 
 
-def _needed(config: Mapping[str, Any], *keys: str) -> int:
-    found = _first(config, *keys)
-    if found is None:
-        raise UnknownCacheError(f"the config does not give {keys[0]}")
-    return found
+def _needed(config: Mapping[str, Any], keys: str) -> int:
+    number = _first(config, keys)
+    if number is None:
+        raise UnknownCacheError(f"the config does not give {keys.split()[0]}")
+    return number
 
 
-def _first(config: Mapping[str, Any], *keys: str) -> int | None:
-    found = (config[key] for key in keys if isinstance(config.get(key), int) and not isinstance(config[key], bool))
-    return next(found, None)
+def _first(config: Mapping[str, Any], keys: str) -> int | None:
+    """The whole number under the first of these keys that has one. keys: with blanks between them."""
+    values = map(config.get, keys.split())
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 def num_attention_heads(config: Mapping[str, Any]) -> int | None:
     """Query heads, which tensor-parallel ranks must divide."""
-    return _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    return _first(config, "num_attention_heads n_head n_heads num_heads")
 
 
 def num_kv_heads(config: Mapping[str, Any]) -> int | None:
@@ -366,27 +390,28 @@ def num_kv_heads(config: Mapping[str, Any]) -> int | None:
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
         return 1
     # As in vLLM's `get_total_num_kv_heads`.
-    found = _first(config, "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
-    return num_attention_heads(config) if found is None else found
+    number = _first(config, "n_head_kv num_kv_heads num_key_value_heads multi_query_group_num")
+    return num_attention_heads(config) if number is None else number
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int | None:
     """Size of a head."""
-    given = _first(config, "attention_head_dim" if config.get("model_type") == "zamba2" else "head_dim")
-    hidden, heads = _first(config, "hidden_size", "n_embd", "d_model"), num_attention_heads(config)
-    return given or (hidden // heads if hidden and heads else None)
+    if size := _first(config, "attention_head_dim" if config.get("model_type") == "zamba2" else "head_dim"):
+        return size
+    hidden = _first(config, "hidden_size n_embd d_model")
+    num_heads = num_attention_heads(config)
+    return hidden // num_heads if hidden and num_heads else None
 
 
-def _checkpoints_type(config: Mapping[str, Any]) -> str | None:
+def _checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
     """The type that a quantized checkpoint names for its cache; None: the model's."""
-    found = config.get("quantization_config") or {}
-    scheme, algorithm = found.get("kv_cache_scheme"), found.get("kv_cache_quant_algo")
-    inner = found.get("quantization")
-    if algorithm is None and isinstance(inner, Mapping):
-        algorithm = inner.get("kv_cache_quant_algo")
+    section = config.get("quantization_config") or {}
+    scheme = section.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type", "float") == "float"
         return "fp8" if is_fp8 else "that the checkpoint chooses"
-    if algorithm:
-        return "fp8" if str(algorithm).upper() == "FP8" else str(algorithm)
-    return None
+    inner = section.get("quantization")
+    algorithm = section.get("kv_cache_quant_algo")
+    if algorithm is None and isinstance(inner, Mapping):
+        algorithm = inner.get("kv_cache_quant_algo")
+    return "fp8" if str(algorithm).upper() == "FP8" else str(algorithm) if algorithm else None

@@ -9,7 +9,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import xxhash
 
@@ -43,8 +43,8 @@ def stamp_of(path: pathlib.Path) -> Stamp:
 
 
 def _stamp(descriptor: int) -> Stamp:
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 @contextlib.contextmanager
@@ -82,12 +82,32 @@ def adapter_files(adapter: Adapter) -> list[pathlib.Path]:
     return [folder / name for name in (ADAPTER_CONFIG, *model_files.weight_files(folder, model_files.ADAPTER))]
 
 
-def _model_files(folder: pathlib.Path, spec: ModelSpec) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-    """The small files of a model's folder and the large ones."""
+def _small_files(model: Model, spec: ModelSpec, adapters: Sequence[Adapter]) -> dict[str, pathlib.Path]:
+    """Configs, tokenizers and code in local folders, by name; see `Contents`. adapters: the local ones."""
     code = ("**/*.py",) if spec.trust_remote_code else ()
-    small = model_files.matching(folder, (*model_files.CONFIG_FILES, *model_files.TOKENIZER_FILES, *code))
-    large = [folder / name for name in model_files.loaded_files(folder, spec.load_format)]
-    return small, [path for path in large if path not in small]
+    files = {f"lora/{it.name}/{ADAPTER_CONFIG}": pathlib.Path(it.path, ADAPTER_CONFIG) for it in adapters}
+    if model.commit is None:
+        patterns = (*model_files.CONFIG_FILES, *model_files.TOKENIZER_FILES, *code)
+        files |= _named(pathlib.Path(model.folder), patterns)
+    if spec.tokenizer is not None and pathlib.Path(spec.tokenizer).is_dir():
+        named = _named(pathlib.Path(model.tokenizer), (*model_files.TOKENIZER_FILES, *code))
+        files |= {f"tokenizer/{name}": path for name, path in named.items()}
+    return files
+
+
+def _named(folder: pathlib.Path, patterns: tuple[str, ...]) -> dict[str, pathlib.Path]:
+    return {path.relative_to(folder).as_posix(): path for path in model_files.matching(folder, patterns)}
+
+
+def _large_files(model: Model, spec: ModelSpec, adapters: Sequence[Adapter]) -> dict[str, pathlib.Path]:
+    """Weights in local folders, by name, in the order in which engines load them."""
+    files = {}
+    if model.commit is None:
+        names = model_files.loaded_files(pathlib.Path(model.folder), spec.load_format)
+        files = {name: pathlib.Path(model.folder, name) for name in names}
+    for adapter in adapters:
+        files |= {f"lora/{adapter.name}/{path.name}": path for path in adapter_files(adapter)[1:]}
+    return files
 
 
 class Contents:
@@ -98,27 +118,15 @@ class Contents:
 
     def __init__(self, model: Model, spec: ModelSpec, adapters: tuple[Adapter, ...]) -> None:
         """Digests the small files, and looks for the large ones in the cache. Raises ModelError."""
-        small, large = dict[str, pathlib.Path](), dict[str, pathlib.Path]()
-        if model.commit is None:
-            folder = pathlib.Path(model.folder)
-            for named, paths in zip((small, large), _model_files(folder, spec), strict=True):
-                named.update({path.relative_to(folder).as_posix(): path for path in paths})
-        if spec.tokenizer is not None and pathlib.Path(spec.tokenizer).is_dir():
-            folder = pathlib.Path(model.tokenizer)
-            code = ("**/*.py",) if spec.trust_remote_code else ()
-            for path in model_files.matching(folder, (*model_files.TOKENIZER_FILES, *code)):
-                small[f"tokenizer/{path.relative_to(folder).as_posix()}"] = path
         places = adapter_places(spec)
-        for adapter in adapters:
-            if pathlib.Path(places[adapter.name]).is_dir():
-                config, *weights = adapter_files(adapter)
-                small[f"lora/{adapter.name}/{config.name}"] = config
-                large |= {f"lora/{adapter.name}/{path.name}": path for path in weights}
-        self._paths = small | large
+        local = [adapter for adapter in adapters if pathlib.Path(places[adapter.name]).is_dir()]
+        small = _small_files(model, spec, local)
+        self._paths = small | _large_files(model, spec, local)
         self._unchanged = Unchanged(self._paths.values())
-        self.digests = {name: _digest(path, self._stamp(path)) for name, path in small.items()}
-        for name, path in large.items():
-            if (digest := _kept(path, self._stamp(path))) is not None:
+        self.digests: dict[str, str] = {}
+        for name, path in self._paths.items():
+            digest = _digest(path, self._stamp(path)) if name in small else _kept(path, self._stamp(path))
+            if digest is not None:
                 self.digests[name] = digest
         self._left = [name for name in self._paths if name not in self.digests]
         self.num_bytes = sum(self._stamp(self._paths[name])[0] for name in self._left)
@@ -178,7 +186,8 @@ class Contents:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             for name in self._left:
-                path, began_ns = self._paths[name], time.time_ns()
+                path = self._paths[name]
+                began_ns = time.time_ns()
                 faults.point("content.digest")
                 digest = _digest(path, self._stamp(path), self._note)
                 if max(self._stamp(path)[1:3]) < began_ns - _SETTLED_NS:
@@ -204,7 +213,8 @@ def _digest(path: pathlib.Path, stamp: Stamp, note: Callable[[int], object] = la
 
     Raises DriftError if the file has another stamp, before or after.
     """
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(max(1, min(stamp[0], _BLOCK_BYTES))))
+    digest = xxhash.xxh3_128()
+    block = memoryview(bytearray(max(1, min(stamp[0], _BLOCK_BYTES))))
     with _reading(path), path.open("rb", buffering=0) as file:
         is_same = _stamp(file.fileno()) == stamp
         while is_same and (num_bytes := file.readinto(block)):

@@ -84,12 +84,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def weight_files(folder: pathlib.Path, load_format: str) -> list[str]:
     """Names of the weight files that vLLM loads from a folder, sorted; those of the index if there is one."""
-    found = [(index, _glob(folder, pattern)) for pattern, index in _WEIGHTS.get(load_format, ())]
-    present = [(index, names) for index, names in found if names]
-    promised = [(index, names) for index, names in found if index and (folder / index).is_file()]
-    for index, names in (present or promised)[:1]:
-        return _indexed(folder / index) if (index and (folder / index).is_file()) else names
-    return []
+    kinds = _WEIGHTS.get(load_format, ())
+    for pattern, index in kinds:
+        if names := sorted(path.name for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS):
+            return _indexed(folder / index) or names
+    # Without any such file, the index names the missing ones.
+    return next(filter(None, (_indexed(folder / index) for _, index in kinds)), [])
 
 
 def loaded_files(folder: pathlib.Path, load_format: str) -> list[str]:
@@ -111,15 +111,14 @@ def _of_modules(folder: pathlib.Path) -> list[pathlib.Path]:
         names = {module["path"] for module in modules}
     except (OSError, ValueError, LookupError, TypeError):  # vLLM ignores such a file, too
         return []
-    paths = (folder / name for name in sorted(filter(None, names)))
-    return [path for own in paths if own.is_relative_to(folder) for path in sorted(own.glob("*"))]
-
-
-def _glob(folder: pathlib.Path, pattern: str) -> list[str]:
-    return sorted(path.name for path in folder.glob(pattern) if path.name not in _NOT_WEIGHTS)
+    inner_folders = (folder / name for name in sorted(filter(None, names)))
+    return [path for inner in inner_folders if inner.is_relative_to(folder) for path in sorted(inner.glob("*"))]
 
 
 def _indexed(index: pathlib.Path) -> list[str]:
+    """The files that an index names; none if it is not there."""
+    if not index.is_file():
+        return []
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map; get the file again")
@@ -148,8 +147,8 @@ def weight_problems(folder: pathlib.Path, load_format: str) -> list[str]:
         return []
     names = weight_files(folder, load_format)
     if not names:
-        wanted = ", ".join(pattern for pattern, _ in _WEIGHTS[load_format])
-        return [f"the folder has no weights ({wanted})"]
+        patterns = ", ".join(pattern for pattern, _ in _WEIGHTS[load_format])
+        return [f"the folder has no weights ({patterns})"]
     return [f"{name} {problem}" for name in names if (problem := _problem(folder / name))]
 
 
@@ -202,7 +201,8 @@ def _sample(path: pathlib.Path, num_samples: int) -> str:
     except (ValueError, AttributeError):
         # Not safetensors: treated as one tensor.
         size = path.stat().st_size
-        header, start = {"": {"dtype": "", "shape": [size], "data_offsets": [0, size]}}, 0
+        header = {"": {"dtype": "", "shape": [size], "data_offsets": [0, size]}}
+        start = 0
     tensors = sorted(header.items())
     shapes = [(name, tensor["dtype"], tensor["shape"]) for name, tensor in tensors]
     result = hashlib.blake2b(json.dumps(shapes).encode())
@@ -234,10 +234,11 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One commit of a repository in the cache, perhaps not all of it. is_online: the hub can give the rest."""
+    """One commit of a repository in the cache, perhaps not all of it."""
 
     folder: pathlib.Path
     is_online: bool
+    """The hub can give the rest."""
 
     @property
     def commit(self) -> str:

@@ -36,34 +36,36 @@ _TOKENIZER = ", tokenizer "  # in a fingerprint, before that of a separate token
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that was found.
-
-    name: as the user wrote it. path: for the engine: a folder or, if the weights are not here yet, the hub id, with
-    `commit` as its revision. tokenizer: a folder. max_model_len, vocab_size: from the config, as vLLM reads it; None if
-    it does not say. folder: of the config.
-    """
+    """A model that was found."""
 
     name: str
+    """As the user wrote it."""
     path: str
+    """For the engine: a folder or, if the weights are not here yet, the hub id, with `commit` as its revision."""
     commit: str | None
     fingerprint: str
     config: dict[str, Any]
     generation_config: dict[str, Any]
     has_chat_template: bool
     max_model_len: int | None
+    """From the config, as vLLM reads it; None if it does not say."""
     vocab_size: int | None
+    """From the config; None if it does not say."""
     tokenizer: str
+    """A folder."""
     folder: str = ""
+    """The folder of the config."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a model or a tokenizer is. is_online: the hub can give files that the folder lacks."""
+    """Where a model or a tokenizer is."""
 
     name: str
     folder: pathlib.Path
     commit: str | None = None
     is_online: bool = False
+    """The hub can give files that the folder lacks."""
 
 
 def resolve(spec: ModelSpec, began_as: str = "") -> Model:
@@ -74,10 +76,10 @@ def resolve(spec: ModelSpec, began_as: str = "") -> Model:
     Raises ModelError.
     """
     model_commit, tokenizer_commit = _commits(began_as, spec)
-    place = _locate("model.name", spec.name, spec.revision, spec.load_format, model_commit)
+    place = _locate("model.name", spec.name, revision=spec.revision, load_format=spec.load_format, commit=model_commit)
     tokenizer = place
     if spec.tokenizer is not None:
-        tokenizer = _locate("model.tokenizer", spec.tokenizer, None, "dummy", tokenizer_commit)
+        tokenizer = _locate("model.tokenizer", spec.tokenizer, commit=tokenizer_commit)
     _check_tokenizer(tokenizer)
     config = _read_config(place)
     generation_config = place.folder / "generation_config.json"
@@ -118,7 +120,9 @@ def _remedy(model: Model, problems: str) -> str:
     return f"Copy them again, or get them with `hf download ORG/MODEL --local-dir {model.path}`"
 
 
-def _locate(field: str, name: str, revision: str | None, load_format: str, commit: str | None) -> _Place:
+def _locate(
+    field: str, name: str, *, revision: str | None = None, load_format: str = "dummy", commit: str | None
+) -> _Place:
     if (folder := model_files.local_folder(field, name, "config.json")) is not None:
         if revision is not None:
             raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
@@ -135,7 +139,7 @@ def _locate(field: str, name: str, revision: str | None, load_format: str, commi
 
 
 def _fingerprint(place: _Place, tokenizer: _Place, spec: ModelSpec) -> str:
-    """For a hub id `id@commit`; for a folder 32 hexadecimal digits over the files that decide the output."""
+    """`id@commit` of a hub id; of a folder 32 hexadecimal digits over the files that decide the output."""
     code = ("*.py",) if spec.trust_remote_code else ()
     names = model_files.CONFIG_FILES + model_files.TOKENIZER_FILES + code
     fingerprint = _identify(place, names, spec.load_format)
@@ -147,10 +151,12 @@ def _fingerprint(place: _Place, tokenizer: _Place, spec: ModelSpec) -> str:
 def _commits(fingerprint: str, spec: ModelSpec) -> tuple[str | None, str | None]:
     """The commits of model and tokenizer in a fingerprint, if it names the hub ids of the spec."""
     model, _, tokenizer = fingerprint.partition(_TOKENIZER)
-    named = [text.rpartition("@") for text in (model, tokenizer)]
-    wanted = [spec.name, spec.tokenizer]
-    commits = [commit if name == want else None for (name, _, commit), want in zip(named, wanted, strict=True)]
-    return commits[0], commits[1]
+    return _commit_of(spec.name, model), _commit_of(spec.tokenizer, tokenizer)
+
+
+def _commit_of(hub_id: str | None, fingerprint: str) -> str | None:
+    name, _, commit = fingerprint.rpartition("@")
+    return commit if name == hub_id else None
 
 
 def _identify(place: _Place, names: tuple[str, ...], load_format: str) -> str:
@@ -218,15 +224,20 @@ def derive_max_model_len(config: Mapping[str, Any]) -> int | None:
 
 
 def _scaled(section: Mapping[str, Any], length: int) -> int:
-    rope = section.get("rope_parameters") or section.get("rope_scaling") or {}
-    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    scalings = [(scaling.get("rope_type", scaling.get("type")), scaling) for scaling in by_layer_type or [rope]]
+    scalings = _rope_scalings(section)
     if any(kind in ("longrope", "su") for kind, _ in scalings):
         return int(section.get("original_max_position_embeddings") or length)
     if "gemma3" in section.get("model_type", ""):
         return length
-    factors = [s["factor"] for kind, s in scalings if kind not in _ROPE_ALREADY_SCALED and "factor" in s]
-    return int(length * (factors[-1] or 1.0)) if factors else length
+    factors = [factor for kind, factor in scalings if kind not in _ROPE_ALREADY_SCALED and factor is not None]
+    return int(length * factors[-1]) if factors else length
+
+
+def _rope_scalings(section: Mapping[str, Any]) -> list[tuple[str | None, float | None]]:
+    """Kind and factor of each rotary scaling. Some configs have one for each type of layer."""
+    rope = section.get("rope_parameters") or section.get("rope_scaling") or {}
+    scalings = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [(scaling.get("rope_type", scaling.get("type")), scaling.get("factor")) for scaling in scalings]
 
 
 def sampling_defaults(model: Model, engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,17 @@ from batchinf.spec.job import JobSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that was found: its name in rows, its folder, its rank, a fingerprint of its content.
-
-    modules: the last names of the modules that it changes, such as `q_proj`; empty if its file does not tell.
-    """
+    """A LoRA adapter that was found."""
 
     name: str
+    """Its name in rows."""
     path: str
+    """Its folder."""
     rank: int
     fingerprint: str
+    """Of its content."""
     modules: tuple[str, ...]
+    """The last names of the modules that it changes, such as `q_proj`; empty if its file does not tell."""
 
 
 FIELD = "model.lora"
@@ -71,26 +72,27 @@ def resolve_adapters(
     began_as: the `lora_identity` of a job that is resumed; its commits are used. reads_prompt_logits: see `Task`.
     Raises ModelError or SpecError in one line that begins with the field.
     """
-    lora = spec.model.lora
-    if lora is None:
-        return ()
-    places = adapter_places(spec.model)
     adapters = []
-    for name, place in places.items():
-        what = f"{FIELD}: " if isinstance(lora, str) else f"{FIELD}: adapter '{name}': "
+    for name, place in adapter_places(spec.model).items():
+        what = f"{FIELD}: " if isinstance(spec.model.lora, str) else f"{FIELD}: adapter '{name}': "
         began = began_as.get(name) if isinstance(began_as, Mapping) else began_as
         folder, fingerprint = _locate(what, place, began if isinstance(began, str) else "")
         rank = _check(what, folder, model)
         modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(folder)}))
         if "lm_head" in modules and reads_prompt_logits:
             raise ModelError(f"{what}it changes lm_head, and vLLM then gives no logprobs of prompts")
-        adapters.append(Adapter(name, str(folder), rank, fingerprint or _fingerprint(folder), modules))
-    most, given = max(adapters, key=lambda it: it.rank), spec.engine.get("max_lora_rank")
-    if isinstance(given, int) and given < most.rank:
-        raise SpecError(
-            f"engine.max_lora_rank: got {given}, but the adapter '{most.name}' has rank {most.rank}; leave it out"
-        )
+        fingerprint = fingerprint or _fingerprint(folder)
+        adapters.append(Adapter(name, str(folder), rank=rank, fingerprint=fingerprint, modules=modules))
+    _check_ranks(adapters, spec.engine.get("max_lora_rank"))
     return tuple(adapters)
+
+
+def _check_ranks(adapters: Sequence[Adapter], most: Any) -> None:
+    """Raise SpecError if `engine.max_lora_rank` is given and too low."""
+    largest = max(adapters, key=lambda adapter: adapter.rank, default=None)
+    if largest is not None and isinstance(most, int) and most < largest.rank:
+        what = f"the adapter '{largest.name}' has rank {largest.rank}"
+        raise SpecError(f"engine.max_lora_rank: got {most}, but {what}; leave it out")
 
 
 def lora_identity(spec: JobSpec, adapters: tuple[Adapter, ...]) -> Any:
@@ -112,9 +114,8 @@ def halves(folder: pathlib.Path) -> Iterator[Half]:
             return
         tensors, _ = model_files.read_header(folder / name)
         for tensor, described in tensors.items():
-            found = TENSOR_NAME.fullmatch(tensor)
-            if found is not None:
-                yield Half(tensor, found["module"], found["half"], tuple(described["shape"]))
+            if (match := TENSOR_NAME.fullmatch(tensor)) is not None:
+                yield Half(tensor, match["module"], match["half"], tuple(described["shape"]))
 
 
 def _locate(what: str, place: str, began_as: str) -> tuple[pathlib.Path, str]:
@@ -141,77 +142,90 @@ def _check(what: str, folder: pathlib.Path, model: Model) -> int:
     if not path.is_file():
         raise ModelError(f"{what}{folder} has no {ADAPTER_CONFIG}; give the folder of a LoRA adapter as PEFT saves it")
     config = model_files.read_json(path)
-    if str(config.get("peft_type", "LORA")).upper() != "LORA":
-        raise ModelError(f"{what}{path} is of type {config['peft_type']}; vLLM takes LORA")
-    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in ranks):
-        raise ModelError(f"{what}{path} has no rank: `r` is {config.get('r')!r}; it must be a whole number from 1 on")
-    for key, plain in _PLAIN.items():
-        if config.get(key) not in plain:
-            raise ModelError(f"{what}{path} has {key} {config[key]!r}, which vLLM cannot apply; train it without")
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
-        # Such a start changes the base weights. vLLM 0.26 adds the adapter to the unchanged ones; 0.32 refuses it.
-        raise ModelError(
-            f"{what}{path} has init_lora_weights {start}, which changes the base model's weights too; make a plain "
-            "adapter of it with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
-        )
+    if problem := _config_problem(config):
+        raise ModelError(f"{what}{path} {problem}")
     if problems := model_files.weight_problems(folder, ADAPTER):
         raise ModelError(f"{what}the weights are not whole: {problems[0]}; get them again")
+    ranks = _ranks(config)
     if max(ranks) > RANKS[-1]:
         raise ModelError(f"{what}its rank is {max(ranks)}; vLLM takes at most {RANKS[-1]}")
     if problem := _misfit(folder, model, ranks):
-        raise ModelError(f"{what}{problem}; is it an adapter of another base model?{_base(config)}")
+        base = config.get("base_model_name_or_path")
+        names = f" Its {ADAPTER_CONFIG} names '{base}'" if base else ""
+        raise ModelError(f"{what}{problem}; is it an adapter of another base model?{names}")
     return int(max(ranks))
 
 
-def _base(config: Mapping[str, Any]) -> str:
-    base = config.get("base_model_name_or_path")
-    return f" Its {ADAPTER_CONFIG} names '{base}'" if base else ""
+def _ranks(config: Mapping[str, Any]) -> list[Any]:
+    return [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+
+
+def _config_problem(config: Mapping[str, Any]) -> str | None:
+    if str(config.get("peft_type", "LORA")).upper() != "LORA":
+        return f"is of type {config['peft_type']}; vLLM takes LORA"
+    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in _ranks(config)):
+        return f"has no rank: `r` is {config.get('r')!r}; it must be a whole number from 1 on"
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in plain:
+            return f"has {key} {config[key]!r}, which vLLM cannot apply; train it without"
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        # Such a start changes the base weights. vLLM 0.26 adds the adapter to the unchanged ones; 0.32 refuses it.
+        return (
+            f"has init_lora_weights {start}, which changes the base model's weights too; make a plain adapter of it "
+            "with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
+    return None
 
 
 def _misfit(folder: pathlib.Path, model: Model, ranks: list[int]) -> str | None:
     """Why the weights do not fit this model, by their shapes and the model's config; None if they do."""
-    widths = _widths(text_section(model.config))
-    num_layers = text_section(model.config).get("num_hidden_layers")
-    found = list(halves(folder))
-    if not found and any(name.endswith(".safetensors") for name in model_files.weight_files(folder, ADAPTER)):
+    config = text_section(model.config)
+    widths = _widths(config)
+    num_layers = config.get("num_hidden_layers")
+    matrices = list(halves(folder))
+    if not matrices and any(name.endswith(".safetensors") for name in model_files.weight_files(folder, ADAPTER)):
         return "its weights have no lora_A and lora_B"
-    for half in found:
+    for half in matrices:
         layer = _LAYER.search(half.module)
         if layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
             return f"it has {half.module}, but the model has {num_layers} layers"
-        if len(half.shape) != 2:
-            continue
-        rank, width = half.shape if half.half == "A" else half.shape[::-1]
-        if rank not in ranks:
-            return f"{half.tensor} has rank {rank}, but {ADAPTER_CONFIG} says {', '.join(map(str, ranks))}"
-        wanted = widths.get(half.module.rpartition(".")[2], {}).get(half.half)
-        if wanted is not None and width != wanted:
-            end = "takes" if half.half == "A" else "gives"
-            return f"{half.module} {end} {wanted:,} values in '{model.name}', and {width:,} in the adapter"
+        if len(half.shape) == 2 and (problem := _shape_problem(half, model.name, ranks, widths)):
+            return problem
     return None
+
+
+def _shape_problem(half: Half, model: str, ranks: list[int], widths: dict[str, dict[str, int | None]]) -> str | None:
+    rank, width = half.shape if half.half == "A" else half.shape[::-1]
+    if rank not in ranks:
+        return f"{half.tensor} has rank {rank}, but {ADAPTER_CONFIG} says {', '.join(map(str, ranks))}"
+    expected = widths.get(half.module.rpartition(".")[2], {}).get(half.half)
+    if expected in (None, width):
+        return None
+    end = "takes" if half.half == "A" else "gives"
+    return f"{half.module} {end} {expected:,} values in '{model}', and {width:,} in the adapter"
 
 
 def _widths(config: Mapping[str, Any]) -> dict[str, dict[str, int | None]]:
     """Input (A) and output (B) widths of the usual modules; None if the config does not say."""
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    heads = config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or config.get("q_lora_rank"):
         return {}
     head = config.get("head_dim") or hidden // heads
+    queries: int | None = heads * head
+    keys: int | None = (config.get("num_key_value_heads") or heads) * head
     inner = config.get("intermediate_size")
     # Models with experts, or layers of several kinds, have more than one such width.
-    has_one = not any(key for key in config if "expert" in key or "layer_types" in key or "block_types" in key)
-    queries = {"A": hidden, "B": heads * head if has_one else None}
-    keys = {"A": hidden, "B": (config.get("num_key_value_heads") or heads) * head if has_one else None}
-    gates = {"A": hidden, "B": inner if has_one else None}
+    if any(word in key for key in config for word in ("expert", "layer_types", "block_types")):
+        queries = keys = inner = None
     return {
-        "q_proj": {"A": hidden, "B": None if _has_gate(config) else queries["B"]}, "k_proj": keys, "v_proj": keys,
-        "o_proj": {"A": queries["B"], "B": hidden}, "gate_proj": gates, "up_proj": gates,
-        "down_proj": {"A": inner if has_one else None, "B": hidden},
-    }  # fmt: skip
-
-
-def _has_gate(config: Mapping[str, Any]) -> bool:
-    """Whether the query matrix also has a gate for the attention's output, and so twice the width."""
-    return bool(config.get("attn_output_gate"))
+        # A query matrix with a gate for the attention's output has twice the width.
+        "q_proj": {"A": hidden, "B": None if config.get("attn_output_gate") else queries},
+        "k_proj": {"A": hidden, "B": keys},
+        "v_proj": {"A": hidden, "B": keys},
+        "o_proj": {"A": queries, "B": hidden},
+        "gate_proj": {"A": hidden, "B": inner},
+        "up_proj": {"A": hidden, "B": inner},
+        "down_proj": {"A": inner, "B": hidden},
+    }

@@ -20,7 +20,7 @@ from batchinf.model.cache import (
     num_kv_heads,
 )
 from batchinf.model.identity import Model, text_section
-from batchinf.model.parameters import Described, Part, Tensor, described, stored
+from batchinf.model.parameters import Part, Tensor, described, stored
 from batchinf.model.weights import UnknownWeightsError, Weights, indexed_bytes, quantization_of, weigh
 from batchinf.spec.job import JobSpec, ModelSpec
 
@@ -30,8 +30,8 @@ LimitsOf = Callable[[int | None, int | None], Mapping[str, int]]
 
 def vocab_size_of(config: Mapping[str, Any]) -> int | None:
     """The vocabulary size in a model's config; None if it does not say."""
-    found = text_section(config).get("vocab_size") or config.get("vocab_size")
-    return found if isinstance(found, int) else None
+    size = text_section(config).get("vocab_size") or config.get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 # vLLM's default in 0.26 and 0.32.
@@ -49,19 +49,20 @@ _PLAIN_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_k
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A model's memory over all devices of a replica; None if unknown. unknown: the reasons.
-
-    config: of the text model, with the defaults of its class where they were needed. parameters: by part; empty if they
-    were not counted. quantization: in words; empty: none. dtype: of what is not quantized.
-    """
+    """A model's memory over all devices of a replica; None if unknown."""
 
     weights: Weights | None
     kv_cache: KvCache | None
     unknown: tuple[str, ...] = ()
+    """Why weights or KV cache are unknown."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """Of the text model, with the defaults of its class where they were needed."""
     parameters: Mapping[Part, int] = field(default_factory=dict)
+    """By part; empty if they were not counted."""
     quantization: str = ""
+    """In words; empty: none."""
     dtype: str = "bfloat16"
+    """Of weights that are not quantized, and of arithmetic."""
 
     @property
     def weight_bytes(self) -> int | None:
@@ -77,7 +78,8 @@ class Needs:
 
         Query heads must divide, and KV heads too, or be divided; so must the width of the MLP.
         """
-        heads, kv_heads = num_attention_heads(self.config), num_kv_heads(self.config)
+        heads = num_attention_heads(self.config)
+        kv_heads = num_kv_heads(self.config)
         inner = self.config.get("moe_intermediate_size") or self.config.get("intermediate_size")
         return [
             degree
@@ -90,42 +92,43 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model on devices: what it takes of each, and what is left. Sizes are in bytes; None if unknown.
-
-    device_bytes: memory of one device. max_model_len: the engine's longest sequence, in tokens. batch_limits: engine
-    arguments that the task sets unless the spec does. engine: the spec's arguments.
-    """
+    """A model on devices: what it takes of each, and what is left. Sizes are in bytes; None if unknown."""
 
     needs: Needs
     device_bytes: int | None = None
+    """Memory of one device."""
     device_name: str = ""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int | None = None
+    """The engine's longest sequence, in tokens."""
     batch_limits: Mapping[str, int] = field(default_factory=dict)
+    """Engine arguments that the task sets unless the spec does."""
     engine: Mapping[str, Any] = field(default_factory=dict)
+    """The spec's arguments."""
 
     @property
     def limits(self) -> dict[str, int]:
         """`max_num_seqs` and `max_num_batched_tokens`: of the spec, else of the task, else vLLM's offline defaults."""
         defaults = default_limits(self.device_bytes, self.device_name)
-        given = {name: self.engine[name] for name in defaults if isinstance(self.engine.get(name), int)}
-        return {**defaults, **self.batch_limits, **given}
+        of_spec = {name: self.engine[name] for name in defaults if isinstance(self.engine.get(name), int)}
+        return {**defaults, **self.batch_limits, **of_spec}
+
+    @property
+    def _rank_bytes(self) -> int | None:
+        """Weights of one device, wherever they are kept."""
+        weights = self.needs.weights
+        return None if weights is None else weights.rank_bytes(self.tensor_parallel_size, self.pipeline_parallel_size)
 
     @property
     def offloaded_bytes(self) -> int:
         """Weights of one device that `cpu_offload_gb` keeps in the host's memory."""
-        wanted = int(float(self.engine.get("cpu_offload_gb") or 0) * GIB)
-        return 0 if self.needs.weights is None else min(wanted, self._all_weights())
-
-    def _all_weights(self) -> int:
-        assert self.needs.weights is not None
-        return self.needs.weights.rank_bytes(self.tensor_parallel_size, self.pipeline_parallel_size)
+        return min(int(float(self.engine.get("cpu_offload_gb") or 0) * GIB), self._rank_bytes or 0)
 
     @property
     def weight_bytes(self) -> int | None:
         """Weights on one device, approximately: tensor-parallel ranks split nearly all weights."""
-        return None if self.needs.weights is None else self._all_weights() - self.offloaded_bytes
+        return None if self._rank_bytes is None else self._rank_bytes - self.offloaded_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -134,7 +137,8 @@ class Fit:
         Activations: of a full batch, the widest layer at once, in 16 bits. Sampler: logits in 16 and 32 bits and
         logprobs in 32 for each sequence. vLLM measures both in its profiling run.
         """
-        limits, (whole, split) = self.limits, _step_width(self.needs.config)
+        limits = self.limits
+        whole, split = _step_width(self.needs.config)
         activations = limits["max_num_batched_tokens"] * 2 * (whole + split // self.tensor_parallel_size)
         sampler = limits["max_num_seqs"] * (vocab_size_of(self.needs.config) or 0) * 10
         return max(RESERVE_BYTES, activations, sampler)
@@ -146,25 +150,24 @@ class Fit:
             return None
         return self.needs.kv_cache.bytes_per_token(self.tensor_parallel_size, self.pipeline_parallel_size)
 
-    def sequence_bytes_of(self, num_tokens: int) -> int | None:
-        """KV cache of one sequence on one device, as vLLM allocates it."""
-        pools = self._pools(num_tokens)
-        return None if pools is None else max(pool.sequence_bytes for pool in pools)
-
     def _pools(self, num_tokens: int) -> list[Pool] | None:
+        """The KV cache of one sequence, as vLLM allocates it."""
         if self.needs.kv_cache is None:
             return None
-        # With asynchronous scheduling two batches are in flight.
-        in_flight = 2 * self.limits["max_num_batched_tokens"]
-        block_tokens = self.engine.get("block_size") or BLOCK_TOKENS
         return self.needs.kv_cache.pools(
-            num_tokens, self.tensor_parallel_size, self.pipeline_parallel_size, in_flight, block_tokens
+            num_tokens,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            # With asynchronous scheduling two batches are in flight.
+            in_flight_tokens=2 * self.limits["max_num_batched_tokens"],
+            block_tokens=self.engine.get("block_size") or BLOCK_TOKENS,
         )
 
     @property
     def sequence_bytes(self) -> int | None:
         """KV cache of one sequence of `max_model_len` on one device. With less, vLLM does not start."""
-        return None if self.max_model_len is None else self.sequence_bytes_of(self.max_model_len)
+        pools = None if self.max_model_len is None else self._pools(self.max_model_len)
+        return None if pools is None else max(pool.sequence_bytes for pool in pools)
 
     @property
     def least_bytes(self) -> int | None:
@@ -181,14 +184,15 @@ class Fit:
 
     def cache_bytes(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> int | None:
         """Memory of one device for the KV cache; `kv_cache_memory_bytes` if it is given. May be negative."""
-        if isinstance(given := self.engine.get("kv_cache_memory_bytes"), int):
-            return given
+        if isinstance(num_bytes := self.engine.get("kv_cache_memory_bytes"), int):
+            return num_bytes
         left = self.left_bytes(gpu_memory_utilization)
         return None if left is None else left - reserve_bytes
 
     def sequences(self, num_tokens: int, gpu_memory_utilization: float, reserve_bytes: int = 0) -> float | None:
         """Sequences of `num_tokens` whose cache fits at the same time."""
-        room, pools = self.cache_bytes(gpu_memory_utilization, reserve_bytes), self._pools(num_tokens)
+        room = self.cache_bytes(gpu_memory_utilization, reserve_bytes)
+        pools = self._pools(num_tokens)
         return None if room is None or pools is None else min(pool.capacity(max(0, room)) for pool in pools)
 
     def most_tokens(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> int | None:
@@ -225,42 +229,59 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
 
     A family that is not plain is built by transformers, in another process; see `described`.
     """
-    raw, unknown = text_section(model.config), []
-    tensors: tuple[Tensor, ...] = ()
-    if spec.load_format != "dummy":
-        tensors = stored(pathlib.Path(model.path), spec.load_format, is_tied=bool(raw.get("tie_word_embeddings")))
-    built, why_not = None, ""
-    if not (tensors and _is_plain(raw)):
-        try:
-            built = described(
-                model.config, trust_remote_code=spec.trust_remote_code, folder=model.folder or model.tokenizer
-            )
-        except ModelError as error:
-            why_not = str(error)
-    config = raw if built is None else {**text_section(built.config), **raw}
+    shapes = _shapes_of(model, spec)
+    dtype = weight_dtype(model.config, spec)
+    unknown = []
+    weights = kv_cache = None
     try:
-        weights = _weights(model, spec, config, tensors, built, why_not)
+        weights = _weights(model, spec, shapes)
     except UnknownWeightsError as error:
-        weights = None
         unknown.append(f"weights: {error}")
-    dtype, cache_dtype = weight_dtype(model.config, spec), str(engine.get("kv_cache_dtype", "auto"))
     try:
-        if built is None and not tensors and not _is_plain(raw) and why_not:
-            raise UnknownCacheError(why_not)
+        if shapes.why_not_built and not shapes.stored and not _is_plain(shapes.config):
+            raise UnknownCacheError(shapes.why_not_built)
+        cache_dtype = str(engine.get("kv_cache_dtype", "auto"))
         state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
-        kv_cache = kv_cache_of(config, model.config, dtype, cache_dtype, state_dtype)
+        kv_cache = kv_cache_of(shapes.config, model.config, dtype, cache_dtype, mamba_ssm_cache_dtype=state_dtype)
     except UnknownCacheError as error:
-        kv_cache = None
         unknown.append(f"KV cache: {error}")
     return Needs(
         weights,
         kv_cache,
-        tuple(unknown),
-        config,
-        _counts(tensors or (built.tensors if built is not None else ())),
-        _quantization_name(model, spec),
-        dtype,
+        unknown=tuple(unknown),
+        config=shapes.config,
+        parameters=_counts(shapes.stored or shapes.built),
+        quantization=_quantization_name(model, spec),
+        dtype=dtype,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """A model's tensors, as far as they are known."""
+
+    config: Mapping[str, Any]
+    """Of the text model, with the defaults of its class where they were needed."""
+    stored: tuple[Tensor, ...]
+    """By the headers of the weight files."""
+    built: tuple[Tensor, ...]
+    """By transformers; empty if it was not needed or cannot build the model."""
+    why_not_built: str
+
+
+def _shapes_of(model: Model, spec: ModelSpec) -> _Shapes:
+    config = text_section(model.config)
+    tensors: tuple[Tensor, ...] = ()
+    if spec.load_format != "dummy":
+        tensors = stored(pathlib.Path(model.path), spec.load_format, is_tied=bool(config.get("tie_word_embeddings")))
+    if tensors and _is_plain(config):
+        return _Shapes(config, tensors, (), "")
+    folder = model.folder or model.tokenizer
+    try:
+        built = described(model.config, trust_remote_code=spec.trust_remote_code, folder=folder)
+    except ModelError as error:
+        return _Shapes(config, tensors, (), str(error))
+    return _Shapes({**text_section(built.config), **config}, tensors, built.tensors, "")
 
 
 def _counts(tensors: Sequence[Tensor]) -> dict[Part, int]:
@@ -274,10 +295,10 @@ def _counts(tensors: Sequence[Tensor]) -> dict[Part, int]:
 
 def _quantization_name(model: Model, spec: ModelSpec) -> str:
     try:
-        found = quantization_of(model.config, spec.quantization)
+        quantization = quantization_of(model.config, spec.quantization)
     except UnknownWeightsError:
         return "unknown"
-    return "" if found is None else found.name
+    return "" if quantization is None else quantization.name
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
@@ -288,27 +309,22 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _weights(
-    model: Model,
-    spec: ModelSpec,
-    config: Mapping[str, Any],
-    tensors: tuple[Tensor, ...],
-    built: Described | None,
-    why_not: str,
-) -> Weights:
+def _weights(model: Model, spec: ModelSpec, shapes: _Shapes) -> Weights:
     """Of the weight files; else their index, if they are quantized; else counted. Raises UnknownWeightsError."""
-    item_bytes = _TYPE_BYTES[weight_dtype(model.config, spec)]
-    num_layers = config.get("num_hidden_layers") or config.get("n_layer")
-    is_tied = bool(config.get("tie_word_embeddings"))
+    num_layers = shapes.config.get("num_hidden_layers") or shapes.config.get("n_layer")
+    is_tied = bool(shapes.config.get("tie_word_embeddings"))
     is_quantized = bool(model.config.get("quantization_config"))
-    if tensors and is_quantized:
-        return weigh(tensors, num_layers, None, None, is_tied=is_tied)
-    indexed = None if spec.load_format == "dummy" else indexed_bytes(pathlib.Path(model.folder or model.tokenizer))
-    if indexed is not None and not tensors and (is_quantized or built is None):
-        return Weights.of_total(indexed, num_layers or 1)
-    tensors = tensors or (() if built is None else built.tensors)
+    if shapes.stored and is_quantized:
+        return weigh(shapes.stored, num_layers, None, None, is_tied=is_tied)
+    if spec.load_format != "dummy" and not shapes.stored and (is_quantized or not shapes.built):
+        total = indexed_bytes(pathlib.Path(model.folder or model.tokenizer))
+        if total is not None:
+            return Weights.of_total(total, num_layers or 1)
+    tensors = shapes.stored or shapes.built
     if not tensors:
-        raise UnknownWeightsError(f"they are not here, and {why_not or 'the config does not say enough'}")
+        why_not = shapes.why_not_built or "the config does not say enough"
+        raise UnknownWeightsError(f"they are not here, and {why_not}")
+    item_bytes = _TYPE_BYTES[weight_dtype(model.config, spec)]
     return weigh(tensors, num_layers, item_bytes, quantization_of(model.config, spec.quantization), is_tied=is_tied)
 
 
@@ -320,9 +336,10 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_
 def named_number(config: Mapping[str, Any], keys: Sequence[str]) -> float:
     """The number under the first of these keys; of a list, one for each layer, the mean. 0 without one."""
     for key in keys:
-        each = given if isinstance(given := config.get(key), list) else [given]
-        if each and all(isinstance(number, int) for number in each):
-            return sum(each) / len(each)
+        value = config.get(key)
+        numbers = value if isinstance(value, list) else [value]
+        if numbers and all(isinstance(number, int) for number in numbers):
+            return sum(numbers) / len(numbers)
     return 0.0
 
 
@@ -350,9 +367,9 @@ def fit_of(
         device_bytes,
         device_name,
         *spec.parallel.sizes,
-        length if isinstance(length, int) and length > 0 else model.max_model_len,
-        {} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes),
-        spec.engine,
+        max_model_len=length if isinstance(length, int) and length > 0 else model.max_model_len,
+        batch_limits={} if limits_of is None else limits_of(vocab_size_of(model.config), device_bytes),
+        engine=spec.engine,
     )
 
 
@@ -365,8 +382,9 @@ def weight_dtype(config: Mapping[str, Any], spec: ModelSpec) -> str:
     """The type of weights and arithmetic on a GPU. By default vLLM runs float32 checkpoints in 16 bits."""
     if spec.dtype != "auto":
         return spec.dtype
-    named = text_section(config).get("dtype") or text_section(config).get("torch_dtype") or config.get("torch_dtype")
-    return "float16" if named in ("float16", "half") else "bfloat16"
+    text = text_section(config)
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")
+    return "float16" if dtype in ("float16", "half") else "bfloat16"
 
 
 def gib(num_bytes: float) -> str:
@@ -375,7 +393,8 @@ def gib(num_bytes: float) -> str:
 
 def needs_lines(fit: Fit, gpu_memory_utilization: float) -> list[str]:
     """Lines for people: the model's memory, and what fits on one device if there is one."""
-    needs, parts = fit.needs, []
+    needs = fit.needs
+    parts = []
     if needs.weight_bytes is not None:
         parts.append(f"weights {gib(needs.weight_bytes)}")
     if needs.kv_cache is not None:
@@ -393,11 +412,13 @@ def _device_lines(fit: Fit, share: float) -> list[str]:
         return []
     device = f"one device here ({fit.device_name or 'GPU'}, {gib(fit.device_bytes)})"
     at = f"at gpu_memory_utilization {share:g}"
-    left, tokens, fits = fit.left_bytes(share), fit.most_tokens(share), fit.fits(share)
+    left = fit.left_bytes(share)
     if left is not None and left <= 0:
         return [f"{device}: the weights alone do not fit {at}"]
-    if tokens is None:
+    num_tokens = fit.most_tokens(share)
+    if num_tokens is None:
         return []
-    length = "" if fit.max_model_len is None else f"; one sequence of max_model_len {fit.max_model_len:,} "
-    length += "" if not length else "fits" if fits else "does not"
-    return [f"{device} holds at most {tokens:,} tokens {at}, less what activations take{length}"]
+    length = ""
+    if fit.max_model_len is not None:
+        length = f"; one sequence of max_model_len {fit.max_model_len:,} {'fits' if fit.fits(share) else 'does not'}"
+    return [f"{device} holds at most {num_tokens:,} tokens {at}, less what activations take{length}"]

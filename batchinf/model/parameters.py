@@ -8,12 +8,13 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import pathlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from batchinf.base.child import NoAnswerError, ask
@@ -24,7 +25,7 @@ from batchinf.model import files as model_files
 # `linear`: a matrix that quantization changes. `embedding` and `head` stay as they are, and so do all `other` ones.
 Part = Literal["linear", "expert", "embedding", "head", "other"]
 
-_VERSION = 1  # of the cached counts
+_VERSION = 2  # of the cached counts
 _WAIT_S = 300.0
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.")
 # Encoders of images and sound, and what joins them to the text model, which vLLM loads in 16 bits.
@@ -35,34 +36,35 @@ _ROUTERS = re.compile(r"\.(gate|router|shared_expert_gate)(\.|$)|norm")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Parameters of one name and shape. name: with `*` for each number. layer: None outside of the text model's layers.
-
-    dtype: as stored in a weight file, such as `BF16`; empty if counted. is_other: of an encoder of images or sound.
-    """
+    """Parameters of one name and shape."""
 
     name: str
+    """With `*` in place of each number."""
     part: Part
     shape: tuple[int, ...]
-    number: int
     layer: int | None
+    """None outside of the text model's layers."""
     dtype: str = ""
+    """As stored in a weight file, such as `BF16`; empty if counted."""
     is_other: bool = False
+    """Of an encoder of images or sound."""
+    number: int = 1
+    """How many of them there are."""
 
     @property
     def num_parameters(self) -> int:
         """Parameters in all of them."""
-        product = self.number
-        for size in self.shape:
-            product *= size
-        return product
+        return self.number * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model as transformers builds it. config: with the defaults of its class. tensors: tied ones once."""
+    """A model as transformers builds it."""
 
     config: dict[str, Any]
+    """With the defaults of the model's class."""
     tensors: tuple[Tensor, ...]
+    """Tied ones once."""
 
 
 def stored(folder: pathlib.Path, load_format: str, *, is_tied: bool) -> tuple[Tensor, ...]:
@@ -72,31 +74,37 @@ def stored(folder: pathlib.Path, load_format: str, *, is_tied: bool) -> tuple[Te
         if not all(name.endswith(".safetensors") for name in names):
             return ()
         headers = [model_files.read_header(folder / name)[0] for name in names]
-        each = [
-            (name, tuple(tensor["shape"]), str(tensor["dtype"]))
-            for header in headers
-            for name, tensor in header.items()
+        tensors = [item for header in headers for item in header.items()]
+        return _merged(
+            _tensor(name, tuple(it["shape"]), is_linear=_is_layer_matrix(name, it["shape"]), dtype=str(it["dtype"]))
+            for name, it in tensors
             if not (is_tied and name.endswith("lm_head.weight"))
-        ]
+        )
     except (OSError, ValueError, AttributeError, ModelError):
         return ()
-    return _merged((name, shape, dtype, (len(shape) == 2 and _LAYER.search(name) is not None)
-                    or _is_fused_expert(name, shape)) for name, shape, dtype in each)  # fmt: skip
 
 
-def _merged(each: Iterable[tuple[str, tuple[int, ...], str, bool]]) -> tuple[Tensor, ...]:
-    """each: name, shape, stored type, whether it is the matrix of a linear layer or of an expert."""
-    found: Counter[tuple[str, Part, tuple[int, ...], int | None, str, bool]] = Counter()
-    for name, shape, dtype, is_linear in each:
-        layer = _LAYER.search(name)
-        is_other = _OTHER_MODELS.search(name) is not None
-        number = None if layer is None or is_other else int(layer[1])
-        pattern = re.sub(r"\d+", "*", name.removesuffix(".weight"))
-        found[pattern, _part(name, is_linear), shape, number, dtype, is_other] += 1
-    return tuple(
-        Tensor(name, part, shape, number, layer, dtype, is_other)
-        for (name, part, shape, layer, dtype, is_other), number in found.items()
+def _is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
+    return len(shape) == 2 and _LAYER.search(name) is not None
+
+
+def _tensor(name: str, shape: tuple[int, ...], *, is_linear: bool, dtype: str = "") -> Tensor:
+    """is_linear: whether it is the matrix of a linear layer."""
+    layer = _LAYER.search(name)
+    is_other = _OTHER_MODELS.search(name) is not None
+    return Tensor(
+        name=re.sub(r"\d+", "*", name.removesuffix(".weight")),
+        part=_part(name, is_linear or _is_fused_expert(name, shape)),
+        shape=shape,
+        layer=None if layer is None or is_other else int(layer[1]),
+        dtype=dtype,
+        is_other=is_other,
     )
+
+
+def _merged(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Equal tensors as one, with their number."""
+    return tuple(replace(tensor, number=number) for tensor, number in Counter(tensors).items())
 
 
 def _part(name: str, is_linear: bool) -> Part:
@@ -123,41 +131,45 @@ def count_parameters(
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     family = plain.pop("model_type", None)
     if trust_remote_code and folder is not None:
-        made = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        built = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     else:
-        made = transformers.AutoConfig.for_model(family, **plain)
-    architecture = next(iter(config.get("architectures") or ()), "")
-    made_of = getattr(transformers, architecture, None)
+        built = transformers.AutoConfig.for_model(family, **plain)
+    architecture = getattr(transformers, next(iter(config.get("architectures") or ()), ""), None)
     with torch.device("meta"):
-        if made_of is not None and hasattr(made_of, "_from_config"):
-            model = made_of._from_config(made)
+        if architecture is not None and hasattr(architecture, "_from_config"):
+            model = architecture._from_config(built)
         else:
-            model = _auto_class(transformers, made).from_config(made, trust_remote_code=trust_remote_code)
-    linear = {f"{name}.weight" for name, module in model.named_modules() if _is_linear(module, torch)}
-    each = [(name, tuple(it.shape), "", name in linear or _is_fused_expert(name, it.shape))
-            for name, it in model.named_parameters()]  # fmt: skip
-    settings = made.to_dict()
-    # Some classes give the kind of each layer only as a property.
-    text = made.get_text_config()
+            model = _auto_class(transformers, built).from_config(built, trust_remote_code=trust_remote_code)
+    is_linear = {
+        f"{name}.weight": isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+        for name, module in model.named_modules()
+    }
+    tensors = [
+        _tensor(name, tuple(it.shape), is_linear=is_linear.get(name, False)) for name, it in model.named_parameters()
+    ]
+    return Described(_settings(built), _merged(tensors))
+
+
+def _settings(built: Any) -> dict[str, Any]:
+    """The config as JSON values. Some classes give the kind of each layer only as a property."""
+    settings = built.to_dict()
+    text = built.get_text_config()
     for key in ("layers_block_type", "layer_types"):
         if (kinds := getattr(text, key, None)) is not None:
-            (settings if text is made else settings.setdefault("text_config", {}))[key] = list(kinds)
-    return Described(json.loads(json.dumps(settings, default=str)), _merged(each))
+            (settings if text is built else settings.setdefault("text_config", {}))[key] = list(kinds)
+    values: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return values
 
 
-def _auto_class(transformers: Any, made: Any) -> Any:
-    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    causal = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(made) in causal:
+def _auto_class(transformers: Any, built: Any) -> Any:
+    mappings = transformers.models.auto.modeling_auto
+    if type(built) in mappings.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
-    return transformers.AutoModelForImageTextToText if type(made) in mapping else transformers.AutoModel
+    is_image_model = type(built) in mappings.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if is_image_model else transformers.AutoModel
 
 
-def _is_linear(module: Any, torch: Any) -> bool:
-    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _is_fused_expert(name: str, shape: Any) -> bool:
+def _is_fused_expert(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor has a matrix for each expert. MXFP4 files have these in blocks, and scales for the blocks."""
     return len(shape) in (3, 4) and not name.endswith("_scales") and _EXPERTS.search(name) is not None
 
@@ -167,16 +179,18 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     if {"torch", "transformers"} <= sys.modules.keys():
         return _counted(config, trust_remote_code, folder)
     # Only a model's own code is read from its folder: otherwise equal configs have the same parameters anywhere.
-    read = folder if trust_remote_code else None
-    question = {"config": config, "trust_remote_code": trust_remote_code, "folder": read}
-    asked = json.dumps(question, sort_keys=True)
+    question = {
+        "config": config,
+        "trust_remote_code": trust_remote_code,
+        "folder": folder if trust_remote_code else None,
+    }
     version = f"{_VERSION} {importlib.metadata.version('transformers')}"
+    name = hashlib.sha256(f"{version} {json.dumps(question, sort_keys=True)}".encode()).hexdigest()
     # A folder's own code may change under the same config.
-    name = f"{hashlib.sha256(f'{version} {asked}'.encode()).hexdigest()}.json"
-    place = None if trust_remote_code else model_files.user_cache("parameters") / name
-    if place is not None and place.is_file():
+    cached = None if trust_remote_code else model_files.user_cache("parameters") / f"{name}.json"
+    if cached is not None and cached.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return _decoded(json.loads(place.read_text()))
+            return _decoded(json.loads(cached.read_text()))
     try:
         # Without devices, torch never makes a CUDA context.
         environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -185,14 +199,14 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
         raise ModelError(f"the model's parameters could not be counted: {error}") from None
     if "error" in answer:
         raise ModelError(answer["error"])
-    if place is not None:
+    if cached is not None:
         with contextlib.suppress(OSError):
-            model_files.write_cached(place, json.dumps(answer).encode())
+            model_files.write_cached(cached, json.dumps(answer).encode())
     return _decoded(answer)
 
 
 def _decoded(answer: Mapping[str, Any]) -> Described:
-    tensors = tuple(Tensor(name, part, tuple(shape), *rest) for name, part, shape, *rest in answer["tensors"])
+    tensors = tuple(Tensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in answer["tensors"])
     return Described(dict(answer["config"]), tensors)
 
 
@@ -201,22 +215,15 @@ def _counted(config: Mapping[str, Any], trust_remote_code: bool, folder: str | N
         return count_parameters(config, trust_remote_code=trust_remote_code, folder=folder)
     except Exception as error:  # transformers raises what its models raise
         family = config.get("model_type")
-        raise ModelError(
-            f"transformers cannot build a model of type {family!r} from this config: {_words(error)}"
-        ) from error
-
-
-def _words(error: Exception) -> str:
-    # The names of all known families, a page of them, say nothing here.
-    return one_line(str(error).partition("Should contain one of")[0], 200)
+        # The names of all known families, a page of them, say nothing here.
+        words = one_line(str(error).partition("Should contain one of")[0], 200)
+        raise ModelError(f"transformers cannot build a model of type {family!r} from this config: {words}") from error
 
 
 def _main() -> None:
-    asked = json.loads(sys.stdin.read())
+    question = json.loads(sys.stdin.read())
     try:
-        found = _counted(asked["config"], asked["trust_remote_code"], asked["folder"])
-        tensors = [[it.name, it.part, it.shape, it.number, it.layer, it.dtype, it.is_other] for it in found.tensors]
-        answer: dict[str, Any] = {"config": found.config, "tensors": tensors}
+        answer = asdict(_counted(question["config"], question["trust_remote_code"], question["folder"]))
     except ModelError as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))

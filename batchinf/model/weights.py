@@ -5,8 +5,10 @@ import json
 import math
 import pathlib
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from batchinf.model.parameters import Part, Tensor
@@ -20,21 +22,22 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint's matrices are stored. Embeddings, head, norms and routers keep the model's type.
-
-    name: in words. group_size: weights that share a scale; None: a row of the matrix; 0: the whole matrix. block: of
-    two sizes, for a scale for each block. has_zeros: each scale has a zero point of `bits`. parts: that are quantized.
-    ignored: patterns of names that are not.
-    """
+    """How a checkpoint's matrices are stored. Embeddings, head, norms and routers keep the model's type."""
 
     name: str
+    """In words."""
     bits: int
     group_size: int | None = 0
+    """Weights that share a scale; None: a row of the matrix; 0: the whole matrix."""
     block: tuple[int, int] | None = None
+    """Rows and columns of a block that shares a scale, in place of `group_size`."""
     scale_bytes: float = 4
     has_zeros: bool = False
+    """Each scale has a zero point of `bits`."""
     parts: tuple[Part, ...] = ("linear", "expert")
+    """The parts that are quantized."""
     ignored: tuple[str, ...] = ()
+    """Patterns of the names that are not quantized."""
 
     def is_for(self, tensor: Tensor) -> bool:
         """Whether the tensor is quantized."""
@@ -87,98 +90,107 @@ _ON_LOADING = {
     "gptq": Quantization("gptq", 4, 128, scale_bytes=2, has_zeros=True),
     "int4": Quantization("int4", 4, 128, scale_bytes=2),
     "int8": Quantization("int8", 8, None, scale_bytes=2),
-}  # fmt: skip
-_ON_LOADING |= {name: _ON_LOADING[kind] for name, kind in [("awq_marlin", "awq"), ("auto_awq", "awq"),
-                ("gptq_marlin", "gptq"), ("auto_gptq", "gptq")]}  # fmt: skip
+}
+for _kind in ("awq", "gptq"):
+    _ON_LOADING |= dict.fromkeys((f"{_kind}_marlin", f"auto_{_kind}"), _ON_LOADING[_kind])
 
 
-def quantization_of(config: Mapping[str, Any], wanted: str | None) -> Quantization | None:
+def quantization_of(config: Mapping[str, Any], method: str | None) -> Quantization | None:
     """The quantization of a config's checkpoint, else the one that vLLM applies when it loads; None: none.
 
-    wanted: the spec's `model.quantization`. Raises UnknownWeightsError.
+    method: the spec's `model.quantization`. Raises UnknownWeightsError.
     """
-    found = config.get("quantization_config") or config.get("compression_config")
-    if isinstance(found, Mapping) and found:
-        return _of_checkpoint(found)
-    if wanted is None:
+    section = config.get("quantization_config") or config.get("compression_config")
+    if isinstance(section, Mapping) and section:
+        ignored = section.get("ignore") or section.get("modules_to_not_convert") or section.get("exclude_modules")
+        return replace(_of_checkpoint(section), ignored=tuple(map(str, ignored or ())))
+    if method is None:
         return None
-    if wanted not in _ON_LOADING:
-        raise UnknownWeightsError(f"quantization {wanted} is of a size of its own")
-    return _ON_LOADING[wanted]
+    if method not in _ON_LOADING:
+        raise UnknownWeightsError(f"quantization {method} is of a size of its own")
+    return _ON_LOADING[method]
 
 
-def _of_checkpoint(found: Mapping[str, Any]) -> Quantization:
-    method = str(found.get("quant_method") or ("modelopt" if "quant_algo" in found else "")).replace("_", "-").lower()
-    ignored = tuple(map(str, found.get("ignore") or found.get("modules_to_not_convert") or
-                        found.get("exclude_modules") or ()))  # fmt: skip
-    bits = found.get("bits") or found.get("w_bit") or found.get("num_bits")
-    group_size = found.get("group_size", found.get("q_group_size", 128))
-    group_size = None if group_size in (-1, None) else int(group_size)
+def _of_checkpoint(section: Mapping[str, Any]) -> Quantization:
+    method = str(section.get("quant_method") or ("modelopt" if "quant_algo" in section else ""))
+    method = method.replace("_", "-").lower()
     if method in ("awq", "gptq", "auto-round", "intel/auto-round", "auto-awq", "auto-gptq", "moe-wna16", "inc"):
-        return Quantization(method, int(bits or 4), group_size, scale_bytes=2, has_zeros=True, ignored=ignored)
-    if method in ("compressed-tensors", "compressed_tensors"):
-        return _compressed(found, ignored)
+        return _of_groups(method, section)
+    if method == "compressed-tensors":
+        return _compressed(section)
     if method in ("fp8", "fbgemm-fp8", "modelopt", "modelopt-fp4", "modelopt-mxfp8", "quark"):
-        return _of_floats(method, found, ignored)
+        return _of_floats(method, section)
     if method in ("mxfp4", "gpt-oss-mxfp4"):
-        return Quantization("mxfp4", 4, 32, scale_bytes=1, parts=("expert",), ignored=ignored)
+        return Quantization("mxfp4", 4, 32, scale_bytes=1, parts=("expert",))
     if method == "bitsandbytes":
-        is_half = bool(found.get("load_in_4bit"))
-        return Quantization(method, 4 if is_half else 8, 64 if is_half else None, ignored=ignored)
-    if method == "torchao":
-        words = json.dumps(found).lower()
-        for name, size in (("int4", 4), ("int8", 8), ("float8", 8)):
-            if name in words:
-                return Quantization(f"torchao {name}", size, 128 if size == 4 else None, scale_bytes=2, ignored=ignored)
+        return Quantization(method, 4, 64) if section.get("load_in_4bit") else Quantization(method, 8, None)
+    words = json.dumps(section).lower()
+    for name, bits, group_size in (("int4", 4, 128), ("int8", 8, None), ("float8", 8, None)):
+        if method == "torchao" and name in words:
+            return Quantization(f"torchao {name}", bits, group_size, scale_bytes=2)
     raise UnknownWeightsError(f"the checkpoint's quantization {method or 'without a name'} is of a size of its own")
 
 
-def _of_floats(method: str, found: Mapping[str, Any], ignored: tuple[str, ...]) -> Quantization:
-    words = json.dumps(found).lower()
-    if "nvfp4" in words or (method == "modelopt-fp4"):
-        return Quantization("nvfp4", 4, 16, scale_bytes=1, ignored=ignored)
+def _of_groups(method: str, section: Mapping[str, Any]) -> Quantization:
+    bits = section.get("bits") or section.get("w_bit") or section.get("num_bits") or 4
+    size = section.get("group_size", section.get("q_group_size", 128))
+    group_size = None if size in (-1, None) else int(size)
+    return Quantization(method, int(bits), group_size, scale_bytes=2, has_zeros=True)
+
+
+def _of_floats(method: str, section: Mapping[str, Any]) -> Quantization:
+    words = json.dumps(section).lower()
+    if "nvfp4" in words or method == "modelopt-fp4":
+        return _ON_LOADING["nvfp4_per_token"]
     if "mxfp8" in words or method == "modelopt-mxfp8":
-        return Quantization("mxfp8", 8, 32, scale_bytes=1, ignored=ignored)
-    if method == "quark" and ("fp4" in words or "mxfp4" in words):
-        return Quantization("mxfp4", 4, 32, scale_bytes=1, ignored=ignored)
-    block = found.get("weight_block_size")
+        return _ON_LOADING["mxfp8"]
+    if method == "quark" and "fp4" in words:
+        return Quantization("mxfp4", 4, 32, scale_bytes=1)
+    block = section.get("weight_block_size")
     sizes = (int(block[0]), int(block[1])) if block else None
-    return Quantization("fp8", 8, None if method == "fbgemm-fp8" else 0, block=sizes, ignored=ignored)
+    return Quantization("fp8", 8, None if method == "fbgemm-fp8" else 0, block=sizes)
 
 
-def _compressed(found: Mapping[str, Any], ignored: tuple[str, ...]) -> Quantization:
-    groups = [group.get("weights") for group in (found.get("config_groups") or {}).values() if group.get("weights")]
-    if not groups:
+def _compressed(section: Mapping[str, Any]) -> Quantization:
+    groups = [group.get("weights") for group in (section.get("config_groups") or {}).values()]
+    weights = next(filter(None, groups), None)
+    if weights is None:
         raise UnknownWeightsError("the checkpoint's compressed-tensors config has no group with weights")
-    weights = groups[0]
-    bits, strategy, size = int(weights["num_bits"]), weights.get("strategy"), weights.get("group_size")
+    bits = int(weights["num_bits"])
+    strategy = weights.get("strategy")
+    size = weights.get("group_size")
     if strategy == "block" and weights.get("block_structure"):
         rows, columns = map(int, weights["block_structure"])
-        return Quantization("fp8", bits, block=(rows, columns), ignored=ignored)
+        return Quantization("fp8", bits, block=(rows, columns))
     has_groups = strategy in ("group", "tensor_group") and size and size > 0
-    group_size = int(size) if has_groups else None if strategy == "channel" else 0
-    scale_bytes = 1 if strategy == "tensor_group" else 2
-    has_zeros = weights.get("symmetric") is False
-    name = f"{'fp' if weights.get('type') == 'float' else 'int'}{bits}"
-    return Quantization(name, bits, group_size, scale_bytes=scale_bytes, has_zeros=has_zeros, ignored=ignored)
+    return Quantization(
+        name=f"{'fp' if weights.get('type') == 'float' else 'int'}{bits}",
+        bits=bits,
+        group_size=int(size) if has_groups else None if strategy == "channel" else 0,
+        scale_bytes=1 if strategy == "tensor_group" else 2,
+        has_zeros=weights.get("symmetric") is False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of a model's weights. layers: of each layer. first, last: outside of the layers, on the first and the last
-    stage of a pipeline. shared: embeddings that are also the head. parts: the same bytes by part.
-    """
+    """Bytes of a model's weights."""
 
     layers: tuple[float, ...]
-    first: float
-    last: float
-    shared: float
+    """Of each layer."""
+    first: float = 0
+    """Outside of the layers, on the first stage of a pipeline."""
+    last: float = 0
+    """Outside of the layers, on the last stage of a pipeline."""
+    shared: float = 0
+    """Embeddings that are also the head."""
     parts: tuple[tuple[str, int], ...] = ()
+    """The same bytes by part."""
 
     @classmethod
     def of_total(cls, num_bytes: float, num_layers: int = 1) -> "Weights":
         """Weights of which only the sum is known."""
-        return cls((num_bytes / num_layers,) * num_layers, 0, 0, 0)
+        return cls((num_bytes / num_layers,) * num_layers)
 
     def halved(self) -> "Weights":
         """About what fp8 makes of 16 bits."""
@@ -192,13 +204,11 @@ class Weights:
 
     def rank_bytes(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
         """On the device with the most. Tensor-parallel ranks split nearly all weights."""
-        fullest, start, stages = 0.0, 0, stage_sizes(len(self.layers), pipeline_parallel_size)
-        for stage, num_layers in enumerate(stages):
-            size = sum(self.layers[start : start + num_layers])
-            is_first, is_last = stage == 0, stage == len(stages) - 1
-            size += self.first * is_first + self.last * is_last + self.shared * (is_first or is_last)
-            fullest, start = max(fullest, size), start + num_layers
-        return math.ceil(round(fullest, 3) / tensor_parallel_size)
+        layers = iter(self.layers)
+        stages = [sum(islice(layers, size)) for size in stage_sizes(len(self.layers), pipeline_parallel_size)]
+        stages[0] += self.first + self.shared
+        stages[-1] += self.last + (self.shared if len(stages) > 1 else 0)
+        return math.ceil(round(max(stages), 3) / tensor_parallel_size)
 
 
 def stage_sizes(num_layers: int, pipeline_parallel_size: int) -> list[int]:
@@ -224,26 +234,33 @@ def weigh(
     does not load them.
     """
     num_layers = num_layers or 1 + max((it.layer for it in tensors if it.layer is not None), default=0)
-    layers, outside = [0.0] * num_layers, {"first": 0.0, "last": 0.0, "shared": 0.0}
-    parts: dict[str, float] = {}
+    places = defaultdict[int | str, float](float)
+    parts = defaultdict[str, float](float)
     for tensor in tensors:
-        if tensor.layer is not None and tensor.layer >= num_layers:
-            continue
-        size = _size(tensor, item_bytes, quantization)
-        name = "image and audio encoders" if tensor.is_other else _NAMES[tensor.part]
-        parts[name] = parts.get(name, 0.0) + size
-        if tensor.layer is not None:
-            layers[tensor.layer] += size
-        elif tensor.part == "embedding":
-            outside["shared" if is_tied else "first"] += size
-        else:
-            outside["first" if tensor.is_other else "last"] += size
-    return Weights(tuple(layers), outside["first"], outside["last"], outside["shared"],
-                   tuple((name, round(size)) for name, size in parts.items()))  # fmt: skip
+        if tensor.layer is None or tensor.layer < num_layers:
+            size = _size(tensor, item_bytes, quantization)
+            places[_place(tensor, is_tied)] += size
+            parts["image and audio encoders" if tensor.is_other else _NAMES[tensor.part]] += size
+    return Weights(
+        layers=tuple(places[layer] for layer in range(num_layers)),
+        first=places["first"],
+        last=places["last"],
+        shared=places["shared"],
+        parts=tuple((name, round(size)) for name, size in parts.items()),
+    )
 
 
 _NAMES: dict[Part, str] = {"linear": "layers", "expert": "experts", "embedding": "embeddings", "head": "head",
                            "other": "norms and others"}  # fmt: skip
+
+
+def _place(tensor: Tensor, is_tied: bool) -> int | str:
+    """The tensor's layer, or the field of `Weights` to which it counts."""
+    if tensor.layer is not None:
+        return tensor.layer
+    if tensor.part == "embedding":
+        return "shared" if is_tied else "first"
+    return "first" if tensor.is_other else "last"
 
 
 def _size(tensor: Tensor, item_bytes: int | None, quantization: Quantization | None) -> float:

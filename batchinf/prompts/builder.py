@@ -2,7 +2,6 @@
 
 import difflib
 import glob
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from batchinf.model.lora import adapter_places
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
 from batchinf.prompts.openai import COLUMNS, BatchPrompts
-from batchinf.prompts.row_sampling import RowSampling, wanted_columns
+from batchinf.prompts.row_sampling import RowSampling
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -63,11 +62,14 @@ class RowAdapter:
 
 def named_columns(spec: JobSpec, also: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Pairs of a spec field and the input column that it names. also: see `Task.input_columns`."""
-    named = list(Renderer(spec).named_columns)
-    named += [("input.id_column", spec.input.id_column)] if spec.input.id_column is not None else []
-    named += [("input.adapter_column", spec.input.adapter_column)] if spec.input.adapter_column is not None else []
-    named += [("output.keep_columns", name) for name in spec.output.keep_columns]
-    return [*named, *wanted_columns(spec.sampling), *also]
+    columns = {"input.id_column": spec.input.id_column, "input.adapter_column": spec.input.adapter_column}
+    return [
+        *Renderer(spec).named_columns,
+        *((field, column) for field, column in columns.items() if column is not None),
+        *(("output.keep_columns", column) for column in spec.output.keep_columns),
+        *((f"sampling.{field}", column) for field, column in spec.sampling.columns.items()),
+        *also,
+    ]
 
 
 def with_tools(where: InputSpec, columns: Iterable[str]) -> InputSpec:
@@ -80,20 +82,22 @@ def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tup
     """Raise SpecError if the spec names a column that the input does not have. also: see `Task.input_columns`."""
     names = list(schema_names)
     for field, name in named_columns(spec, also):
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            is_word = (
-                not close or close[0].isidentifier() or not field.startswith(("input.prompt_t", "input.messages["))
-            )
-            guess = f"; did you mean {repr(close[0]) if is_word else column_call(close[0])}?" if close else ";"
-            is_default = field == "input.prompt_column" and spec.input.prompt_column is None
-            whose, remedy = (
-                (", the default of this field", "; name one of them") if is_default else ("", null_hint(name))
-            )
-            raise SpecError(
-                f"{field}: the input has no column '{name}'{whose}{guess} it has: {list_names(names)}{remedy}"
-                f"{_other_reason(spec.input.path, name, names)}"
-            )
+        if name in names:
+            continue
+        guess = ";"
+        for close in difflib.get_close_matches(name, names, n=1):
+            is_template = field.startswith(("input.prompt_t", "input.messages["))
+            shown = column_call(close) if is_template and not close.isidentifier() else repr(close)
+            guess = f"; did you mean {shown}?"
+        whose = ""
+        remedy = null_hint(name)
+        if field == "input.prompt_column" and spec.input.prompt_column is None:
+            whose = ", the default of this field"
+            remedy = "; name one of them"
+        raise SpecError(
+            f"{field}: the input has no column '{name}'{whose}{guess} it has: {list_names(names)}{remedy}"
+            f"{_other_reason(spec.input.path, name, names)}"
+        )
 
 
 def _other_reason(path: str, name: str, names: Sequence[str]) -> str:
@@ -126,38 +130,34 @@ class Renderer:
         """
         self._input = where = spec.input
         self._column = spec.prompt_column
-        self._template: RowTemplate | None = None
-        self._turns: list[tuple[str, RowTemplate]] = []
         cut = None if tokenizer is None else TextCutter(tokenizer).cut
-        if where.messages is not None:
-            self._turns = [
-                (message.role, RowTemplate(message.content, f"input.messages[{number}].content", cut))
-                for number, message in enumerate(where.messages)
-            ]
-        elif where.prompt_template is not None:
-            self._template = RowTemplate(where.prompt_template, "input.prompt_template", cut)
-        self.named_columns = self._named_columns()
+        # By the field that has the template: of each message, or of the prompt.
+        self._templates: dict[str, RowTemplate] = {}
+        for number, message in enumerate(where.messages or ()):
+            field = f"input.messages[{number}].content"
+            self._templates[field] = RowTemplate(message.content, field, cut)
+        if where.messages is None and where.prompt_template is not None:
+            field = "input.prompt_template"
+            self._templates[field] = RowTemplate(where.prompt_template, field, cut)
+        self.named_columns = self._template_columns() if self._templates else self._plain_columns()
         self._is_chat = where.is_chat
         self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)
 
-    def _named_columns(self) -> tuple[tuple[str, str], ...]:
+    def _template_columns(self) -> tuple[tuple[str, str], ...]:
+        named = tuple((field, column) for field, template in self._templates.items() for column in template.columns)
+        if named:
+            return named
+        goes = "write {{ column }} where a row's value goes"
+        if self._input.messages is not None:
+            raise SpecError(f"input.messages: they name no column; {goes}")
+        text = str(self._input.prompt_template)
+        is_path = "\n" not in text and re.search(r"\.[a-z0-9]{2,5}$", text) is not None
+        hint = f"; for a template in a file write {{file: {text}}}" if is_path else ""
+        raise SpecError(f"input.prompt_template: it names no column; {goes}{hint}")
+
+    def _plain_columns(self) -> tuple[tuple[str, str], ...]:
         if self._input.is_batch_file:
             return tuple(("input.format openai", column) for column in COLUMNS)
-        if self._turns:
-            fields = [(f"input.messages[{number}].content", turn) for number, (_, turn) in enumerate(self._turns)]
-            named = tuple((field, column) for field, template in fields for column in template.columns)
-            if not named:
-                raise SpecError("input.messages: they name no column; write {{ column }} where a row's value goes")
-            return named
-        if self._template is not None:
-            if not self._template.columns:
-                text = str(self._input.prompt_template)
-                is_path = "\n" not in text and re.search(r"\.[a-z0-9]{2,5}$", text) is not None
-                raise SpecError(
-                    "input.prompt_template: it names no column; write {{ column }} where a row's value goes"
-                    + (f"; for a template in a file write {{file: {text}}}" if is_path else "")
-                )
-            return tuple(("input.prompt_template", column) for column in self._template.columns)
         for field in ("messages_column", "token_ids_column"):
             if (column := getattr(self._input, field)) is not None:
                 tools = self._input.tools_column
@@ -175,8 +175,7 @@ class Renderer:
     @property
     def printed(self) -> tuple[str, ...]:
         """The columns whose text templates print, without repeats; see `RowTemplate`."""
-        templates = [*(turn for _, turn in self._turns), *([] if self._template is None else [self._template])]
-        return tuple(dict.fromkeys(column for template in templates for column in template.printed))
+        return tuple(dict.fromkeys(column for template in self._templates.values() for column in template.printed))
 
     def render(self, row: Row) -> str | RowError:
         """The prompt's text, which is valid Unicode and not empty, or the row's error."""
@@ -196,42 +195,42 @@ class Renderer:
     def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
         """The row's own tools as an option of the chat template; without any, the job's options stay."""
         column = self._input.tools_column
-        found = None if column is None else read_tools(values.get(column), f"column '{column}'")
-        return found if isinstance(found, RowError) else {} if found is None else {"tools": found}
+        tools = None if column is None else read_tools(values.get(column), f"column '{column}'")
+        return tools if isinstance(tools, RowError) else {} if tools is None else {"tools": tools}
 
     def messages(self, row: Row) -> list[Message] | RowError:
         """The row's conversation, before the chat template, or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
-        found = self._messages(row.values)
+        messages = self._messages(row.values)
         system = self._input.system_prompt
-        if isinstance(found, RowError) or system is None:
-            return found
-        if found[0]["role"] == "system":
+        if isinstance(messages, RowError) or system is None:
+            return messages
+        if messages[0]["role"] == "system":
             message = "the conversation begins with a system message of its own, beside input.system_prompt"
             return RowError("invalid_messages", message)
-        return [{"role": "system", "content": system}, *found]
+        return [{"role": "system", "content": system}, *messages]
 
     def _messages(self, values: Mapping[str, object]) -> list[Message] | RowError:
         if (column := self._input.messages_column) is not None:
             value = take(values, column)
             return value if isinstance(value, RowError) else read_messages(value, f"column '{column}'")
-        if not self._turns:
+        if self._input.messages is None:
             text = self._text(values)
             if text == "":
                 text = _check_text(text)
             return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
         messages: list[Message] = []
-        for role, template in self._turns:
+        for message, template in zip(self._input.messages, self._templates.values(), strict=True):
             content = template.fill(values)
             if isinstance(content, RowError):
                 return content
-            messages.append({"role": role, "content": content})
+            messages.append({"role": message.role, "content": content})
         return messages
 
     def _text(self, values: Mapping[str, object]) -> str | RowError:
-        if self._template is not None:
-            return self._template.fill(values)
+        if (template := self._templates.get("input.prompt_template")) is not None:
+            return template.fill(values)
         value = take(values, self._column)
         if isinstance(value, RowError | str):
             return value
@@ -266,6 +265,7 @@ class PromptBuilder:
         tokenizer: Any,
         vocab_size: int | None,
         begun_at: str | None = None,
+        *,
         output_room: int = 1,
     ) -> None:
         """vocab_size: ids at or above it would crash the engine; None: not known. begun_at: see `ChatTemplate`.
@@ -293,8 +293,7 @@ class PromptBuilder:
     @property
     def columns(self) -> tuple[str, ...]:
         """The input columns of the prompt, of the row's own sampling and of its adapter."""
-        own = (self._sampling.columns, self._adapter.columns)
-        return tuple(dict.fromkeys([*self._renderer.columns, *itertools.chain(*own)]))
+        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns, *self._adapter.columns]))
 
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. A prompt leaves room for `output_room` tokens in `max_model_len`.
@@ -321,9 +320,9 @@ class PromptBuilder:
     def outline(self, row: Row) -> "Outline":
         """The text and output length of a row, without tokenising its prompt."""
         draft = self._draft(row, None)
-        own = draft.sampling or self._sampling.of(row.values)
-        most = own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens
-        if isinstance(draft.ids, RowError) or isinstance(own, RowError):
+        sampling = draft.sampling or self._sampling.of(row.values)
+        most = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
+        if isinstance(draft.ids, RowError) or isinstance(sampling, RowError):
             return Outline(None, most)
         if draft.ids is None:
             return Outline((draft.text or "").encode(), most)
@@ -335,10 +334,10 @@ class PromptBuilder:
 
         A tokenizer makes at most one token of each ASCII character.
         """
-        found = self.outline(row)
-        if found.beginning is None or found.max_tokens is None or not found.beginning.isascii():
+        outline = self.outline(row)
+        if outline.beginning is None or outline.max_tokens is None or not outline.beginning.isascii():
             return False
-        return len(found.beginning) + _MOST_ADDED + found.max_tokens < num_tokens
+        return len(outline.beginning) + _MOST_ADDED + outline.max_tokens < num_tokens
 
     def preview(self, row: Row, num_chars: int) -> str | RowError:
         """The beginning of a row's text as the model sees it, with special tokens, for people to read."""
@@ -361,17 +360,17 @@ class PromptBuilder:
         return self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "_Draft":
-        found = batch.read(row)
-        if isinstance(found, RowError):
-            return _Draft(None, found)
-        sampling = self._sampling.with_values(found.sampling)
+        request = batch.read(row)
+        if isinstance(request, RowError):
+            return _Draft(None, request)
+        sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
-            return _Draft(found.text, sampling)
-        if found.text is None:
-            return _Draft(None, found.token_ids, sampling=sampling)
-        encoder = self._chat_encoder if found.is_chat else self._encoder
-        draft = self._text_draft(_check_text(found.text), encoder, max_model_len)
-        return replace(draft, sampling=sampling, is_chat=found.is_chat)
+            return _Draft(request.text, sampling)
+        if request.text is None:
+            return _Draft(None, request.token_ids, sampling=sampling)
+        encoder = self._chat_encoder if request.is_chat else self._encoder
+        draft = self._text_draft(_check_text(request.text), encoder, max_model_len)
+        return replace(draft, sampling=sampling, is_chat=request.is_chat)
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "_Draft":
         """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
@@ -379,10 +378,10 @@ class PromptBuilder:
             return _Draft(None, text)
         if max_model_len is None:
             return _Draft(text, None, encoder)
-        found = encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
-        if found is None:
+        probed = encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
+        if probed is None:
             return _Draft(text, None, encoder)
-        ids, num_chars = found
+        ids, num_chars = probed
         if isinstance(ids, RowError):
             return _Draft(None, ids)
         if self._side is None:
@@ -394,17 +393,25 @@ class PromptBuilder:
         cut = ids
         # A conversation is not cut: it would lose its instructions or the assistant's header.
         if isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
-            cut = self._cut(row, draft, ids, max_model_len, self._side)
+            sampling = draft.sampling or self._sampling.of(row.values)
+            room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
+            cut = self._cut(ids, max_model_len, room or self._output_room, self._side)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
-        kept = draft.text if self._keeps_text else None
+        text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
-            return Prompt(row.row_index, [], kept, outcome)
-        is_cut, is_doubled = outcome is not ids, begins_with_two(outcome, self._bos)
-        return Prompt(row.row_index, outcome, kept, None, draft.sampling, is_cut, has_second_bos=is_doubled)
+            return Prompt(row.row_index, [], text, outcome)
+        return Prompt(
+            row.row_index,
+            outcome,
+            text,
+            None,
+            sampling=draft.sampling,
+            is_truncated=outcome is not ids,
+            has_second_bos=begins_with_two(outcome, self._bos),
+        )
 
-    def _cut(self, row: Row, draft: "_Draft", ids: list[int], max_model_len: int, side: Side) -> list[int] | RowError:
-        own = draft.sampling or self._sampling.of(row.values)
-        room = (own.max_tokens if isinstance(own, SamplingSpec) else self._max_tokens) or self._output_room
+    def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
+        """The ids with `room` left for the output."""
         cut = self._encoder.cut(ids, max_model_len - room, side)
         if cut is not None:
             return cut
@@ -433,26 +440,25 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """beginning: the prompt's text in UTF-8, or 4 bytes for each token id; None for an error row. max_tokens: the most
-    tokens of the output; None: as many as fit.
-    """
+    """The text and output length of a row, for sorting and estimates."""
 
     beginning: bytes | None
+    """The prompt's text in UTF-8, or 4 bytes for each token id; None for an error row."""
     max_tokens: int | None
+    """The most tokens of the output; None: as many as fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A prompt before its batch is encoded.
-
-    encoder: encodes `text`; None: `ids` is set. ids: the row's ids or error; of a text that is too long, those of a
-    piece that is long enough to cut. sampling: the row's own, from a line of a batch file.
-    """
+    """A prompt before its batch is encoded."""
 
     text: str | None
     ids: list[int] | RowError | None
+    """The row's ids or error; of a text that is too long, those of a piece that is long enough to cut."""
     encoder: Encoder | None = None
+    """Encodes `text`; None: `ids` is set."""
     sampling: SamplingSpec | None = None
+    """The row's own, from a line of a batch file."""
     is_chat: bool = False
 
 
@@ -485,8 +491,8 @@ def unicode_error(text: str, name: str) -> RowError | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
-        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {found}")
+        place = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
+        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {place}")
     return None
 
 

@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
@@ -29,30 +28,26 @@ def own_templates(folder: pathlib.Path) -> dict[str, str]:
     The order is that of transformers: chat_template.jinja overrides tokenizer_config.json, and that overrides the
     chat_template.json of older processors.
     """
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found |= _named(_read_json(folder / name))
+        templates |= _templates_in(folder / name)
     if (folder / "chat_template.jinja").is_file():
-        found = {"default": _read(folder / "chat_template.jinja")}
+        templates = {"default": _read(folder / "chat_template.jinja")}
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    return found | {path.stem: _read(path) for path in more}
+    return templates | {path.stem: _read(path) for path in more}
 
 
-def _named(value: object) -> dict[str, str]:
+def _templates_in(path: pathlib.Path) -> dict[str, str]:
+    """The templates under `chat_template` of a JSON file."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    value = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, list):
-        named = [one for one in value if isinstance(one, dict) and {"name", "template"} <= {*one}]
-        return {one["name"]: one["template"] for one in named}
-    return {}
-
-
-def _read_json(path: pathlib.Path) -> object:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value.get("chat_template") if isinstance(value, dict) else None
+    named = value if isinstance(value, list) else []
+    return {it["name"]: it["template"] for it in named if isinstance(it, dict) and {"name", "template"} <= it.keys()}
 
 
 def _read(path: pathlib.Path) -> str:
@@ -143,31 +138,38 @@ def _read_message(item: object) -> Message | str:
     message = {key: value for key, value in item.items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        if item.keys() >= {"from", "value"}:
-            return "got ShareGPT's from and value; expected role and content: human is user, and gpt is assistant"
-        keys = ", ".join(map(str, item)) or "nothing"
-        got = f"{name_type(role)} for role" if "role" in message else f"no role, but {keys}"
-        return shorten(f"got {got}; expected text such as 'user'", 300)
-    if "content" not in message:
-        if "tool_calls" not in message:
-            return f"got no content from '{shorten(role, 60)}'"
-        message["content"] = ""
-    content = message["content"]
-    if not isinstance(content, str | list):
-        return f"got {name_type(content)} for content; expected text, or a list of parts of text"
+        return _wrong_role(item, role)
+    if "content" not in message and "tool_calls" not in message:
+        return f"got no content from '{shorten(role, 60)}'"
+    content = message.setdefault("content", "")
+    if (wrong := _wrong_content(content)) is not None:
+        return wrong
     if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, str) and (wrong := _wrong_part(part)) is not None:
-                return wrong
         message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    if "tool_calls" in message:
-        message["tool_calls"] = [_with_arguments(call) for call in _as_list(message["tool_calls"])]
-        if not message["tool_calls"]:
-            del message["tool_calls"]
+    calls = message.get("tool_calls", [])
+    message["tool_calls"] = [_with_arguments(call) for call in (calls if isinstance(calls, list) else [calls])]
+    if not message["tool_calls"]:
+        del message["tool_calls"]
     return message
 
 
+def _wrong_role(item: dict[str, Any], role: object) -> str:
+    if item.keys() >= {"from", "value"}:
+        return "got ShareGPT's from and value; expected role and content: human is user, and gpt is assistant"
+    keys = ", ".join(map(str, item)) or "nothing"
+    got = f"no role, but {keys}" if role is None else f"{name_type(role)} for role"
+    return shorten(f"got {got}; expected text such as 'user'", 300)
+
+
+def _wrong_content(content: object) -> str | None:
+    if not isinstance(content, str | list):
+        return f"got {name_type(content)} for content; expected text, or a list of parts of text"
+    return next(filter(None, map(_wrong_part, content)), None) if isinstance(content, list) else None
+
+
 def _wrong_part(part: object) -> str | None:
+    if isinstance(part, str):
+        return None
     if not isinstance(part, dict):
         return f"got {name_type(part)} for a part of content; expected {{type: text, text: …}}"
     if part.get("type") != "text":
@@ -175,10 +177,6 @@ def _wrong_part(part: object) -> str | None:
     if not isinstance(part.get("text"), str):
         return f"got {name_type(part.get('text'))} for the text of a part; expected text"
     return None
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _with_arguments(call: object) -> object:
@@ -266,15 +264,15 @@ class ChatTemplate:
         return _PROBE in text and not any(sign in text for sign in ("{'type': 'text'", '{"type": "text"'))
 
 
-def _source(given: str | None, tokenizer: Any) -> str:
+def _source(template: str | None, tokenizer: Any) -> str:
     try:
-        return str(tokenizer.get_chat_template(given))
+        return str(tokenizer.get_chat_template(template))
     except ValueError:
         # Older processors keep it in chat_template.json, which tokenizers do not read.
-        found = own_templates(pathlib.Path(str(tokenizer.name_or_path)))
-        if "default" not in found:
+        templates = own_templates(pathlib.Path(str(tokenizer.name_or_path)))
+        if "default" not in templates:
             raise
-        return found["default"]
+        return templates["default"]
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -283,11 +281,8 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
 
 def _as_system(messages: Sequence[Message]) -> list[Message]:
     """The messages with all of the roles `developer` and `system` joined into one system message at the beginning."""
-    is_system = [message["role"] in ("developer", "system") for message in messages]
-    texts = [
-        message["content"] if isinstance(message["content"], str) else _joined(message["content"])
-        for message, flag in zip(messages, is_system, strict=True)
-        if flag
-    ]
-    others = [message for message, flag in zip(messages, is_system, strict=True) if not flag]
+    roles = ("developer", "system")
+    contents = [message["content"] for message in messages if message["role"] in roles]
+    texts = [content if isinstance(content, str) else _joined(content) for content in contents]
+    others = [message for message in messages if message["role"] not in roles]
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]

@@ -21,7 +21,8 @@ from batchinf.spec.job import JobSpec
 _LOOKED_AT = 256
 _LOOKED_AT_IDS = 10_000
 # A look at the first rows delays the first request. Where rows are large, it ends after this time.
-_LOOK_S, _FIRST_READ = 0.2, 32
+_LOOK_S = 0.2
+_FIRST_READ = 32
 
 
 def check_prompts(spec: JobSpec, model: Model) -> None:
@@ -31,7 +32,8 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
     """
     if spec.input.is_chat:
         _check_chat(spec.input, model)
-    most, length = spec.sampling.max_tokens, model_len_limit(spec, model)
+    most = spec.sampling.max_tokens
+    length = model_len_limit(spec, model)
     if spec.input.on_overlong != "error" and length is not None and (most or 1) >= length:
         raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}; "
                         "lower sampling.max_tokens")  # fmt: skip
@@ -43,29 +45,33 @@ def model_len_limit(spec: JobSpec, model: Model) -> int | None:
 
 
 def _check_chat(where: InputSpec, model: Model) -> None:
-    given, own = where.chat_template, own_templates(pathlib.Path(model.tokenizer))
-    if given is None and "default" not in own:
-        asked = next(field for field in CHAT_FIELDS if getattr(where, field) is not None)
-        others = f"; it has others, whose names input.chat_template takes: {list_names(own)}" if own else ""
-        raise SpecError(
-            f"input.{asked}: it needs a chat template, and the model '{model.name}' has none{others}; give one as "
-            "input.chat_template: {file: template.jinja}",
-        )
-    text = own["default"] if given is None else own.get(given, given)
-    field = "input.chat_template"
-    try:
-        names = variables(text)
-    except jinja2.TemplateSyntaxError as error:
-        whose = "" if given is not None else f"the chat template of '{model.name}' is broken: "
-        raise SpecError(f"{field}: {whose}line {error.lineno}: {describe_error(error)}") from error
-    if given is not None and "messages" not in names:
+    names = _template_variables(where, model)
+    if where.chat_template is not None and "messages" not in names:
         words = "it has nothing of `messages` in it, so that all prompts would be the same; is it a file's path? "
-        raise SpecError(f"{field}: {words}" + "Write input.chat_template: {file: path}")
+        raise SpecError(f"input.chat_template: {words}Write input.chat_template: {{file: path}}")
     for name in where.chat_template_kwargs or {}:
         if name not in names:
             free = sorted(names - GIVEN - {"bos_token", "eos_token", "pad_token", "unk_token"})
             words = f"the chat template has no variable '{name}'; it has: {list_names(free) or 'none'}"
             raise SpecError(f"input.chat_template_kwargs: {words}")
+
+
+def _template_variables(where: InputSpec, model: Model) -> frozenset[str]:
+    """The variables of the spec's chat template, else of the model's. Raises SpecError if no template works."""
+    templates = own_templates(pathlib.Path(model.tokenizer))
+    template = where.chat_template or "default"
+    if where.chat_template is None and template not in templates:
+        field = next(field for field in CHAT_FIELDS if getattr(where, field) is not None)
+        others = f"; it has others, whose names input.chat_template takes: {list_names(templates)}" if templates else ""
+        raise SpecError(
+            f"input.{field}: it needs a chat template, and the model '{model.name}' has none{others}; give one as "
+            "input.chat_template: {file: template.jinja}",
+        )
+    try:
+        return variables(templates.get(template, template))
+    except jinja2.TemplateSyntaxError as error:
+        whose = "" if where.chat_template is not None else f"the chat template of '{model.name}' is broken: "
+        raise SpecError(f"input.chat_template: {whose}line {error.lineno}: {describe_error(error)}") from error
 
 
 def check_order(spec: JobSpec) -> None:
@@ -99,10 +105,9 @@ def prompt_warnings(
     the template of the model that they were made from.
     """
     where = spec.input
-    form = "prompt_template" if where.prompt_template is not None else "prompt_column"
-    is_text = not where.is_chat and where.token_ids_column is None and not where.is_batch_file
-    is_text &= not may_lack_template
+    is_text = not (may_lack_template or where.is_chat or where.is_batch_file) and where.token_ids_column is None
     if is_text and model.has_chat_template and not is_embedded and where.apply_chat_template is None:
+        form = "prompt_template" if where.prompt_template is not None else "prompt_column"
         yield (
             f"warning: the model has a chat template, which input.{form} alone does not apply; "
             "input.add_generation_prompt: true makes each prompt a user's message, and input.apply_chat_template: "
@@ -113,6 +118,12 @@ def prompt_warnings(
             "warning: input.order: prefix saves nothing here, because vLLM does not use its prefix cache for prompts "
             "whose logprobs are asked for; leave it out"
         )
+    yield from _conversation_warnings(where)
+    if is_text and (warning := _second_bos(spec, model, source)) is not None:
+        yield warning
+
+
+def _conversation_warnings(where: InputSpec) -> Iterator[str]:
     says_how = where.continue_final_message is not None or where.add_generation_prompt is not None
     if where.messages is not None and where.messages[-1].role == "assistant" and not says_how:
         yield (
@@ -124,8 +135,6 @@ def prompt_warnings(
             "warning: input.system_prompt is plain text, in which {{ … }} stays as it is; "
             "write a message of the role system under input.messages for a template"
         )
-    if is_text and (found := _second_bos(spec, model, source)) is not None:
-        yield found
 
 
 class EmptyValues:
@@ -137,34 +146,34 @@ class EmptyValues:
     def __init__(self, spec: JobSpec) -> None:
         self.columns = Renderer(spec).printed
         self._num_rows = 0
-        self._found = {name: list[int]() for name in self.columns}
+        self._empty_rows = {name: list[int]() for name in self.columns}
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self._num_rows += 1
-            for name, found in self._found.items():
+            for name, empty_rows in self._empty_rows.items():
                 value = row.values.get(name)
                 if isinstance(value, str) and not value.strip():
-                    found.append(row.row_index)
+                    empty_rows.append(row.row_index)
 
     def warnings(self) -> Iterator[str]:
-        for name, found in self._found.items():
-            if found:
-                has, they = ("has", "it runs") if len(found) == 1 else ("have", "they run")
+        for name, rows in self._empty_rows.items():
+            if rows:
+                has, they = ("has", "it runs") if len(rows) == 1 else ("have", "they run")
                 column = name.replace('"', '""')
                 yield (
-                    f"warning: {len(found):,} of {self._num_rows:,} sampled rows {has} no text in '{name}' (row "
-                    f"{found[0]} first), and {they} all the same; input.where: trim(\"{column}\") <> '' leaves such "
+                    f"warning: {len(rows):,} of {self._num_rows:,} sampled rows {has} no text in '{name}' (row "
+                    f"{rows[0]} first), and {they} all the same; input.where: trim(\"{column}\") <> '' leaves such "
                     "rows out"
                 )
 
 
 def first_row_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
     """Warnings of empty values and repeated ids in the first rows."""
-    found = EmptyValues(spec)
-    if found.columns:
-        found.add(_first_rows(source, _num_first(spec, source, _LOOKED_AT), found.columns))
-    yield from found.warnings()
+    empty = EmptyValues(spec)
+    if empty.columns:
+        empty.add(_first_rows(source, _num_first(spec, source, _LOOKED_AT), empty.columns))
+    yield from empty.warnings()
     yield from repeated_id_warning(spec, source)
 
 
@@ -176,14 +185,15 @@ def empty_files_note(source: Source) -> Iterator[str]:
 
 def repeated_id_warning(spec: JobSpec, source: Source) -> Iterator[str]:
     """A warning of the first id that two of the first 10,000 rows have, or of as many as can be read in 0.2 s."""
-    name, firsts = spec.input.id_column, dict[str, int]()
+    name = spec.input.id_column
     if name is None:
         return
+    first_rows: dict[str, int] = {}
     for row in _first_rows(source, _num_first(spec, source, _LOOKED_AT_IDS), [name]):
-        value, number = row.values.get(name), row.row_index
-        if value is not None and (first := firsts.setdefault(str(value), number)) != number:
+        value = row.values.get(name)
+        if value is not None and (first := first_rows.setdefault(str(value), row.row_index)) != row.row_index:
             yield (
-                f"warning: input.id_column: rows {first:,} and {number:,} have the same '{name}', "
+                f"warning: input.id_column: rows {first:,} and {row.row_index:,} have the same '{name}', "
                 f"{clip(str(value))}; a merge by id multiplies such rows, a merge by row_index does not"
             )
             return
@@ -197,13 +207,16 @@ def _num_first(spec: JobSpec, source: Source, most: int) -> int:
 
 
 def _first_rows(source: Source, most: int, columns: Sequence[str]) -> Iterator[Row]:
-    began, start, num_rows = time.monotonic(), 0, _FIRST_READ
+    began = time.monotonic()
+    start = 0
+    num_rows = _FIRST_READ
     while start < most:
         yield from source.read(start, min(start + num_rows, most), columns)
         # The next read takes twice as long. Many small ones would decode a row group of Parquet again and again.
         if 3 * (time.monotonic() - began) >= _LOOK_S:
             return
-        start, num_rows = start + num_rows, 2 * num_rows
+        start += num_rows
+        num_rows *= 2
 
 
 def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:

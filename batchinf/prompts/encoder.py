@@ -154,7 +154,8 @@ class Encoder:
         before, after = self._find_ends()
         head = len(before) if ids[: len(before)] == before else 0
         tail = len(after) if after and ids[-len(after) :] == after else 0
-        room, end = num_tokens - head - tail, len(ids) - tail
+        room = num_tokens - head - tail
+        end = len(ids) - tail
         if room < 1:
             return None
         kept = ids[end - room : end] if side == "left" else ids[head : head + room]
@@ -203,12 +204,14 @@ class TextCutter:
         """
         if num_tokens == 0:
             return ""
-        piece = text
-        found = self._encoder.probe(text, enough_tokens(num_tokens), side)
-        if found is not None:
-            piece = text[: found[1]].rstrip() if side == "right" else text[-found[1] :].lstrip()
-        if found is None and len(self._ids(text)) <= num_tokens:
+        probed = self._encoder.probe(text, enough_tokens(num_tokens), side)
+        if probed is not None:
+            _, num_chars = probed
+            piece = text[:num_chars].rstrip() if side == "right" else text[-num_chars:].lstrip()
+        elif len(self._ids(text)) <= num_tokens:
             return text
+        else:
+            piece = text
         if not getattr(self._tokenizer, "is_fast", False):
             return self._longest(piece, num_tokens, side)
         spans = self._spans(piece)
@@ -221,7 +224,8 @@ class TextCutter:
 
     def _longest(self, text: str, num_tokens: int, side: Side) -> str:
         """About the longest piece with so many tokens, by bisection: slow tokenizers report no character offsets."""
-        least, most = 0, len(text)
+        least = 0
+        most = len(text)
         while least < most:
             middle = (least + most + 1) // 2
             fits = len(self._ids(_piece(text, middle, side))) <= num_tokens
@@ -261,7 +265,8 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     for text in texts:
         if batch and num_chars + len(text) > _BATCH_CHARS:
             yield batch
-            batch, num_chars = [], 0
+            batch = []
+            num_chars = 0
         batch.append(text)
         num_chars += len(text)
     if batch:

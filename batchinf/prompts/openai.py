@@ -1,5 +1,6 @@
 """Reads lines of OpenAI batch files: the prompt, as text or token ids, and the sampling parameters."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
 
 COLUMNS = OpenAIBatch.columns
-CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
 
 # Ignored: they do not change the output.
 _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -45,16 +47,17 @@ class _Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The request of one line. One of messages, text and token_ids is the prompt.
-
-    sampling: fields of SamplingSpec by name. chat: arguments of the chat template by name.
-    """
+    """The request of one line. One of messages, text and token_ids is the prompt."""
 
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     token_ids: list[int] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    """Fields of SamplingSpec by name, in place of the job's."""
     chat: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template by name."""
+    is_chat: bool = False
+    """The text has gone through the chat template, so it has its special tokens."""
 
 
 def may_be_batch(where: InputSpec) -> bool:
@@ -69,16 +72,17 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     The id is `custom_id`, unless the spec names another column. Raises SpecError if the spec asks for a batch file and
     the input is not one.
     """
-    names = list(columns)
-    is_said = where.is_batch_file
-    given = next((form for form in PROMPT_FORMS if getattr(where, form) is not None), None)
-    if is_said and given is not None:
-        raise SpecError(f"input.{given}: got it with format openai, whose lines have their prompts; leave it out")
-    if is_said and not OpenAIBatch.has_its_columns(names):
-        missing = next(name for name in COLUMNS if name not in names)
-        raise SpecError(f"input.format: got openai, but the input has no column '{missing}'; a batch request has "
-                        f"{', '.join(COLUMNS)}")  # fmt: skip
-    if not is_said and not (may_be_batch(where) and OpenAIBatch.has_its_columns(names)):
+    names = set(columns)
+    missing = [name for name in COLUMNS if name not in names]
+    if where.is_batch_file:
+        for form in PROMPT_FORMS:
+            if getattr(where, form) is not None:
+                what = "got it with format openai, whose lines have their prompts"
+                raise SpecError(f"input.{form}: {what}; leave it out")
+        if missing:
+            what = f"got openai, but the input has no column '{missing[0]}'"
+            raise SpecError(f"input.format: {what}; a batch request has {', '.join(COLUMNS)}")
+    elif missing or not may_be_batch(where):
         return where
     return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
@@ -131,7 +135,8 @@ class BatchReader:
             raise _Refused(f"{strange[0]}: not known; a batch request has {', '.join(COLUMNS)}")
         if values["method"] != "POST":
             raise _Refused(f"method: got {_show(values['method'])}; must be POST")
-        url, body = values["url"], values["body"]
+        url = values["url"]
+        body = values["body"]
         if url not in (CHAT_URL, COMPLETIONS_URL):
             raise _Refused(f"url: got {_show(url)}; must be {CHAT_URL} or {COMPLETIONS_URL}")
         if not isinstance(body, dict):
@@ -197,47 +202,51 @@ class BatchReader:
             if name in PER_ROW_FIELDS:
                 sampling[name] = value
             elif name in _OF_THE_JOB:
-                own = getattr(self._sampling, name)
-                if value != own or type(value) is not type(own):
-                    raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {own}")
+                of_job = getattr(self._sampling, name)
+                if value != of_job or type(value) is not type(of_job):
+                    raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {of_job}")
             elif name not in _WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
                 raise _Refused(f"body.{name}: got {_show(value)}, which is not supported")
         return sampling
 
     def _check_logprobs(self, body: dict[str, Any], *, is_chat: bool) -> None:
         """Raise _Refused if a row asks for more logprobs than the job stores."""
-        stored = -1 if self._sampling.logprobs is None else self._sampling.logprobs
-        asked, name = body.pop("logprobs", None), "logprobs"
+        number = body.pop("logprobs", None)
         top = body.pop("top_logprobs", None)
+        name = "top_logprobs" if is_chat and top else "logprobs"
         if is_chat:
-            if not isinstance(asked, bool | None):
-                raise _Refused(f"body.logprobs: got {_show(asked)}; must be true or false")
-            if top is not None and not asked:
-                raise _Refused("body.top_logprobs: given without logprobs: true")
-            asked, name = (top or 0, "top_logprobs" if top else "logprobs") if asked else (None, name)
+            number = _number_of_chat(number, top)
         elif top is not None:
             raise _Refused(f"body.top_logprobs: got {_show(top)}, which is not supported")
-        if asked is None:
+        if number is None:
             return
-        if type(asked) is not int or asked < 0:
-            raise _Refused(f"body.{name}: got {_show(asked)}; must be a whole number, at least 0")
-        if asked > stored:
-            raise _Refused(f"body.{name}: asks for {asked}, but the job stores other columns: set sampling.logprobs")
+        if type(number) is not int or number < 0:
+            raise _Refused(f"body.{name}: got {_show(number)}; must be a whole number, at least 0")
+        if self._sampling.logprobs is None or number > self._sampling.logprobs:
+            raise _Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.logprobs")
 
 
-def _structure(wanted: object) -> dict[str, Any] | None:
-    if wanted is None:
-        return None
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if kind == "text":
+def _number_of_chat(has_logprobs: object, top: object) -> object:
+    """How many logprobs a conversation asks for; None: none."""
+    if not isinstance(has_logprobs, bool | None):
+        raise _Refused(f"body.logprobs: got {_show(has_logprobs)}; must be true or false")
+    if top is not None and not has_logprobs:
+        raise _Refused("body.top_logprobs: given without logprobs: true")
+    return top or 0 if has_logprobs else None
+
+
+def _structure(response_format: object) -> dict[str, Any] | None:
+    fields = response_format if isinstance(response_format, dict) else {}
+    kind = fields.get("type")
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return {"json": {"type": "object"}}
-    schema = wanted.get("json_schema") if isinstance(wanted, dict) else None
+    schema = fields.get("json_schema")
     if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return {"json": schema["schema"]}
     allowed = "text, json_object, or json_schema with its schema"
-    raise _Refused(f"body.response_format: got {_show(kind if kind else wanted)}; must be {allowed}")
+    raise _Refused(f"body.response_format: got {_show(kind or response_format)}; must be {allowed}")
 
 
 def _show(value: object) -> str:
@@ -245,19 +254,6 @@ def _show(value: object) -> str:
         text = "nothing" if value is None else repr(value)
         return text if len(text) <= 80 else f"{text[:80]}…"
     return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else type(value).__name__
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPrompt:
-    """The prompt of a row: text or token ids; the other is None. is_chat: the text already has its special tokens.
-
-    sampling: fields that replace the job's.
-    """
-
-    text: str | None
-    token_ids: list[int] | None
-    is_chat: bool
-    sampling: dict[str, Any]
 
 
 class BatchPrompts:
@@ -268,14 +264,12 @@ class BatchPrompts:
         self._reader = BatchReader(spec)
         self._system_prompt = spec.input.system_prompt
         self._chat: ChatTemplate | None = None
-        try:
+        # Without a chat template, each conversation becomes an error row.
+        with contextlib.suppress(ValueError):
             self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
-        except ValueError:
-            # The tokenizer has no chat template. Each conversation becomes an error row.
-            self._chat = None
 
-    def read(self, row: Row) -> BatchPrompt | RowError:
-        """The prompt of a row with its sampling, or the row's error."""
+    def read(self, row: Row) -> BatchRequest | RowError:
+        """The request of a row, its messages as text; or the row's error."""
         if row.error is not None:
             return RowError("unreadable", row.error)
         try:
@@ -283,12 +277,10 @@ class BatchPrompts:
         except (ValueError, RecursionError):
             return RowError("unsupported_request", "body: got text that is not JSON; must be a mapping")
         request = self._reader.read(values)
-        if isinstance(request, RowError):
+        if isinstance(request, RowError) or request.messages is None:
             return request
-        if request.messages is None:
-            return BatchPrompt(request.text, request.token_ids, False, request.sampling)
         text = self._render(request)
-        return text if isinstance(text, RowError) else BatchPrompt(text, None, True, request.sampling)
+        return text if isinstance(text, RowError) else BatchRequest(text=text, sampling=request.sampling, is_chat=True)
 
     def _render(self, request: BatchRequest) -> str | RowError:
         messages = read_messages(request.messages, "body.messages")

@@ -2,7 +2,7 @@
 
 import decimal
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,16 +45,16 @@ class RowSampling:
             return None
         return self.with_values({field: values.get(column) for field, column in self._fields.items()})
 
-    def with_values(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        """The job's sampling with the given values in place of its own, or the row's error. Null: the job's value."""
+    def with_values(self, values: Mapping[str, Any]) -> SamplingSpec | RowError:
+        """The job's sampling with these values in place of its own, or the row's error. Null: the job's value."""
         # 1, 1.0 and True are equal and have one hash, but only some of them may be valid.
-        key = (*given, *map(_hashable, given.values()))
-        found = self._known.get(key)
-        if found is None:
+        key = (*values, *map(_hashable, values.values()))
+        sampling = self._known.get(key)
+        if sampling is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            found = self._known[key] = self._make(given)
-        return found
+            sampling = self._known[key] = self._make(values)
+        return sampling
 
     def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of these rows with their sampling. A prompt with an error keeps the error."""
@@ -65,27 +65,30 @@ class RowSampling:
     def _applied(self, row: Row, prompt: Prompt) -> Prompt:
         if prompt.error is not None:
             return prompt
-        found = self.of(row.values)
-        return replace(prompt, error=found) if isinstance(found, RowError) else replace(prompt, sampling=found)
+        sampling = self.of(row.values)
+        return replace(prompt, error=sampling) if isinstance(sampling, RowError) else replace(prompt, sampling=sampling)
 
-    def _make(self, given: Mapping[str, Any]) -> SamplingSpec | RowError:
-        own = {field: _as_in_a_spec(field, value) for field, value in given.items() if value is not None}
-        try:
+    def _make(self, row_values: Mapping[str, Any]) -> SamplingSpec | RowError:
+        values = {field: _as_in_a_spec(field, value) for field, value in row_values.items() if value is not None}
+        for field, value in values.items():
             # SamplingSpec reads a mapping as the name of a column. In a row a mapping is an error, and so is True.
-            own |= {field: True for field, value in own.items() if isinstance(value, dict) and field in PER_ROW_FIELDS}
-            made = SamplingSpec.model_validate({**self._job, **own})
-            return made if "structured_outputs" in own else made.model_copy(update=self._structure)
+            if isinstance(value, dict) and field in PER_ROW_FIELDS:
+                values[field] = True
+        try:
+            sampling = SamplingSpec.model_validate({**self._job, **values})
+            return sampling if "structured_outputs" in values else sampling.model_copy(update=self._structure)
         except ValidationError as error:
-            return RowError("invalid_sampling", self._reason(error, given))
+            return RowError("invalid_sampling", self._reason(error, row_values))
 
-    def _reason(self, error: ValidationError, given: Mapping[str, Any]) -> str:
+    def _reason(self, error: ValidationError, row_values: Mapping[str, Any]) -> str:
         first = error.errors(include_url=False)[0]
         context = first.get("ctx", {})
         field = str(context.get("field") or "") if not first["loc"] else str(first["loc"][0])
         column = f" (column '{self._fields[field]}')" if field in self._fields else ""
         if first["type"] == "wrong":
             return f"sampling.{field}{column}: {context['reason']}"
-        doc, value = field_docs()[f"sampling.{field}"], given.get(field)
+        doc = field_docs()[f"sampling.{field}"]
+        value = row_values.get(field)
         shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
         has_empty = field in _TEXTS and "" in (value if isinstance(value, list) else (value,))
         hint = "; leave empty texts out, or give null for the job's own" if has_empty else ""
@@ -98,18 +101,13 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
     A column of mixed JSON values passes: its values are checked row by row.
     """
     for field, column in sampling.columns.items():
-        found = schema.field(column)
-        if not is_json_column(found) and not _may_fit(field, found.type):
-            words = "text, or nothing at all" if is_text(found.type) else str(found.type)
+        type = schema.field(column).type
+        if not is_json_column(schema.field(column)) and not _may_fit(field, type):
+            words = "text, or nothing at all" if is_text(type) else str(type)
             raise SpecError(
                 f"sampling.{field}: the column '{column}' holds {words}; "
                 f"each value must be {field_docs()[f'sampling.{field}'].allowed}, or null for the job's own"
             )
-
-
-def wanted_columns(sampling: SamplingSpec) -> Iterator[tuple[str, str]]:
-    """The fields that rows set for themselves: dotted name and column."""
-    return ((f"sampling.{field}", column) for field, column in sampling.columns.items())
 
 
 def _may_fit(field: str, type: pa.DataType) -> bool:
@@ -136,7 +134,7 @@ def setting(field: str, value: Any) -> str:
 
 
 def _as_in_a_spec(field: str, value: Any) -> Any:
-    if _is_whole(field):
+    if field_docs()[f"sampling.{field}"].allowed.startswith("a whole number"):
         value = whole_number(value)
     return float(value) if isinstance(value, decimal.Decimal) and value.is_finite() else value
 
@@ -148,7 +146,3 @@ def whole_number(value: Any) -> Any:
     else:
         is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value
-
-
-def _is_whole(field: str) -> bool:
-    return field_docs()[f"sampling.{field}"].allowed.startswith("a whole number")

@@ -52,7 +52,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
         """See jinja2. Methods of times that read the machine's clock or time zone are errors."""
-        moment, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        moment = getattr(__obj, "__self__", None)
+        name = getattr(__obj, "__name__", "")
         is_class = isinstance(moment, type) and issubclass(moment, datetime.date)
         if (is_class and name in _OF_THE_CLOCK) or (
             isinstance(moment, datetime.date) and _is_local(moment, name, args)
@@ -136,8 +137,8 @@ class RowTemplate:
             self._aliases = _Aliases(tree).aliases
             self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
-            found = _SEVERAL_WORDS.search(source)
-            hint = "" if found is None else f"; the column of this name would be {{{{ {column_call(found[1])} }}}}"
+            match = _SEVERAL_WORDS.search(source)
+            hint = "" if match is None else f"; the column of this name would be {{{{ {column_call(match[1])} }}}}"
             raise SpecError(f"{field}, line {error.lineno}: {describe_error(error)}{hint}") from error
         if any(True for _ in jinja2.meta.find_referenced_templates(tree)):
             raise SpecError(f"{field}: it includes another template; write it as one")
@@ -151,16 +152,9 @@ class RowTemplate:
 
     def fill(self, values: Mapping[str, object]) -> str | RowError:
         """The text for a row's values, or the error."""
-        pieces, length = [], 0
-        if self._aliases:
-            own = {alias: values[column] for column, alias in self._aliases.items() if column in values}
-            values = {**values, **own}
+        aliased = {alias: values[column] for column, alias in self._aliases.items() if column in values}
         try:
-            for piece in self._template.generate(values):
-                length += len(piece)
-                if length > MAX_TEXT_CHARS:
-                    raise TooMuchText
-                pieces.append(piece)
+            return self._text({**values, **aliased} if aliased else values)
         except NullPrinted:
             nulls = [name for name in self.columns if values.get(name, "") is None]
             where = f" (null here: {list_names(nulls)})" if nulls else ""
@@ -173,6 +167,15 @@ class RowTemplate:
             for column, alias in self._aliases.items():
                 words = words.replace(f"'{alias}'", f"'{column}'")
             return RowError("template_error", f"{self._name} failed{line_of(error)}: {words}")
+
+    def _text(self, values: Mapping[str, object]) -> str:
+        pieces = []
+        length = 0
+        for piece in self._template.generate(values):
+            length += len(piece)
+            if length > MAX_TEXT_CHARS:
+                raise TooMuchText
+            pieces.append(piece)
         return "".join(pieces)
 
 
@@ -234,11 +237,11 @@ def _wrong_calls(tree: nodes.Template) -> Iterator[tuple[int, str]]:
     for node in tree.find_all(nodes.Filter):
         if node.name != "truncate_tokens" or node.dyn_args is not None or node.dyn_kwargs is not None:
             continue
-        given: dict[str, nodes.Expr] = dict(zip(("num_tokens", "side"), node.args, strict=False))
-        given |= {str(pair.key): pair.value for pair in node.kwargs}
-        if "num_tokens" not in given or len(node.args) > 2 or given.keys() - {"num_tokens", "side"}:
+        arguments: dict[str, nodes.Expr] = dict(zip(("num_tokens", "side"), node.args, strict=False))
+        arguments |= {str(pair.key): pair.value for pair in node.kwargs}
+        if "num_tokens" not in arguments or len(node.args) > 2 or arguments.keys() - {"num_tokens", "side"}:
             yield node.lineno, "truncate_tokens: call it as truncate_tokens(n), or truncate_tokens(n, side='left')"
             continue
-        known = {name: value.value for name, value in given.items() if isinstance(value, nodes.Const)}
+        known = {name: value.value for name, value in arguments.items() if isinstance(value, nodes.Const)}
         if (words := _objection(known.get("num_tokens", 0), known.get("side", "left"))) is not None:
             yield node.lineno, words

@@ -5,13 +5,14 @@ The colours are CSS variables of the page, so that a chart follows its dark mode
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree
 
 from batchinf.base.chart import svg_of
 from batchinf.base.text import duration, short_count
 from batchinf.report.rows import Histogram, Share
-from batchinf.report.timeline import PHASES, Timeline
+from batchinf.report.timeline import PHASES, Period, Throughput, Timeline
 
 _SVG = "http://www.w3.org/2000/svg"
 _FONT = "system-ui, sans-serif"
@@ -50,91 +51,71 @@ WIDTHS = {"wide": 860, "narrow": 270}
 _UNITS = ((2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
+_MOST_LINES = 64
+
+
 def throughput_chart(timeline: Timeline, width: int) -> str:
     """Output tokens, prompt tokens and rows a second over the time of work, with restarts and resumes as lines."""
     size, unit = _unit(timeline.work_s)
-    panels = []
-    for field, title, color in (
-        ("output_tokens_per_s", "output tokens/s", "var(--c1)"),
-        ("prompt_tokens_per_s", "prompt tokens/s", "var(--c2)"),
-        ("rows_per_s", "output rows/s", "var(--c3)"),
-    ):
-        values = [
-            {
-                "start": one.start_s / size,
-                "stop": one.stop_s / size,
-                "rate": rate,
-                "words": f"{duration(one.start_s)} to {duration(one.stop_s)}: {short_count(rate)} {title}",
-            }
-            for one in timeline.throughput
-            for rate in [getattr(one, field)]
-        ]
-        if any(value["rate"] for value in values):
-            panels.append(_panel(values, _marks(timeline, size), width, title, color, timeline.work_s / size))
-    for panel in panels[:-1]:
-        panel["layer"][0]["encoding"]["x"]["axis"] = {"labels": False, "ticks": False, "title": None}
-    if panels:
-        panels[-1]["layer"][0]["encoding"]["x"]["axis"] = _time_axis(unit, width)
-    return _svg({"vconcat": panels, "spacing": 8}, "Throughput over time") if panels else ""
-
-
-def _panel(
-    values: list[dict[str, Any]], marks: list[dict[str, Any]], width: int, title: str, color: str, end: float
-) -> dict[str, Any]:
-    scale = {"domain": [0, end], "nice": False}
-    bars = {
-        "data": {"values": values},
-        "mark": {"type": "bar", "color": color, "strokeWidth": 0},
-        "encoding": {
-            "x": {"field": "start", "type": "quantitative", "scale": scale},
-            "x2": {"field": "stop"},
-            "y": {"field": "rate", "type": "quantitative", "axis": {**_RATE_AXIS, "title": title}},
-            "y2": {"datum": 0},
-            "description": {"field": "words"},
-        },
-    }
+    scale = {"domain": [0, timeline.work_s / size], "nice": False}
+    marks = [{"at": mark.at_s / size, "kind": mark.kind, "words": f"{mark.at}: {mark.text}"} for mark in timeline.marks]
     rules = {
         "data": {"values": marks},
         "mark": {"type": "rule", "strokeWidth": 1.5, "strokeDash": [4, 3]},
         "encoding": {
-            "x": {"field": "at", "type": "quantitative", "scale": scale},
+            "x": _number("at", scale=scale),
             "color": _colors("kind", {"restart": "--bad", "resume": "--resume"}, None),
             "description": {"field": "words"},
         },
     }
-    return {"width": width, "height": 90, "layer": [bars, *([rules] if marks else [])]}
-
-
-def _marks(timeline: Timeline, size: float) -> list[dict[str, Any]]:
-    return [{"at": mark.at_s / size, "kind": mark.kind, "words": f"{mark.at}: {mark.text}"} for mark in timeline.marks]
-
-
-_MOST_LINES = 64
+    panels: list[dict[str, Any]] = []
+    for name, title, color in (
+        ("output_tokens_per_s", "output tokens/s", "var(--c1)"),
+        ("prompt_tokens_per_s", "prompt tokens/s", "var(--c2)"),
+        ("rows_per_s", "output rows/s", "var(--c3)"),
+    ):
+        rates = [(period, getattr(period, name)) for period in timeline.throughput]
+        if any(rate for _, rate in rates):
+            values = [
+                _over_time(period, size, f"{short_count(rate)} {title}") | {"rate": rate} for period, rate in rates
+            ]
+            bars = {
+                "data": {"values": values},
+                "mark": {"type": "bar", "color": color, "strokeWidth": 0},
+                "encoding": {
+                    "x": _number("start", scale=scale, axis={"labels": False, "ticks": False, "title": None}),
+                    "x2": {"field": "stop"},
+                    "y": _number("rate", axis={**_RATE_AXIS, "title": title}),
+                    "y2": {"datum": 0},
+                    "description": {"field": "words"},
+                },
+            }
+            panels.append({"width": width, "height": 90, "layer": [bars, rules] if marks else [bars]})
+    if not panels:
+        return ""
+    panels[-1]["layer"][0]["encoding"]["x"]["axis"] = _time_axis(unit, width)
+    return _svg({"vconcat": panels, "spacing": 8}, "Throughput over time")
 
 
 def replicas_chart(timeline: Timeline, width: int) -> str:
     """What each replica did, as a bar over the time of work."""
     size, unit = _unit(timeline.work_s)
     names = timeline.replicas[:_MOST_LINES]
-    values = [
-        {
-            "replica": period.replica,
-            "start": period.start_s / size,
-            "stop": period.stop_s / size,
-            "phase": period.phase,
-            "words": f"replica {period.replica}, {duration(period.start_s)} to {duration(period.stop_s)}: "
-            f"{period.phase}",
-        }
-        for period in timeline.periods
-        if period.replica in names
-    ]
-    present: dict[str, str] = {
-        phase: PHASE_COLORS[phase] for phase in PHASES if any(value["phase"] == phase for value in values)
-    }
+    periods = [period for period in timeline.periods if period.replica in names]
+    if not periods:
+        return ""
+    present = {period.phase for period in periods}
+    colors: dict[str, str] = {phase: color for phase, color in PHASE_COLORS.items() if phase in present}
     chart = {
         "width": width,
         "height": {"step": 20 if len(names) < 20 else 12},
-        "data": {"values": values},
+        "data": {
+            "values": [
+                _over_time(period, size, period.phase, f"replica {period.replica}, ")
+                | {"replica": period.replica, "phase": period.phase}
+                for period in periods
+            ]
+        },
         "mark": {"type": "bar", "strokeWidth": 0},
         "encoding": {
             "y": {
@@ -143,69 +124,62 @@ def replicas_chart(timeline: Timeline, width: int) -> str:
                 "sort": list(names),
                 "axis": {"title": "replica", "grid": False, "labelOverlap": False, "titlePadding": 10},
             },
-            "x": {
-                "field": "start",
-                "type": "quantitative",
-                "scale": {"domain": [0, timeline.work_s / size], "nice": False},
-                "axis": _time_axis(unit, width),
-            },
+            "x": _number(
+                "start",
+                scale={"domain": [0, timeline.work_s / size], "nice": False},
+                axis=_time_axis(unit, width),
+            ),
             "x2": {"field": "stop"},
-            "color": _colors("phase", present, {"orient": "top", "columns": 3 if width < 400 else 5}),
+            "color": _colors("phase", colors, {"orient": "top", "columns": 3 if width < 400 else 5}),
             "description": {"field": "words"},
         },
     }
-    return _svg(chart, "What each replica did over time") if values else ""
+    return _svg(chart, "What each replica did over time")
 
 
 def histogram_chart(histogram: Histogram) -> str:
     """Rows or tokens by the size of a value."""
-    values = [
-        {
-            "start": one.start,
-            "stop": one.stop,
-            "num": one.num,
-            "words": f"{one.start:.6g} to {one.stop:.6g}: {one.num:,}",
-        }
-        for one in histogram.bins
-    ]
+    bins = histogram.bins
     num_ticks = 6
-    if histogram.unit == "tokens" and values:  # no tick between whole numbers
-        num_ticks = max(1, min(num_ticks, round(histogram.bins[-1].stop - histogram.bins[0].start)))
+    if histogram.unit == "tokens" and bins:  # no tick between whole numbers
+        num_ticks = max(1, min(num_ticks, round(bins[-1].stop - bins[0].start)))
+    values = [{**asdict(bar), "words": f"{bar.start:.6g} to {bar.stop:.6g}: {bar.num:,}"} for bar in bins]
+    axis = {"title": histogram.unit or None, "tickCount": num_ticks, "grid": False}
     encoding = {
-        "x": {
-            "field": "start",
-            "type": "quantitative",
-            "bin": {"binned": True},
-            "axis": {"title": histogram.unit or None, "tickCount": num_ticks, "grid": False},
-        },
+        "x": _number("start", bin={"binned": True}, axis=axis),
         "x2": {"field": "stop"},
-        "y": {"field": "num", "type": "quantitative", "axis": _count_axis([one.num for one in histogram.bins], None)},
-        "description": {"field": "words"},
+        "y": _number("num", axis=_count_axis([bar.num for bar in bins], None)),
     }
-    return _svg(
-        {"width": 280, "height": 130, "data": {"values": values}, "mark": "bar", "encoding": encoding}, histogram.title
-    )
+    return _bars(values, encoding, histogram.title, width=280, height=130)
 
 
 def shares_chart(shares: Sequence[Share], title: str) -> str:
     """Rows by the value of a column, the most frequent first."""
     values = [
-        {"name": one.name or "(empty)", "num": one.num_rows, "words": f"{one.name}: {one.num_rows:,} rows"}
-        for one in shares
+        {"name": share.name or "(empty)", "num": share.num_rows, "words": f"{share.name}: {share.num_rows:,} rows"}
+        for share in shares
     ]
+    axis = {"title": None, "labelLimit": 130, "labelOverlap": False}
     encoding = {
-        "y": {
-            "field": "name",
-            "type": "nominal",
-            "sort": [value["name"] for value in values],
-            "axis": {"title": None, "labelLimit": 130, "labelOverlap": False},
-        },
-        "x": {"field": "num", "type": "quantitative", "axis": _count_axis([one.num_rows for one in shares], "rows")},
-        "description": {"field": "words"},
+        "y": {"field": "name", "type": "nominal", "sort": [value["name"] for value in values], "axis": axis},
+        "x": _number("num", axis=_count_axis([share.num_rows for share in shares], "rows")),
     }
-    return _svg(
-        {"width": 200, "height": {"step": 20}, "data": {"values": values}, "mark": "bar", "encoding": encoding}, title
-    )
+    return _bars(values, encoding, title, width=200, height={"step": 20})
+
+
+def _bars(values: Sequence[dict[str, Any]], encoding: dict[str, Any], title: str, **size: Any) -> str:
+    encoding = {**encoding, "description": {"field": "words"}}
+    return _svg({**size, "data": {"values": values}, "mark": "bar", "encoding": encoding}, title)
+
+
+def _number(field: str, **options: Any) -> dict[str, Any]:
+    return {"field": field, "type": "quantitative", **options}
+
+
+def _over_time(period: Throughput | Period, size: float, text: str, prefix: str = "") -> dict[str, Any]:
+    """A bar from the start to the stop. size: seconds of a unit of the axis."""
+    words = f"{prefix}{duration(period.start_s)} to {duration(period.stop_s)}: {text}"
+    return {"start": period.start_s / size, "stop": period.stop_s / size, "words": words}
 
 
 def _count_axis(counts: Sequence[int], title: str | None) -> dict[str, Any]:
@@ -220,8 +194,7 @@ def _colors(field: str, colors: dict[str, str], legend: dict[str, Any] | None) -
 
 def _time_axis(unit: str, width: int) -> dict[str, Any]:
     # With `format`, vega would write ten seconds as 1e+1.
-    ticks = {"tickCount": 5 if width < 400 else 10, "labelExpr": "format(datum.value, '~g')"}
-    return {"title": f"{unit} of work", **ticks}
+    return {"title": f"{unit} of work", "tickCount": 5 if width < 400 else 10, "labelExpr": "format(datum.value, '~g')"}
 
 
 def _unit(work_s: float) -> tuple[float, str]:

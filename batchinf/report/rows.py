@@ -9,8 +9,8 @@ import itertools
 import math
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
@@ -34,8 +34,11 @@ _SETTINGS = {"memory_limit": "1GB", "preserve_insertion_order": "false"}
 _NUM_BINS = 40
 # Numbers in lists that are read; of more, parts at equal distances are.
 _MOST_NUMBERS = 100_000_000
-_MOST_GROUPS, _MOST_LABELS = 40, 24
-_MESSAGE_CHARS, _LABEL_CHARS = 300, 40
+_MOST_GROUPS = 40
+_MOST_LABELS = 24
+_MESSAGE_CHARS = 300
+_LABEL_CHARS = 40
+_ROWS_AT_ONCE = 512
 _LEAST_LOGPROB = -12.0
 # Share of the logprobs, the lowest, that a histogram leaves out.
 _RARE = 0.005
@@ -53,14 +56,16 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """title: what the values are. num_below, num_above: values outside of the bins. num_not_finite: NaN, infinities."""
+    """How often a number has which values."""
 
     title: str
     unit: str
     bins: tuple[Bin, ...]
     num_below: int = 0
     num_above: int = 0
+    """Values outside of the bins."""
     num_not_finite: int = 0
+    """NaN and infinities."""
     quantiles: tuple[tuple[str, float], ...] = ()
 
 
@@ -74,10 +79,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """Error rows of one type whose messages differ only in numbers, with the first of them as an example.
-
-    prompt: empty if the job does not store prompts.
-    """
+    """Error rows of one type whose messages differ only in numbers, with the first of them as an example."""
 
     error_type: str
     num_rows: int
@@ -85,11 +87,12 @@ class ErrorGroup:
     row_index: int
     id: str
     prompt: str
+    """Empty if the job does not store prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFigures:
-    """num_rows: those that were read, in parts and journal. notes: what was left out, for people to read."""
+    """What the report says about the rows in parts and journal."""
 
     num_rows: int
     lengths: tuple[Histogram, ...]
@@ -102,34 +105,32 @@ class RowFigures:
     errors: tuple[ErrorGroup, ...]
     num_error_groups: int
     notes: tuple[str, ...]
+    """What was left out, for people to read."""
 
 
 def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
     """The figures of a job, or of all its slices: of the rows in parts, and of those that are in no part yet."""
     paths = [folder.path(f"parts/{part_name(shard)}") for folder, state, _ in jobs for shard in sorted(state.parts)]
     journalled = [table for folder, state, task in jobs for table in _journalled(folder, state, task)]
-    try:
-        return _figures(jobs, paths, journalled, ())
-    except (duckdb.Error, OutputError):
-        is_readable = {path: _is_readable(path) for path in paths}
-        whole = [path for path in paths if is_readable[path]]
-        lost = [path.name for path in paths if not is_readable[path]]
-        note = f"{list_names(lost)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
-        return _figures(jobs, whole, journalled, (note,) if lost else ())
-
-
-def _figures(
-    jobs: Sequence[tuple[Folder, State, Task]],
-    paths: Sequence[pathlib.Path],
-    journalled: Sequence[pa.Table],
-    notes: tuple[str, ...],
-) -> RowFigures:
     spec = jobs[0][1].header.spec
+    try:
+        return _figures(spec, paths, journalled)
+    except (duckdb.Error, OutputError):
+        readable = [path for path in paths if _is_readable(path)]
+        figures = _figures(spec, readable, journalled)
+        damaged = [path.name for path in paths if path not in readable]
+        if not damaged:
+            return figures
+        note = f"{list_names(damaged)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
+        return replace(figures, notes=(note, *figures.notes))
+
+
+def _figures(spec: dict[str, Any], paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
     kept = spec.get("output", {}).get("keep_columns") or ()
-    own = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
+    input_columns = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
     choices = spec.get("input", {}).get("choices") or ()
     with tempfile.TemporaryDirectory() as scratch, open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
-        return _Rows(connection, paths, journalled, own, choices).figures(notes)
+        return _Rows(connection, paths, journalled, input_columns=input_columns, choices=choices).figures()
 
 
 def _is_readable(path: pathlib.Path) -> bool:
@@ -154,18 +155,19 @@ class _Rows:
         connection: duckdb.DuckDBPyConnection,
         paths: Sequence[pathlib.Path],
         journalled: Sequence[pa.Table],
-        own: set[str],
+        *,
+        input_columns: Collection[str],
         choices: Sequence[str] = (),
     ) -> None:
-        """own: columns that come from the input. choices: the texts that `best` counts, if all rows have the same."""
-        self._connection, self._paths, self._journalled = connection, paths, journalled
+        """choices: the texts that `best` counts, if all rows have the same."""
+        self._connection = connection
+        self._paths = paths
+        self._journalled = journalled
         self._choices = choices
-        schema = journalled[0].schema if journalled else pa.schema([])
-        if paths:
-            schema = joined_schema(paths)
+        schema = joined_schema(paths) if paths else journalled[0].schema if journalled else pa.schema([])
         self._lists = {field.name for field in schema if pa.types.is_nested(field.type)}
         self._types = {field.name: field.type for field in schema if field.name not in self._lists}
-        self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in own]
+        self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in input_columns]
         self._create_view()
 
     def _create_view(self) -> None:
@@ -182,23 +184,23 @@ class _Rows:
         nothing = "SELECT NULL AS error_type WHERE false"
         self._connection.execute(f"CREATE VIEW output AS {' UNION ALL BY NAME '.join(selects) or nothing}")
 
-    def figures(self, notes: tuple[str, ...]) -> RowFigures:
+    def figures(self) -> RowFigures:
         [(num_rows,)] = self._query("SELECT count(*) FROM output")
-        tokens, sampled = self._token_histograms()
+        tokens, notes = self._token_histograms()
         labels_of, labels, num_labels = self._labels(num_rows)
         errors, num_groups = self._errors()
         return RowFigures(
-            num_rows,
-            self._lengths(),
-            tuple(self._histogram(name, name, "") for name in self._numbers),
-            tokens,
-            self._shares("finish_reason", _MOST_LABELS) if "finish_reason" in self._types else (),
-            labels_of,
-            labels,
-            num_labels,
-            errors,
-            num_groups,
-            (*notes, *sampled),
+            num_rows=num_rows,
+            lengths=self._lengths(),
+            numbers=tuple(self._histogram(name, name, "") for name in self._numbers),
+            tokens=tokens,
+            finish_reasons=self._shares("finish_reason") if "finish_reason" in self._types else (),
+            labels_of=labels_of,
+            labels=labels,
+            num_labels=num_labels,
+            errors=errors,
+            num_error_groups=num_groups,
+            notes=notes,
         )
 
     def _lengths(self) -> tuple[Histogram, ...]:
@@ -206,19 +208,23 @@ class _Rows:
         # A row with choices has a request for each; its tokens are the sum.
         prompts = "Prompt tokens of a row, all requests" if "best" in self._types else "Prompt length"
         titles = {"num_prompt_tokens": prompts, "num_output_tokens": "Output length"}
-        found = [self._histogram(name, title, "tokens") for name, title in titles.items() if name in self._types]
-        return tuple(one for number, one in enumerate(found) if not number or not one.quantiles or one.quantiles[-1][1])
+        lengths = [self._histogram(name, title, "tokens") for name, title in titles.items() if name in self._types]
+        return (
+            *lengths[:1],
+            *(outputs for outputs in lengths[1:] if not outputs.quantiles or outputs.quantiles[-1][1]),
+        )
 
     def _query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(sql, values).fetchall()
 
     def _histogram(self, name: str, title: str, unit: str) -> Histogram:
         """Of a column of numbers: equal bins from the 0.5th to the 99.5th percentile, rounded outwards."""
-        column, is_whole = _quoted(name), pa.types.is_integer(self._types[name])
+        column = _quoted(name)
+        is_whole = pa.types.is_integer(self._types[name])
         finite = f"FROM output WHERE {column} IS NOT NULL AND isfinite({column}::DOUBLE)"
-        shares = (0.005, 0.05, 0.5, 0.95, 0.995)
+        shares = [0.005, 0.05, 0.5, 0.95, 0.995]
         [(low, high, quantiles, num_odd)] = self._query(
-            f"SELECT min({column})::DOUBLE, max({column})::DOUBLE, approx_quantile({column}::DOUBLE, {[*shares]}), "
+            f"SELECT min({column})::DOUBLE, max({column})::DOUBLE, approx_quantile({column}::DOUBLE, {shares}), "
             f"(SELECT count({column}) FROM output) - count(*) {finite}"
         )
         if low is None:
@@ -230,38 +236,41 @@ class _Rows:
                 f"{finite} GROUP BY 1"
             )
         )
-        bins = tuple(Bin(start + i * step, start + (i + 1) * step, counts.get(i, 0)) for i in range(num_bins))
-        values = [low, *(quantiles[i] for i in (1, 2, 3)), high]
-        shown = zip(_QUANTILES, (round(value) for value in values) if is_whole else values, strict=True)
-        return Histogram(title, unit, bins, counts.get(-1, 0), counts.get(num_bins, 0), num_odd, tuple(shown))
+        values = [low, *quantiles[1:4], high]
+        return Histogram(
+            title,
+            unit,
+            tuple(Bin(start + i * step, start + (i + 1) * step, counts.get(i, 0)) for i in range(num_bins)),
+            num_below=counts.get(-1, 0),
+            num_above=counts.get(num_bins, 0),
+            num_not_finite=num_odd,
+            quantiles=tuple(zip(_QUANTILES, map(round, values) if is_whole else values, strict=True)),
+        )
 
-    def _shares(self, name: str, most: int) -> tuple[Share, ...]:
+    def _shares(self, name: str) -> tuple[Share, ...]:
         rows = self._query(
             f"SELECT left({_quoted(name)}::VARCHAR, {2 * _LABEL_CHARS}) AS value, count(*) FROM output "
-            f"WHERE {_quoted(name)} IS NOT NULL GROUP BY value ORDER BY count(*) DESC, value LIMIT {most}"
+            f"WHERE {_quoted(name)} IS NOT NULL GROUP BY value ORDER BY count(*) DESC, value LIMIT {_MOST_LABELS}"
         )
+        if name == "best":
+            rows = [(str(choice_name(int(value), self._choices)), num_rows) for value, num_rows in rows]
         return tuple(Share(clip(value, _LABEL_CHARS), num_rows) for value, num_rows in rows)
 
     def _labels(self, num_rows: int) -> tuple[str, tuple[Share, ...], int]:
         """The column with the labels of the rows, if there is one: few texts that many rows share."""
         for name in ("label", "best", "text"):
-            if name not in self._types:
-                continue
-            [(num,)] = self._query(f"SELECT approx_count_distinct(left({_quoted(name)}::VARCHAR, 1000)) FROM output")
-            if name != "text" or (num <= 1.2 * _MOST_LABELS and 4 * num <= num_rows):
-                shares = self._shares(name, _MOST_LABELS)
-                if name == "best":
-                    shares = tuple(
-                        Share(clip(str(choice_name(int(share.name), self._choices)), _LABEL_CHARS), share.num_rows)
-                        for share in shares
-                    )
-                return name, shares, num
+            if name in self._types:
+                distinct = f"approx_count_distinct(left({_quoted(name)}::VARCHAR, 1000))"
+                [(num,)] = self._query(f"SELECT {distinct} FROM output")
+                if name != "text" or (num <= 1.2 * _MOST_LABELS and 4 * num <= num_rows):
+                    return name, self._shares(name), num
         return "", (), 0
 
     def _errors(self) -> tuple[tuple[ErrorGroup, ...], int]:
+        """The largest groups, and the number of all."""
         if "error_message" not in self._types:
             return (), 0
-        id_, prompt = ("id" if "id" in self._types else "NULL", "prompt" if "prompt" in self._types else "NULL")
+        id_, prompt = (name if name in self._types else "NULL" for name in ("id", "prompt"))
         varying = VARYING.replace("'", "''")
         rows = self._query(
             "SELECT error_type, count(*), arg_min(left(error_message, 2000), row_index), min(row_index), "
@@ -272,53 +281,52 @@ class _Rows:
         )
         groups = tuple(
             ErrorGroup(
-                clip(str(row[0]), _LABEL_CHARS),
-                row[1],
-                clip(row[2] or "", _MESSAGE_CHARS),
-                row[3],
-                clip(row[4] or "", 2 * _LABEL_CHARS),
-                clip(row[5] or "", _MESSAGE_CHARS),
+                error_type=clip(str(error_type), _LABEL_CHARS),
+                num_rows=num_rows,
+                message=clip(message or "", _MESSAGE_CHARS),
+                row_index=row_index,
+                id=clip(id_ or "", 2 * _LABEL_CHARS),
+                prompt=clip(prompt or "", _MESSAGE_CHARS),
             )
-            for row in rows
+            for error_type, num_rows, message, row_index, id_, prompt, _ in rows
         )
-        return groups, rows[0][6] if rows else 0
+        return groups, rows[0][-1] if rows else 0
 
     # -- lists ---------------------------------------------------------------------------------------------------------
 
     def _token_histograms(self) -> tuple[tuple[Histogram, ...], tuple[str, ...]]:
-        """Logprobs and entropies of tokens."""
+        """Logprobs and entropies of tokens, and notes about them."""
         names = [name for name in ("logprobs", "choice_logprobs", "top_logprobs") if name in self._lists]
-        if not names:
-            return (), ()
         logprobs = _Counts(_LEAST_LOGPROB, 0.0, 12 * _NUM_BINS)
         entropies: _Counts | None = None
         num_numbers = 0
-        paths = _spread(self._paths)
-        for batch in itertools.chain(self._list_batches(paths, names), self._journal_batches(names)):
-            for name in batch.schema.names:
-                values, k = _flat(batch.column(name))
-                num_numbers += len(values)
-                if name != "top_logprobs":
-                    logprobs.add(values)
-                elif k:
-                    entropies = entropies or _Counts(0.0, math.log(k + 1), _NUM_BINS)
-                    entropies.add(_entropies(values.reshape(-1, k)))
+        for name, column in self._columns(names):
+            values, k = _flat(column)
+            num_numbers += len(values)
+            if name != "top_logprobs":
+                logprobs.add(values)
+            elif k:
+                entropies = entropies or _Counts(0.0, math.log(k + 1), _NUM_BINS)
+                entropies.add(_entropies(values.reshape(-1, k)))
             if num_numbers > _MOST_NUMBERS:
                 break
-        found = (
-            [logprobs.histogram("Logprob of a token", "nats")] if len(names) > 1 or names[0] != "top_logprobs" else []
-        )
+        histograms = []
+        if names not in ([], ["top_logprobs"]):
+            histograms.append(logprobs.histogram("Logprob of a token", "nats"))
         if entropies is not None:
-            found.append(entropies.histogram("Entropy at a token, from its most likely tokens", "nats"))
-        was_cut = num_numbers > _MOST_NUMBERS
+            histograms.append(entropies.histogram("Entropy at a token, from its most likely tokens", "nats"))
         note = f"Logprobs and entropies are those of the first {num_numbers:,} numbers, from parts over the whole job."
-        return tuple(found), (note,) if was_cut else ()
+        return tuple(histograms), (note,) if num_numbers > _MOST_NUMBERS else ()
 
-    def _list_batches(self, paths: Sequence[pathlib.Path], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        for path in paths:
+    def _columns(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
+        for batch in itertools.chain(self._part_batches(names), self._journal_batches(names)) if names else ():
+            yield from zip(batch.schema.names, batch.columns, strict=True)
+
+    def _part_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for path in _spread(self._paths):
             with open_part(path) as file:
-                own = [name for name in names if name in file.schema_arrow.names]
-                yield from file.iter_batches(_ROWS_AT_ONCE, columns=own)
+                present = [name for name in names if name in file.schema_arrow.names]
+                yield from file.iter_batches(_ROWS_AT_ONCE, columns=present)
 
     def _journal_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         for table in self._journalled:
@@ -326,16 +334,16 @@ class _Rows:
                 yield from table.select(names).to_batches(_ROWS_AT_ONCE)
 
 
-_ROWS_AT_ONCE = 512
-
-
 class _Counts:
     """Counts values in equal bins."""
 
     def __init__(self, start: float, stop: float, num_bins: int) -> None:
-        self._start, self._stop = start, stop
+        self._start = start
+        self._stop = stop
         self._counts = np.zeros(num_bins, np.int64)
-        self._num_below = self._num_above = self._num_odd = 0
+        self._num_below = 0
+        self._num_above = 0
+        self._num_odd = 0
 
     def add(self, values: npt.NDArray[Any]) -> None:
         is_number = ~np.isnan(values)
@@ -355,9 +363,14 @@ class _Counts:
         width = (self._stop - self._start) / len(self._counts)
         edges = (self._start + width * np.arange(first, len(self._counts) + 1, num_joined)).tolist()
         counts = self._counts[first:].reshape(num_bins, num_joined).sum(axis=1).tolist()
-        num_below = self._num_below + int(self._counts[:first].sum())
-        bins = zip(edges, edges[1:], counts, strict=False)
-        return Histogram(title, unit, tuple(Bin(*one) for one in bins), num_below, self._num_above, self._num_odd)
+        return Histogram(
+            title,
+            unit,
+            tuple(map(Bin, edges, edges[1:], counts)),
+            num_below=self._num_below + int(self._counts[:first].sum()),
+            num_above=self._num_above,
+            num_not_finite=self._num_odd,
+        )
 
 
 def _entropies(logprobs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -366,8 +379,8 @@ def _entropies(logprobs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         p = np.exp(logprobs.astype(np.float32))
         rest = np.clip(1.0 - p.sum(axis=1), 0.0, 1.0)
         terms = np.where(p > 0, p * logprobs, 0.0).sum(axis=1)
-        found: npt.NDArray[np.float32] = -(terms + np.where(rest > 0, rest * np.log(rest), 0.0))
-    return np.maximum(found, 0.0)
+        entropies: npt.NDArray[np.float32] = -(terms + np.where(rest > 0, rest * np.log(rest), 0.0))
+    return np.maximum(entropies, 0.0)
 
 
 def _flat(column: pa.Array) -> tuple[npt.NDArray[Any], int]:

@@ -22,23 +22,27 @@ from batchinf.schedule.shards import rows_of_shards, shard_at
 _FEW_WINDOWS = 3
 # A lease is this part of a replica's share of the pending rows, so that the last leases have one row. While many rows
 # are left, it is larger: results of a shard that was cut are written twice.
-_PART_OF_FEW, _PART_OF_MANY = 1 / 4, 1 / 2
+_PART_OF_FEW = 1 / 4
+_PART_OF_MANY = 1 / 2
 # A piece that is not much larger than a lease is not cut: the rest would be a lease of few rows.
 _NOT_CUT = 1.5
 # While few rows are left, a replica gets more once it has room for so much of what it may hold, or for a whole lease.
 _GRAIN = 1 / 16
 # Replicas that start together come up within a second or two of each other. Their rows are held back so long, but at
 # most for this part of the time that the rows take: should a replica never come, the job ends that much later.
-HOLD_S, PROMISED_HOLD_S = 2.0, 5.0
+HOLD_S = 2.0
+PROMISED_HOLD_S = 5.0
 _HOLD_SHARE = 0.22
 
 
 @dataclass(slots=True)
 class _Cut:
-    """A shard that was cut. num_rows: those whose results are not stored. attempts: the most of its leases."""
+    """A shard that was cut."""
 
     num_rows: int
+    """The rows whose results are not stored."""
     attempts: int
+    """The most attempts of its leases."""
 
 
 class PendingRows:
@@ -121,16 +125,15 @@ class PendingRows:
     def withhold(self, leases: Iterable[Lease]) -> None:
         """Do not hand out these rows until `give_back` returns them."""
         for lease in leases:
-            before = self._remove(lease.index)
-            self._pieces[lease.index] = left = [part for piece in before for part in self._without(piece, lease)]
-            if any(not piece.is_whole for piece in left):
-                self._note_cut(left[0])
-            for piece in [piece for piece in left if not piece.num_to_run]:
-                left.remove(piece)
-                self._cuts[lease.index].num_rows -= piece.num_rows
-            self.num_rows += sum(piece.num_to_run for piece in left)
-            if not left:
-                del self._pieces[lease.index]
+            pieces = [part for piece in self._remove(lease.index) for part in self._without(piece, lease)]
+            if any(not piece.is_whole for piece in pieces):
+                self._note_cut(pieces[0])
+            for piece in pieces:
+                if piece.num_to_run:
+                    self._pieces.setdefault(lease.index, []).append(piece)
+                    self.num_rows += piece.num_to_run
+                else:
+                    self._cuts[lease.index].num_rows -= piece.num_rows
 
     def _remove(self, index: int) -> list[Lease]:
         """Remove and return all pending pieces of a shard."""
@@ -142,7 +145,7 @@ class PendingRows:
         return pieces
 
     def _without(self, piece: Lease, lease: Lease) -> list[Lease]:
-        """What a piece has before and after the places of a lease of the same shard."""
+        """The parts of a piece before and after the places of a lease of the same shard."""
         edges = ((piece.start, min(piece.stop, lease.start)), (max(piece.start, lease.stop), piece.stop))
         return [self._piece(piece.index, *edge, attempts=piece.attempts) for edge in edges if edge[0] < edge[1]]
 
@@ -165,7 +168,8 @@ class PendingRows:
     def _piece(self, index: int, start: int | None = None, stop: int | None = None, *, attempts: int = 1) -> Lease:
         """Rows of a shard; all without `start` and `stop`."""
         shard = shard_at(self.extents, index)
-        start, stop = shard.start if start is None else start, shard.stop if stop is None else stop
+        start = shard.start if start is None else start
+        stop = shard.stop if stop is None else stop
         is_whole = (start, stop) == (shard.start, shard.stop)
         lease = Lease(index, start, stop, is_whole=is_whole, attempts=attempts)
         if self._num_chosen is None:
@@ -204,35 +208,66 @@ class PendingRows:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The work that one replica has.
-
-    window_rows: the rows that keep its engine full, at least 1. outstanding_rows: rows that it was given and has not
-    finished, begun or not. unbegun: leases that it has not begun, oldest first. Leases that are being taken back count
-    in neither. is_accepting: it takes leases and is not about to end. is_up: its engine is up; if not, the replica has
-    begun none of its leases and prepares them for the engine that is starting. engine_rows: rows that its engine runs,
-    or will run before it can be given more; None before its first report.
-    """
+    """The work that one replica has. Leases that are being taken back do not count."""
 
     replica: int
     window_rows: int
+    """The rows that keep its engine full, at least 1."""
     outstanding_rows: int
+    """Rows that it was given and has not finished, begun or not."""
     unbegun: tuple[Lease, ...]
+    """Leases that it has not begun, oldest first."""
     is_accepting: bool
+    """It takes leases and is not about to end."""
     is_up: bool = True
+    """Its engine is up. Before that, the replica has begun no lease and prepares them for the engine that starts."""
     engine_rows: int | None = None
+    """Rows that its engine runs, or will run before it can be given more; None before its first report."""
+
+    def has_room_among_many(self, *, is_gathering: bool) -> bool:
+        """Whether it takes a lease while many rows are left."""
+        if is_gathering or not self.is_up:
+            return self.is_accepting and self.outstanding_rows < self.window_rows
+        # Two windows: one in the engine, and one that is ready when only the last long rows of a shard still run.
+        return self.is_accepting and (self.outstanding_rows < 2 * self.window_rows or not self.unbegun)
+
+    def room(self, sharing: "Sharing", lease_rows: int) -> int:
+        """The rows that it takes while few are left; 0 if it has no room for a lease."""
+        if not self.is_accepting:
+            return 0
+        # Before its first report, nobody knows how many rows its cache holds, and rows that it has begun do not move.
+        runs = math.ceil(_PART_OF_FEW * sharing.share) if self.engine_rows is None else self.engine_rows
+        most = min(sharing.share, runs, self.window_rows if not self.is_up else runs)
+        room = most - self.outstanding_rows
+        return room if room >= max(1, min(lease_rows, int(_GRAIN * most))) else 0
+
+    def takes_more(self, sharing: "Sharing") -> bool:
+        """Whether it may get leases of other replicas: its engine is up, and it has less than its share and can run."""
+        runs = self.window_rows if self.engine_rows is None else min(self.engine_rows, self.window_rows)
+        return self.is_accepting and self.is_up and self.outstanding_rows < min(sharing.share, runs)
+
+    def spares(self, taker: "ReplicaLoad") -> bool:
+        """Whether it gives its newest unbegun lease to `taker`.
+
+        After that it still has more rows than `taker` had, so the loads become more equal, and no lease moves back and
+        forth. A replica that accepts no leases, or whose engine is not up, gives them in any case.
+        """
+        if self.replica == taker.replica or not self.unbegun:
+            return False
+        rest = self.outstanding_rows - self.unbegun[-1].num_to_run
+        return rest > taker.outstanding_rows or not (self.is_accepting and self.is_up)
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How the rows that are left are shared.
-
-    num_replicas: those that share them, with those for which rows are held back. left_rows: pending and outstanding.
-    are_few: so few rows are left that no replica may hold more than its engine runs.
-    """
+    """How the rows that are left are shared."""
 
     num_replicas: int
+    """Replicas that share them, with those for which rows are held back."""
     left_rows: int
+    """Pending and outstanding rows."""
     are_few: bool
+    """So few rows are left that no replica may hold more than its engine runs."""
 
     @classmethod
     def of(
@@ -262,48 +297,6 @@ class Sharing:
         return max(1, math.ceil(part * pending.num_rows / self.num_replicas))
 
 
-@dataclass(slots=True)
-class _Load:
-    """A replica's load, changed while a decision is computed."""
-
-    replica: int
-    window_rows: int
-    rows: int
-    unbegun: list[Lease]
-    is_accepting: bool
-    is_up: bool
-    engine_rows: int | None
-
-    @classmethod
-    def of(cls, load: ReplicaLoad) -> "_Load":
-        return cls(
-            load.replica,
-            load.window_rows,
-            load.outstanding_rows,
-            list(load.unbegun),
-            load.is_accepting,
-            load.is_up,
-            load.engine_rows,
-        )
-
-    def has_room_among_many(self, *, is_gathering: bool) -> bool:
-        """Whether it takes a lease while many rows are left."""
-        if is_gathering or not self.is_up:
-            return self.is_accepting and self.rows < self.window_rows
-        # Two windows: one in the engine, and one that is ready when only the last long rows of a shard still run.
-        return self.is_accepting and (self.rows < 2 * self.window_rows or not self.unbegun)
-
-    def room(self, sharing: Sharing, lease_rows: int) -> int:
-        """The rows that it takes while few are left; 0 if it has no room for a lease."""
-        if not self.is_accepting:
-            return 0
-        # Before its first report, nobody knows how many rows its cache holds, and what it has begun does not move.
-        runs = math.ceil(_PART_OF_FEW * sharing.share) if self.engine_rows is None else self.engine_rows
-        most = min(sharing.share, runs, self.window_rows if not self.is_up else runs)
-        room = most - self.rows
-        return room if room >= max(1, min(lease_rows, int(_GRAIN * most))) else 0
-
-
 def next_leases(
     pending: PendingRows, replicas: Sequence[ReplicaLoad], sharing: Sharing, *, is_gathering: bool = False
 ) -> list[tuple[int, Lease]]:
@@ -318,46 +311,48 @@ def next_leases(
     replica then gets only enough to fill its engine: the first shards may have the longest rows, and the first replica
     to come up must not get all of them.
     """
-    hungry = [(not load.is_up, load.rows, load.replica, load) for load in map(_Load.of, replicas)]
+    hungry = [(not load.is_up, load.outstanding_rows, load.replica, load) for load in replicas]
     heapq.heapify(hungry)
-    given = []
+    handed_out = []
     while pending and hungry:
         load = hungry[0][-1]
         if pending.has_shards_to_close and load.is_accepting and load.is_up:
-            given.append((load.replica, pending.take()))
+            handed_out.append((load.replica, pending.take()))
             continue
-        lease_rows, room = sharing.lease_rows(pending), None
+        lease_rows = sharing.lease_rows(pending)
+        most_rows = None
         if pending.has_shards_to_close:
             has_room = False
         elif sharing.are_few:
-            room = load.room(sharing, lease_rows)
-            has_room, lease_rows = room > 0, min(room, lease_rows)
+            most_rows = load.room(sharing, lease_rows)
+            has_room = most_rows > 0
+            lease_rows = min(most_rows, lease_rows)
         else:
             lease_rows = max(lease_rows, load.window_rows)
             has_room = load.has_room_among_many(is_gathering=is_gathering)
         if not has_room:
             heapq.heappop(hungry)
             continue
-        lease = pending.take(lease_rows, room)
-        load.rows += lease.num_to_run
-        load.unbegun.append(lease)
-        given.append((load.replica, lease))
-        heapq.heapreplace(hungry, (not load.is_up, load.rows, load.replica, load))
-    return _merged(given)
+        lease = pending.take(lease_rows, most_rows)
+        handed_out.append((load.replica, lease))
+        rows = load.outstanding_rows + lease.num_to_run
+        load = replace(load, outstanding_rows=rows, unbegun=(*load.unbegun, lease))
+        heapq.heapreplace(hungry, (not load.is_up, rows, load.replica, load))
+    return _merged(handed_out)
 
 
-def _merged(given: list[tuple[int, Lease]]) -> list[tuple[int, Lease]]:
+def _merged(handed_out: list[tuple[int, Lease]]) -> list[tuple[int, Lease]]:
     """The same, but pieces of a shard that follow each other and go to one replica are one lease."""
     merged: list[tuple[int, Lease]] = []
-    last: dict[int, int] = {}  # by replica, where its last lease is in `merged`
-    for replica, lease in given:
-        place = last.get(replica)
-        before = None if place is None else merged[place][1]
-        if place is not None and before is not None and before.index == lease.index and before.stop == lease.start:
+    places: dict[int, int] = {}  # by replica, where its last lease is in `merged`
+    for replica, lease in handed_out:
+        place = places.get(replica, len(merged))
+        before = merged[place][1] if place < len(merged) else None
+        if before is not None and before.index == lease.index and before.stop == lease.start:
             chosen = None if lease.num_chosen is None else (before.num_chosen or 0) + lease.num_chosen
             merged[place] = replica, replace(before, stop=lease.stop, num_chosen=chosen)
         else:
-            last[replica] = len(merged)
+            places[replica] = len(merged)
             merged.append((replica, lease))
     return merged
 
@@ -365,47 +360,31 @@ def _merged(given: list[tuple[int, Lease]]) -> list[tuple[int, Lease]]:
 def revocations(
     pending: PendingRows, replicas: Sequence[ReplicaLoad], sharing: Sharing, *, is_holding: bool = False
 ) -> dict[int, list[Lease]]:
-    """The leases to take back, by replica, if nothing is pending.
+    """The unbegun leases to take back from each replica, so that they can be given to others. None while rows pend.
 
-    A replica that has less than its share and less than its engine runs gets the newest unbegun lease of the replica
-    with the most rows. A lease is taken back only if its owner, without it, still has more rows. So each move makes the
-    loads more equal, and no lease moves back and forth. An owner that accepts no more work gives its leases in any
-    case. A replica whose engine is not up takes nothing from others; it keeps its leases while rows are held back
-    (is_holding), and then gives all that others can run.
+    The replica with the fewest rows is filled first, each time with the newest unbegun lease of the replica with the
+    most rows; see `ReplicaLoad.takes_more` and `ReplicaLoad.spares`.
+
+    is_holding: rows are held back for replicas whose engine is not up, so these keep their leases.
     """
-    asked: dict[int, list[Lease]] = {}
+    taken_back: dict[int, list[Lease]] = {}
     if pending:
-        return asked
-    loads = [_Load.of(load) for load in replicas]
-    owners = [load for load in loads if load.unbegun and not (is_holding and not load.is_up)]
-    most = {load.replica: _most(load, sharing) for load in loads}
-    idle = [load for load in loads if load.is_accepting and load.is_up and load.rows < most[load.replica]]
-    for load in sorted(idle, key=lambda load: (load.rows, load.replica)):
-        while load.rows < most[load.replica] and (owner := _owner(owners, load)):
-            lease = owner.unbegun.pop()
-            owner.rows -= lease.num_to_run
-            load.rows += lease.num_to_run
-            asked.setdefault(owner.replica, []).append(lease)
-    return asked
-
-
-def _most(load: _Load, sharing: Sharing) -> int:
-    """The rows with which a replica has enough to do."""
-    runs = load.window_rows if load.engine_rows is None else load.engine_rows
-    return min(sharing.share, runs, load.window_rows)
-
-
-def _owner(owners: list[_Load], idle: _Load) -> _Load | None:
-    """The replica that gives its newest unbegun lease to `idle`, if there is one."""
-
-    def spares(load: _Load) -> bool:
-        if load is idle or not load.unbegun:
-            return False
-        left = load.rows - load.unbegun[-1].num_to_run
-        return left > idle.rows or not (load.is_accepting and load.is_up)
-
-    # Leases of a replica that is not up move at once, and cost no message back and forth.
-    return max(filter(spares, owners), key=lambda load: (not load.is_up, load.rows, -load.replica), default=None)
+        return taken_back
+    owners = {load.replica: load for load in replicas if load.unbegun and (load.is_up or not is_holding)}
+    takers = [load for load in replicas if load.takes_more(sharing)]
+    for taker in sorted(takers, key=lambda load: (load.outstanding_rows, load.replica)):
+        taker = owners.get(taker.replica, taker)
+        while taker.takes_more(sharing) and (givers := [load for load in owners.values() if load.spares(taker)]):
+            # Leases of a replica that is not up move at once, and cost no message back and forth.
+            giver = max(givers, key=lambda load: (not load.is_up, load.outstanding_rows, -load.replica))
+            lease = giver.unbegun[-1]
+            rows = giver.outstanding_rows - lease.num_to_run
+            owners[giver.replica] = replace(giver, outstanding_rows=rows, unbegun=giver.unbegun[:-1])
+            taker = replace(taker, outstanding_rows=taker.outstanding_rows + lease.num_to_run)
+            if taker.replica in owners:
+                owners[taker.replica] = taker
+            taken_back.setdefault(giver.replica, []).append(lease)
+    return taken_back
 
 
 def hold_s(work_s: float | None, *, is_promised: bool) -> float:

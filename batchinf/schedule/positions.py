@@ -29,7 +29,8 @@ class ShardRows:
         order: int64, the rows' local indices in the order in which they run; None: 0, 1, 2 …
         """
         self._order = order
-        self.first, self.last = first, stop - 1
+        self.first = first
+        self.last = stop - 1
         self._positions = positions if positions is not None and len(positions) != stop - first else None
 
     @classmethod
@@ -40,8 +41,8 @@ class ShardRows:
         by_position = np.argsort(positions)
         order = np.empty(len(positions), np.int64)
         order[by_position] = np.arange(len(positions))
-        own = positions[by_position]
-        return cls(int(own[0]), int(own[-1]) + 1, own, order)
+        ascending = positions[by_position]
+        return cls(int(ascending[0]), int(ascending[-1]) + 1, ascending, order)
 
     def __len__(self) -> int:
         return self.last + 1 - self.first if self._positions is None else len(self._positions)
@@ -71,7 +72,8 @@ class ShardRows:
     def locals(self, row_index: Int64Array) -> Int64Array:
         """The local indices of rows, int64; -1 for a row that is not in the shard."""
         if self._positions is None:
-            is_own, indices = (row_index >= self.first) & (row_index <= self.last), row_index - self.first
+            indices = row_index - self.first
+            is_own = (indices >= 0) & (row_index <= self.last)
         else:
             indices = np.minimum(np.searchsorted(self._positions, row_index), len(self._positions) - 1)
             is_own = self._positions[indices] == row_index
@@ -98,9 +100,8 @@ class ShardRows:
         return local + self.first if self._positions is None else self._positions[local]
 
 
-# RETRY_FOLDER: rows that retries chose; file names have the number of the retry. RUN_FOLDER: rows that the job chose;
-# file names have the number of the extent, from 1.
-RETRY_FOLDER, RUN_FOLDER = "retry", "selection"
+RETRY_FOLDER = "retry"  # rows that retries chose; file names have the number of the retry
+RUN_FOLDER = "selection"  # rows that the job chose; file names have the number of the extent, from 1
 # Positions take 8 bytes each if they may be this large.
 _WIDE = 1 << 32
 _SEARCHED_AT_ONCE = 1 << 20
@@ -113,7 +114,9 @@ class Positions:
     """
 
     def __init__(self, items: npt.NDArray[np.uint32] | npt.NDArray[np.uint64], stop_row: int, digest: str) -> None:
-        self._items, self.stop_row, self.digest = items, stop_row, digest
+        self._items = items
+        self.stop_row = stop_row
+        self.digest = digest
 
     def __len__(self) -> int:
         return len(self._items)
@@ -133,16 +136,14 @@ class Positions:
     def chosen(self, rows: ShardRows) -> BoolArray:
         """Which of a shard's rows are stored, bool [len(rows)]. The stored positions must be ascending."""
         edges = np.minimum([rows.first, rows.last + 1], self.stop_row).astype(self._items.dtype)
-        own = self.rows(*np.searchsorted(self._items, edges).tolist())
-        found = np.zeros(len(rows), np.bool_)
-        if not len(own):
-            return found
+        stored = self.rows(*np.searchsorted(self._items, edges).tolist())
+        is_chosen = np.zeros(len(rows), np.bool_)
         if rows.is_consecutive:
-            found[own - rows.first] = True
-            return found
-        positions = rows.positions()
-        found[:] = own[np.minimum(np.searchsorted(own, positions), len(own) - 1)] == positions
-        return found
+            is_chosen[stored - rows.first] = True
+        elif len(stored):
+            positions = rows.positions()
+            is_chosen[:] = stored[np.minimum(np.searchsorted(stored, positions), len(stored) - 1)] == positions
+        return is_chosen
 
     def counts(self, shards: Iterable[ShardRows]) -> Int64Array:
         """How many rows of each shard are stored, int64 [number of shards]. The positions must be ascending."""
@@ -159,6 +160,7 @@ def write_positions(
     number: int,
     rows: Iterable[Int64Array],
     stop_row: int,
+    *,
     where: str = RUN_FOLDER,
     check_lock: Callable[[], None] = lambda: None,
 ) -> Positions:
@@ -168,7 +170,8 @@ def write_positions(
     job by now. The file of that process must not change.
     """
     item = np.dtype("<u4" if stop_row < _WIDE else "<u8")
-    digest, num_rows = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    num_rows = 0
     folder.make(where)
     with folder.writing(positions_name(number, where)) as file:
         file.write(bytes(HEADER_BYTES))
@@ -189,7 +192,8 @@ def read_positions(folder: Folder, number: int, digest: str | None = None, where
         data = np.memmap(folder.path(positions_name(number, where)), np.uint8, "r").view(np.ndarray)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it is empty
         return None
-    header, body = FileHeader.decode(data[:HEADER_BYTES].tobytes()), data[HEADER_BYTES:]
+    header = FileHeader.decode(data[:HEADER_BYTES].tobytes())
+    body = data[HEADER_BYTES:]
     if header is None or header.number != number or xxhash.xxh3_128_digest(body.data) != header.digest:
         return None
     if digest not in (None, header.digest.hex()):
@@ -199,10 +203,10 @@ def read_positions(folder: Folder, number: int, digest: str | None = None, where
 
 def stored_positions(folder: Folder, number: int, digest: str | None = None, where: str = RUN_FOLDER) -> Positions:
     """The stored positions. Raises OutputError if the file is gone or altered, or has another digest."""
-    if (found := read_positions(folder, number, digest, where)) is None:
+    if (positions := read_positions(folder, number, digest, where)) is None:
         name = folder.path(positions_name(number, where))
         raise OutputError(f"{name} is gone or altered; run the same command again to make a new one")
-    return found
+    return positions
 
 
 def chosen_in_order(order: "RunOrder", chosen: Positions, lease: Lease) -> BoolArray:
@@ -213,23 +217,30 @@ def chosen_in_order(order: "RunOrder", chosen: Positions, lease: Lease) -> BoolA
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The rows of extent `number` (from 1) before it is cut into shards: see `Extent`.
-
-    start: the place of the first row. ordered_by: a value of `input.order`, by which the rows are ordered.
-    """
+    """The rows of an extent before it is cut into shards; see `Extent`."""
 
     number: int
+    """Of the extent, from 1."""
     start: int
+    """The place of the first row."""
     num_rows: int
     first_row: int
     stop_row: int
     positions: str | None = None
     ordered_by: str = "input"
+    """The value of `input.order` by which the rows are ordered."""
 
     def extent(self, rows_per_shard: int = 1, first_shard: int = 0) -> Extent:
         """These rows, cut into shards."""
-        own = self.first_row, self.stop_row, self.positions
-        return Extent(self.start, self.num_rows, rows_per_shard, first_shard, *own)
+        return Extent(
+            start=self.start,
+            num_rows=self.num_rows,
+            rows_per_shard=rows_per_shard,
+            first_shard=first_shard,
+            first_row=self.first_row,
+            stop_row=self.stop_row,
+            positions=self.positions,
+        )
 
     def order(self, folder: Folder) -> "RunOrder":
         """These rows in run order; their file is in `folder`."""
@@ -246,7 +257,8 @@ class RunOrder(Sequence[int]):
     def __init__(self, folder: Folder, extents: Sequence[Extent], number: int = 1) -> None:
         """number: of the first extent."""
         self.extents = tuple(extents)
-        self._folder, self._number = folder, number
+        self._folder = folder
+        self._number = number
         self._stored: dict[int, Positions] = {}
 
     def __len__(self) -> int:
@@ -262,8 +274,8 @@ class RunOrder(Sequence[int]):
             place = first + range(len(self))[index]
             return int(self.rows(place, place + 1)[0])
         start, stop, step = index.indices(len(self))
-        found: list[int] = self.rows(first + start, first + max(start, stop)).tolist()
-        return found[::step]
+        positions: list[int] = self.rows(first + start, first + max(start, stop)).tolist()
+        return positions[::step]
 
     def __contains__(self, row_index: object) -> bool:
         return any(
@@ -276,21 +288,26 @@ class RunOrder(Sequence[int]):
 
         Raises IndexError for places that no extent has.
         """
-        found, index = [np.zeros(0, np.int64)], self._index(start)
-        while start < stop:
+        pieces = [np.zeros(0, np.int64)]
+        for index in range(self._index(start), len(self.extents)):
+            if start == stop:
+                break
             extent = self.extents[index]
             end = min(stop, extent.start + extent.num_rows)
             if extent.positions is None:
                 shift = extent.first_row - extent.start
-                found.append(np.arange(start + shift, end + shift, dtype=np.int64))
+                pieces.append(np.arange(start + shift, end + shift, dtype=np.int64))
             else:
-                found.append(self._file(index).rows(start - extent.start, end - extent.start))
-            start, index = end, index + 1
-        return found[-1] if len(found) <= 2 else np.concatenate(found)
+                pieces.append(self._file(index).rows(start - extent.start, end - extent.start))
+            start = end
+        if start < stop:
+            raise IndexError(f"place {start} is after {self.extents[-1]}")
+        return pieces[-1] if len(pieces) <= 2 else np.concatenate(pieces)
 
     def pieces(self, num_rows: int, start: int = 0, stop: int | None = None) -> Iterator[Int64Array]:
         """The positions with the indices `start` to `stop` (exclusive; None: all from there), `num_rows` at a time."""
-        first, stop = self.extents[0].start, len(self) if stop is None else stop
+        first = self.extents[0].start
+        stop = len(self) if stop is None else stop
         for begin in range(start, stop, num_rows):
             yield self.rows(first + begin, first + min(begin + num_rows, stop))
 

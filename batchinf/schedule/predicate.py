@@ -5,6 +5,7 @@ statements or use other rows.
 """
 
 import contextlib
+import itertools
 import json
 import re
 from collections import Counter
@@ -81,7 +82,8 @@ class Predicate:
 
         try:
             with duckdb_errors(self._wrong):
-                named = _readable(table).rename_columns([self._named[name] for name in table.column_names])
+                fields = [field.with_type(without_half_floats(field.type)) for field in table.schema]
+                named = table.cast(pa.schema(fields)).rename_columns([self._named[name] for name in table.column_names])
                 self._connection.register(self._table, named)
                 return self._connection.execute(query).fetchnumpy()
         finally:
@@ -93,22 +95,17 @@ class Predicate:
         """All nodes of the expression's tree. Raises PredicateError unless it is one expression about one row."""
         if not self._expression.strip():
             raise self._wrong("it is empty")
-        tree, bare = self._tree(self._expression), self._tree("true")
+        tree = self._tree(self._expression)
         if tree.get("error"):
             raise self._wrong(tree.get("error_message", "it cannot be parsed"))
-        expressions, _ = _take_list(tree), _take_list(bare)
+        expressions = _take_list(tree)
+        plain = self._tree("true")
+        _take_list(plain)
         # Except for the select list, the statement must equal that of `true`: no FROM, no UNION, no second statement.
-        if _shape(tree) != _shape(bare) or len(expressions) != 1:
+        if _without_places(tree) != _without_places(plain) or len(expressions) != 1:
             raise self._wrong("it must be one expression, not a statement")
         nodes = list(_walk(expressions))
-        for node in nodes:
-            if (what := _NOT_OF_ONE_ROW.get(node.get("class", ""))) is not None:
-                raise self._wrong(f"it must use the columns of one row only, but it has {what}")
-        if (changing := self._changing(nodes)) is not None:
-            raise self._wrong(
-                f"{changing} differs from one run to the next, but a run must be able to choose the same rows again; "
-                "write a value in its place" + (", or set input.sample" if self._table == "input" else "")
-            )
+        self._check_nodes(nodes)
         if any(name != alias for name, alias in self._named.items()):
             self._rename(nodes)
             [statement] = tree["statements"]
@@ -118,20 +115,28 @@ class Predicate:
             self._expression = row[0].removeprefix("SELECT ")
         return nodes
 
-    def _changing(self, nodes: list[dict[str, Any]]) -> str | None:
-        """The first function whose value depends on chance, the clock or the session; None if there is none."""
-        own = {name.lower() for name in self._names}
-        calls = [node for node in nodes if node.get("class") == "FUNCTION" and not node.get("is_operator")]
-        changing = set() if not calls else {*_OF_THE_CLOCK, *self._volatile()}
+    def _check_nodes(self, nodes: list[dict[str, Any]]) -> None:
+        """Raise PredicateError if the value needs other rows, or may differ from one run to the next."""
         for node in nodes:
-            name = str(node.get("function_name", "")).lower()
-            num_arguments = len(node.get("arguments") or node.get("children") or ())  # DuckDB 2 renamed them
-            if name in changing or (name == "age" and num_arguments == 1):
-                return f"{name}()"
-            path = node.get("column_names", ())
-            if len(path) == 1 and path[0].lower() in _CLOCK_WORDS - own:
-                return str(path[0])
-        return None
+            if (what := _NOT_OF_ONE_ROW.get(node.get("class", ""))) is not None:
+                raise self._wrong(f"it must use the columns of one row only, but it has {what}")
+        changing = {*_OF_THE_CLOCK, *self._volatile()} if any(_is_call(node) for node in nodes) else set()
+        names = filter(None, (self._changing(node, changing) for node in nodes))
+        if (name := next(names, None)) is not None:
+            raise self._wrong(
+                f"{name} differs from one run to the next, but a run must be able to choose the same rows again; "
+                "write a value in its place" + (", or set input.sample" if self._table == "input" else "")
+            )
+
+    def _changing(self, node: dict[str, Any], functions: set[str]) -> str | None:
+        """The node's function, if its value depends on chance, the clock or the session."""
+        name = str(node.get("function_name", "")).lower()
+        num_arguments = len(node.get("arguments") or node.get("children") or ())  # DuckDB 2 renamed them
+        if name in functions or (name == "age" and num_arguments == 1):
+            return f"{name}()"
+        path = node.get("column_names", ())
+        is_word = len(path) == 1 and path[0].lower() in _CLOCK_WORDS.difference(map(str.lower, self._names))
+        return str(path[0]) if is_word else None
 
     def _volatile(self) -> set[str]:
         query = "SELECT DISTINCT function_name FROM duckdb_functions() WHERE stability <> 'CONSISTENT'"
@@ -139,16 +144,12 @@ class Predicate:
 
     def _rename(self, nodes: list[dict[str, Any]]) -> None:
         """Replace the column names in an expression by the names that DuckDB gets."""
-        for node in nodes:
-            if node.get("class") != "COLUMN_REF":
-                continue
-            path = node["column_names"]
+        for path in (node["column_names"] for node in nodes if node.get("class") == "COLUMN_REF"):
             place = 1 if len(path) > 1 and path[0] == self._table and path[0] not in self._named else 0
-            alike = [name for name in self._named if name.lower() == path[place].lower()]
-            if path[place] in alike:
-                alike = [path[place]]
+            name = path[place]
+            alike = [name] if name in self._named else [other for other in self._named if other.lower() == name.lower()]
             if len(alike) > 1:
-                raise self._wrong(f"column '{path[place]}' may be {' or '.join(alike)}; write one of these")
+                raise self._wrong(f"column '{name}' may be {' or '.join(alike)}; write one of these")
             if alike:
                 path[place] = self._named[alike[0]]
 
@@ -160,21 +161,23 @@ class Predicate:
 
     def _wrong(self, what: str) -> PredicateError:
         # After its first line, DuckDB's message has the statement and suggests similar names.
+        reason = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
         missing = None
-        said = re.split(r"\n\n|\nLINE |\s*Candidate bindings:", what)[0].replace("\n", " ").strip()
-        if (found := _NO_COLUMN.search(said)) is not None:
-            missing, name = found[1], re.escape(found[1])
+        if (match := _NO_COLUMN.search(reason)) is not None:
+            missing = match[1]
+            reason = f"there is no column '{missing}'"
             # In SQL, double quotes are for names. A name on the right of a comparison is more often meant as text.
-            is_text = re.search(rf"\"{name}\"|[=<>]\s*{name}\b", self.text) is not None
-            said = f"there is no column '{found[1]}'" + (
-                f"; a text is in single quotes, '{found[1]}'" if is_text else ""
+            if re.search(rf"\"{re.escape(missing)}\"|[=<>]\s*{re.escape(missing)}\b", self.text):
+                reason += f"; a text is in single quotes, '{missing}'"
+        columns = list_names(self._names, missing)
+        if self._table == "input":
+            return PredicateError(
+                f"got {self.text!r}: {reason}; must be an expression in SQL over the input's columns, such as "
+                f"\"language = 'en'\"; columns: {columns}"
             )
-        opening, allowed, example = "", "", "language = 'en'"
-        if self._table == "output":
-            opening, allowed, example = "--retry: ", f"`{ERRORS_WORD}` or ", "finish_reason = 'length'"
         return PredicateError(
-            f"{opening}got {self.text!r}: {said}; must be {allowed}an expression in SQL over the "
-            f'{self._table}\'s columns, such as "{example}"; columns: {list_names(self._names, missing)}'
+            f"--retry: got {self.text!r}: {reason}; must be `{ERRORS_WORD}` or an expression in SQL over the output's "
+            f"columns, such as \"finish_reason = 'length'\"; columns: {columns}"
         )
 
 
@@ -184,16 +187,18 @@ def _names_for_duckdb(names: Sequence[str]) -> dict[str, str]:
     taken = set(counts)
     named = {}
     for name in names:
-        alias, number = name, 1
+        aliases = (f"{name}_{number}" for number in itertools.count(1))
+        alias = name
         while counts[name.lower()] > 1 and alias.lower() in taken:
-            alias, number = f"{name}_{number}", number + 1
+            alias = next(aliases)
         taken.add(alias.lower())
         named[name] = alias
     return named
 
 
 def _free_name(names: Iterable[str]) -> str:
-    taken, name = {name.lower() for name in names}, _KEY
+    taken = {name.lower() for name in names}
+    name = _KEY
     while name in taken:
         name = f"_{name}"
     return name
@@ -210,17 +215,19 @@ def _connect(table: str) -> Any:
 
 def _take_list(tree: dict[str, Any]) -> list[Any]:
     """Remove the select list from a statement's tree and return it."""
-    found: list[Any] = []
-    for statement in tree.get("statements", ()):
-        found += statement.get("node", {}).pop("select_list", [])
-    return found
+    nodes = (statement.get("node", {}) for statement in tree.get("statements", ()))
+    return [item for node in nodes for item in node.pop("select_list", [])]
 
 
-def _shape(tree: Any) -> Any:
-    """A tree without the positions of its nodes in the text."""
+def _without_places(tree: Any) -> Any:
+    """A statement's tree without the places of its parts in the text: equal statements then have equal trees."""
     if isinstance(tree, dict):
-        return {key: _shape(value) for key, value in tree.items() if not key.startswith("query_location")}
-    return [_shape(item) for item in tree] if isinstance(tree, list) else tree
+        return {key: _without_places(value) for key, value in tree.items() if not key.startswith("query_location")}
+    return [_without_places(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def _is_call(node: dict[str, Any]) -> bool:
+    return node.get("class") == "FUNCTION" and not node.get("is_operator")
 
 
 def _walk(tree: Any) -> Iterator[dict[str, Any]]:
@@ -228,11 +235,6 @@ def _walk(tree: Any) -> Iterator[dict[str, Any]]:
         yield tree
     for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
         yield from _walk(item)
-
-
-def _readable(table: pa.Table) -> pa.Table:
-    fields = [field.with_type(without_half_floats(field.type)) for field in table.schema]
-    return table.cast(pa.schema(fields))
 
 
 def without_half_floats(type: pa.DataType) -> pa.DataType:

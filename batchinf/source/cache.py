@@ -30,52 +30,52 @@ _SHORT_TYPES = {"n": pa.null(), "b": pa.bool_(), "i": pa.int32(), "l": pa.int64(
 
 @dataclass(frozen=True, slots=True)
 class FileFindings:
-    """The results of a file's scan. schema: of this file alone; a JSON column has `JSON_MARK`.
-
-    num_bytes: of the decompressed content, if the format lets rows be appended. ranges: that were read, each with its
-    digest, if `hash` does not cover them.
-    """
+    """The results of a file's scan."""
 
     hash: str
     num_rows: int
     schema: pa.Schema
+    """Of this file alone; a JSON column has `JSON_MARK`."""
     num_bytes: int = 0
+    """Of the decompressed content, if the format lets rows be appended."""
     ranges: tuple[ReadRange, ...] = ()
+    """That were read, each with its digest, if `hash` does not cover them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A cache file: its name in the cache folder, its size, and a hash over samples of its bytes."""
+    """A cache file."""
 
     name: str
+    """In the cache folder."""
     size: int
     check: str
+    """A hash over samples of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One input file and the results of its scan.
-
-    `hash` covers the decompressed content. For Parquet it covers the file's size and the footer, which has sizes,
-    statistics and offsets of every column chunk; `ReadDigests` has the digests of the chunks that were read, under the
-    number `content`. `artifacts` by role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (see
-    `BlockDigests`), `lines` (a decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow
-    batch, then the row count), `content` (a copy of a remote file), `columns` (those beyond the first 4,096;
-    see `further_line`). `size`, `mtime_ns` and `inode` are the file's
-    stamp; the stamp of a remote file has other numbers.
-    """
+    """One input file and the results of its scan."""
 
     path: str
     format: str
     size: int
+    """Of the stamp, as `mtime_ns` and `inode`. The stamp of a remote file has other numbers."""
     mtime_ns: int
     inode: int
     hash: str
+    """Covers the decompressed content. For Parquet it covers the file's size and the footer, which has sizes,
+    statistics and offsets of every column chunk; `ReadDigests` has the digests of the chunks that were read."""
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
-    num_bytes: int  # see `FileFindings`
+    """By role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (see `BlockDigests`), `lines` (a
+    decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
+    `content` (a copy of a remote file), `columns` (those beyond the first 4,096; see `further_line`)."""
+    num_bytes: int
+    """See `FileFindings`."""
     content: int
+    """The number under which `ReadDigests` knows the content."""
 
     @property
     def stamp(self) -> Stamp:
@@ -102,14 +102,14 @@ def further_columns(entry: FileEntry, names: Collection[str], cache: Folder) -> 
     artifact = entry.artifacts.get(FURTHER_COLUMNS)
     if artifact is None:
         return None
-    found = list[pa.Field]()
+    fields: list[pa.Field] = []
     with open(cache.path(artifact.name), encoding="utf-8") as lines:
         for stored in map(json.loads, lines):
             for name in names:
                 short = stored.get(name)
                 if short is not None:
-                    found += [pa.field(name, _SHORT_TYPES[short])] if short in _SHORT_TYPES else schema_of(short)
-    return pa.schema(found)
+                    fields += [pa.field(name, _SHORT_TYPES[short])] if short in _SHORT_TYPES else schema_of(short)
+    return pa.schema(fields)
 
 
 def further_line(columns: pa.Schema) -> bytes:
@@ -123,10 +123,11 @@ def further_line(columns: pa.Schema) -> bytes:
 def load_entries(cache: Folder) -> dict[str, FileEntry]:
     """The entries by the names of their input files."""
 
-    def entry(found: dict[str, Any]) -> FileEntry:
-        return FileEntry(**{**found, "artifacts": {k: Artifact(**a) for k, a in found["artifacts"].items()}})
-
-    return {name: entry(found) for name, found in read_record(cache, "files.json").items()}
+    entries = {}
+    for name, stored in read_record(cache, "files.json").items():
+        artifacts = {role: Artifact(**artifact) for role, artifact in stored["artifacts"].items()}
+        entries[name] = FileEntry(**{**stored, "artifacts": artifacts})
+    return entries
 
 
 def save_entries(cache: Folder, entries: Mapping[str, FileEntry]) -> None:
@@ -215,7 +216,8 @@ class Scratch:
 
     def fetch(self, file: InputFile) -> InputFile:
         """Copy a remote file; the copy has the role `content`."""
-        copy, digest = self.create("content"), xxhash.xxh3_64()
+        copy = self.create("content")
+        digest = xxhash.xxh3_64()
         with file.open() as stream:
             while block := stream.read(BLOCK_BYTES):
                 digest.update(block)

@@ -39,7 +39,9 @@ class Watch:
 
     def __init__(self, name: str, paths: Sequence[str], trusted: Sequence[Stamp], is_same: Callable[[], bool]) -> None:
         """trusted: the stamps of the paths with the right content. is_same: whether the paths have that content now."""
-        self._name, self._paths, self._is_same = name, paths, is_same
+        self._name = name
+        self._paths = paths
+        self._is_same = is_same
         self._lock = threading.RLock()
         self.trusted = list(trusted)
 
@@ -51,12 +53,12 @@ class Watch:
         while True:
             self.check()
             try:
-                found = read()
+                result = read()
             except Exception:
                 self.check()  # bytes that do not fit together may be those of a changed file
                 raise
             if self._stamps(stamp) == self.trusted:
-                return found
+                return result
 
     def check(self) -> None:
         """Compare the content if the stamps are not the trusted ones. Raises DriftError if it has changed."""
@@ -85,22 +87,26 @@ class BlockDigests:
     """Writes the xxh3-64 of each block of what it is given."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._digest, self._left = file, xxhash.xxh3_64(), DIGEST_BYTES
+        self._file = file
+        self._digest = xxhash.xxh3_64()
+        self._num_missing = DIGEST_BYTES  # bytes until the block is full
 
     def update(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
-            piece, rest = rest[: self._left], rest[self._left :]
+            piece = rest[: self._num_missing]
+            rest = rest[len(piece) :]
             self._digest.update(piece)
-            self._left -= len(piece)
-            if not self._left:
+            self._num_missing -= len(piece)
+            if not self._num_missing:
                 self.end()
 
     def end(self) -> None:
         """Write the digest of the last block."""
-        if self._left < DIGEST_BYTES:
+        if self._num_missing < DIGEST_BYTES:
             self._file.write(self._digest.digest())
-            self._digest, self._left = xxhash.xxh3_64(), DIGEST_BYTES
+            self._digest = xxhash.xxh3_64()
+            self._num_missing = DIGEST_BYTES
 
 
 class CheckedBytes:
@@ -109,9 +115,12 @@ class CheckedBytes:
     Bytes after those that were scanned do not count: rows may be appended.
     """
 
-    def __init__(self, name: str, path: str, digests: bytes | None, trusted: Stamp, num_bytes: int) -> None:
+    def __init__(self, name: str, path: str, digests: bytes | None, *, trusted: Stamp, num_bytes: int) -> None:
         """digests: as `BlockDigests` wrote them; None for a copy in the cache. num_bytes: that were scanned."""
-        self._name, self._digests, self._trusted, self._num_bytes = name, digests, trusted, num_bytes
+        self._name = name
+        self._digests = digests
+        self._trusted = trusted
+        self._num_bytes = num_bytes
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115
 
     def read(self, start: int, num_bytes: int) -> bytes:
@@ -148,9 +157,11 @@ class ReadDigests:
     """
 
     def __init__(self, cache: Folder) -> None:
-        self._cache, self._name = cache, uuid.uuid4().hex
+        self._cache = cache
+        self._name = uuid.uuid4().hex
         # Locks are taken in this order: `_keeping`, the lock of a `Watch`, `_lock`.
-        self._keeping, self._lock = threading.Lock(), threading.Lock()
+        self._keeping = threading.Lock()
+        self._lock = threading.Lock()
         self._known = defaultdict[int, dict[tuple[int, int], int]](dict)
         self._fresh: list[tuple[int, ...]] = []
         self._watches: dict[int, Watch] = {}
@@ -214,7 +225,8 @@ class ReadDigests:
         """Make the ranges durable that were read up to now. Raises DriftError if their files have changed since."""
         with self._keeping:
             with self._lock:
-                fresh, self._fresh = self._fresh, []
+                fresh = self._fresh
+                self._fresh = []
             if not fresh:
                 return
             try:
@@ -283,7 +295,8 @@ def _digest(file: IO[bytes], offset: int, num_bytes: int) -> int:
     digest = xxhash.xxh3_64()
     while num_bytes and (block := os.pread(file.fileno(), min(num_bytes, BLOCK_BYTES), offset)):
         digest.update(block)
-        offset, num_bytes = offset + len(block), num_bytes - len(block)
+        offset += len(block)
+        num_bytes -= len(block)
     return digest.intdigest()
 
 
@@ -295,12 +308,14 @@ class DigestedFile:
     def __init__(self, path: str, *, joins: bool = False) -> None:
         """joins: ranges that follow each other count as one, as if a column chunk is read in pieces."""
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self._joins, self._place = joins, 0
+        self._joins = joins
+        self._place = 0
         self._ranges: dict[int, tuple[int, xxhash.xxh3_64]] = {}  # by the end: first byte and digest
 
     def read(self, num_bytes: int) -> bytes:
         data = os.pread(self._file.fileno(), num_bytes, self._place)
-        start, digest = self._place, xxhash.xxh3_64()
+        start = self._place
+        digest = xxhash.xxh3_64()
         if self._joins and start in self._ranges:
             start, digest = self._ranges.pop(start)
         digest.update(data)
@@ -319,7 +334,8 @@ class DigestedFile:
 
     def taken(self) -> tuple[ReadRange, ...]:
         """The ranges that were read since the last call."""
-        ranges, self._ranges = self._ranges, {}
+        ranges = self._ranges
+        self._ranges = {}
         return tuple((start, end - start, digest.intdigest()) for end, (start, digest) in ranges.items())
 
     def close(self) -> None:

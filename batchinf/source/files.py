@@ -18,6 +18,8 @@ LINE_ENDS = (b"\n", b"\r\n")
 # Editors on Windows begin files with it. Where such files were joined, it stands before a line in the middle, too.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TICK_NS = 20_000_000  # Linux sets mtimes by a clock that ticks every 1 to 10 ms
+# By the endings of compressed files: their first bytes, and the name of the compression in Arrow.
+COMPRESSIONS = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
 
 Stamp = tuple[int, int, int]  # see `stamp`
 ReadRange = tuple[int, int, int]  # of a file: first byte, number of bytes, and their xxh3-64
@@ -27,20 +29,28 @@ ReadRange = tuple[int, int, int]  # of a file: first byte, number of bytes, and 
 class InputLocation:
     """Where the rows are."""
 
-    path: str  # a file, a glob, a folder, a URL, or the id of a Hugging Face dataset
-    format: str | None = None  # a name in `formats/registry.py`; None: by the files' endings
-    split: str | None = None  # of a Hugging Face dataset; None: train
-    revision: str | None = None  # of a Hugging Face dataset on the hub
-    name: str | None = None  # the configuration of a Hugging Face dataset
-    named: tuple[str, ...] = ()  # columns that must be found, however many others a row has
-    is_shuffled: bool = False  # rows are read in any order, so every row must be quick to find
+    path: str
+    """A file, a glob, a folder, a URL, or the id of a Hugging Face dataset."""
+    format: str | None = None
+    """A name in `formats/registry.py`; None: by the files' endings."""
+    split: str | None = None
+    """Of a Hugging Face dataset; None: train."""
+    revision: str | None = None
+    """Of a Hugging Face dataset on the hub."""
+    name: str | None = None
+    """The configuration of a Hugging Face dataset."""
+    named: tuple[str, ...] = ()
+    """Columns that must be found, however many others a row has."""
+    is_shuffled: bool = False
+    """Rows are read in any order, so every row must be quick to find."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One input file. name: relative, for error messages. path: where it is."""
+    """One input file."""
 
     name: str
+    """Relative, for error messages."""
     path: str
 
     @property
@@ -73,11 +83,11 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 def settled_stamp(path: str) -> Stamp:
     """The stamp, at a time when any later change changes the stamp. Waits if the file has just been changed."""
-    found = stamp(path)
-    if 0 <= time.time_ns() - found[1] < _TICK_NS:
+    _, mtime_ns, _ = now = stamp(path)
+    if 0 <= time.time_ns() - mtime_ns < _TICK_NS:
         time.sleep(_TICK_NS / 1e9)
-        found = stamp(path)
-    return found
+        now = stamp(path)
+    return now
 
 
 def refuse_utf16(file: InputFile, head: bytes) -> None:
@@ -107,9 +117,7 @@ def compression(file: InputFile) -> str | None:
 
 
 def _compression(head: bytes) -> str | None:
-    if head.startswith(b"\x1f\x8b"):
-        return "gzip"
-    return "zstd" if head.startswith(b"\x28\xb5\x2f\xfd") else None
+    return next((name for beginning, name in COMPRESSIONS.values() if head.startswith(beginning)), None)
 
 
 def blocks(file: InputFile) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from batchinf.base.text import near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
-from batchinf.source.formats.registry import ALLOWED, file_format, format_by_ending
+from batchinf.source.formats.registry import ALLOWED, COMPRESSED, file_format, format_by_ending
 
 # The pandas function that reads a file of an unsupported format, for the error message.
 _PANDAS = {
@@ -66,41 +66,38 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
 
 def _by_glob(path: str) -> list[InputFile]:
     root = os.path.dirname(re.split(r"[*?[]", path)[0])
-    found = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
-    if not found:
+    names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
+    if not names:
         raise NoInputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")
-    return [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in found]
+    return [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in names]
 
 
 def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
     """The data files below a folder, without hidden files, files that begin with _, and unknown endings."""
-    found = []
+    paths = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        found += [os.path.join(folder, name) for name in names if not name.startswith((".", "_"))]
-    wanted = data_files(found, input)
-    return [InputFile(os.path.relpath(name, path), os.path.abspath(name)) for name in wanted]
+        paths += [os.path.join(folder, name) for name in names if not name.startswith((".", "_"))]
+    return [InputFile(os.path.relpath(file, path), os.path.abspath(file)) for file in data_files(paths, input)]
 
 
 def data_files(names: Iterable[str], input: InputLocation) -> list[str]:
-    """The files of a folder that have a wanted ending, sorted; `InputError` if there is none."""
-    wanted = sorted(name for name in names if _is_meant(format_by_ending(name), input))
-    if not wanted:
-        raise InputError(f"{input.path} has no {input.format or 'data'} file; {ALLOWED} (.gz or .zst may follow)")
-    return wanted
-
-
-def _is_meant(format: FileFormat | None, input: InputLocation) -> bool:
-    return format is not None and input.format in (None, format.name)
+    """The files of a folder that have an ending of the input's format, sorted; `InputError` if there is none."""
+    formats = ((name, format_by_ending(name)) for name in names)
+    files = sorted(name for name, format in formats if format is not None and input.format in (None, format.name))
+    if not files:
+        compressed = " or ".join(COMPRESSED)
+        raise InputError(f"{input.path} has no {input.format or 'data'} file; {ALLOWED} ({compressed} may follow)")
+    return files
 
 
 def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
     """The one format of all files, as given or by their endings; `InputError` if there is none."""
     if input.format is not None:
-        if (said := file_format(input.format)) is None:
+        if (format := file_format(input.format)) is None:
             raise InputError(f"format {input.format!r} is not known; {ALLOWED}")
-        return said
-    found: dict[FileFormat, str] = {}
+        return format
+    last_files: dict[FileFormat, str] = {}
     for file in files:
         if (format := format_by_ending(file.name)) is None:
             read = _PANDAS.get(os.path.splitext(file.name)[1].lower())
@@ -108,7 +105,8 @@ def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
             raise InputError(
                 f"the ending of {file.name} is not known; {ALLOWED}; name it so, or set `input.format`{other}"
             )
-        found[format] = file.name
-    if len(found) > 1:
-        raise InputError(f"{input.path} mixes formats: {', '.join(found.values())}; set `format` or narrow the path")
-    return next(iter(found))
+        last_files[format] = file.name
+    if len(last_files) > 1:
+        names = ", ".join(last_files.values())
+        raise InputError(f"{input.path} mixes formats: {names}; set `format` or narrow the path")
+    return next(iter(last_files))

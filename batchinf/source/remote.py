@@ -33,11 +33,14 @@ def is_url(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile(InputFile):
-    """A file that is fetched once. place: its path within `system`. info: its entry in the listing."""
+    """A file that is fetched once."""
 
     system: Any = field(compare=False)
+    """Of fsspec."""
     place: str = field(compare=False)
+    """Its path within `system`."""
     info: Mapping[str, Any] = field(compare=False)
+    """Its entry in the listing."""
 
     @property
     def is_remote(self) -> bool:
@@ -53,7 +56,7 @@ class RemoteFile(InputFile):
         return _stamp(self._fresh_info())
 
     def _fresh_info(self) -> Mapping[str, Any]:
-        with _told(self.path):
+        with _input_errors(self.path):
             self.system.invalidate_cache()
             return dict(self.system.info(self.place))
 
@@ -66,19 +69,21 @@ class _Stream(io.RawIOBase):
     """A remote file's bytes from the first to the last. All errors are `InputError`."""
 
     def __init__(self, file: RemoteFile) -> None:
-        self._file, self._num_bytes = file, 0
+        self._file = file
+        self._num_bytes = 0
         # Over HTTP one request for the whole file: not every server supports ranges.
         options = {"block_size": 0} if _protocol(file.system) in _HTTP else {}
-        with _told(file.path):
+        with _input_errors(file.path):
             self._stream = file.system.open(file.place, "rb", **options)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        view, num_read = memoryview(buffer).cast("B"), 0
+        view = memoryview(buffer).cast("B")
+        num_read = 0
         while num_read < len(view):
-            with _told(self._file.path):
+            with _input_errors(self._file.path):
                 block = self._stream.read(len(view) - num_read)
             if not block:
                 break
@@ -95,39 +100,36 @@ class _Stream(io.RawIOBase):
             with contextlib.suppress(Exception):
                 self._stream.close()
                 if _protocol(self._file.system) in _HTTP:  # its `close` only schedules the closing of the connection
-                    _closed(self._stream)
+                    from fsspec.asyn import sync
+
+                    sync(self._stream.loop, self._stream._close)
         super().close()
-
-
-def _closed(stream: Any) -> None:
-    from fsspec.asyn import sync
-
-    sync(stream.loop, stream._close)
 
 
 def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     """The files of a URL of a file, glob or folder, sorted by name, and their one format."""
-    with _told(input.path):
+    with _input_errors(input.path):
         system, path = _connect(input.path)
-        found = _list(system, path)
-    names = {name: place for place in found if (name := _name(path, place))}
+        listing = _list(system, path)
+    places = {name: place for place in listing if (name := _name(path, place))}
     if _is_glob(system, path):
-        wanted = sorted(names)
-        if not wanted:
+        names = sorted(places)
+        if not names:
             raise InputError(
                 f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it"
             )
-    elif path in found:
-        wanted = [_last(path)]
-        names = {wanted[0]: path}
+    elif path in listing:
+        names = [re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path]
+        places = {names[0]: path}
     else:
         is_hidden = re.compile(r"(^|/)[._]").search
-        wanted = data_files((name for name in names if not is_hidden(name)), input)
+        names = data_files((name for name in places if not is_hidden(name)), input)
     chain = input.path.partition("::")[2]
     files: list[InputFile] = []
-    for name in wanted:
-        url = system.unstrip_protocol(names[name]) + (f"::{chain}" if chain else "")
-        files.append(RemoteFile(name, url, system, names[name], found[names[name]]))
+    for name in names:
+        place = places[name]
+        url = system.unstrip_protocol(place) + (f"::{chain}" if chain else "")
+        files.append(RemoteFile(name, url, system=system, place=place, info=listing[place]))
     return one_format(files, input), files
 
 
@@ -153,8 +155,8 @@ def _list(system: Any, path: str) -> dict[str, dict[str, Any]]:
     if _is_glob(system, path):
         if is_http:  # fails if the server does not answer; `glob` would find no files
             system.ls(re.split(r"[*[]", path)[0].rpartition("/")[0] + "/", detail=False)
-        found = system.glob(path, detail=True)
-        return {place: info for place, info in found.items() if info.get("type") == "file"}
+        matches = system.glob(path, detail=True)
+        return {place: info for place, info in matches.items() if info.get("type") == "file"}
     if is_http and path.endswith("/"):
         walked = system.walk(path, on_error="raise", detail=True)
         return {info["name"]: info for _, _, files in walked for info in files.values()}
@@ -175,10 +177,6 @@ def _name(path: str, place: str) -> str:
     return place.removeprefix(root).lstrip("/")
 
 
-def _last(path: str) -> str:
-    return re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path
-
-
 def _protocol(system: Any) -> str:
     return system.protocol if isinstance(system.protocol, str) else str(system.protocol[0])
 
@@ -188,13 +186,14 @@ def _version(info: Mapping[str, Any]) -> str | None:
 
 
 def _stamp(info: Mapping[str, Any]) -> Stamp:
-    size, version = info.get("size"), _version(info)
+    size = info.get("size")
+    version = _version(info)
     number = UNKNOWN if version is None else xxhash.xxh3_64_intdigest(version.encode()) >> 1
     return UNKNOWN if size is None else int(size), number, 0
 
 
 @contextlib.contextmanager
-def _told(url: str) -> Iterator[None]:
+def _input_errors(url: str) -> Iterator[None]:
     """Turn any error of a file system, its library or the network into one line for the user."""
     try:
         yield

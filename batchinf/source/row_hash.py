@@ -27,8 +27,8 @@ def row_hashes(table: pa.Table, mixed: Mapping[str, Sequence[object]] | None = N
     for field, column in zip(table.schema, table.columns, strict=True):
         digest = xxhash.xxh3_64_intdigest
         seed = digest(field.name.encode(errors="replace"))
-        own = map(canonical, mixed[field.name]) if mixed and field.name in mixed else texts(column, field)
-        hashes = [0 if text is None else digest(text, seed) for text in own]
+        values = map(canonical, mixed[field.name]) if mixed and field.name in mixed else texts(column, field)
+        hashes = [0 if text is None else digest(text, seed) for text in values]
         total += np.array(hashes, np.uint64)
     return _mixed(total)
 
@@ -42,12 +42,12 @@ def texts(column: pa.ChunkedArray, field: pa.Field) -> list[bytes | None]:
     """Each value as text; None for null. Equal values have equal texts."""
     type = field.type
     if pa.types.is_temporal(type) and not pa.types.is_interval(type):
-        column, type = column.cast(pa.int32() if type.bit_width == 32 else pa.int64()), pa.int64()
-    if pa.types.is_integer(type):
-        column, type = column.cast(pa.string()), pa.string()
-    if is_text(type):
-        found: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
-        return found
+        column = column.cast(pa.int32() if type.bit_width == 32 else pa.int64())
+    if pa.types.is_integer(column.type):
+        column = column.cast(pa.string())
+    if is_text(column.type):
+        encoded: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
+        return encoded
     return [canonical(value) for value in column.to_pylist()]
 
 

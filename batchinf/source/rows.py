@@ -22,6 +22,7 @@ from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, Sou
 from batchinf.source.formats.huggingface import open_dataset
 from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
+from batchinf.source.scan import Scanner
 from batchinf.source.types import Lost, settled_schema
 from batchinf.source.versions import (
     InputVersion,
@@ -31,12 +32,10 @@ from batchinf.source.versions import (
     from_cache,
     latest_ranges,
     load_versions,
-    local_copy,
     next_version,
     record_path,
     refuse_changes,
     save_version,
-    spooled,
 )
 
 OPEN_FILES = 16  # at once
@@ -50,9 +49,12 @@ _ASKED = "asked.json"  # in the cache: the URL whose files were copied to it
 class Row:
     """One input record."""
 
-    row_index: int  # position in the source, from 0
-    values: Mapping[str, object]  # column -> Python value; columns that the record lacks are absent
-    error: str | None = None  # why the record cannot be read, with file and line; `values` is then empty
+    row_index: int
+    """Position in the source, from 0."""
+    values: Mapping[str, object]
+    """Column → Python value; columns that the record lacks are absent."""
+    error: str | None = None
+    """Why the record cannot be read, with file and line; `values` is then empty."""
 
 
 def open_source(
@@ -68,15 +70,14 @@ def open_source(
     were renamed; `new` says what happens to new files and rows. Raises `DriftError` if known files are changed or gone.
     """
     folder = Folder(cache)
-    source = _of_dataset(input, folder) if is_dataset(input) else _of_files(input, folder, taken, new)
+    if is_dataset(input):
+        reader = open_dataset(input, folder)
+        source = Source([lambda: reader], [(0, reader.num_rows)], [reader.schema], [reader.fingerprint])
+    else:
+        source = _of_files(input, folder, taken, new)
     if source.num_rows == 0:
         raise NoRowsError(f"{input.path} has no rows; give an input with at least one")
     return source
-
-
-def _of_dataset(input: InputLocation, cache: Folder) -> "Source":
-    reader = open_dataset(input, cache)
-    return Source([lambda: reader], [(0, reader.num_rows)], [reader.schema], [reader.fingerprint])
 
 
 def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: NewRows) -> "Source":
@@ -88,18 +89,17 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
         raise InputError(f"{path} is gone or damaged; it says where each row is, so restore it")
     if versions is None:
         format, files = _find(input)
-        version, scanned = first_version(format, files, cache, digests)
+        scanner = Scanner(format, cache, digests)
+        version, scanned = first_version(scanner, files)
         versions = [version]
     else:
-        format, versions, scanned = _again(input, cache, digests, versions, new)
+        scanner, versions, scanned = _again(input, cache, digests, versions, new=new)
     if input.is_shuffled and new != "ignore":
-        scanned = {
-            number: (file, spooled(file, entry, format, cache, digests)) for number, (file, entry) in scanned.items()
-        }
+        scanned = {number: (file, scanner.spooled(file, entry)) for number, (file, entry) in scanned.items()}
     save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
-    return _assembled(format, versions, scanned, cache, digests, named=input.named)
+    return _assembled(scanner, versions, scanned, named=input.named)
 
 
 def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
@@ -126,70 +126,79 @@ def _asked(input: InputLocation) -> dict[str, object]:
 
 
 def _again(
-    input: InputLocation, cache: Folder, digests: ReadDigests, versions: list[InputVersion], new: NewRows
-) -> tuple[FileFormat, list[InputVersion], dict[int, ScannedFile]]:
+    input: InputLocation, cache: Folder, digests: ReadDigests, versions: list[InputVersion], *, new: NewRows
+) -> tuple[Scanner, list[InputVersion], dict[int, ScannedFile]]:
     """The files of these versions, and of a new version if `new` is `take`."""
-    known, known_format = latest_ranges(versions), file_format(versions[-1].format)
+    known = latest_ranges(versions)
+    known_format = file_format(versions[-1].format)
     # The copies of a remote input are what the job began with. The URL is listed again only to find new files.
     is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
     if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
-            return known_format, versions, scanned
+            return Scanner(known_format, cache, digests), versions, scanned
     format, files = _find(input)
     if format is not known_format:
         raise DriftError(
             f"{input.path} has the format {format.name}, but the job in the output folder began with "
             f"{versions[-1].format}; restore the input, or give this job another output.path"
         )
-    compared = compare_files(known, files, format, cache, digests, scans_new=new == "take")
+    scanner = Scanner(format, cache, digests)
+    compared = compare_files(scanner, known, files, scans_new=new == "take")
     refuse_changes(compared, input.path, takes_new=new != "refuse")
-    found = next_version(versions[-1], known, compared, format) if new == "take" else None
-    if found is None:
-        return format, versions, compared.usable
-    return format, [*versions, found[0]], found[1]
+    addition = next_version(versions[-1], known, compared, format) if new == "take" else None
+    if addition is None:
+        return scanner, versions, compared.usable
+    version, scanned = addition
+    return scanner, [*versions, version], scanned
 
 
 def _assembled(
-    format: FileFormat,
+    scanner: Scanner,
     versions: Sequence[InputVersion],
     scanned: Mapping[int, ScannedFile],
-    cache: Folder,
-    digests: ReadDigests,
     *,
     named: Sequence[str],
 ) -> "Source":
-    further = _named_columns(named, scanned, cache, format)
+    format = scanner.format
+    digests = scanner.digests
+    further = _named_columns(scanner, named, scanned)
     schemas = [_replaced(schema_of(version.schema), further) for version in versions]
-    own = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
-    digests.cover([(file, e.stamp, functools.partial(format.is_same, file, e, digests)) for file, e in own])
-    openers, runs = [], []
+    local = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
+    digests.cover([(file, e.stamp, functools.partial(format.is_same, file, e, digests)) for file, e in local])
+    openers = []
+    runs = []
     stops: dict[str, int] = {}
     for version, schema in zip(versions, schemas, strict=True):
         for added in version.added:
             file, entry = scanned[added.file]
-            file = local_copy(file, entry, cache)
-            own_file = SourceFile(file, entry, schemas[-1], schema, cache, digests)
-            openers.append(functools.partial(format.reader, own_file))
+            source_file = SourceFile(
+                scanner.local_copy(file, entry),
+                entry,
+                schema=schemas[-1],
+                read_types=schema,
+                cache=scanner.cache,
+                digests=digests,
+            )
+            openers.append(functools.partial(format.reader, source_file))
             runs.append((added.first_row, added.stop_row))
             stops[file.name] = max(added.stop_row, stops.get(file.name, 0))
-    source = Source(openers, runs, schemas, [version.fingerprint for version in versions], digests)
+    fingerprints = [version.fingerprint for version in versions]
+    source = Source(openers, runs, schemas, fingerprints, digests=digests)
     source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
     return source
 
 
-def _named_columns(
-    named: Sequence[str], scanned: Mapping[int, ScannedFile], cache: Folder, format: FileFormat
-) -> pa.Schema:
+def _named_columns(scanner: Scanner, named: Sequence[str], scanned: Mapping[int, ScannedFile]) -> pa.Schema:
     """Those of these columns that a file has beyond the columns of its schema, with their types over all files."""
     files = [scanned[number] for number in sorted(scanned)]
-    further = [(file.name, further_columns(entry, set(named), cache)) for file, entry in files]
-    found = [(name, schema) for name, schema in further if schema is not None]
-    names = {field.name for _, schema in found for field in schema}
+    schemas = [(file.name, further_columns(entry, set(named), scanner.cache)) for file, entry in files]
+    further = [(name, schema) for name, schema in schemas if schema is not None]
+    names = {field.name for _, schema in further for field in schema}
     if not names:
         return pa.schema([])
     first = [(file.name, pa.schema([f for f in entry.arrow_schema() if f.name in names])) for file, entry in files]
-    return settled_schema([*first, *found], format.mixed_types)
+    return settled_schema([*first, *further], scanner.format.mixed_types)
 
 
 def _replaced(schema: pa.Schema, columns: pa.Schema) -> pa.Schema:
@@ -203,11 +212,16 @@ class Source:
     """
 
     num_rows: int
-    schema: pa.Schema  # every column with its merged type; a column of mixed JSON types is string with `JSON_MARK`
-    schemas: tuple[pa.Schema, ...]  # of each version; `schema` is the last
-    fingerprint: str  # of the content, not of paths
-    fingerprints: tuple[str, ...]  # of each version with those before it; `fingerprint` is the last
-    empty_files: tuple[str, ...] = ()  # names of the files without rows
+    schema: pa.Schema
+    """Every column with its merged type; a column of mixed JSON types is string with `JSON_MARK`."""
+    schemas: tuple[pa.Schema, ...]
+    """Of each version; `schema` is the last."""
+    fingerprint: str
+    """Of the content, not of paths."""
+    fingerprints: tuple[str, ...]
+    """Of each version with those before it; `fingerprint` is the last."""
+    empty_files: tuple[str, ...] = ()
+    """Names of the files without rows."""
 
     def __init__(
         self,
@@ -215,6 +229,7 @@ class Source:
         runs: Sequence[tuple[int, int]],
         schemas: Sequence[pa.Schema],
         fingerprints: Sequence[str],
+        *,
         digests: ReadDigests | None = None,
     ) -> None:
         """runs: for each opener's reader, the first row to read and the one after the last. digests: of the readers."""
@@ -224,8 +239,10 @@ class Source:
         self._firsts = [0, *itertools.accumulate(stop - start for start, stop in runs)]
         self._turn = threading.Lock()
         self.num_rows = self._firsts[-1]
-        self.schemas, self.fingerprints = tuple(schemas), tuple(fingerprints)
-        self.schema, self.fingerprint = schemas[-1], fingerprints[-1]
+        self.schemas = tuple(schemas)
+        self.schema = schemas[-1]
+        self.fingerprints = tuple(fingerprints)
+        self.fingerprint = fingerprints[-1]
 
     def read(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[Row]:
         """Rows `start` to `stop` (exclusive) with the values of `columns` (None: all)."""
@@ -248,10 +265,10 @@ class Source:
         tables = []
         with self._turn:
             for reader, first, last in self._spans(start, stop):
-                own = None if lost is None else Lost()
-                tables.append(reader.table(first, last, columns, own))
-                if lost is not None and own:
-                    lost.update({start + row - first: reason for row, reason in own.items()})
+                lost_here = None if lost is None else Lost()
+                tables.append(reader.table(first, last, columns, lost_here))
+                if lost is not None and lost_here:
+                    lost.update({start + row - first: reason for row, reason in lost_here.items()})
                 start += last - first
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
@@ -292,5 +309,6 @@ def _runs(positions: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Runs of adjacent positions, each as (start, stop)."""
     if len(positions):
         cuts = np.flatnonzero(np.diff(positions) != 1) + 1
-        firsts, lasts = positions[[0, *cuts]], positions[[*(cuts - 1), -1]]
+        firsts = positions[[0, *cuts]]
+        lasts = positions[[*(cuts - 1), -1]]
         yield from zip(firsts.tolist(), (lasts + 1).tolist(), strict=True)

@@ -15,10 +15,12 @@ _RUNS = 128
 
 @dataclass(frozen=True, slots=True)
 class InputSample:
-    """path: of the folder with the copy, an input of the same format. num_rows: of the whole input, about."""
+    """A small copy of an input."""
 
     path: str
+    """Of the folder with the copy, an input of the same format."""
     num_rows: int
+    """Of the whole input, about."""
 
 
 def is_scanned_quickly(input: InputLocation) -> bool:
@@ -40,8 +42,8 @@ def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | No
     num_rows = 0.0
     for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
         runs = max(1, round(_RUNS * size / sum(sizes)))
-        found = format.sample(file, runs, number, folder / f"{number:06}{format.endings[0]}")
-        if found is None:
+        rows_of_file = format.sample(file, runs, number, folder / f"{number:06}{format.endings[0]}")
+        if rows_of_file is None:
             return None
-        num_rows += found
+        num_rows += rows_of_file
     return InputSample(os.fspath(folder), round(num_rows))

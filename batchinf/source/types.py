@@ -17,7 +17,9 @@ from batchinf.base.errors import InputError
 MAX_COLUMNS = 4096  # of JSON lines: further columns are in the schema only if they are asked for by their names
 MAX_NESTED = 256  # fields within one column; more is kept as JSON
 MAX_JSON_DEPTH = 16
-_JSON_KEY, _ODD_KEY, _EXTENSION_KEY = b"batchinf:json", b"batchinf:odd", b"batchinf:extension"
+_JSON_KEY = b"batchinf:json"
+_ODD_KEY = b"batchinf:odd"
+_EXTENSION_KEY = b"batchinf:extension"
 JSON_MARK = {_JSON_KEY: b"1"}
 
 _NULL = pa.null()  # the type of a column without any value so far
@@ -82,25 +84,28 @@ def settled_schema(schemas: Iterable[tuple[str, pa.Schema]], mixed: MixedTypes) 
     schemas: each with the name of its file.
     """
     types: dict[str, pa.DataType | None] = {}
-    first_files, odd, extended = dict[str, str](), dict[str, str](), dict[str, pa.Field]()
+    first_files: dict[str, str] = {}
+    odd: dict[str, str] = {}
+    extended: dict[str, pa.Field] = {}
     for file, field in ((file, field) for file, schema in schemas for field in schema):
-        found = None if is_json_column(field) else field.type
+        name = field.name
+        type = None if is_json_column(field) else field.type
         if extension_of(field) is not None:
-            extended.setdefault(field.name, field)
-        known = types.get(field.name, found)
-        types[field.name] = both = _merge(known, found, by_value=mixed is MixedTypes.REFUSED)
-        if found is None or not pa.types.is_null(found):
-            first_files.setdefault(field.name, file)
-        if both is None and known is not None:
-            other = first_files.get(field.name, file)
+            extended.setdefault(name, field)
+        known = types.get(name, type)
+        types[name] = _merge(known, type, by_value=mixed is MixedTypes.REFUSED)
+        if type is None or not pa.types.is_null(type):
+            first_files.setdefault(name, file)
+        if types[name] is None and known is not None:
+            other = first_files.get(name, file)
             if mixed is MixedTypes.REFUSED:
-                both_types = f"{known} in {other} and {found} in {file}"
-                raise InputError(f"column {field.name!r} is {both_types}; write the files with one type")
-            odd[field.name] = f"{_words(found)} in {file}, but {_words(known)} in {other}"
-        if found is None:
-            odd.setdefault(field.name, f"in {file}" + (f", {odd_value(field)}" if odd_value(field) else ""))
+                both_types = f"{known} in {other} and {type} in {file}"
+                raise InputError(f"column {name!r} is {both_types}; write the files with one type")
+            odd[name] = f"{_words(type)} in {file}, but {_words(known)} in {other}"
+        if type is None:
+            odd.setdefault(name, ", ".join(filter(None, [f"in {file}", odd_value(field)])))
     settled = [_settled_field(name, type, mixed, odd.get(name, "")) for name, type in types.items()]
-    return pa.schema([_plain_field(extended.get(field.name, field), field.type) if field.name in extended else field
+    return pa.schema([_plain_field(extended[field.name], field.type) if field.name in extended else field
                       for field in settled])  # fmt: skip
 
 
@@ -131,27 +136,29 @@ def _merge(a: pa.DataType | None, b: pa.DataType | None, *, by_value: bool = Fal
         both = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
         return None
-    return both if all(_holds(both, own, by_value=by_value) for own in (a, b)) else None
+    return both if all(_holds(both, promoted, by_value=by_value) for promoted in (a, b)) else None
 
 
-def _holds(type: pa.DataType, own: pa.DataType, *, by_value: bool) -> bool:
-    """Whether values of `own` fit the type that Arrow promotes them to. Arrow makes int64 of uint64, for example."""
-    if own.equals(type) or pa.types.is_null(own):
+def _holds(type: pa.DataType, promoted: pa.DataType, *, by_value: bool) -> bool:
+    """Whether a type holds the values of one that Arrow promotes to it. Arrow makes int64 of uint64, for example."""
+    if promoted.equals(type) or pa.types.is_null(promoted):
         return True
-    if pa.types.is_struct(own):
-        fields = [(type.field(field.name).type, field.type) for field in own]
-        return all(_holds(*types, by_value=by_value) for types in fields)
-    if own.num_fields:  # lists and maps
-        children = [(type.field(i).type, own.field(i).type) for i in range(own.num_fields)]
-        return all(_holds(*types, by_value=by_value) for types in children)
-    if pa.types.is_decimal(type) and (pa.types.is_integer(own) or pa.types.is_decimal(own)):
-        num_digits, scale = _DIGITS.get(own) or (own.precision - own.scale, own.scale)
+    if not promoted.num_fields:
+        return _holds_numbers(type, promoted, by_value=by_value)
+    places = [field.name for field in promoted] if pa.types.is_struct(promoted) else range(promoted.num_fields)
+    return all(_holds(type.field(at).type, promoted.field(at).type, by_value=by_value) for at in places)
+
+
+def _holds_numbers(type: pa.DataType, promoted: pa.DataType, *, by_value: bool) -> bool:
+    is_integer = pa.types.is_integer(promoted)
+    if pa.types.is_decimal(type) and (is_integer or pa.types.is_decimal(promoted)):
+        num_digits, scale = _DIGITS.get(promoted) or (promoted.precision - promoted.scale, promoted.scale)
         return bool(type.precision - type.scale >= num_digits and type.scale >= scale)
-    if pa.types.is_integer(own) and pa.types.is_integer(type):
-        num_bits = own.bit_width + (pa.types.is_signed_integer(type) and pa.types.is_unsigned_integer(own))
+    if is_integer and pa.types.is_integer(type):
+        num_bits = promoted.bit_width + (pa.types.is_signed_integer(type) and pa.types.is_unsigned_integer(promoted))
         return bool(type.bit_width >= num_bits)
     if pa.types.is_floating(type):
-        return by_value or own.bit_width < 64 if pa.types.is_integer(own) else pa.types.is_floating(own)
+        return by_value or promoted.bit_width < 64 if is_integer else pa.types.is_floating(promoted)
     return True
 
 
@@ -168,7 +175,8 @@ def refuse_twins(names: Sequence[str], file_name: str) -> None:
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 _SETTLED = {**_PLAIN, _NULL: pa.string()}
 # In the schema of one file without types: integers that float64 holds, too. Wider ones are int64.
-_NARROW, _NARROW_MAX = pa.int32(), 2**53
+_NARROW = pa.int32()
+_NARROW_MAX = 2**53
 # Decimal digits before and behind the point.
 _DIGITS = {
     pa.int8(): (3, 0), pa.int16(): (5, 0), pa.int32(): (10, 0), pa.int64(): (19, 0),
@@ -201,8 +209,8 @@ def cast_column(column: Any, type: pa.DataType) -> Any:
     if column.type.equals(type):
         return column
     # In two steps: Arrow casts a dictionary to its own values, but not to every other type.
-    for wanted in (_plain(column.type), type):
-        column = column if column.type.equals(wanted) else column.cast(wanted)
+    for step in (_plain(column.type), type):
+        column = column if column.type.equals(step) else column.cast(step)
     return column
 
 
@@ -211,15 +219,15 @@ Lost = dict[int, str]  # by row: why the output cannot have a value of the row a
 
 def cast_each(column: pa.ChunkedArray, cast: Callable[[Any], Any], type: pa.DataType) -> tuple[Any, dict[int, Any]]:
     """A column in another type, with null for values that would change, and these by their places."""
-    fitted, lost = [], {}
+    chunks = []
+    lost = {}
     for place in range(len(column)):
         value = column.slice(place, 1)
         try:
-            fitted.append(cast(value))
+            chunks += cast(value).chunks
         except pa.ArrowInvalid:
-            fitted.append(pa.chunked_array([pa.nulls(1, type)]))
+            chunks.append(pa.nulls(1, type))
             lost[place] = value[0]
-    chunks = [chunk for one in fitted for chunk in one.chunks]
     return pa.chunked_array(chunks, type), lost
 
 
@@ -237,13 +245,12 @@ class JsonTypes:
 
     def add(self, records: Sequence[Mapping[str, object]], rows: Callable[[], Sequence[int]]) -> None:
         """Merge the types of a batch of records with those before. rows: makes the records' numbers in the file."""
-        further = list[pa.Field]()
+        further: list[pa.Field] = []
         for name, values in _by_name(records).items():
             if not is_utf8(name):
                 continue
             if name not in self._types and len(self._types) >= MAX_COLUMNS:
-                type = _merge_values(_NULL, values)
-                further.append(_json_field(name, "") if type is None else pa.field(name, type))
+                further.append(_json_or(name, _merge_values(_NULL, values)))
                 continue
             known = self._types.get(name, _NULL)
             self._types[name] = None if known is None else _merge_values(known, values)
@@ -254,12 +261,11 @@ class JsonTypes:
 
     def schema(self) -> pa.Schema:
         """The columns in the order in which they first appeared."""
-        return pa.schema(
-            [
-                _json_field(name, self._odd[name]) if type is None else pa.field(name, type)
-                for name, type in self._types.items()
-            ]
-        )
+        return pa.schema([_json_or(name, type, self._odd.get(name, "")) for name, type in self._types.items()])
+
+
+def _json_or(name: str, type: pa.DataType | None, odd: str = "") -> pa.Field:
+    return _json_field(name, odd) if type is None else pa.field(name, type)
 
 
 def _merge_values(known: pa.DataType, values: Iterable[object]) -> pa.DataType | None:
@@ -322,11 +328,7 @@ def _settle(values: Iterable[object], depth: int = 0) -> pa.DataType | None:
     present: list[Any] = [value for value in values if value is not None]
     kinds = set(map(type, present))
     if kinds <= {int, float} and kinds:
-        integers = present if kinds == {int} else [value for value in present if type(value) is int]
-        least, most = min(integers, default=0), max(integers, default=0)
-        if max(-least, most) <= _NARROW_MAX:
-            return _NARROW if kinds == {int} else pa.float64()
-        return pa.int64() if kinds == {int} and max(-least - 1, most) < 2**63 else None
+        return _settle_numbers(present, kinds)
     if len(kinds) > 1 or depth > MAX_JSON_DEPTH:
         return None
     if kinds == {dict}:
@@ -335,6 +337,15 @@ def _settle(values: Iterable[object], depth: int = 0) -> pa.DataType | None:
         item = _settle(itertools.chain.from_iterable(present), depth + 1)
         return None if item is None else pa.list_(item)
     return pa.string() if kinds == {str} else pa.bool_() if kinds == {bool} else pa.null()
+
+
+def _settle_numbers(numbers: list[Any], kinds: set[type]) -> pa.DataType | None:
+    integers = numbers if kinds == {int} else [number for number in numbers if type(number) is int]
+    least = min(integers, default=0)
+    most = max(integers, default=0)
+    if max(-least, most) <= _NARROW_MAX:
+        return _NARROW if kinds == {int} else pa.float64()
+    return pa.int64() if kinds == {int} and max(-least - 1, most) < 2**63 else None
 
 
 def _settle_struct(records: Sequence[Mapping[str, object]], depth: int) -> pa.DataType | None:

@@ -43,40 +43,40 @@ def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
 
     Messages come before their contents, because the messages may be in a file too.
     """
-    section = data.get("input")
-    if isinstance(section, dict):
-        yield from ((section, name, f"input.{name}", False) for name in _TEXTS if name in section)
-        if "messages" in section:
-            yield section, "messages", "input.messages", True
-        if isinstance(section.get("messages"), list):
-            for number, message in enumerate(section["messages"]):
-                if isinstance(message, dict) and "content" in message:
-                    yield message, "content", f"input.messages[{number}].content", False
-    sampling = data.get("sampling")
-    structure = sampling.get("structured_outputs") if isinstance(sampling, dict) else None
-    if isinstance(structure, dict):
-        for name, is_value in _STRUCTURES.items():
-            if name in structure:
-                yield structure, name, f"sampling.structured_outputs.{name}", is_value
+    section = _mapping(data.get("input"))
+    yield from ((section, name, f"input.{name}", False) for name in _TEXTS if name in section)
+    if "messages" in section:
+        yield section, "messages", "input.messages", True
+    messages = section.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if "content" in _mapping(message):
+            yield message, "content", f"input.messages[{number}].content", False
+    structure = _mapping(_mapping(data.get("sampling")).get("structured_outputs"))
+    for name, is_value in _STRUCTURES.items():
+        if name in structure:
+            yield structure, name, f"sampling.structured_outputs.{name}", is_value
 
 
 def _paths(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str]]:
     """The places of paths in a spec: (mapping or list, its key, the field's name)."""
     for section, name in PATH_FIELDS:
-        held = data.get(section)
-        value = held.get(name) if isinstance(held, dict) else None
-        if isinstance(held, dict) and isinstance(value, str):
-            yield held, name, f"{section}.{name}"
-        elif isinstance(value, dict):
-            yield from ((value, key, f"{section}.{name}.{key}") for key in value if isinstance(value[key], str))
-    given = data.get("input")
-    exclude = given.get("exclude") if isinstance(given, dict) else None
-    folders = exclude.get("job") if isinstance(exclude, dict) else None
-    if isinstance(folders, str):
-        yield exclude, "job", "input.exclude.job"
-    elif isinstance(folders, list):
-        texts = (number for number, folder in enumerate(folders) if isinstance(folder, str))
-        yield from ((folders, number, f"input.exclude.job[{number}]") for number in texts)
+        yield from _texts(_mapping(data.get(section)), name, f"{section}.{name}")
+    yield from _texts(_mapping(_mapping(data.get("input")).get("exclude")), "job", "input.exclude.job")
+
+
+def _texts(holder: dict[str, Any], key: str, field: str) -> Iterator[tuple[Any, Any, str]]:
+    """The place of the text under a key, or of each text in the mapping or the list there."""
+    value = holder.get(key)
+    if isinstance(value, str):
+        yield holder, key, field
+    elif isinstance(value, dict):
+        yield from ((value, name, f"{field}.{name}") for name in value if isinstance(value[name], str))
+    elif isinstance(value, list):
+        yield from ((value, number, f"{field}[{number}]") for number, item in enumerate(value) if isinstance(item, str))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _expand(path: str) -> str:
@@ -120,15 +120,14 @@ _IMPLICIT = [(f"{_TAG}{name}", pattern) for name, (pattern, _) in _SCALARS.items
 
 @dataclass(frozen=True, slots=True)
 class SpecFile:
-    """A spec, and the places where its fields are written.
-
-    places: dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file. slice: the slice to run.
-    """
+    """A spec, and the places where its fields are written."""
 
     spec: JobSpec
     places: Mapping[str, str]
+    """Dotted field → `jobs/x.yaml:7:3`, or the `--set` that gave it; '' → the file."""
     path: str
     slice: Slice | None = None
+    """The slice to run."""
 
     def line(self, field: str, message: str) -> str:
         """The field's place, its name, and `message`. A field that is not written has its section's place."""
@@ -143,9 +142,9 @@ SpecSource = str | os.PathLike[str] | Mapping[str, Any] | JobSpec
 Overrides = Sequence[str] | Mapping[str, Any]
 
 
-def list_of(given: Sequence[Any]) -> list[Any]:
+def list_of(items: Sequence[Any]) -> list[Any]:
     """The items that a caller in Python gives. One text alone is one item: its letters are none."""
-    return [given] if isinstance(given, str) else list(given)
+    return [items] if isinstance(items, str) else list(items)
 
 
 def read_spec(spec: SpecSource, overrides: Overrides = ()) -> SpecFile:
@@ -157,64 +156,144 @@ def read_spec(spec: SpecSource, overrides: Overrides = ()) -> SpecFile:
     """
     if isinstance(spec, JobSpec) and not overrides:
         return SpecFile(spec, {"": _IN_PYTHON}, _IN_PYTHON)
-    data, places, name = _read_data(spec)
-    _write_out_model(data)
+    draft = _Draft.of(spec)
     for override in overrides.items() if isinstance(overrides, Mapping) else list_of(overrides):
         if isinstance(override, str):
-            _override(data, places, override)
+            draft.override(override)
         else:
-            _set(data, places, override[0], _plain(override[1], override[0], 0), {}, f"override {clip(override[0])}")
-        _write_out_model(data)
-    _expand_paths(data, places)
-    _take_in_files(data, places)
+            field, value = override
+            draft.set(field, _plain(value, field), f"override {clip(field)}")
+    draft.expand_paths()
+    draft.take_in_files()
     try:
-        return SpecFile(JobSpec.model_validate(data), places, name)
+        return SpecFile(JobSpec.model_validate(draft.data), draft.places, draft.name)
     except ValidationError as error:
-        raise _joined([_line(places, *found) for found in _explain(error)]) from None
+        raise _joined([_line(draft.places, *problem) for problem in _explain(error)]) from None
 
 
 _IN_PYTHON = "spec"  # the place of a spec that is no file
+_FORM_OF_SET = "must be field=value, such as --set sampling.max_tokens=64"
 
 
-def _read_data(
-    spec: "str | os.PathLike[str] | Mapping[str, Any] | JobSpec",
-) -> tuple[dict[str, Any], dict[str, str], str]:
-    """A spec's fields, their places, and the name of the whole."""
-    if isinstance(spec, JobSpec):
-        return _as_written(spec), {"": _IN_PYTHON}, _IN_PYTHON
-    if isinstance(spec, Mapping):
-        return {**_plain(spec, "", 0)}, {"": _IN_PYTHON}, _IN_PYTHON
-    if not isinstance(spec, str | os.PathLike):
-        raise SpecError(f"got {name_type(spec)} as the spec; must be the path of a YAML file, a mapping, or a JobSpec")
-    name = os.fspath(spec)
-    reader = _Reader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
-    data = reader.read(_read_text(name))
-    if not isinstance(data, dict):
-        raise SpecError(f"{name}: got {_got(data)}; must be a mapping of fields ({', '.join(_children(''))})")
-    return data, {"": name, **reader.places}, name
+@dataclass(slots=True)
+class _Draft:
+    """A spec before it is checked."""
+
+    data: dict[str, Any]
+    places: dict[str, str]
+    """See `SpecFile`."""
+    name: str
+    """Of the file."""
+
+    @classmethod
+    def of(cls, spec: SpecSource) -> "_Draft":
+        if isinstance(spec, JobSpec):
+            return cls(_as_written(spec), {"": _IN_PYTHON}, _IN_PYTHON)
+        if isinstance(spec, Mapping):
+            return cls(_plain(spec), {"": _IN_PYTHON}, _IN_PYTHON)
+        if not isinstance(spec, str | os.PathLike):
+            got = name_type(spec)
+            raise SpecError(f"got {got} as the spec; must be the path of a YAML file, a mapping, or a JobSpec")
+        name = os.fspath(spec)
+        reader = _Reader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
+        data = reader.read(_read_text(name))
+        if not isinstance(data, dict):
+            raise SpecError(f"{name}: got {_got(data)}; must be a mapping of fields ({', '.join(_children(''))})")
+        return cls(data, {"": name, **reader.places}, name)
+
+    def __post_init__(self) -> None:
+        self._write_out_model()
+
+    def _write_out_model(self) -> None:
+        # `model: name` is short for `model: {name: name}`. Overrides and expansions need the long form.
+        if isinstance(self.data.get("model"), str):
+            self.data["model"] = {"name": self.data["model"]}
+
+    def override(self, text: str) -> None:
+        """Set a field as `--set` does."""
+        field, equals, value = text.partition("=")
+        shown = f"{field}=…" if "://" in text else text  # a URL may have a secret in it
+        place = f"--set {clip(shown)}"
+        if not equals:
+            raise SpecError(f"{place}: {_FORM_OF_SET}")
+        reader = _Reader(lambda mark: place)
+        self.set(field.strip(), reader.read(value, field.strip()), place, reader.places)
+
+    def set(self, field: str, value: Any, place: str, inner_places: Mapping[str, str] | None = None) -> None:
+        """Set a dotted field. inner_places: of the fields within the value."""
+        *sections, last = field.split(".")
+        if not all([*sections, last]):
+            raise SpecError(f"{place}: {_FORM_OF_SET}")
+        data = self.data
+        for depth, key in enumerate(sections, 1):
+            section = ".".join(sections[:depth])
+            if data.get(key) is None:
+                data[key] = {}
+                self.places[section] = place
+            if not isinstance(data[key], dict):
+                raise SpecError(f"{place}: {section} is {_got(data[key])}, which has no fields; set {section} itself")
+            data = data[key]
+        data[last] = value
+        if sections == ["sampling"] and isinstance(data.get("columns"), dict):
+            data["columns"].pop(last, None)  # the override applies to every row
+        for old in [name for name in self.places if name.startswith((f"{field}.", f"{field}["))]:
+            del self.places[old]
+        self.places.update({**(inner_places or {}), field: place})
+        self._write_out_model()
+
+    def expand_paths(self) -> None:
+        """Expand environment variables and ~ in paths."""
+        problems = []
+        for holder, key, field in _paths(self.data):
+            try:
+                holder[key] = _expand(holder[key])
+            except ValueError as error:
+                problems.append(_line(self.places, field, str(error)))
+        if problems:
+            raise _joined(problems)
+
+    def take_in_files(self) -> None:
+        """Replace each `{file: path}` by the content of the file."""
+        problems = []
+        rest = MAX_VALUE_BYTES
+        for holder, key, field, is_value in _value_places(self.data):
+            file = holder[key]
+            if not (isinstance(file, dict) and [*file] == ["file"] and isinstance(file["file"], str)):
+                continue
+            try:
+                holder[key], num_bytes = _read_value(file["file"], is_value, rest)
+                rest -= num_bytes
+            except ValueError as error:
+                problems.append(_line(self.places, field, str(error)))
+        if problems:
+            raise _joined(problems)
 
 
-def _plain(value: Any, field: str, depth: int) -> Any:
+def _plain(value: Any, field: str = "", depth: int = 0) -> Any:
     """A copy of a value from Python as YAML would give it. Raises SpecError."""
     if depth > MAX_YAML_DEPTH:
         raise SpecError(f"{_IN_PYTHON}: {clip(field)}: too deeply nested")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise SpecError(f"{_IN_PYTHON}: {clip(field) or 'the spec'}: got {clip(repr(key))} for a field's name; "
-                                "must be text")  # fmt: skip
+                where = clip(field) or "the spec"
+                raise SpecError(f"{_IN_PYTHON}: {where}: got {clip(repr(key))} for a field's name; must be text")
         return {key: _plain(item, f"{field}.{key}".lstrip("."), depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{field}[{number}]", depth + 1) for number, item in enumerate(value)]
-    is_array = hasattr(value, "__array__")  # of pandas, polars, NumPy, PyArrow or torch
-    if is_array and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()  # one number, such as the numpy.int64 that `column.max()` gives
-    if is_array:
-        raise SpecError(
-            f"{_IN_PYTHON}: {clip(field)}: got a {type(value).__name__}; must be plain values. Rows come from a file: "
-            'write them, as with to_parquet("rows.parquet"), and give its path as input.path'
-        )
+    if hasattr(value, "__array__"):
+        return _plain_array(value, field)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _plain_array(value: Any, field: str) -> Any:
+    """The one number in a value of pandas, polars, NumPy, PyArrow or torch, such as `column.max()` gives."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    raise SpecError(
+        f"{_IN_PYTHON}: {clip(field)}: got a {type(value).__name__}; must be plain values. Rows come from a file: "
+        'write them, as with to_parquet("rows.parquet"), and give its path as input.path'
+    )
 
 
 def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None:
@@ -222,13 +301,13 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
 
     known: the names that the installed vLLM has. None: no vLLM is installed, and all names pass.
     """
+    public = None if known is None else [name for name in known if not name.startswith("_")]
     problems = []
     for argument in file.spec.engine:
         if argument in ENGINE_ARGUMENTS_ELSEWHERE:
             problems.append(file.line(f"engine.{argument}", f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"))
-        elif known is not None and (argument not in known or argument.startswith("_")):
+        elif public is not None and argument not in public:
             fields = {name: field for name, field in _elsewhere().items() if not field.startswith("engine")}
-            public = [name for name in known if not name.startswith("_")]
             hint = _did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
             problems.append(file.line(f"engine.{argument}", f"no engine argument of the installed vLLM{hint}"))
     if problems:
@@ -305,14 +384,15 @@ class _Reader:
             return None if node is None else self._value(node, field, 0)
         except yaml.reader.ReaderError as error:
             lines = text[: error.position].split("\n")
-            mark = yaml.Mark("", error.position, len(lines) - 1, len(lines[-1]), None, 0)
+            mark = _mark(len(lines) - 1, len(lines[-1]))
             what = f"character U+{error.character:04X}"
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or yaml.Mark("", 0, 0, 0, None, 0)
+            mark = error.problem_mark or _mark()
             what = ", ".join(filter(None, [error.context, error.problem]))
             if error.context == "while scanning a quoted scalar" and "end of stream" in str(error.problem):
                 # The end of the file says nothing; the place of the quote does.
-                mark, what = error.context_mark or mark, "the quote that begins here is not closed"
+                mark = error.context_mark or mark
+                what = "the quote that begins here is not closed"
             elif isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
                 what += "; indent with spaces" if "\\t" in what else "; does a text need quotes?"
         raise SpecError(f"{self._place(mark)}: not valid YAML: {what}")
@@ -333,11 +413,12 @@ class _Reader:
             return {key: self._named(f"{prefix}{key}", *pair, depth) for key, pair in self._pairs(node, depth).items()}
         if isinstance(node, yaml.SequenceNode) and tag == "seq":
             return [self._named(f"{field}[{i}]", item, item, depth) for i, item in enumerate(node.value)]
-        if not isinstance(node, yaml.ScalarNode) or tag not in _SCALARS or not _SCALARS[tag][0].match(node.value):
+        pattern, make = _SCALARS.get(tag, (None, str))
+        if not isinstance(node, yaml.ScalarNode) or pattern is None or not pattern.match(node.value):
             raise self._wrong(node, f"tag {clip(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out")
-        if any("\ud800" <= character <= "\udfff" for character in node.value):
+        if re.search("[\ud800-\udfff]", node.value):
             raise self._wrong(node, f"got {_got(node.value)}, which holds half a character (a surrogate)")
-        return _SCALARS[tag][1](node.value)
+        return make(node.value)
 
     def _named(self, field: str, name: yaml.Node, node: yaml.Node, depth: int) -> Any:
         self.places[field] = self._place(name.start_mark)
@@ -348,7 +429,7 @@ class _Reader:
         self._spend(node, depth, 1 + len(node.value))
         if not isinstance(node, yaml.MappingNode):
             raise self._wrong(node, "<< takes a mapping, or a list of mappings")
-        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key_node, value_node in node.value:
             if key_node.tag == f"{_TAG}merge":
@@ -358,10 +439,14 @@ class _Reader:
             key = self._value(key_node, "", depth)
             if not isinstance(key, str):
                 raise self._wrong(key_node, f"got {_got(key)} for a field's name; must be text: does it need quotes?")
-            if key in own:
+            if key in pairs:
                 raise self._wrong(key_node, f"{clip(key)}: given twice; leave one of them out")
-            own[key] = key_node, value_node
-        return {**merged, **own}
+            pairs[key] = key_node, value_node
+        return {**merged, **pairs}
+
+
+def _mark(line: int = 0, column: int = 0) -> yaml.Mark:
+    return yaml.Mark(name="", index=0, line=line, column=column, buffer=None, pointer=0)
 
 
 def _read_text(name: str) -> str:
@@ -379,75 +464,6 @@ def _read_text(name: str) -> str:
     except UnicodeDecodeError as error:
         before = error.object[: error.start].split(b"\n")
         raise SpecError(f"{name}:{len(before)}:{len(before[-1]) + 1}: not UTF-8; save the file as UTF-8") from None
-
-
-def _write_out_model(data: dict[str, Any]) -> None:
-    # `model: name` is short for `model: {name: name}`. Overrides and expansions need the long form.
-    if isinstance(data.get("model"), str):
-        data["model"] = {"name": data["model"]}
-
-
-def _override(data: dict[str, Any], places: dict[str, str], text: str) -> None:
-    target, equals, value = text.partition("=")
-    shown = f"{text.partition('=')[0]}=…" if "://" in text else text  # a URL may have a secret in it
-    place = f"--set {clip(shown)}"
-    if not equals:
-        raise SpecError(f"{place}: {_FORM_OF_SET}")
-    reader = _Reader(lambda mark: place)
-    _set(data, places, target.strip(), reader.read(value, target.strip()), reader.places, place)
-
-
-_FORM_OF_SET = "must be field=value, such as --set sampling.max_tokens=64"
-
-
-def _set(
-    data: dict[str, Any], places: dict[str, str], field: str, value: Any, inner: Mapping[str, str], place: str
-) -> None:
-    """Set a dotted field. inner: the places of the fields within its value. place: of the field."""
-    *sections, last = field.split(".")
-    if not all([*sections, last]):
-        raise SpecError(f"{place}: {_FORM_OF_SET}")
-    for depth, key in enumerate(sections, 1):
-        section = ".".join(sections[:depth])
-        if data.get(key) is None:
-            data[key] = {}
-            places[section] = place
-        if not isinstance(data[key], dict):
-            raise SpecError(f"{place}: {section} is {_got(data[key])}, which has no fields; set {section} itself")
-        data = data[key]
-    data[last] = value
-    if [*sections] == ["sampling"] and isinstance(data.get("columns"), dict):
-        data["columns"].pop(last, None)  # the override applies to every row
-    for old in [name for name in places if name.startswith((f"{field}.", f"{field}["))]:
-        del places[old]
-    places.update({**inner, field: place})
-
-
-def _expand_paths(data: dict[str, Any], places: Mapping[str, str]) -> None:
-    problems = []
-    for holder, key, field in _paths(data):
-        try:
-            holder[key] = _expand(holder[key])
-        except ValueError as error:
-            problems.append(_line(places, field, str(error)))
-    if problems:
-        raise _joined(problems)
-
-
-def _take_in_files(data: dict[str, Any], places: Mapping[str, str]) -> None:
-    """Replace each `{file: path}` by the content of the file."""
-    problems, left = [], MAX_VALUE_BYTES
-    for owner, key, field, is_value in _value_places(data):
-        file = owner[key]
-        if not (isinstance(file, dict) and [*file] == ["file"] and isinstance(file["file"], str)):
-            continue
-        try:
-            owner[key], num_bytes = _read_value(file["file"], is_value, left)
-            left -= num_bytes
-        except ValueError as error:
-            problems.append(_line(places, field, str(error)))
-    if problems:
-        raise _joined(problems)
 
 
 def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
@@ -494,24 +510,24 @@ def _explain(error: ValidationError) -> Iterator[tuple[str, str]]:
     by_field: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_field.setdefault(_field(details), []).append(details)
-    for field, found in by_field.items():
+    for field, errors in by_field.items():
         if any(other.startswith(f"{field}[") for other in by_field):
             continue  # the list's own error: too short without its wrong items
         # Where one of the types fits, its validator's own words say more.
-        details = max(found, key=lambda one: (one["type"] == "wrong", len(one["loc"])))
+        details = max(errors, key=lambda each: (each["type"] == "wrong", len(each["loc"])))
         numbers = [part for part in details["loc"] if isinstance(part, int)]
         item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
-        yield field + item, _message(field, details, {one["type"] for one in found})
+        yield field + item, _message(field, details, {each["type"] for each in errors})
 
 
 def _field(details: ErrorDetails) -> str:
     """The field that an error is about, without the parts of its `loc` that name one of several types."""
-    field, last = "", details.get("ctx", {}).get("field")
     *parts, unknown = details["loc"] if details["type"] == "extra_forbidden" else (*details["loc"], None)
+    field = ""
     for part in parts:
         longer = f"{field}[{part}]" if isinstance(part, int) else f"{field}.{part}".lstrip(".")
         field = longer if _doc_name(longer) in field_docs() else field
-    return ".".join(str(part) for part in (field, unknown, last) if part)
+    return ".".join(str(part) for part in (field, unknown, details.get("ctx", {}).get("field")) if part)
 
 
 def _doc_name(field: str) -> str:
@@ -522,18 +538,21 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     if details["type"] == "extra_forbidden":
         name = str(details["loc"][-1])
         section = _doc_name(field.removesuffix(name).removesuffix("."))
-        own = _children(section)
+        names = _children(section)
         # In a task's section, a field with the same name in another section has another meaning.
         elsewhere = {} if is_task_section(section) else _elsewhere()
-        return f"unknown field{_did_you_mean(name, own, elsewhere) or '.'} Allowed: {', '.join(own)}"
+        return f"unknown field{_did_you_mean(name, names, elsewhere) or '.'} Allowed: {', '.join(names)}"
     if details["type"] in ("wrong", "value_error"):
         return str(details["ctx"].get("reason") or details["ctx"]["error"])
     doc = field_docs()[_doc_name(field)]
     if details["type"] == "missing":
         return f"missing; must be {doc.allowed}. {doc.meaning}"
-    hint = "; leave it out for its default" if details["input"] is None and not doc.is_required else ""
-    hint = hint or (null_hint(details["input"]) if doc.takes_null else "")
-    return f"got {_got(details['input'])}; must be {doc.allowed}{hint or _hint(details['input'], types, doc.allowed)}"
+    value = details["input"]
+    if value is None and not doc.is_required:
+        hint = "; leave it out for its default"
+    else:
+        hint = (null_hint(value) if doc.takes_null else "") or _hint(value, types, doc.allowed)
+    return f"got {_got(value)}; must be {doc.allowed}{hint}"
 
 
 def _hint(value: Any, types: set[str], allowed: str) -> str:
@@ -564,18 +583,18 @@ def _children(section: str) -> list[str]:
 @functools.cache
 def _elsewhere() -> dict[str, str]:
     """Field name → where the spec has it, for hints to users who wrote the field in the wrong section."""
-    found = {name: f"engine.{name}" for name in ("max_model_len", *sorted(RUNTIME_ENGINE_ARGUMENTS))}
+    hints = {name: f"engine.{name}" for name in ("max_model_len", *sorted(RUNTIME_ENGINE_ARGUMENTS))}
     for field in field_docs():
         section, _, name = field.rpartition(".")
         if section != "scripted" and not field.endswith("]"):
             shown = field if section else f"{field}, at the top level"
-            found[name] = f"{found[name]} or {shown}" if name in found else shown
-            found[field] = f"{name}, within {section}" if section else shown
-    return found
+            hints[name] = f"{hints[name]} or {shown}" if name in hints else shown
+            hints[field] = f"{name}, within {section}" if section else shown
+    return hints
 
 
-def _did_you_mean(name: str, own: Iterable[str], elsewhere: Mapping[str, str]) -> str:
-    names = {**elsewhere, **{each: each for each in own}}
+def _did_you_mean(name: str, allowed: Iterable[str], elsewhere: Mapping[str, str]) -> str:
+    names = {**elsewhere, **{each: each for each in allowed}}
     close = difflib.get_close_matches(name.strip().lower().replace("-", "_")[:100], names, n=1, cutoff=0.7)
     return f"; did you mean {names[close[0]]}?" if close else ""
 

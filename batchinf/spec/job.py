@@ -130,7 +130,8 @@ class ParallelSpec(Section):
     @property
     def sizes(self) -> tuple[int, int]:
         """Tensor and pipeline-parallel size; 1 for `auto`, as long as no devices are known."""
-        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        tensor = self.tensor_parallel_size
+        pipeline = self.pipeline_parallel_size
         return 1 if tensor == "auto" else tensor, 1 if pipeline == "auto" else pipeline
 
 
@@ -239,18 +240,17 @@ class ScriptedSpec(Section):
 
 @dataclass(frozen=True, slots=True)
 class TaskSection:
-    """A section of the spec that belongs to one task, or to several similar tasks.
-
-    name, annotation, default, meaning: those of the field in `JobSpec`. If `meaning` is None, the docstring of the
-    section's class is used. check: raises the error of `wrong` if the section does not fit the task and the rest of the
-    spec. It runs for every task, so that it can refuse a section that belongs to another task.
-    """
+    """A section of the spec that belongs to one task, or to several similar tasks."""
 
     name: str
+    """Of the field in `JobSpec`, as `annotation` and `default`."""
     annotation: Any
     default: Any
     check: Callable[["JobSpec"], None]
+    """Raises the error of `wrong` if the section does not fit the task and the rest of the spec. It runs for every
+    task, so that it can refuse a section that belongs to another task."""
     meaning: str | None = None
+    """None: the docstring of the section's class."""
 
 
 _task_names: list[str] = []
@@ -311,12 +311,11 @@ class JobSpec(Section):
     @field_validator("engine")
     @classmethod
     def _plain_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
-        for argument, value in engine.items():
-            if not is_json({argument: value}):
-                raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings", argument)
         speculative = engine.get("speculative_config")
         draft = speculative.get("model") if isinstance(speculative, dict) else None
         for argument, value in {**engine, "speculative_config.model": draft}.items():
+            if not is_json({argument: value}):
+                raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings", argument)
             if isinstance(value, str) and (message := elsewhere(value, "give a path here")) is not None:
                 raise wrong(message, argument)
         share = engine.get("gpu_memory_utilization", 0.5)
@@ -335,7 +334,8 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _adapters(self) -> Self:
-        lora, column = self.model.lora, self.input.adapter_column
+        lora = self.model.lora
+        column = self.input.adapter_column
         if column is not None and not isinstance(lora, dict):
             are_there = "are no adapters to name" if lora is None else "is one adapter for all rows"
             raise wrong(f"got {column!r}, but there {are_there}; write model.lora: {{name: folder}}",
@@ -357,8 +357,8 @@ class JobSpec(Section):
 
         of_model: by the model's config; the scripted engine has its own.
         """
-        given = self.engine.get("max_model_len")
-        number = given if isinstance(given, int) and given > 0 else None
+        length = self.engine.get("max_model_len")
+        number = length if isinstance(length, int) and length > 0 else None
         if self.scripted is None:
             return number or of_model
         return min(number or self.scripted.max_model_len, self.scripted.max_model_len)
@@ -384,17 +384,20 @@ def add_tasks(tasks: Iterable[tuple[str, TaskSection | None]]) -> None:
         if section is not None and section not in _task_sections:
             _task_sections.append(section)
     allowed: Any = Literal[tuple(_task_names)]
-    added: dict[str, Any] = {
-        "task": (Annotated[allowed, IDENTITY], Field(_task_names[0])),
-        **{own.name: (own.annotation, Field(own.default, description=own.meaning)) for own in _task_sections},
+    definitions: dict[str, Any] = {
+        section.name: (section.annotation, Field(section.default, description=section.meaning))
+        for section in _task_sections
     }
-    made = create_model("_Added", __base__=Section, **added).model_fields
-    names = [name for name in JobSpec.model_fields if name not in made or name == "task"]
-    place = names.index("sampling") + 1
-    names[place:place] = [own.name for own in _task_sections]
-    ordered = {name: made.get(name) or JobSpec.model_fields[name] for name in names}
+    definitions["task"] = (Annotated[allowed, IDENTITY], Field(_task_names[0]))
+    sections = create_model("_Added", __base__=Section, **definitions).model_fields
+    others = {name: info for name, info in JobSpec.model_fields.items() if name not in sections}
     JobSpec.model_fields.clear()
-    JobSpec.model_fields.update(ordered)
+    for name, info in others.items():
+        JobSpec.model_fields[name] = info
+        if name == "model":
+            JobSpec.model_fields["task"] = sections.pop("task")
+        elif name == "sampling":
+            JobSpec.model_fields.update(sections)
     JobSpec.model_rebuild(force=True)
 
 
@@ -433,17 +436,16 @@ def _json_value(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FieldDoc:
-    """A field or section in words, for error messages and the reference in `docs/spec.md`.
-
-    name: dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list.
-    allowed: the allowed values in words, without null. resume: None for a section.
-    """
+    """A field or section in words, for error messages and the reference in `docs/spec.md`."""
 
     name: str
+    """Dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list."""
     allowed: str
+    """The allowed values in words, without null."""
     is_required: bool
     default: Any
     resume: Resume | None
+    """None for a section."""
     meaning: str
     takes_null: bool = False
 
@@ -468,34 +470,47 @@ def field_docs() -> dict[str, FieldDoc]:
 
 def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> Iterator[FieldDoc]:
     for name, info in section.model_fields.items():
+        field = f"{prefix}{name}"
         types = [t for t in (info.annotation, *get_args(info.annotation)) if isinstance(t, type)]
         inner = next((t for t in types if issubclass(t, Section)), None)
         schema = schemas[section.__name__]["properties"][name]
-        allowed = f"a mapping of fields ({', '.join(inner.model_fields)})" if inner else _in_words(schema)
-        if "short" in schema:
-            allowed = f"{_in_words(schema['short'])}, or {allowed}"
-        if inner:
-            allowed = ", or ".join([*map(_in_words, _plain_forms(schema)), allowed])
+        meaning = schema.get("description") or (inner and inner.__doc__) or ""
         yield FieldDoc(
-            name=f"{prefix}{name}",
-            allowed=f"text, or {allowed}" if inner is ModelSpec else allowed,
+            name=field,
+            allowed=_allowed(schema, inner),
             is_required=info.is_required(),
             default=schema.get("default"),
-            resume=None if inner else resume_of(info.json_schema_extra, f"{prefix}{name}"),
-            meaning=" ".join((schema.get("description") or (inner and inner.__doc__) or "").split()),
+            resume=None if inner else resume_of(info.json_schema_extra, field),
+            meaning=" ".join(meaning.split()),
             takes_null={"type": "null"} in schema.get("anyOf", ()),
         )
         if inner:
-            yield from _document(inner, f"{prefix}{name}.", schemas)
+            yield from _document(inner, f"{field}.", schemas)
         elif (item := _item(info.annotation)) is not None:
-            allowed = f"a mapping of fields ({', '.join(item.model_fields)})"
-            yield FieldDoc(f"{prefix}{name}[]", allowed, False, None, None, " ".join((item.__doc__ or "").split()))
-            yield from _document(item, f"{prefix}{name}[].", schemas)
+            yield FieldDoc(
+                name=f"{field}[]",
+                allowed=_fields_in_words(item),
+                is_required=False,
+                default=None,
+                resume=None,
+                meaning=" ".join((item.__doc__ or "").split()),
+            )
+            yield from _document(item, f"{field}[].", schemas)
 
 
-def _plain_forms(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The forms that a section accepts besides its mapping of fields."""
-    return [form for form in schema.get("anyOf", ()) if "$ref" not in form and form != {"type": "null"}]
+def _allowed(schema: dict[str, Any], inner: type[Section] | None) -> str:
+    """The allowed values of a field, or of a section with all forms that it accepts besides its mapping of fields."""
+    forms = ["text"] if inner is ModelSpec else []
+    if inner is not None:
+        plain = [form for form in schema.get("anyOf", ()) if "$ref" not in form and form != {"type": "null"}]
+        forms += map(_in_words, plain)
+    if "short" in schema:
+        forms.append(_in_words(schema["short"]))
+    return ", or ".join([*forms, _in_words(schema) if inner is None else _fields_in_words(inner)])
+
+
+def _fields_in_words(section: type[Section]) -> str:
+    return f"a mapping of fields ({', '.join(section.model_fields)})"
 
 
 def _item(annotation: Any) -> type[Section] | None:
@@ -558,5 +573,5 @@ def _with_form(field: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
     """A field's schema, extended by another form."""
     names = ("description", "default", "title", "resume")
     about: dict[str, Any] = {name: field[name] for name in names if name in field}
-    own = {key: value for key, value in field.items() if key not in about}
-    return {**about, "anyOf": [form, *own.get("anyOf", [own])]}
+    plain = {key: value for key, value in field.items() if key not in about}
+    return {**about, "anyOf": [form, *plain.get("anyOf", [plain])]}

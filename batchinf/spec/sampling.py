@@ -74,15 +74,13 @@ class SamplingSpec(Section):
     @classmethod
     def _short_columns(cls, data: Any) -> Any:
         # `max_tokens: {column: budget}` becomes `columns: {max_tokens: budget}`, so the fields keep their plain types.
-        if not isinstance(data, dict):
-            return data
-        short = {name: _column(name, value) for name, value in data.items()
-                 if isinstance(value, dict) and (name in PER_ROW_FIELDS or [*value] == ["column"])}  # fmt: skip
+        fields = data.items() if isinstance(data, dict) else ()
+        short = {name: _column(name, value) for name, value in fields if _is_short(name, value)}
         if not short:
             return data
-        given = data.get("columns") or {}
-        plain = {name: value for name, value in data.items() if name not in short}
-        return {**plain, "columns": {**given, **short} if isinstance(given, dict) else given}
+        columns = data.get("columns") or {}
+        plain = {name: value for name, value in fields if name not in short}
+        return {**plain, "columns": {**columns, **short} if isinstance(columns, dict) else columns}
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -99,18 +97,9 @@ class SamplingSpec(Section):
         if len(structure) != 1 or not set(structure) <= set(STRUCTURES):
             raise wrong(f"got {', '.join(structure) or 'nothing'}; must be one of {', '.join(STRUCTURES)}")
         [(kind, value)] = structure.items()
-        is_right = {
-            "json": is_json(value) and isinstance(value, dict | str),
-            "choice": isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value),
-        }.get(kind, isinstance(value, str) and bool(value))
-        if not is_right:
-            allowed = {"json": "a JSON schema, as a mapping or as text", "choice": "a list of texts"}
-            file = "" if kind == "choice" and not isinstance(value, str) else ", or {file: path}"
-            hint = (
-                "; text that looks like something else needs quotes" if kind == "choice" and value and not file else ""
-            )
+        if not _is_structure(kind, value):
             got = clip(json.dumps(value, default=str))
-            raise wrong(f"got {got}; must be {allowed.get(kind, 'text')}{file}{hint}", kind)
+            raise wrong(f"got {got}; must be {_allowed_structure(kind, value)}", kind)
         return {"json": _schema_text(value)} if kind == "json" else structure
 
     @model_validator(mode="after")
@@ -139,6 +128,11 @@ class SamplingSpec(Section):
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
 
+def _is_short(name: str, value: Any) -> bool:
+    """Whether a field's value is `{column: name}`, or was meant so."""
+    return isinstance(value, dict) and (name in PER_ROW_FIELDS or [*value] == ["column"])
+
+
 def _column(name: str, value: dict[str, Any]) -> str:
     """The column name in `{column: name}`."""
     if name not in PER_ROW_FIELDS:
@@ -154,18 +148,30 @@ def _column(name: str, value: dict[str, Any]) -> str:
     return column
 
 
+def _is_structure(kind: str, value: Any) -> bool:
+    if kind == "json":
+        return is_json(value) and isinstance(value, dict | str)
+    if kind == "choice":
+        return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
+    return isinstance(value, str) and bool(value)
+
+
+def _allowed_structure(kind: str, value: Any) -> str:
+    if kind == "choice" and not isinstance(value, str):
+        return f"a list of texts{'; text that looks like something else needs quotes' if value else ''}"
+    allowed = {"json": "a JSON schema, as a mapping or as text", "choice": "a list of texts"}
+    return f"{allowed.get(kind, 'text')}, or {{file: path}}"
+
+
 def _schema_text(schema: dict[str, Any] | str) -> str:
     """A JSON schema as text. Text keeps the order of the properties, which is the order in the output."""
-    try:
-        plain = json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError) as error:
-        reason = (
-            f"got text that is not JSON: {error}; must be a JSON schema, as a mapping, as text or as {{file: path}}"
-        )
-        raise wrong(reason, "json") from None
-    made = json.dumps(plain, ensure_ascii=False)
     from batchinf.spec.schemas import objection  # 0.1 s, only for jobs with a schema
 
-    if (objected := objection(made)) is not None:
-        raise wrong(f"not a JSON schema that texts can be checked against: {objected}", "json")
-    return made
+    try:
+        text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        allowed = "a JSON schema, as a mapping, as text or as {file: path}"
+        raise wrong(f"got text that is not JSON: {error}; must be {allowed}", "json") from None
+    if (problem := objection(text)) is not None:
+        raise wrong(f"not a JSON schema that texts can be checked against: {problem}", "json")
+    return text

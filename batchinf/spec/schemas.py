@@ -50,9 +50,9 @@ class _Number(Fraction):
             exact = Decimal("Infinity")
         if not exact.is_finite() or (exact and abs(exact.adjusted()) > _MOST_DIGITS):
             raise UncheckableError(f"the number {clip(text)} has too many digits")
-        made = super().__new__(cls, exact)
-        made._text = text
-        return made
+        number = super().__new__(cls, exact)
+        number._text = text
+        return number
 
     def __repr__(self) -> str:
         return self._text
@@ -110,8 +110,13 @@ def _with_ecma(function: Any, copies: dict[Any, Any]) -> Any:
     """A copy of a function of jsonschema, and of those that it calls, in which `re` is `_Ecma`."""
     if function not in copies:
         names = dict(function.__globals__)
-        code, defaults = function.__code__, function.__defaults__
-        copies[function] = types.FunctionType(code, names, function.__name__, defaults, function.__closure__)
+        copies[function] = types.FunctionType(
+            function.__code__,
+            names,
+            name=function.__name__,
+            argdefs=function.__defaults__,
+            closure=function.__closure__,
+        )
         for name, value in names.items():
             if isinstance(value, types.ModuleType) and value.__name__ == "re":
                 names[name] = _Ecma
@@ -135,9 +140,9 @@ def _dialect(uri: str | None) -> Any:
         return None
     copies: dict[Any, Any] = {}
     keywords = {name: _with_ecma(base.VALIDATORS[name], copies) for name in _WITH_PATTERNS if name in base.VALIDATORS}
-    made: Any = validators.extend(base, keywords, type_checker=base.TYPE_CHECKER.redefine("integer", _is_integer))
-    made.evolve = attrs.evolve  # jsonschema's own would take its plain validator where a `$ref` leads to a `$schema`
-    return made
+    dialect: Any = validators.extend(base, keywords, type_checker=base.TYPE_CHECKER.redefine("integer", _is_integer))
+    dialect.evolve = attrs.evolve  # jsonschema's own would take its plain validator where a `$ref` leads to a `$schema`
+    return dialect
 
 
 @functools.cache
@@ -232,14 +237,18 @@ def _check_parts(schema: Any, dialect: Any) -> None:
             continue  # a dialect's own schema, to which a `$ref` leads
         for name in _REFERENCES:
             if isinstance(reference := part.get(name), str):
-                try:
-                    found = resolver.lookup(reference)
-                except referencing.exceptions.Unresolvable:
-                    raise ValueError(
-                        f"{name}: got {clip(reference)}, which is not in the schema; nothing is read from elsewhere"
-                    ) from None
-                left.append((specification.create_resource(found.contents), found.resolver))
+                target = _resolved(resolver, name, reference)
+                left.append((specification.create_resource(target.contents), target.resolver))
         left += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
+
+
+def _resolved(resolver: Any, name: str, reference: str) -> Any:
+    try:
+        return resolver.lookup(reference)
+    except referencing.exceptions.Unresolvable:
+        raise ValueError(
+            f"{name}: got {clip(reference)}, which is not in the schema; nothing is read from elsewhere"
+        ) from None
 
 
 def _check_patterns(part: dict[str, Any]) -> None:

@@ -292,9 +292,9 @@ class Task(abc.ABC):
         """
         ids, kept = (columns[:1], columns[1:]) if self._has_id else ((), columns)
         kept = [field.with_name(self._name(field.name)) for field in kept]
-        stored = [field for field in self.computed_schema if field.name not in self.left_out]
-        keys = [field for field in stored if field.name in _KEYS]
-        others = [field for field in stored if field.name not in _KEYS]
+        computed = [field for field in self.computed_schema if field.name not in self.left_out]
+        keys = [field for field in computed if field.name in _KEYS]
+        others = [field for field in computed if field.name not in _KEYS]
         fields = [*(field.with_name("id") for field in ids), *keys, *kept, *others]
         names = [field.name for field in fields]
         if taken := sorted({field.name for field in kept if names.count(field.name) > 1}):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.prompts import encoder
-from batchinf.records import Completion, IntArray, Result, TokenLogprobs
+from batchinf.records import Completion, IntArray, Prompt, Result, TokenLogprobs
 from batchinf.spec.job import JobSpec
 
 Fields = Sequence[tuple[str, pa.DataType]]
@@ -51,27 +51,34 @@ def leaf_of(field: pa.Field) -> tuple[str, pa.DataType]:
 
 def shared_columns(results: Sequence[Result], include_prompt: bool) -> dict[str, pa.Array]:
     """The columns that the results of all tasks have."""
-    prompts = [result.prompt for result in results]
-    # A row's samples share one Prompt. Its ids are converted only once, which costs 20 ns a token.
-    ids = {id(prompt): np.array(prompt.token_ids, np.int32) for prompt in {id(p): p for p in prompts}.values()}
-    hashes = {key: prompt_hash(value) for key, value in ids.items()}
-    columns = {
-        "row_index": pa.array([prompt.row_index for prompt in prompts], pa.int64()),
+    errors = [result.error for result in results]
+    # Unless a task stores output tokens, a completion has none.
+    num_output_tokens = [None if result.completion is None else 0 for result in results]
+    return {
         "request_index": pa.array([result.request_index for result in results], pa.int32()),
         "num_requests": pa.array([result.num_requests for result in results], pa.int32()),
         "attempts": pa.array([result.attempts for result in results], pa.int32()),
-        "prompt_hash": pa.array([hashes[id(prompt)] for prompt in prompts], pa.int64()),
+        "num_output_tokens": pa.array(num_output_tokens, pa.int32()),
+        "error_type": strings([None if error is None else error.error_type for error in errors]),
+        "error_message": strings([None if error is None else error.error_message for error in errors]),
+        **_prompt_columns([result.prompt for result in results], include_prompt),
+    }
+
+
+def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str, pa.Array]:
+    # A row's samples share one Prompt. Its ids are converted only once, which costs 20 ns a token.
+    arrays = {id(prompt): np.array(prompt.token_ids, np.int32) for prompt in {id(p): p for p in prompts}.values()}
+    ids = [arrays[id(prompt)] for prompt in prompts]
+    columns = {
+        "row_index": pa.array([prompt.row_index for prompt in prompts], pa.int64()),
+        "prompt_hash": pa.array(map(prompt_hash, ids), pa.int64()),
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
         encoder.SECOND_BOS_COLUMN: pa.array([prompt.has_second_bos for prompt in prompts], pa.bool_()),
         "prompt_truncated": pa.array([p.is_truncated if p.token_ids else None for p in prompts], pa.bool_()),
-        # Unless a task stores output tokens, a completion has none.
-        "num_output_tokens": pa.array([None if r.completion is None else 0 for r in results], pa.int32()),
-        "error_type": strings([None if result.error is None else result.error.error_type for result in results]),
-        "error_message": strings([None if result.error is None else result.error.error_message for result in results]),
     }
     if include_prompt:
         columns["prompt"] = strings([prompt.text for prompt in prompts])
-        columns["prompt_token_ids"] = id_lists([ids[id(prompt)] if prompt.token_ids else None for prompt in prompts])
+        columns["prompt_token_ids"] = id_lists([array if len(array) else None for array in ids])
     return columns
 
 

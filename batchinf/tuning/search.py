@@ -20,18 +20,18 @@ _KEPT = 3  # one candidate in three goes on to the next round
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """All trials, and the best settings. best, base: on the same rows; equal if no settings gain 2 %.
-
-    num_rows: of the input. num_left_out: candidates for which the budget has no time. is_cut: the budget ended before
-    the last comparison.
-    """
+    """All trials, and the best settings."""
 
     num_rows: int
+    """Rows of the input."""
     trials: tuple[TuneTrial, ...]
     best: TuneTrial
     base: TuneTrial
+    """The spec as it is, on the same rows as `best`, which it is itself if no settings gain 2 %."""
     num_left_out: int
+    """Candidates for which the budget has no time."""
     is_cut: bool
+    """The budget ended before the last comparison."""
 
     @property
     def gain(self) -> float:
@@ -53,6 +53,7 @@ def gain_of(trial: TuneTrial, base: TuneTrial, num_rows: int) -> float:
 
 def search(
     candidates: Sequence[Candidate],
+    *,
     num_rows: int,
     most_rows: int,
     left_s: Callable[[], float],
@@ -65,61 +66,77 @@ def search(
     num_rows: rows in the first round. most_rows: rows of the input. left_s: gives the seconds left of the budget.
     measure: runs a candidate on a number of rows; its last argument tells the user which trial this is.
     """
-    base = measure(candidates[0], num_rows, "round 1")
-    remaining = [*candidates[1:]]
-    trials, rounds = [base], [[base]]
-    num_planned, num_left_out, is_cut = 0, 0, False
-    while remaining:
-        for place, candidate in enumerate(remaining):
-            if len(rounds) > 1:
-                num_now = len(remaining) if _expected_s(trials, rounds[-1][0].num_rows) <= left_s() else place
-            else:
-                num_now = place + _affordable(trials, place, len(remaining) - place, most_rows, left_s())
-            if num_now == place:
-                num_left_out = len(candidates) - 1 - place if len(rounds) == 1 else num_left_out
-                is_cut, remaining = place < num_planned, remaining[:place]
-                break
-            num_planned = num_now
-            label = f"round {len(rounds)}, {place + 1} of {num_planned}"
-            rounds[-1].append(measure(candidate, rounds[-1][0].num_rows, label))
-            trials.append(rounds[-1][-1])
-        more_rows = min(2 * rounds[-1][0].num_rows, most_rows)
-        first = rounds[-1][0]
-        ranked = sorted((it for it in rounds[-1][1:] if not it.error), key=lambda it: -gain_of(it, first, most_rows))
-        is_last = len(remaining) <= 2 or more_rows == rounds[-1][0].num_rows
-        remaining = [trial.candidate for trial in ranked[: math.ceil(len(remaining) / _KEPT)]]
-        if is_cut or is_last or not remaining:
+    base, *others = candidates
+    rounds = [[measure(base, num_rows, "round 1")]]
+    num_planned = 0
+    for place, candidate in enumerate(others):
+        num_more = _affordable(rounds[0], len(others) - place, most_rows, left_s())
+        if not num_more:
             break
-        if _expected_s(trials, more_rows) * 2 > left_s():
+        num_planned = place + num_more
+        rounds[0].append(measure(candidate, num_rows, f"round 1, {place + 1} of {num_planned}"))
+    num_left_out = len(candidates) - len(rounds[0])
+    is_cut = len(rounds[0]) - 1 < num_planned
+    while not is_cut and (chosen := _for_next_round(rounds[-1], most_rows)):
+        num_rows = min(2 * num_rows, most_rows)
+        if 2 * _expected_s(_all(rounds), num_rows) > left_s():
             is_cut = True
             break
-        rounds.append([measure(candidates[0], more_rows, f"round {len(rounds) + 1}")])
-        trials.append(rounds[-1][0])
+        label = f"round {len(rounds) + 1}"
+        rounds.append([measure(base, num_rows, label)])
+        for place, candidate in enumerate(chosen, 1):
+            if _expected_s(_all(rounds), num_rows) > left_s():
+                is_cut = True
+                break
+            rounds[-1].append(measure(candidate, num_rows, f"{label}, {place} of {len(chosen)}"))
     # A round that was cut after its first trial compares nothing.
-    last = next((round for round in reversed(rounds) if len(round) > 1), rounds[0])
+    last = next((trials for trials in reversed(rounds) if len(trials) > 1), rounds[0])
     best = max(last, key=lambda trial: gain_of(trial, last[0], most_rows))
     if gain_of(best, last[0], most_rows) < LEAST_GAIN:
         best = last[0]
-    return SearchResult(most_rows, tuple(trials), best, last[0], num_left_out, is_cut)
+    return SearchResult(
+        num_rows=most_rows,
+        trials=tuple(_all(rounds)),
+        best=best,
+        base=last[0],
+        num_left_out=num_left_out,
+        is_cut=is_cut,
+    )
+
+
+def _all(rounds: Sequence[Sequence[TuneTrial]]) -> list[TuneTrial]:
+    return [trial for trials in rounds for trial in trials]
+
+
+def _for_next_round(trials: Sequence[TuneTrial], most_rows: int) -> list[Candidate]:
+    """The fastest third of a round's candidates; none after the last round."""
+    base, *others = trials
+    if len(others) <= 2 or base.num_rows == most_rows:
+        return []
+    ranked = sorted((trial for trial in others if not trial.error), key=lambda trial: -gain_of(trial, base, most_rows))
+    return [trial.candidate for trial in ranked[: math.ceil(len(others) / _KEPT)]]
 
 
 def _expected_s(trials: Sequence[TuneTrial], num_rows: int) -> float:
     """The time of a trial. The first trial's start counts only without others: it compiles what later ones load."""
-    base, starts = trials[0], [trial.start_s for trial in trials[1:] if not trial.error]
+    base = trials[0]
+    starts = [trial.start_s for trial in trials[1:] if not trial.error]
     return (statistics.median(starts) if starts else base.start_s) + base.work_s * num_rows / base.num_rows
 
 
-def _affordable(trials: Sequence[TuneTrial], num_tried: int, most: int, most_rows: int, left_s: float) -> int:
+def _affordable(trials: Sequence[TuneTrial], most: int, most_rows: int, left_s: float) -> int:
     """How many more candidates of the first round fit into `left_s` with all later rounds, at most `most`.
 
-    num_tried: candidates of the first round that have run. All count as fast as the spec as it is.
+    trials: of the first round, so far. All candidates count as fast as the spec as it is.
     """
     for number in range(most, 0, -1):
-        num_rows, num_remaining = trials[0].num_rows, num_tried + number
-        total = number * _expected_s(trials, num_rows)
-        while num_remaining > 2 and (more_rows := min(2 * num_rows, most_rows)) != num_rows:
-            num_remaining, num_rows = math.ceil(num_remaining / _KEPT), more_rows
-            total += (num_remaining + 1) * _expected_s(trials, num_rows)
-        if total <= left_s:
+        num_rows = trials[0].num_rows
+        num_remaining = len(trials) - 1 + number
+        total_s = number * _expected_s(trials, num_rows)
+        while num_remaining > 2 and num_rows != most_rows:
+            num_rows = min(2 * num_rows, most_rows)
+            num_remaining = math.ceil(num_remaining / _KEPT)
+            total_s += (num_remaining + 1) * _expected_s(trials, num_rows)
+        if total_s <= left_s:
             return number
     return 0

@@ -24,22 +24,23 @@ RunJob = Callable[[Mapping[str, Any]], Summary]
 
 @dataclass(frozen=True, slots=True)
 class TuneTrial:
-    """What a candidate did on a sample of `num_rows` rows. error: why it could not run; its rates are 0 then.
-
-    Rates are those while the engines worked. rows_per_s: output rows. start_s: the rest of the time: engine starts,
-    checks and the end. num_devices: GPUs; 0 on processors. late_s: from the first engine that was up to the last one.
-    """
+    """What a candidate did on a sample of the rows. Rates are those while the engines worked."""
 
     candidate: Candidate
     num_rows: int
-    rows_per_s: float
-    prompt_tokens_per_s: float
-    output_tokens_per_s: float
-    start_s: float
-    work_s: float
-    num_devices: int
+    rows_per_s: float = 0.0
+    """Output rows."""
+    prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    start_s: float = 0.0
+    """The time without `work_s`: engine starts, checks and the end."""
+    work_s: float = 0.0
+    num_devices: int = 0
+    """GPUs; 0 on processors."""
     error: str = ""
+    """Why the candidate could not run; its rates are 0 then."""
     late_s: float = 0.0
+    """From the first engine that was up to the last one."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -54,7 +55,7 @@ class TrialRecord:
         """Raises OutputError if the folder holds trials of another spec."""
         self.folder = folder
         self._path = folder / "trials.jsonl"
-        self._found: dict[tuple[str, int], TuneTrial] = {}
+        self._trials: dict[tuple[str, int], TuneTrial] = {}
         if self._path.exists():
             self._read(fingerprint)
         else:
@@ -69,21 +70,21 @@ class TrialRecord:
             raise OutputError(f"{self.folder} holds trials of another spec or input; delete it, or give another --out")
         for value in values[1:]:
             trial = TuneTrial(**{**value, "candidate": Candidate(value["candidate"]["settings"])})
-            self._found[trial.candidate.key, trial.num_rows] = trial
+            self._trials[trial.candidate.key, trial.num_rows] = trial
         os.truncate(self._path, sum(len(line) + 1 for line in lines))
 
     @property
     def spent_s(self) -> float:
         """The time of all trials."""
-        return sum(trial.start_s + trial.work_s for trial in self._found.values())
+        return sum(trial.start_s + trial.work_s for trial in self._trials.values())
 
     def find(self, candidate: Candidate, num_rows: int) -> TuneTrial | None:
         """The trial of an earlier run of the program."""
-        return self._found.get((candidate.key, num_rows))
+        return self._trials.get((candidate.key, num_rows))
 
     def add(self, trial: TuneTrial) -> None:
         """Keep a trial, durably."""
-        self._found[trial.candidate.key, trial.num_rows] = trial
+        self._trials[trial.candidate.key, trial.num_rows] = trial
         self._append(asdict(trial))
 
     def _append(self, value: dict[str, Any]) -> None:
@@ -94,7 +95,13 @@ class TrialRecord:
 
 
 def run_trial(
-    candidate: Candidate, kept: Settings, num_rows: int, share: float | None, folder: pathlib.Path, run: RunJob
+    candidate: Candidate,
+    num_rows: int,
+    *,
+    kept: Settings,
+    share: float | None,
+    folder: pathlib.Path,
+    run: RunJob,
 ) -> TuneTrial:
     """Run a sample as a job of its own below `folder`; its output is deleted.
 
@@ -108,11 +115,12 @@ def run_trial(
     began = time.monotonic()
     try:
         summary = run({**kept, **candidate.settings, **sample, **output})
-        last, state = read_status(Folder(place)), read_state(Folder(place))
+        last = read_status(Folder(place))
+        state = read_state(Folder(place))
     except Interrupted:
         raise
     except BatchinfError as error:
-        return TuneTrial(candidate, num_rows, 0.0, 0.0, 0.0, time.monotonic() - began, 0.0, 0, one_line(error, 300))
+        return TuneTrial(candidate, num_rows, start_s=time.monotonic() - began, error=one_line(error, 300))
     finally:
         shutil.rmtree(place, ignore_errors=True)
     speed = summary.speed
@@ -121,11 +129,11 @@ def run_trial(
     return TuneTrial(
         candidate,
         num_rows,
-        summary.num_rows / speed.work_s,
-        speed.prompt_tokens_per_s,
-        speed.output_tokens_per_s,
-        speed.run_s - speed.work_s,
-        speed.work_s,
-        len({device for replica in last.replicas for device in replica.devices}),
+        rows_per_s=summary.num_rows / speed.work_s,
+        prompt_tokens_per_s=speed.prompt_tokens_per_s,
+        output_tokens_per_s=speed.output_tokens_per_s,
+        start_s=speed.run_s - speed.work_s,
+        work_s=speed.work_s,
+        num_devices=len({device for replica in last.replicas for device in replica.devices}),
         late_s=max(up) - min(up),
     )

@@ -6,22 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchinf.base.errors import SpecError, UserError
-from batchinf.base.text import duration, time_taken
+from batchinf.base.text import counted, duration, time_taken
 from batchinf.fleet.backend import Backend
 from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tuning.search import search
-from batchinf.tuning.settings import (
-    Candidate,
-    candidates,
-    kept_settings,
-    left_open,
-    named_by_user,
-    requests_at_once,
-)
+from batchinf.tuning.settings import Candidate, candidates, kept_settings, left_open, named_by_user, requests_at_once
 from batchinf.tuning.spec_text import write_settings
-from batchinf.tuning.text import TuneReport, chart, few_rows_warning, trial_line
+from batchinf.tuning.text import TuneReport, chart, trial_line
 from batchinf.tuning.trial import RunJob, TrialRecord, TuneTrial, run_trial
 
 # Requests of a first trial for each that the engines run at once: with fewer, the end of the trial decides, where the
@@ -32,31 +25,31 @@ _SEVERAL = 1.3  # a sample's share is approximate
 
 
 @dataclass(frozen=True, slots=True)
-class TuneWanted:
-    """What the user asked for.
+class TuneOptions:
+    """The options of `batchinf tune`."""
 
-    budget_s: time of all trials. num_rows: of the first round; None: from the batch sizes. tries: texts of `--try`;
-    empty: what the spec leaves open. out: folder of the trials; None: beside the job's output. writes: put the winner
-    into the spec.
-    """
-
-    budget_s: float = 900.0
-    num_rows: int | None = None
-    tries: tuple[str, ...] = ()
-    out: str | None = None
-    writes: bool = False
+    budget_s: float
+    """Time of all trials."""
+    num_rows: int | None
+    """Rows of the first round; None: from the batch sizes."""
+    tries: tuple[str, ...]
+    """Texts of `--try`; empty: try what the spec leaves open."""
+    out: str | None
+    """Folder of the trials; None: beside the job's output."""
+    writes: bool
+    """Put the winner into the spec."""
 
 
 def tune_job(
-    file: SpecFile, backend: Backend, run: RunJob, wanted: TuneWanted, say: Callable[[str], None]
+    file: SpecFile, backend: Backend, *, run: RunJob, options: TuneOptions, say: Callable[[str], None]
 ) -> TuneReport:
     """Find the fastest settings for a spec. run: runs the spec with more overrides. Trials of an earlier call count.
 
     Raises UserError if the spec as it is cannot run, or not within the budget.
     """
-    if wanted.writes and not os.path.isfile(file.path):
+    if options.writes and not os.path.isfile(file.path):
         raise UserError(f"--write: {file.path} is not a file; a spec must be a YAML file to be written to")
-    dimensions = named_by_user(file, wanted.tries) if wanted.tries else left_open(file, backend)
+    dimensions = named_by_user(file, options.tries) if options.tries else left_open(file, backend)
     if not dimensions:
         raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "
                         "--try engine.max_num_seqs=256,512")  # fmt: skip
@@ -65,27 +58,35 @@ def tune_job(
     lengths = _lengths(file)
     most_rows = lengths.num_rows
     first_rows = max(_LEAST_ROWS, round(_REQUESTS_PER_PLACE * at_once / max(1.0, lengths.requests_per_row)))
-    num_rows = min(wanted.num_rows or first_rows, most_rows)
+    num_rows = min(options.num_rows or first_rows, most_rows)
     warning = None
     if num_rows * lengths.requests_per_row < at_once:
-        warning = few_rows_warning(num_rows, at_once, is_all=num_rows == most_rows)
+        about = "a larger input" if num_rows == most_rows else "the whole input; give more --rows"
+        warning = (
+            f"warning: with {counted(num_rows, 'row')} the engines are never full, as they run up to {at_once:,} "
+            f"requests at once; so the trials say little about {about}"
+        )
         say(warning)
-    folder = pathlib.Path(wanted.out or f"{file.spec.output.path.rstrip('/')}-tune")
+    folder = pathlib.Path(options.out or f"{file.spec.output.path.rstrip('/')}-tune")
     spec = file.spec.model_dump(mode="json", exclude={"output"})
     record = TrialRecord(folder, fingerprint({"spec": spec, "rows": most_rows}))
 
     used_s = 0.0  # by trials that this search has asked for, in an earlier call or now
 
-    def left_s() -> float:
-        return wanted.budget_s - used_s
-
-    def measure(candidate: Candidate, num_rows: int, place: str) -> TuneTrial:
+    def measure(candidate: Candidate, num_rows: int, label: str) -> TuneTrial:
         nonlocal used_s
-        if (trial := record.find(candidate, num_rows)) is None:
-            say(f"{place}: {candidate.name}, {num_rows:,} rows")
+        trial = record.find(candidate, num_rows)
+        if trial is None:
+            say(f"{label}: {candidate.name}, {num_rows:,} rows")
             share = min(1.0, _SEVERAL * num_rows / most_rows)
-            kept = kept_settings(file, backend, candidate)
-            trial = run_trial(candidate, kept, num_rows, share if share < 1 else None, folder, run)
+            trial = run_trial(
+                candidate,
+                num_rows,
+                kept=kept_settings(file, backend, candidate),
+                share=share if share < 1 else None,
+                folder=folder,
+                run=run,
+            )
             if trial.error and not candidate.settings:
                 raise UserError(f"the spec as it is cannot run: {trial.error}")
             record.add(trial)
@@ -93,24 +94,32 @@ def tune_job(
         say(f"  {trial_line(trial)}")
         return trial
 
-    found = search(tried, num_rows, most_rows, left_s, measure)
-    if len(found.trials) == 1:
-        took, given = time_taken(found.base.start_s + found.base.work_s), duration(wanted.budget_s)
+    result = search(
+        tried, num_rows=num_rows, most_rows=most_rows, left_s=lambda: options.budget_s - used_s, measure=measure
+    )
+    if len(result.trials) == 1:
         raise UserError(
-            f"one trial of {found.base.num_rows:,} rows took {took}, so that the budget of {given} has no time for a "
-            "second one; give a larger --budget or fewer --rows"
+            f"one trial of {result.base.num_rows:,} rows took {time_taken(used_s)}, so that the budget of "
+            f"{duration(options.budget_s)} has no time for a second one; give a larger --budget or fewer --rows"
         )
-    is_written = wanted.writes and bool(found.best.candidate.settings)
+    is_written = options.writes and bool(result.best.candidate.settings)
     if is_written:
-        write_settings(file.path, found.best.candidate.settings)
-    (folder / "tune.svg").write_text(chart(found), encoding="utf-8")
-    return TuneReport(file.path, os.fspath(folder), found, record.spent_s, is_written, warning)
+        write_settings(file.path, result.best.candidate.settings)
+    (folder / "tune.svg").write_text(chart(result), encoding="utf-8")
+    return TuneReport(
+        spec=file.path,
+        folder=os.fspath(folder),
+        found=result,
+        spent_s=record.spent_s,
+        written=is_written,
+        warning=warning,
+    )
 
 
 def _lengths(file: SpecFile) -> Lengths:
-    with opened(file) as found:
-        assert found is not None
-        job, num_rows = found
+    with opened(file) as opened_job:
+        assert opened_job is not None
+        job, num_rows = opened_job
         lengths = lengths_of(job, file, num_rows)
     if not lengths.num_rows:
         raise UserError(f"{file.path}: the input has no rows to tune with")

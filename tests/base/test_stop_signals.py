@@ -64,8 +64,8 @@ def test_only_ctrl_c_after_another_request_stops_at_once(heard: list[int], is_at
 
 
 def test_an_interruption_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_signals._own, "is_open", True)
-    monkeypatch.setattr(stop_signals._own, "heard", [(TERM, time.monotonic())])
+    monkeypatch.setattr(stop_signals._requests, "is_open", True)
+    monkeypatch.setattr(stop_signals._requests, "heard", [(TERM, time.monotonic())])
     requests = StopRequests(600, 120)
     assert requests
     assert requests.name == "SIGTERM"

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def said(a: pathlib.Path, b: pathlib.Path, **options: Any) -> list[str]:
     wanted = {"on": None, "to": None, "num_examples": 0, **options}
-    return list(diff_lines(diff_jobs(str(a / "out"), str(b / "out"), **wanted), wanted["to"]))
+    return list(diff_lines(diff_jobs(str(a / "out"), str(b / "out"), **wanted)))
 
 
 def rewrite(out: pathlib.Path, change: Any) -> None:
@@ -90,13 +90,13 @@ def test_the_file_replaces_only_files_of_diff(folder: pathlib.Path, tmp_path: pa
     own = data.read_bytes()
     for path in (spec, data):
         with pytest.raises(UserError, match=f"--out: {path} cannot be written: a file is there that this command has"):
-            diff_jobs(a, b, None, str(path), 0)
+            diff_jobs(a, b, to=str(path))
     assert (spec.read_text(), data.read_bytes()) == ("model: mine", own)
-    diff_jobs(a, b, None, str(to), 0)
+    diff_jobs(a, b, to=str(to))
     assert pq.read_table(to).num_rows == 100
-    diff_jobs(a, a, None, str(to), 0)
+    diff_jobs(a, a, to=str(to))
     assert pq.read_table(to).num_rows == 120
-    diff_jobs(a, b, None, "/dev/null", 0)
+    diff_jobs(a, b, to="/dev/null")
     assert pathlib.Path("/dev/null").is_char_device()
 
 
@@ -173,11 +173,11 @@ def test_an_input_that_one_job_took_in_bit_by_bit(folder: pathlib.Path, tmp_path
 
 
 def test_a_file_that_changed_between_two_jobs(folder: pathlib.Path) -> None:
-    report = diff_jobs(str(folder / "a" / "out"), str(folder / "b" / "out"), None, None, 0)
+    report = diff_jobs(str(folder / "a" / "out"), str(folder / "b" / "out"))
     later = dataclasses.replace(report.b, input_path=report.a.input_path, num_input_rows=1400)
     assert (
         f"  input: {report.a.input_path} has changed from one job to the other; A has read 120 rows of it, B 1,400"
-    ) in diff_lines(dataclasses.replace(report, b=later), None)
+    ) in diff_lines(dataclasses.replace(report, b=later))
 
 
 def test_what_cannot_be_joined(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -249,7 +249,7 @@ def test_a_part_that_cannot_be_read_is_named(damage: str, folder: pathlib.Path, 
     if damage == "missing":
         part.unlink()
     with pytest.raises(OutputError, match=f"{part.name} cannot be read") as raised:
-        diff_jobs(str(tmp_path / "a"), str(folder / "b/out"), None, None, 0)
+        diff_jobs(str(tmp_path / "a"), str(folder / "b/out"))
     assert "\n" not in str(raised.value)
 
 
@@ -259,6 +259,6 @@ def test_parts_of_different_columns(folder: pathlib.Path, tmp_path: pathlib.Path
     part = min((tmp_path / "a/parts").iterdir())
     table = pq.read_table(part)
     pq.write_table(table.add_column(0, "extra", pa.array(range(table.num_rows))), part)
-    report = diff_jobs(str(tmp_path / "a"), str(folder / "a/out"), "id", None, 0)
-    same = diff_jobs(str(folder / "a/out"), str(folder / "a/out"), "id", None, 0)
+    report = diff_jobs(str(tmp_path / "a"), str(folder / "a/out"), on="id")
+    same = diff_jobs(str(folder / "a/out"), str(folder / "a/out"), on="id")
     assert report.changes == same.changes

@@ -30,7 +30,7 @@ def watch():
 is_done, seen = threading.Event(), [0]
 watcher = threading.Thread(target=watch)
 watcher.start()
-lines = list(diff_lines(diff_jobs(sys.argv[1], sys.argv[2], None, None, 1), None))
+lines = list(diff_lines(diff_jobs(sys.argv[1], sys.argv[2], num_examples=1)))
 is_done.set()
 watcher.join()
 print(next(line for line in lines if line.startswith("rows: ")))

@@ -56,7 +56,7 @@ def job(
 
 def said(a: str, b: str, **options: Any) -> list[str]:
     wanted = {"on": None, "to": None, "num_examples": 0, **options}
-    return list(diff_lines(diff_jobs(a, b, **wanted), wanted["to"]))
+    return list(diff_lines(diff_jobs(a, b, **wanted)))
 
 
 def compared(a: str, b: str, tmp_path: pathlib.Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:

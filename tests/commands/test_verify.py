@@ -1,6 +1,5 @@
 """`batchinf verify`: a real job is found good, and one whose stored logprobs were altered by hand is found out."""
 
-import contextlib
 import json
 import pathlib
 import shutil
@@ -16,9 +15,10 @@ from adapters import make_adapter
 
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
-from batchinf.commands import verify
+from batchinf.commands import begun_job, verify
+from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, spearman
 from batchinf.commands.text.compare import table_lines
-from batchinf.commands.verify import LogprobDeviations, VectorDeviations, Wanted, add_logprobs, add_vectors, spearman
+from batchinf.commands.verify import VerifyOptions
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.spec.file import read_spec
@@ -110,7 +110,7 @@ def test_what_was_altered_is_found(
     column: str, change: Callable[[Any], Any], kind: str, place: int, job: pathlib.Path
 ) -> None:
     row_index, sample_index = alter(job.parent / "out", column, -1, change)
-    report = verify.verify_job(read_spec(job), Wanted(num_rows=100))
+    report = verify.verify_job(read_spec(job), VerifyOptions(num_rows=100))
     assert not report.is_within
     worst = report.worst[0]
     assert (worst.row_index, worst.sample_index, worst.kind, worst.place) == (row_index, sample_index, kind, place)
@@ -126,8 +126,8 @@ def test_what_was_altered_is_found(
     ("cpu", "float32", 1e-3), ("NVIDIA H200", "float32", 0.1), ("NVIDIA H200", "bfloat16", 0.75),
 ])  # fmt: skip
 def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance: float, job: pathlib.Path) -> None:
-    with contextlib.ExitStack() as stack:
-        opened, state = verify._open(read_spec(job), stack)
+    file = read_spec(job)
+    with begun_job.opened(file, file.spec.output.path) as (opened, state):
         event = next(event for event in state.events if "device" in event.fields)
         event.fields["device"] = device
         assert verify._tolerance(opened, state, opened.task.verification(opened.spec), dtype) == tolerance
@@ -136,11 +136,11 @@ def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance
 def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
     # The rows' adapters exchanged in the input is another input; the reference without its adapter is another model.
     file = read_spec(job)
-    good = verify.verify_job(file, Wanted(num_rows=6, seed=3))
-    again = verify.verify_job(file, Wanted(num_rows=6, seed=3))
+    good = verify.verify_job(file, VerifyOptions(num_rows=6, seed=3))
+    again = verify.verify_job(file, VerifyOptions(num_rows=6, seed=3))
     assert good.is_within and good == again
-    assert verify.verify_job(file, Wanted(num_rows=6, seed=4)).worst != good.worst
-    bfloat16 = verify.verify_job(file, Wanted(num_rows=6, seed=3, dtype="bfloat16"))
+    assert verify.verify_job(file, VerifyOptions(num_rows=6, seed=4)).worst != good.worst
+    bfloat16 = verify.verify_job(file, VerifyOptions(num_rows=6, seed=3, dtype="bfloat16"))
     assert max(found.max_abs_delta for found in bfloat16.deviations.values()) > 0.001
 
 
@@ -149,12 +149,12 @@ def test_an_input_that_has_grown_is_verified_as_it_was(job: pathlib.Path, tmp_pa
     path = tmp_path / "rows.jsonl"
     rows = pathlib.Path(spec["input"]["path"]).read_text()
     path.write_text(rows + rows.splitlines()[-1] + "\n")
-    report = verify.verify_job(read_spec(job, [f"input.path={path}"]), Wanted(num_rows=2))
+    report = verify.verify_job(read_spec(job, [f"input.path={path}"]), VerifyOptions(num_rows=2))
     assert report.is_within
 
 
 def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    wanted = Wanted(num_rows=2)
+    wanted = VerifyOptions(num_rows=2)
     rows = (made / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace("a", "b"))
     with pytest.raises(UserError, match="input"):
@@ -164,10 +164,10 @@ def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path
     with pytest.raises(OutputError, match="holds no job: there is no such folder"):
         verify.verify_job(read_spec(job, [f"output.path={tmp_path / 'nothing'}"]), wanted)
     with pytest.raises(UserError, match=r"^--dtype: got 'int8'; must be float32, float16, bfloat16$"):
-        verify.verify_job(read_spec(job), Wanted(dtype="int8"))
+        verify.verify_job(read_spec(job), VerifyOptions(dtype="int8"))
     alter(job.parent / "out", "prompt_hash", -1, lambda value: value + 1)
     with pytest.raises(DriftError, match=r"^row 11 has other prompt tokens now than in the run: "):
-        verify.verify_job(read_spec(job), Wanted(num_rows=100))
+        verify.verify_job(read_spec(job), VerifyOptions(num_rows=100))
 
 
 def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> None:
@@ -179,7 +179,7 @@ def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> No
     assert (done.returncode, done.stdout) == (2, "")
     jobs.finish(path)
     with pytest.raises(UserError, match=r"^the job was run by the scripted engine: there is no model to verify$"):
-        verify.verify_job(read_spec(path), Wanted())
+        verify.verify_job(read_spec(path), VerifyOptions())
     schema = pa.schema([("row_index", pa.int64())])
     with pytest.raises(UserError, match=r"^the job stored no logprobs to verify; run one with"):
         TextVerification(read_spec(path).spec).check(schema)
@@ -205,12 +205,8 @@ def test_how_logprobs_are_counted() -> None:
     wanted = np.array([[5, 5, 6, 7], [8, 5, 6, 7]])
     says = np.array([[-1.1, -1.1, -2.0, -3.4], [-3.0, -2.0, -1.0, -4.0]], np.float32)
     found = LogprobDeviations()
-    place, most = add_logprobs(
-        found,
-        StoredLogprobs(kind="output", token_ids=[0] * 4, first=2, tokens=wanted, values=stored),
-        says,
-        np.array([5, 6]),
-    )
+    stored_logprobs = StoredLogprobs(kind="output", token_ids=[0] * 4, first=2, tokens=wanted, values=stored)
+    place, most = found.add(stored_logprobs, says, np.array([5, 6]))
     assert (place, most) == (1, np.inf)
     assert (found.num_positions, found.num_values, found.num_nan, found.num_ranked, found.num_agreeing) == (
         2,
@@ -269,7 +265,7 @@ def test_how_rows_of_numbers_are_counted() -> None:
     says = np.array([[1.0, 2.5, 2.0], [0.0, 5.0, 5.5], [1.0, 1.25, 0.5], [7.0, 7.0, 7.0]], np.float32)
     found = VectorDeviations()
     # In pieces, as a reference gives them.
-    assert add_vectors(found, stored, iter([says[:1], says[1:]])) == (1, np.inf)
+    assert found.add(stored, iter([says[:1], says[1:]])) == (1, np.inf)
     assert (found.num_positions, found.num_values, found.num_nan) == (4, 12, 1)
     assert (found.max_abs_delta, found.sum_abs_delta, found.worst) == (1.5, 0.5 + 1.5 + 0.25, 1.5)
     # The second row's likeliest is another; the third has two highest, of which the reference's is one.
@@ -281,10 +277,10 @@ def test_how_rows_of_numbers_are_counted() -> None:
 def test_one_number_a_row_and_what_float16_cannot_hold() -> None:
     stored = stored_vectors([[np.inf], [3.0], [2.0]], dtype=np.float16)
     found = VectorDeviations()
-    assert add_vectors(found, stored, [np.array([[70000.0], [3.0], [2.5]], np.float32)]) == (2, 0.5)
+    assert found.add(stored, [np.array([[70000.0], [3.0], [2.5]], np.float32)]) == (2, 0.5)
     assert (found.num_ranked, found.num_correlated, found.sum_correlation) == (0, 1, pytest.approx(1.0))
     finite = VectorDeviations()
-    assert add_vectors(finite, stored, [np.array([[60000.0], [3.0], [2.0]], np.float32)]) == (0, np.inf)
+    assert finite.add(stored, [np.array([[60000.0], [3.0], [2.0]], np.float32)]) == (0, np.inf)
     assert finite.worst == np.inf
 
 
@@ -292,20 +288,20 @@ def test_how_vectors_are_counted() -> None:
     stored = stored_vectors([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]], has_direction=True)
     found = VectorDeviations(has_direction=True)
     says = np.array([[3.0, 4.5], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], np.float32)
-    assert add_vectors(found, stored, [says]) == (2, pytest.approx(2**0.5))
+    assert found.add(stored, [says]) == (2, pytest.approx(2**0.5))
     assert (found.min_cosine, found.max_relative) == (0.0, found.worst)
     again = VectorDeviations(has_direction=True)
-    assert add_vectors(again, stored_vectors([[3.0, 4.0]], has_direction=True), [says[:1]])[1] == pytest.approx(
+    assert again.add(stored_vectors([[3.0, 4.0]], has_direction=True), [says[:1]])[1] == pytest.approx(
         0.5 / np.hypot(3, 4.5)
     )
     # The right direction is not enough, and NaN is nothing at all.
-    twice = add_vectors(VectorDeviations(has_direction=True), stored_vectors([[6.0, 9.0]], True), [says[:1]])
+    twice = VectorDeviations(has_direction=True).add(stored_vectors([[6.0, 9.0]], True), [says[:1]])
     assert twice[1] == pytest.approx(1.0)
     lost = VectorDeviations(has_direction=True)
-    assert add_vectors(lost, stored_vectors([[np.nan, 4.5]], has_direction=True), [says[:1]])[1] == np.inf
+    assert lost.add(stored_vectors([[np.nan, 4.5]], has_direction=True), [says[:1]])[1] == np.inf
     assert (lost.num_nan, lost.worst) == (1, np.inf)
     # Nothing where something should be.
-    nothing = add_vectors(VectorDeviations(has_direction=True), stored_vectors([[0.0, 0.0]], True), [says[3:]])
+    nothing = VectorDeviations(has_direction=True).add(stored_vectors([[0.0, 0.0]], True), [says[3:]])
     assert nothing[1] == 1.0
 
 
@@ -313,7 +309,7 @@ def test_ranks_of_many_positions_are_compared_at_some(monkeypatch: pytest.Monkey
     random = np.random.default_rng(3)
     values = random.standard_normal((100, 7)).astype(np.float32)
     found = VectorDeviations()
-    add_vectors(found, stored_vectors(values), [values[:40], values[40:50], values[50:]])
+    found.add(stored_vectors(values), [values[:40], values[40:50], values[50:]])
     assert (found.num_correlated, found.sum_correlation) == (15, pytest.approx(15.0))  # every seventh
 
 

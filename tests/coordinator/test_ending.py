@@ -19,6 +19,8 @@ from batchinf.manifest.lock import Holder
 from batchinf.output import journal
 from batchinf.report.page import write_report
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
 MODEL = str(jobs.MODEL)
 QUICK = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
 

@@ -14,7 +14,7 @@ import pytest
 
 import jobs
 
-pytestmark = pytest.mark.real_starts
+pytestmark = pytest.mark.fewer_rows
 
 # Where one process stands still while the victims are killed.
 STEPS = {
@@ -26,11 +26,15 @@ STEPS = {
     "mid manifest line": "manifest.mid_line:4",
 }
 VICTIMS = ("coordinator", "replica", "everything")
-# At each step all at once, and one of the two alone in turn; the random kills below meet them all.
+# At each step all at once, and one of the two alone in turn; the random kills below meet them all. Slow tests and the
+# first start new processes of Python. The others fork them, in a third of the time.
 STRIKES = [
-    *((step, "everything") for step in STEPS),
     *(
-        pytest.param(step, victim, marks=pytest.mark.slow)
+        pytest.param(step, "everything", marks=[pytest.mark.real_starts] if place == 0 else [])
+        for place, step in enumerate(STEPS)
+    ),
+    *(
+        pytest.param(step, victim, marks=[pytest.mark.slow, pytest.mark.real_starts])
         for step, victim in zip(STEPS, itertools.cycle(("coordinator", "replica")), strict=False)
     ),
 ]
@@ -47,8 +51,8 @@ POINTS = (
     "coordinator.before_drop:2",
     "storage.publish.before_link:2",
 )
-NUM_RANDOM_KILLS = 20
-LARGE_SHARDS = {"rows_per_shard": 60}
+NUM_RANDOM_KILLS = 12
+LARGE_SHARDS = {"rows_per_shard": 24}
 
 
 def strike(process: "subprocess.Popen[str]", victim: str, holder: int | None = None) -> list[psutil.Process]:
@@ -81,6 +85,7 @@ def test_killed_at_a_step(step: str, victim: str, tmp_path: pathlib.Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.real_starts
 def test_killed_while_compacting(tmp_path: pathlib.Path) -> None:
     # Two logs are there before the third start folds them into one.
     spec = jobs.spec_of(tmp_path, output=LARGE_SHARDS)
@@ -128,6 +133,7 @@ def test_parts_that_are_gone_are_made_again(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.real_starts
 def test_killed_at_each_point_once(tmp_path: pathlib.Path) -> None:
     spec, once = jobs.spec_of(tmp_path, output=LARGE_SHARDS, max_restarts=len(POINTS)), tmp_path / "once"
     once.mkdir()
@@ -141,11 +147,12 @@ def test_killed_at_each_point_once(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.real_starts
 def test_killed_at_random_moments(tmp_path: pathlib.Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    # A start costs more than the work of a few rows: so slow that twenty lives cannot finish it.
+    # A start costs more than the work of a few rows: so slow that twelve lives cannot finish it.
     spec = jobs.spec_of(tmp_path, output=LARGE_SHARDS, max_restarts=NUM_RANDOM_KILLS)
     slow = ("--set", "scripted.step_s=0.2", "--set", "scripted.max_num_seqs=4")
     everyone: list[psutil.Process] = []

@@ -315,7 +315,6 @@ def test_a_coordinator_that_is_killed(
     check_accounts(held.out)
 
 
-@pytest.mark.real_starts
 def test_several_lives_that_end_before_the_header(
     prompts: pathlib.Path, plain_rows: list[dict[str, Any]], tmp_path: pathlib.Path
 ) -> None:

@@ -192,7 +192,7 @@ def test_requests_in_flight_are_read_from_the_memory_that_a_replica_wrote() -> N
 
 
 # Whole jobs. Shards of 60 rows, so that a replica has suspects in some of its shards and not in others.
-SHARDS = {"rows_per_shard": 60}
+SHARDS = {"rows_per_shard": 30}
 
 
 def check_rows(out: pathlib.Path, killers: Iterable[int]) -> None:
@@ -211,10 +211,13 @@ def deaths_of(out: pathlib.Path) -> list[dict[str, object]]:
     return jobs.events_of(out, "death")
 
 
-@pytest.mark.real_starts
+@pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     ("point", "action", "most"),
-    [("prompt", "die", 4), pytest.param("output", "kill SIGSEGV", 5, marks=pytest.mark.slow)],
+    [
+        ("prompt", "die", 4),
+        pytest.param("output", "kill SIGSEGV", 5, marks=[pytest.mark.slow, pytest.mark.real_starts]),
+    ],
 )
 def test_a_row_that_kills_becomes_an_error_row(point: str, action: str, most: int, tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS)
@@ -264,15 +267,17 @@ def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
     assert [row["row_index"] for row in jobs.rows_of(tmp_path / "out") if row["error_type"]] == [5]
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.slow
 def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
-    points = ("prompt.100", "prompt.101", "output.103", "prompt.400")
+    points = ("prompt.100", "prompt.101", "output.103", "prompt.200")
     spec = jobs.spec_of(tmp_path, output=SHARDS)
     done = jobs.run("run", spec, faults=",".join(f"engine.{point}:*=die" for point in points))
     assert done.returncode == 0, done.stderr
-    check_rows(tmp_path / "out", [100, 101, 103, 400])
+    check_rows(tmp_path / "out", [100, 101, 103, 200])
 
 
+@pytest.mark.fewer_rows
 def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib.Path) -> None:
     once = tmp_path / "once"
     once.mkdir()
@@ -282,6 +287,7 @@ def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib
     check_rows(tmp_path / "out", [])
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.slow
 def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS, sampling={"n": 3, "temperature": 1.0, "max_tokens": 16})
@@ -291,6 +297,7 @@ def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     assert errors == [(137, 0), (137, 1), (137, 2)]
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.slow
 @pytest.mark.real_starts
 @pytest.mark.parametrize("num_deaths", [3])

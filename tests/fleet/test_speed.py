@@ -24,6 +24,8 @@ from batchinf.planning.gpus import gpu_named
 from batchinf.records import Bottleneck, ExpectedSpeed, Speed
 from batchinf.spec.file import read_spec
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
 QUICK = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
 
 

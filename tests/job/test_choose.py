@@ -236,7 +236,8 @@ def test_excluded_rows_are_those_whose_value_is_in_a_set(
             if value is None or repr(value + 0 if value == 0 else value) not in done]  # fmt: skip
     assert len(left) > 0
     assert chosen_of(spec) == left
-    for limit in {1, len(left) // 2 or 1, len(left)}:
+    # A limit does not look at types.
+    for limit in {1, len(left) // 2 or 1, len(left)} if own == theirs else ():
         assert chosen_of(spec, f"input.limit={limit}") == left[:limit]
 
 

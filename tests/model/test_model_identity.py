@@ -139,7 +139,7 @@ def test_weights_that_are_not_whole_are_said_before_an_engine_starts(tmp_path: p
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused = jobs.run("run", jobs.spec_of(tmp_path, model=str(model), scripted=None))
+    refused = jobs.run("run", jobs.spec_of(tmp_path, model=str(model), scripted=None), is_refused=True)
     assert_refused(
         refused,
         f"the weights of '{model}' are not whole: model-00002-of-00002.safetensors is missing. Copy them again, or get "

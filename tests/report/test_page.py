@@ -174,10 +174,16 @@ def test_the_rate_of_a_resumed_job_is_over_all_runs(hostile: pathlib.Path, tmp_p
     assert re.search(r"output tokens/s ?500 ?while the engines worked \(20s in 2 runs\)", text), text[:800]
 
 
+def a_timeline(periods: tuple[Period, ...]) -> Timeline:
+    return Timeline(
+        work_s=5.0, engines_s=5.0, num_runs=1, ended_at="", throughput=(), periods=periods, marks=(), phases={}
+    )
+
+
 def test_each_replica_has_its_name_at_its_bar() -> None:
     names = [f"{index}/9: 0" for index in range(9)] * 3
     periods = tuple(Period(f"{n}{name}", "busy", 0.0, 5.0) for n, name in enumerate(names))
-    drawn = charts.replicas_chart(Timeline(5.0, 5.0, 1, "", "", (), periods, (), {}), 270)
+    drawn = charts.replicas_chart(a_timeline(periods), 270)
     shown = [text for text in re.findall("<text.*?</text>", drawn) if 'opacity="0"' not in text]
     assert all(any(f">{period.replica}<" in text for text in shown) for period in periods)
 

@@ -49,7 +49,7 @@ def parts_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def figures_of(paths: list[pathlib.Path], journalled: list[pa.Table]) -> RowFigures:
     with duckdb.connect(":memory:") as connection:
-        return _Rows(connection, paths, journalled, {"id", "own"}).figures(())
+        return _Rows(connection, paths, journalled, input_columns={"id", "own"}).figures()
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,9 @@ def test_the_best_choices_have_their_texts(tmp_path: pathlib.Path) -> None:
     table = {"row_index": [0, 1, 2, 3], "best": best, "error_type": errors, "error_message": errors}
     pq.write_table(pa.table(table), tmp_path / "part-000000.parquet")
     with duckdb.connect(":memory:") as connection:
-        rows = _Rows(connection, [tmp_path / "part-000000.parquet"], [], set(), ("good", "bad", "3"))
-        assert rows.figures(()).labels == (Share('2: "3"', 2), Share("0: good", 1))
+        paths = [tmp_path / "part-000000.parquet"]
+        rows = _Rows(connection, paths, [], input_columns=(), choices=("good", "bad", "3"))
+        assert rows.figures().labels == (Share('2: "3"', 2), Share("0: good", 1))
 
 
 def test_results_in_the_journal_count(figures: RowFigures, tmp_path: pathlib.Path) -> None:

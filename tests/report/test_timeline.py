@@ -46,7 +46,7 @@ def test_phases_and_rates() -> None:
         Period("0", "waiting for the disk", 30.0, 40.0),
     )
     spent = {"busy": 10, "idle": 10, "waiting for the disk": 10, "starting": 10, "down": 0, "stopped": 0}
-    assert found.seconds("0") == spent
+    assert found.phases["0"] == spent
     waits = [look(0, sample(0, first)), look(10, sample(0, first, "ended")), look(20, sample(0, first, "ended"))]
     without_rows = timeline({"": (lambda: waits, ())})
     assert without_rows is not None
@@ -128,7 +128,7 @@ def test_slices_one_after_the_other_are_not_down() -> None:
         ("0/2: 0", "busy", 0.0, 10.0), ("0/2: 0", "stopped", 10.0, 40.0),
         ("1/2: 0", "stopped", 0.0, 30.0), ("1/2: 0", "busy", 30.0, 40.0),
     ]  # fmt: skip
-    assert (found.num_runs, found.engines_s, found.mean_of_engines("output_tokens_per_s")) == (2, 20.0, 10.0)
+    assert (found.num_runs, found.engines_s, found.total("output_tokens_per_s")) == (2, 20.0, pytest.approx(200))
     at_once = timeline({"0/2": (lambda: looks(0), ()), "1/2": (lambda: looks(5), ())})
     assert at_once is not None
     assert (at_once.num_runs, at_once.engines_s) == (2, 15.0)
@@ -149,8 +149,7 @@ def test_the_speed_of_engines_is_over_all_runs() -> None:
     found = timeline({"": (lambda: looks, [])})
     assert found is not None
     assert (found.num_runs, found.engines_s, found.work_s) == (2, 15.0, 55.0)
-    assert found.mean_of_engines("output_tokens_per_s") == pytest.approx(1000 / 15)
-    assert found.mean("output_tokens_per_s") == pytest.approx(1000 / 55)
+    assert found.total("output_tokens_per_s") == pytest.approx(1000)
 
 
 def test_a_long_job_takes_little_memory() -> None:
@@ -174,12 +173,12 @@ def test_a_long_job_takes_little_memory() -> None:
     assert len(found.periods) <= 801
     work_s = 15.0 * (num_samples - 1)
     assert (found.periods[0].start_s, found.periods[-1].stop_s, found.work_s) == (0.0, work_s, work_s)
-    seconds = found.seconds("0")
+    seconds = found.phases["0"]
     assert (seconds["busy"], seconds["idle"]) == (
         pytest.approx(work_s * 2 / 3, rel=1e-3),
         pytest.approx(work_s / 3, rel=1e-3),
     )
-    assert found.mean("output_tokens_per_s") == pytest.approx(10 / 15, rel=1e-3)
+    assert found.total("output_tokens_per_s") == pytest.approx(10 * num_samples, rel=1e-3)
 
 
 class Sample(dict[str, Any]):

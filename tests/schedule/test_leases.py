@@ -92,7 +92,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(cut, min_size=1, max_size=3), st.booleans(), steps, st.data())
 def test_each_row_is_in_one_place(
     cuts: list[tuple[int, int]], is_retry: bool, steps: list[tuple[str, int]], data: st.DataObject
@@ -182,7 +182,7 @@ def test_withheld_rows_are_those_of_a_manifest_too() -> None:
 
 def load(replica: int, rows: int, window: int = 10, *, accepts: bool = True, up: bool = True, engine: int | None = 10,
          unbegun: tuple[Lease, ...] = ()) -> ReplicaLoad:  # fmt: skip
-    return ReplicaLoad(replica, window, rows, unbegun, accepts, up, engine)
+    return ReplicaLoad(replica, window, rows, unbegun, is_accepting=accepts, is_up=up, engine_rows=engine)
 
 
 def hand_out(pending: PendingRows, *loads: ReplicaLoad, awaited: int = 0, absent: int = 0) -> dict[int, list[int]]:
@@ -343,7 +343,8 @@ class Fleet:
     def load(self, replica: int) -> ReplicaLoad:
         unbegun = tuple(lease for lease in self.queues[replica] if lease.key not in self.asked[replica])
         rows = sum(lease.num_to_run for lease in unbegun) + self.running_rows(replica)
-        return ReplicaLoad(replica, self.windows[replica], rows, unbegun, True, True, self.windows[replica])
+        window = self.windows[replica]
+        return ReplicaLoad(replica, window, rows, unbegun, is_accepting=True, engine_rows=window)
 
     def running_rows(self, replica: int) -> int:
         return sum(left for _, [left] in self.running[replica])
@@ -398,7 +399,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cut, st.lists(st.integers(1, 30), min_size=1, max_size=4), events)
 def test_each_shard_is_closed_once_whatever_happens(
     cut: tuple[int, int], windows: list[int], events: list[tuple[str, int]]

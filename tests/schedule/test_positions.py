@@ -33,7 +33,7 @@ def store(
 ) -> Positions:
     """Written in pieces of three."""
     pieces = (np.array(rows[start : start + 3], np.int64) for start in range(0, len(rows), 3))
-    return write_positions(folder, number, pieces, stop_row, where)
+    return write_positions(folder, number, pieces, stop_row, where=where)
 
 
 def random_extents(folder: Folder, chance: random.Random) -> tuple[tuple[Extent, ...], list[int]]:

@@ -9,9 +9,10 @@ import pytest
 from inputs import FILES, FORMATS, check, data_files, make_jsonl, make_jsonl_folder
 
 from batchinf.base.errors import InputError
-from batchinf.source import versions
+from batchinf.source import scan
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
+from batchinf.source.scan import Scanner
 from batchinf.source.types import JsonTypes
 
 
@@ -40,7 +41,7 @@ def test_a_touched_file_is_hashed_and_not_read_again(
     for file in data_files(tmp_path / "data"):
         os.utime(file, ns=(0, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(versions, "_scan", None)
+        patch.setattr(Scanner, "scan_one", None)
         touched = open_source(InputLocation(path), tmp_path / "cache")
     assert touched.fingerprint == first.fingerprint
     check(touched, expected)
@@ -110,15 +111,15 @@ def test_a_file_that_grows_during_the_scan(tmp_path: pathlib.Path, monkeypatch: 
 
 
 def test_an_interrupted_scan_goes_on_where_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "SAVE_BYTES", 0)
+    monkeypatch.setattr(scan, "SAVE_BYTES", 0)
     (tmp_path / "a.csv").write_text("x\n1\n")
     (tmp_path / "b.csv").write_text("x,x\n1,2\n")
     with pytest.raises(InputError, match=r"b\.csv has two columns"):
         open_source(InputLocation(str(tmp_path / "*.csv")), tmp_path / "cache")
     (tmp_path / "b.csv").write_text("x\n2\n")
     scanned = []
-    scan_one = versions._scan
-    monkeypatch.setattr(versions, "_scan", lambda file, *rest: scanned.append(file.name) or scan_one(file, *rest))
+    scan_one = Scanner.scan_one
+    monkeypatch.setattr(Scanner, "scan_one", lambda self, file: scanned.append(file.name) or scan_one(self, file))
     found = open_source(InputLocation(str(tmp_path / "*.csv")), tmp_path / "cache")
     assert scanned == ["b.csv"]
     assert [row.values for row in found.read(0, 2)] == [{"x": 1}, {"x": 2}]

@@ -323,6 +323,11 @@ VALUES = [None, True, 5, -1, 5.5, 5.0, 10**30, math.nan, math.inf, "", "x", "5",
           [None], [1], ["a", ""], [[]], {}, {"a": 1}, {"name": 1, "path": 2}]  # fmt: skip
 
 
+def json_as_yaml(spec) -> str:
+    """In one line, and ten times as fast as by `yaml.safe_dump`."""
+    return json.dumps(spec).replace("NaN", ".nan").replace("Infinity", ".inf")
+
+
 def test_every_pydantic_error_has_words():
     """Any value in any field gives a line about that field that says what was got and what is allowed."""
     types = set()
@@ -343,7 +348,7 @@ def test_every_pydantic_error_has_words():
                 types |= {one["type"] for one in error.errors()}
             if value == "\ud800":
                 continue  # refused by YAML itself
-            for line in refusal(yaml.safe_dump(spec, default_flow_style=True, width=10**9)).splitlines():
+            for line in refusal(json_as_yaml(spec)).splitlines():
                 place, field, message = line.split(": ", 2)
                 assert re.fullmatch(r"job\.yaml:1:\d+", place)
                 # Beside the one that is wrong, the other field of the section may be missing.
@@ -482,7 +487,7 @@ SCHEMA = jsonschema.Draft202012Validator(json_schema())
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
-@settings(FUZZ, max_examples=150)
+@settings(FUZZ, max_examples=60)
 @given(SPECS)
 def test_a_dumped_spec_reads_back_as_it_was(spec):
     again = read(dump_spec(spec)).spec
@@ -501,7 +506,7 @@ def survives(content):
             assert line.isprintable()
 
 
-@settings(FUZZ, max_examples=1000)
+@settings(FUZZ, max_examples=300)
 @given(st.binary(max_size=200) | st.text(max_size=200) | st.text("ab:-?&*!<>|'\"{}[],#% \n\t01.~\\xU", max_size=60))
 def test_any_file_is_a_spec_or_a_spec_error(content):
     survives(content)
@@ -513,7 +518,7 @@ PIECES = st.binary(max_size=3) | st.sampled_from(
 )
 
 
-@settings(FUZZ, max_examples=1000)
+@settings(FUZZ, max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, len(QUICKSTART)), st.integers(0, 12), PIECES), min_size=1, max_size=4))
 def test_any_damaged_spec_is_a_spec_or_a_spec_error(edits):
     content = QUICKSTART

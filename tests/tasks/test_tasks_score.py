@@ -182,3 +182,21 @@ def test_killed_and_gone_on_with(tmp_path: pathlib.Path, input: dict[str, str]) 
     assert {row["error_type"] for row in rows[0]} > {None}
     if input is TEXT:
         assert max(row["num_tokens"] for row in rows[0] if row["num_tokens"]) > 40
+
+
+def test_answers_are_counted_only_if_the_task_has_them() -> None:
+    rows = pa.table(
+        {"answer": [0, 1, None], "best": [0, 0, 0], "best_per_token": [0, 1, 1], "best_per_byte": [1, 1, 1]}
+    )
+    counts = task_of(CHOICES).count(rows)
+    assert counts is not None and (counts["num_answered"], counts["num_right"], counts["num_right_per_token"]) == (
+        2,
+        1,
+        2,
+    )
+    # A kept column of this name.
+    assert task_of({"context_column": "c", "choices_column": "x"}).count(rows) is None
+    assert task_of(TEXT).count(rows.select(["answer"])) is None
+    begun_without = task_of(CHOICES)
+    begun_without.left_out = frozenset({"answer", "answer_error"})
+    assert begun_without.count(rows.drop_columns(["answer"])) is None

@@ -12,6 +12,7 @@ from batchinf.base.errors import SpecError, UserError
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.devices import place
+from batchinf.fleet.thresholds import Thresholds
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
@@ -107,7 +108,7 @@ def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
     given: dict[str, Any], num_bytes: int, expected: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr("batchinf.fleet.settings._LEAST_PROMPT_BYTES", 1000)
+    monkeypatch.setattr("batchinf.fleet.settings.THRESHOLDS", Thresholds(least_input_bytes=1000))
     long = tmp_path / "long.jsonl"
     long.write_text('{"text": "Once upon a time"}\n'.ljust(num_bytes))
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, engine=IN_PIECES,

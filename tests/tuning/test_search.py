@@ -23,12 +23,11 @@ class Clock:
         speed = candidate.settings.get("speed", 100.0)
         self.ran.append((speed, num_rows))
         self.left_s -= START_S + (num_rows / speed if speed else 0)
-        error = "" if speed else "does not start"
-        return TuneTrial(candidate, num_rows, speed, speed, speed, START_S, num_rows / (speed or 1), 1, error)
+        return trial_of(speed, num_rows=num_rows, candidate=candidate, error="" if speed else "does not start")
 
     def search(self, speeds: list[float], num_rows: int = 1000, most_rows: int = 10**9):  # type: ignore[no-untyped-def]
         field = [Candidate(), *(Candidate({"speed": speed}) for speed in speeds)]
-        return search(field, num_rows, most_rows, lambda: self.left_s, self.measure)
+        return search(field, num_rows=num_rows, most_rows=most_rows, left_s=lambda: self.left_s, measure=self.measure)
 
 
 def test_the_fastest_third_goes_on_with_twice_as_many_rows() -> None:
@@ -49,8 +48,18 @@ def test_a_gain_below_two_percent_is_none() -> None:
     assert found.gain == 1
 
 
-def trial_of(speed: float, late_s: float = 0.0, num_rows: int = 1000) -> TuneTrial:
-    return TuneTrial(Candidate(), num_rows, speed, speed, speed, START_S, num_rows / speed, 1, late_s=late_s)
+def trial_of(
+    speed: float, late_s: float = 0.0, num_rows: int = 1000, candidate: Candidate | None = None, error: str = ""
+) -> TuneTrial:
+    return TuneTrial(
+        candidate or Candidate(),
+        num_rows,
+        rows_per_s=speed,
+        start_s=START_S,
+        work_s=num_rows / (speed or 1),
+        late_s=late_s,
+        error=error,
+    )
 
 
 @pytest.mark.parametrize(("num_rows", "late_s", "gain"), [
@@ -71,7 +80,7 @@ def test_a_gain_over_a_short_input_may_be_another_than_over_a_long_one() -> None
 
     field = [Candidate(), Candidate({"given": (150.0, 30.0)}), Candidate({"given": (110.0, 0.0)})]
     for most_rows, best in ((4000, 110.0), (40_000, 150.0)):
-        found = search(field, 1000, most_rows, lambda: 1e9, measure)
+        found = search(field, num_rows=1000, most_rows=most_rows, left_s=lambda: 1e9, measure=measure)
         assert found.best.rows_per_s == best
         assert found.gain == gain_of(found.best, found.base, most_rows) > 1.05
 
@@ -118,7 +127,7 @@ def test_a_slow_first_start_does_not_count_for_later_trials() -> None:
         spent_s[0] += trial.start_s + trial.work_s
         return trial
 
-    found = search(field, 1000, 1000, lambda: 300.0 - spent_s[0], timed)
+    found = search(field, num_rows=1000, most_rows=1000, left_s=lambda: 300.0 - spent_s[0], measure=timed)
     assert len(found.trials) == 1 + 11  # 70 s, and 20 s each
     assert (found.num_left_out, found.is_cut) == (9, False)
 

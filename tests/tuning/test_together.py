@@ -18,6 +18,8 @@ from batchinf.base.errors import Interrupted, UserError
 from batchinf.tuning import tune
 from batchinf.tuning.trial import TuneTrial, run_trial
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
 NUM_ROWS = 60
 
 
@@ -45,16 +47,14 @@ class Tuned:
         report = api.tune(self.path, num_rows=NUM_ROWS, tries=["input.order=prefix"], say=lambda _: None)
         return report.found.trials[0]
 
-    def _run_trial(
-        self, candidate: Any, kept: Any, num_rows: int, share: Any, folder: pathlib.Path, run: Any
-    ) -> TuneTrial:
+    def _run_trial(self, candidate: Any, num_rows: int, *, run: Any, **options: Any) -> TuneTrial:
         def run_and_look(settings: Mapping[str, Any]) -> Any:
             summary = run(settings)
             if not self.events:
                 self._look()
             return summary
 
-        return run_trial(candidate, kept, num_rows, share, folder, run_and_look)
+        return run_trial(candidate, num_rows, run=run_and_look, **options)
 
     def _look(self) -> None:
         state = jobs.state_of(self.trial)

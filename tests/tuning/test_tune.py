@@ -14,6 +14,16 @@ from batchinf.tuning import tune
 from batchinf.tuning.text import tune_lines
 from batchinf.tuning.trial import TuneTrial
 
+pytestmark = pytest.mark.usefixtures("quick_replicas")
+
+
+class Said(Exception):
+    """The first line that is said; it ends a search before its first trial."""
+
+
+def say(line: str) -> None:
+    raise Said(line)
+
 
 def spec_of(folder: pathlib.Path, **scripted: Any) -> pathlib.Path:
     return jobs.spec_of(folder, scripted={"step_s": 0.02, **scripted}, parallel={"data_parallel_size": 1})
@@ -71,26 +81,20 @@ def test_the_faster_batch_is_found_and_a_stop_loses_one_trial(
 def test_an_input_that_does_not_fill_the_engines(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
     sampling = {"temperature": 1.0, "n": 2}
-    path = jobs.spec_of(tmp_path, input={"limit": 20}, sampling=sampling, scripted={"max_num_seqs": 32})
+    one = {"data_parallel_size": 1}
+    path = jobs.spec_of(tmp_path, input={"limit": 20}, sampling=sampling, scripted={"max_num_seqs": 64}, parallel=one)
     report = api.tune(path, tries=["scripted.max_num_seqs=16"], say=said.append)
     few = (
         "warning: with 20 rows the engines are never full, as they run up to 64 requests at once; so the trials say "
         "little about a larger input"
     )
     assert said[0] == report.warning == few
-    said.clear()
     options: dict[str, Any] = {"overrides": {"sampling.n": 4}, "out": tmp_path / "more"}
-    assert api.tune(path, tries=["scripted.max_num_seqs=16"], say=said.append, **options).warning is None
-    assert said[0] == "round 1: the spec as it is, 20 rows"
+    with pytest.raises(Said, match=r"^round 1: the spec as it is, 20 rows$"):
+        api.tune(path, tries=["scripted.max_num_seqs=16"], say=say, **options)
 
 
 def test_the_first_trials_fill_all_engines(tmp_path: pathlib.Path) -> None:
-    class Said(Exception):
-        pass
-
-    def say(line: str) -> None:
-        raise Said(line)
-
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"id": {number}, "prompt": "the cat", "language": "en"}}\n' for number in range(5000)))
     path = jobs.spec_of(tmp_path, input={"path": str(rows)}, scripted={"max_num_seqs": 400})  # two engines
@@ -118,10 +122,10 @@ def test_a_search_that_has_used_its_budget_is_the_same_the_next_time(
 ) -> None:
     ran: list[tuple[str, int]] = []
 
-    def run_trial(candidate: Any, kept: Any, num_rows: int, *_: Any) -> TuneTrial:
+    def run_trial(candidate: Any, num_rows: int, **_: Any) -> TuneTrial:
         ran.append((candidate.name, num_rows))
         speed = 10.0 + len(candidate.name)
-        return TuneTrial(candidate, num_rows, speed, speed, speed, 10.0, 10.0, 0)
+        return TuneTrial(candidate, num_rows, rows_per_s=speed, start_s=10.0, work_s=10.0)
 
     monkeypatch.setattr(tune, "run_trial", run_trial)
     options: dict[str, Any] = {"num_rows": 600, "tries": ["scripted.max_num_seqs=1,64,32,16"], "say": lambda _: None}

@@ -5,25 +5,28 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from batchinf.base.errors import VerificationFailed
 from batchinf.base.text import clip, short_count
+from batchinf.commands.deviations import Deviations, LogprobDeviations, VectorDeviations
 from batchinf.commands.diff import ComparedJob, DiffReport, IdentityChange
-from batchinf.commands.verify import LogprobDeviations, VectorDeviations, VerifyReport
+from batchinf.commands.verify import VerifyReport
 
 # A long setting is cut to so many characters, of which so many are equal text before the first difference.
-_CHANGE_CHARS, _SAME_CHARS = 120, 24
+_CHANGE_CHARS = 120
+_SAME_CHARS = 24
 
 
-def diff_lines(report: DiffReport, to: str | None) -> Iterator[str]:
-    """How much has changed, then the two jobs, the other changes, and examples. to: the file of `--out`, if any."""
-    yield from report.changes.own.headline(report.changes.num_changed, report.changes.num_both)
+def diff_lines(report: DiffReport) -> Iterator[str]:
+    """How much has changed, then the two jobs, the other changes, and examples."""
+    changes = report.changes
+    yield from changes.own.headline(changes.num_changed, changes.num_both)
     yield from (_job_line(name, job) for name, job in (("A", report.a), ("B", report.b)))
     for change in report.identity_changes:
         yield _input_line(report.a, report.b) if change.name == "input" else change_line(change)
     yield from _change_lines(report)
-    yield from report.changes.own.lines()
-    for row in report.changes.examples:
-        yield from report.changes.own.example_lines(report.key, row)
-    if to is not None:
-        yield f"{report.changes.num_both:,} rows in {to}"
+    yield from changes.own.lines()
+    for row in changes.examples:
+        yield from changes.own.example_lines(report.key, row)
+    if report.written_to is not None:
+        yield f"{changes.num_both:,} rows in {report.written_to}"
 
 
 def _input_line(a: ComparedJob, b: ComparedJob) -> str:
@@ -36,34 +39,34 @@ def _input_line(a: ComparedJob, b: ComparedJob) -> str:
 
 def change_line(change: IdentityChange) -> str:
     """A setting in A and in B. Of long values, the text around the first difference."""
-    a, b = repr(change.a), repr(change.b)
+    texts = [repr(change.a), repr(change.b)]
     start = 0
-    if max(len(a), len(b)) > _CHANGE_CHARS:
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-        start = max(0, sum(1 for _ in same) - _SAME_CHARS)
-    shown = (("…" if start else "") + clip(text[start:], _CHANGE_CHARS) for text in (a, b))
+    if max(map(len, texts)) > _CHANGE_CHARS:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        start = max(0, len(list(same)) - _SAME_CHARS)
+    shown = (("…" if start else "") + clip(text[start:], _CHANGE_CHARS) for text in texts)
     return f"  {change.name}: {' -> '.join(shown)}"
 
 
 def _job_line(name: str, job: ComparedJob) -> str:
-    about = {"model": job.model, "vllm": job.vllm, "torch": job.torch, "device": job.device}
-    said = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
-    return f"{name} {job.folder}: {job.num_rows:,} rows{'' if job.is_done else ', not done'}, {said}"
+    engine = {"model": job.model, "vllm": job.vllm, "torch": job.torch, "device": job.device}
+    known = ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None)
+    return f"{name} {job.folder}: {job.num_rows:,} rows{'' if job.is_done else ', not done'}, {known}"
 
 
 def _change_lines(report: DiffReport) -> Iterator[str]:
-    found, only_a, only_b = report.changes, report.num_only_a, report.num_only_b
-    alone = f"; {only_a:,} only in A, {only_b:,} only in B" if only_a or only_b else ""
-    yield f"rows: {found.num_both:,} in both, by {report.key}{alone}"
-    if found.num_other_prompts:
-        yield f"prompts: {found.num_other_prompts:,} rows have other token ids: a changed template, tokenizer or input"
-    if found.num_errors_only_a or found.num_errors_only_b:
-        yield f"errors: {found.num_errors_only_b:,} rows only in B, {found.num_errors_only_a:,} only in A"
+    changes = report.changes
+    has_alone = report.num_only_a or report.num_only_b
+    alone = f"; {report.num_only_a:,} only in A, {report.num_only_b:,} only in B" if has_alone else ""
+    yield f"rows: {changes.num_both:,} in both, by {report.key}{alone}"
+    if num := changes.num_other_prompts:
+        yield f"prompts: {num:,} rows have other token ids: a changed template, tokenizer or input"
+    if changes.num_errors_only_a or changes.num_errors_only_b:
+        yield f"errors: {changes.num_errors_only_b:,} rows only in B, {changes.num_errors_only_a:,} only in A"
 
 
-# The titles of a table's columns, with their widths.
+# The titles of a table's columns, with their widths. All columns together fit a terminal of 80.
 _Head = tuple[tuple[str, int], ...]
-# All columns together fit a terminal of 80.
 _MEASURES: _Head = (("max |Δ|", 8), ("mean |Δ|", 8))
 _SHARES: _Head = (("top-1", 7), ("rank corr.", 10))
 _TOKEN_HEAD: _Head = (("tokens of", 9), ("positions", 9), *_MEASURES, ("max |Δ| of top k", 16), *_SHARES)
@@ -87,7 +90,7 @@ def verify_lines(report: VerifyReport) -> Iterator[str]:
         else:
             where = f"row {row.row_index}, {row.kind}{'' if row.place is None else f' at token {row.place}'}"
         yield f"{'worst rows: ' if not number else '            '}{where}: {row.max_abs_delta:.2e}"
-    if num_nan := sum(found.num_nan for found in report.deviations.values()):
+    if num_nan := sum(deviations.num_nan for deviations in report.deviations.values()):
         yield f"{num_nan:,} {_what(report)} are missing or NaN"
 
 
@@ -100,53 +103,38 @@ def raise_if_beyond(report: VerifyReport) -> None:
 
 
 def _what(report: VerifyReport) -> str:
-    are_logprobs = all(isinstance(found, LogprobDeviations) for found in report.deviations.values())
+    are_logprobs = all(isinstance(kind, LogprobDeviations) for kind in report.deviations.values())
     return "logprobs" if are_logprobs else "numbers"
 
 
-def table_lines(deviations: Mapping[str, LogprobDeviations | VectorDeviations]) -> Iterator[str]:
+def table_lines(by_kind: Mapping[str, LogprobDeviations | VectorDeviations]) -> Iterator[str]:
     """A header, then a line for each kind of logprobs or each column of vectors."""
     last: _Head = ()
-    for kind, found in deviations.items():
-        if isinstance(found, LogprobDeviations):
-            head, cells = _TOKEN_HEAD, _token_cells(found)
-        elif found.has_direction:
-            head, cells = _VECTOR_HEAD, _vector_cells(found)
-        else:
-            head, cells = _ROW_HEAD, _row_cells(found)
+    for kind, deviations in by_kind.items():
+        head, cells = _head_and_cells(deviations)
         if head != last:
             yield _line(head, [name for name, _ in head])
         last = head
-        yield _line(head, [kind, f"{found.num_positions:,}", *cells])
+        yield _line(head, [kind, f"{deviations.num_positions:,}", *cells])
 
 
-def _token_cells(found: LogprobDeviations) -> list[str]:
-    return [
-        f"{found.max_abs_delta:.2e}",
-        f"{found.sum_abs_delta / max(1, found.num_positions):.2e}",
-        f"{found.max_abs_delta_top:.2e}" if found.num_values > found.num_positions else "-",
-        *_shares(found),
+def _head_and_cells(deviations: LogprobDeviations | VectorDeviations) -> tuple[_Head, list[str]]:
+    shares = [
+        f"{deviations.num_agreeing / deviations.num_ranked:.2%}" if deviations.num_ranked else "-",
+        f"{deviations.sum_correlation / deviations.num_correlated:.5f}" if deviations.num_correlated else "-",
     ]
+    if isinstance(deviations, LogprobDeviations):
+        has_top = deviations.num_values > deviations.num_positions
+        top = f"{deviations.max_abs_delta_top:.2e}" if has_top else "-"
+        return _TOKEN_HEAD, [*_deltas(deviations, deviations.num_positions), top, *shares]
+    cells = [short_count(deviations.num_values), *_deltas(deviations, deviations.num_values - deviations.num_nan)]
+    if deviations.has_direction:
+        return _VECTOR_HEAD, [*cells, f"{deviations.max_relative:.2e}", f"{deviations.min_cosine:.7f}"]
+    return _ROW_HEAD, [*cells, *shares]
 
 
-def _row_cells(found: VectorDeviations) -> list[str]:
-    return [*_deltas(found), *_shares(found)]
-
-
-def _vector_cells(found: VectorDeviations) -> list[str]:
-    return [*_deltas(found), f"{found.max_relative:.2e}", f"{found.min_cosine:.7f}"]
-
-
-def _deltas(found: VectorDeviations) -> list[str]:
-    mean = found.sum_abs_delta / max(1, found.num_values - found.num_nan)
-    return [short_count(found.num_values), f"{found.max_abs_delta:.2e}", f"{mean:.2e}"]
-
-
-def _shares(found: LogprobDeviations | VectorDeviations) -> list[str]:
-    return [
-        f"{found.num_agreeing / found.num_ranked:.2%}" if found.num_ranked else "-",
-        f"{found.sum_correlation / found.num_correlated:.5f}" if found.num_correlated else "-",
-    ]
+def _deltas(deviations: Deviations, num_compared: int) -> list[str]:
+    return [f"{deviations.max_abs_delta:.2e}", f"{deviations.sum_abs_delta / max(1, num_compared):.2e}"]
 
 
 def _line(head: _Head, cells: Sequence[str]) -> str:

@@ -80,24 +80,23 @@ def _token_table(tokens: Sequence[Token]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in ("#", "token", "logprob", "rank"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
-    has_others = any(token.alternatives for token in tokens[:_MOST_TOKENS])
-    if has_others:
+    if any(token.alternatives for token in tokens[:_MOST_TOKENS]):
         table.add_column("alternatives, with their probabilities")
     for place, token in enumerate(tokens[:_MOST_TOKENS]):
-        others = Text()
-        for other in token.alternatives:
-            others.append(token_text(other.text), "bold" if other.token_id == token.token_id else "")
-            others.append(f" {share(other.logprob)}   ", "dim")
-        others.rstrip()
         logprob = "–" if token.logprob is None else f"{token.logprob:.2f}"
-        table.add_row(
-            str(place),
-            Text(token_text(token.text), _colour(token)),
-            logprob,
-            "–" if token.rank is None else str(token.rank),
-            *([others] if has_others else []),
-        )
+        rank = "–" if token.rank is None else str(token.rank)
+        text = Text(token_text(token.text), _colour(token))
+        table.add_row(str(place), text, logprob, rank, *([_alternatives(token)] if len(table.columns) > 4 else []))
     return table
+
+
+def _alternatives(token: Token) -> Text:
+    alternatives = Text()
+    for other in token.alternatives:
+        alternatives.append(token_text(other.text), "bold" if other.token_id == token.token_id else "")
+        alternatives.append(f" {share(other.logprob)}   ", "dim")
+    alternatives.rstrip()
+    return alternatives
 
 
 def token_text(text: str) -> str:

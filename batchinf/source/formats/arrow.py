@@ -26,7 +26,8 @@ from batchinf.source.formats.base import (
 )
 from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
-BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a spool
+BATCH_ROWS = 1024  # of a spool
+BATCH_BYTES = 4 << 20
 MAPPED_BYTES = 16 << 20  # read from a map before its pages are released
 _FAULT_BYTES = 64 << 10  # that Linux maps at the first touch of a page
 
@@ -69,8 +70,8 @@ class Arrow(FileFormat):
             except pa.ArrowInvalid:
                 return [dict.fromkeys(pa.ipc.open_stream(mapped).schema.names)]
 
-    def reader(self, own: SourceFile) -> Reader:
-        return ArrowReader(own)
+    def reader(self, source_file: SourceFile) -> Reader:
+        return ArrowReader(source_file)
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -108,7 +109,9 @@ def _small_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iter
     for batch in map(_checked, batches):
         step = min(BATCH_ROWS, max(1, 4 * BATCH_BYTES // _longest_dictionary_value(batch)))
         for start in range(0, batch.num_rows, step):
-            yield from _halves(_cast_batch(batch.slice(start, step), schema))
+            columns = zip(batch.slice(start, step).columns, schema, strict=True)
+            arrays = [cast_column(column, field.type) for column, field in columns]
+            yield from _halves(pa.RecordBatch.from_arrays(arrays, schema=schema))
 
 
 def _longest_dictionary_value(batch: pa.RecordBatch) -> int:
@@ -116,11 +119,6 @@ def _longest_dictionary_value(batch: pa.RecordBatch) -> int:
     encoded = [column for column in batch.columns if pa.types.is_dictionary(column.type)]
     dictionaries = [column.dictionary for column in encoded if column.type.value_type in _BYTES]
     return max([1, *(pc.max(pc.binary_length(values)).as_py() or 1 for values in dictionaries)])
-
-
-def _cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    columns = [cast_column(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -146,9 +144,11 @@ def copied(table: pa.Table) -> pa.Table:
 class ArrowReader(ColumnarReader):
     """A memory-mapped Arrow file: the input itself or its spool."""
 
-    def __init__(self, own: SourceFile) -> None:
-        file, entry, cache = own.file, own.entry, own.cache
-        super().__init__(own.schema, entry.arrow_schema())
+    def __init__(self, source_file: SourceFile) -> None:
+        file = source_file.file
+        entry = source_file.entry
+        cache = source_file.cache
+        super().__init__(source_file.schema, entry.arrow_schema())
         self._name = file.name
         rows = entry.artifacts.get("rows")
         self._firsts = map_int64(cache, entry.artifacts["batches"])

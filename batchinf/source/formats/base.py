@@ -2,6 +2,7 @@
 
 import abc
 import bisect
+import itertools
 import pathlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,18 +123,17 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A scanned file of a source, with all that its reader needs.
-
-    schema: all columns of the source with their present types, for `Reader.table`. read_types: their types when the
-    file was taken in, for `Reader.records` of a format without types. digests: for bytes that the scan did not read.
-    """
+    """A scanned file of a source, with all that its reader needs."""
 
     file: InputFile
     entry: FileEntry
     schema: pa.Schema
+    """All columns of the source with their present types, for `Reader.table`."""
     read_types: pa.Schema
+    """Their types when the file was taken in, for `Reader.records` of a format without types."""
     cache: Folder
     digests: ReadDigests
+    """For bytes that the scan did not read."""
 
 
 class InputFormat:
@@ -151,7 +151,7 @@ class FileFormat(InputFormat, abc.ABC):
 
     endings: ClassVar[tuple[str, ...]]  # of file names, in lower case, with the dot
     mixed_types: ClassVar[MixedTypes]  # what a column of different types becomes
-    # Whether the file may be compressed as a whole: `.gz` or `.zst` follows the ending.
+    # Whether the file may be compressed as a whole; see `COMPRESSIONS`.
     may_be_compressed: ClassVar[bool] = True
     # Whether the scan reads a file from beginning to end. If not, a remote file is first copied to the cache.
     is_scanned_in_order: ClassVar[bool] = True
@@ -174,7 +174,7 @@ class FileFormat(InputFormat, abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def reader(self, own: SourceFile) -> Reader:
+    def reader(self, source_file: SourceFile) -> Reader:
         """A reader for the file.
 
         A reader of the input itself, and not of a copy in the cache, raises DriftError if the bytes that it reads are
@@ -228,15 +228,15 @@ class ColumnarReader:
 
     _name = "the input"
 
-    def __init__(self, schema: pa.Schema, own: Iterable[pa.Field]) -> None:
+    def __init__(self, schema: pa.Schema, columns: Iterable[pa.Field]) -> None:
         self._schema = schema  # of the source
-        self._own = {field.name: field for field in own}  # the columns of this file
+        self._columns = {field.name: field for field in columns}  # of this file
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
-        names = [name for name in (self._own if columns is None else columns) if name in self._own]
+        names = [name for name in (self._columns if columns is None else columns) if name in self._columns]
         if not names:
             return [({}, None) for _ in range(start, stop)]
-        table = self._typed(start, stop, [self._own[name] for name in names])
+        table = self._typed(start, stop, [self._columns[name] for name in names])
         return [(values, error and f"{self._name}: {error}") for values, error in python_rows(table)]
 
     def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
@@ -244,24 +244,23 @@ class ColumnarReader:
         table = self._typed(start, stop, [self._schema.field(name) for name in columns], lost_here)
         if lost_here and lost is None:
             raise InputError(next(iter(lost_here.values())))
-        texts = [self._with_text(start, name, table.column(name), lost_here) for name in columns]
+        texts = []
+        for name in columns:
+            text, places = with_text(table.column(name))
+            texts.append(text)
+            reason = f"{self._name}: column {name!r} has text that is not UTF-8"
+            lost_here.update((start + place, reason) for place in places)
         if lost is not None:
             lost.update(lost_here)
         return pa.Table.from_arrays(texts, schema=table.schema)
 
-    def _with_text(self, start: int, name: str, column: pa.ChunkedArray, lost: Lost) -> pa.ChunkedArray:
-        found, places = with_text(column)
-        for place in places:
-            lost[start + place] = f"{self._name}: column {name!r} has text that is not UTF-8"
-        return found
-
     def _typed(self, start: int, stop: int, fields: Sequence[pa.Field], lost: Lost | None = None) -> pa.Table:
-        names = [field.name for field in fields if field.name in self._own]
+        names = [field.name for field in fields if field.name in self._columns]
         try:
             here = self._slice(start, stop, names)
             arrays = [
                 self._fitted(start, here.column(field.name), field, lost)
-                if field.name in self._own
+                if field.name in self._columns
                 else pa.nulls(stop - start, field.type)
                 for field in fields
             ]
@@ -302,12 +301,13 @@ class ColumnarReader:
 
 def spans(firsts: Sequence[int] | npt.NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """The runs that hold rows `start` to `stop`, as (i, first, last) within run i: `firsts[i]` to `firsts[i + 1]`."""
-    i = max(0, bisect.bisect_right(firsts, start) - 1)
-    while start < stop:
+    for i in itertools.count(max(0, bisect.bisect_right(firsts, start) - 1)):
+        if start >= stop:
+            return
         end = min(stop, int(firsts[i + 1]))
         if start < end:
             yield i, start - int(firsts[i]), end - int(firsts[i])
-        start, i = end, i + 1
+        start = end
 
 
 K = TypeVar("K")
@@ -318,7 +318,9 @@ class Recent(Generic[K, V]):
     """A cache of the values that were used last; others are closed, and made again on demand."""
 
     def __init__(self, size: int, make: Callable[[K], V], close: Callable[[V], None]) -> None:
-        self._size, self._make, self._close = size, make, close
+        self._size = size
+        self._make = make
+        self._close = close
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V:

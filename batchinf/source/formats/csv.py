@@ -44,31 +44,34 @@ class Csv(FileFormat):
         with open_input(file) as stream:
             return [dict.fromkeys(_Rows(file, _Hashed(file, stream)).header)]
 
-    def reader(self, own: SourceFile) -> Reader:
-        return _CsvReader(own)
+    def reader(self, source_file: SourceFile) -> Reader:
+        return _CsvReader(source_file)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         with open_input(file) as stream:
             hashed = _Hashed(file, stream, num_bytes)
-            num_rows, last = 0, ""
+            num_rows = 0
+            is_open = False
             for row in _Rows(file, hashed):
-                num_rows, last = num_rows + 1, row if isinstance(row, str) else ""
+                num_rows += 1
+                is_open = isinstance(row, str) and _UNENDED in row
             is_whole = not hashed.end or hashed.end in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
-            if not is_whole or _UNENDED in last or hashed.num_bytes != num_bytes:
+            if not is_whole or is_open or hashed.num_bytes != num_bytes:
                 return None
             return hashed.digest.hexdigest(), num_rows
 
 
 def _batches(rows: "_Rows", types: CsvTypes) -> Iterator[pa.RecordBatch]:
-    held: list[list[str] | str] = []
+    batch: list[list[str] | str] = []
     num_chars = rows.num_chars
     for row in rows:
-        held.append(row)
-        if len(held) == BATCH_ROWS or rows.num_chars - num_chars > BATCH_BYTES:
-            yield _batch(held, rows.header, types)
-            held, num_chars = [], rows.num_chars
-    if held:
-        yield _batch(held, rows.header, types)
+        batch.append(row)
+        if len(batch) == BATCH_ROWS or rows.num_chars - num_chars > BATCH_BYTES:
+            yield _batch(batch, rows.header, types)
+            batch = []
+            num_chars = rows.num_chars
+    if batch:
+        yield _batch(batch, rows.header, types)
 
 
 def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTypes) -> pa.RecordBatch:
@@ -84,19 +87,23 @@ class _Hashed(io.RawIOBase):
     """A stream that hashes what is read through it. num_bytes: read so far. limit: it ends after so many bytes."""
 
     def __init__(self, file: InputFile, stream: BinaryIO, limit: int | None = None) -> None:
-        self._file, self._stream, self._limit = file, stream, limit
-        self.num_bytes, self.end = 0, b""  # the last byte
+        self._file = file
+        self._stream = stream
+        self._limit = limit
+        self.num_bytes = 0
+        self.end = b""  # the last byte
         self.digest = xxhash.xxh3_128()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        wanted = len(buffer) if self._limit is None else min(len(buffer), self._limit - self.num_bytes)
-        block = self._stream.read(wanted)
+        num_bytes = len(buffer) if self._limit is None else min(len(buffer), self._limit - self.num_bytes)
+        block = self._stream.read(num_bytes)
         if not self.num_bytes:
             refuse_utf16(self._file, block[:4])
-        self.num_bytes, self.end = self.num_bytes + len(block), block[-1:] or self.end
+        self.num_bytes += len(block)
+        self.end = block[-1:] or self.end
         self.digest.update(block)
         buffer[: len(block)] = block
         return len(block)
@@ -110,7 +117,9 @@ class _Rows:
         self._text = io.TextIOWrapper(
             io.BufferedReader(stream, BLOCK_BYTES), "utf-8-sig", "surrogateescape", newline=""
         )
-        self.num_chars, self._wrong, self._is_new_row = 0, "", False
+        self.num_chars = 0
+        self._wrong = ""
+        self._is_new_row = False
         self._reader = csv.reader(self._lines(), strict=True)
         try:
             self.header = next((row for row in self._reader if row), [])
@@ -124,7 +133,8 @@ class _Rows:
         for line in iter(lambda: self._text.readline(MAX_LINE_BYTES), ""):
             self.num_chars += len(line)
             if self._is_new_row:  # files with a byte order mark were joined
-                line, self._is_new_row = line.removeprefix("\ufeff"), False
+                line = line.removeprefix("\ufeff")
+                self._is_new_row = False
             if not (line.isascii() or is_utf8(line)):  # other bytes are decoded to lone surrogates
                 self._wrong = self._wrong or _why_not_utf8(line)
             yield line
@@ -133,7 +143,8 @@ class _Rows:
         width = len(self.header)
         while True:
             line = self._reader.line_num + 1
-            self._wrong, self._is_new_row = "", True
+            self._wrong = ""
+            self._is_new_row = True
             try:
                 row = next(self._reader)
             except StopIteration:
@@ -160,10 +171,10 @@ def _why_not_utf8(line: str) -> str:
 class _CsvReader(ArrowReader):
     """The spool of a CSV file: every value as a string, and the errors of broken rows."""
 
-    def __init__(self, own: SourceFile) -> None:
-        super().__init__(own)
+    def __init__(self, source_file: SourceFile) -> None:
+        super().__init__(source_file)
         # A column has a number type only if all files have numbers in it.
-        self._own = {name: own.read_types.field(name) for name in self._own}
+        self._columns = {name: source_file.read_types.field(name) for name in self._columns}
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         errors = self._slice(start, stop, [ERRORS_COLUMN]).column(0).to_pylist()

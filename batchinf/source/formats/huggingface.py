@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +14,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import locked, read_record, write_record
 from batchinf.source.digests import Watch, changed
-from batchinf.source.files import InputFile, InputLocation, content_hash, settled_stamp, stamp
+from batchinf.source.files import InputFile, InputLocation, Stamp, content_hash, settled_stamp, stamp
 from batchinf.source.formats.arrow import copied
 from batchinf.source.formats.base import ColumnarReader, InputFormat, check_batch
 from batchinf.source.types import MixedTypes, settled_schema
@@ -28,16 +28,20 @@ def check_saved(path: str, cache: Folder) -> dict[str, list[Any]]:
     The data is checked and digested once, and again if a file's stamp changes. Returns stamp and digest of each file.
     """
     root = pathlib.Path(path)
+
+    def stamps(look: Callable[[str], Stamp]) -> list[list[Any]]:
+        return [[str(file.relative_to(root)), *look(str(file))] for file in files]
+
     try:
         files = [file for folder in _splits(root) for file in _data_files(folder)]
         known = read_record(cache, _SAVED_RECORD).get("files", [])
-        stamps = [[str(file.relative_to(root)), *settled_stamp(str(file))] for file in files]
-        if [entry[:-1] for entry in known] == stamps:
+        settled = stamps(settled_stamp)
+        if [entry[:-1] for entry in known] == settled:
             return _by_path(files, known)
         for file in files:
             _look_through(file)
-        known = [[*one, _digest(str(file))] for file, one in zip(files, stamps, strict=True)]
-        if stamps != [[str(file.relative_to(root)), *stamp(str(file))] for file in files]:
+        known = [[*entry, _digest(str(file))] for file, entry in zip(files, settled, strict=True)]
+        if settled != stamps(stamp):
             raise changed(path)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
@@ -120,8 +124,10 @@ class DatasetReader(ColumnarReader):
         self.num_rows: int = dataset.num_rows
         self.fingerprint = fingerprint
         self._dataset = dataset.with_format("arrow")
-        self._name, digests = name, [file[-1] for file in files]
-        paths, trusted = [file[0] for file in files], [(file[1], file[2], file[3]) for file in files]
+        self._name = name
+        digests = [file[-1] for file in files]
+        paths = [file[0] for file in files]
+        trusted = [(file[1], file[2], file[3]) for file in files]
         self._watch = Watch(name, paths, trusted, lambda: list(map(_digest, paths)) == digests)
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
@@ -142,11 +148,12 @@ def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
 def _load(input: InputLocation) -> Any:
     import datasets  # takes 1 s, only for datasets
 
-    path, split = os.path.expanduser(input.path), input.split or "train"
+    path = os.path.expanduser(input.path)
+    split = input.split or "train"
     try:
         if not is_saved(path):
             return datasets.load_dataset(path, input.name, split=split, revision=input.revision)
-        found = datasets.load_from_disk(path)
+        saved = datasets.load_from_disk(path)
     except Exception as error:  # `datasets`, the hub's client and the dataset's reader may raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         what = input.path if os.path.exists(path) else f"there is no file or folder {input.path}, and it"
@@ -154,11 +161,11 @@ def _load(input: InputLocation) -> Any:
             f"{what} cannot be loaded as a Hugging Face dataset: {reason}; "
             "check its id, `name`, `split` and `revision`, and the network"
         ) from error
-    if not isinstance(found, dict):
-        return found
-    if split not in found:
-        raise InputError(f"{input.path} has no split {split!r}; set `split` to one of {', '.join(found)}")
-    return found[split]
+    if not isinstance(saved, dict):
+        return saved
+    if split not in saved:
+        raise InputError(f"{input.path} has no split {split!r}; set `split` to one of {', '.join(saved)}")
+    return saved[split]
 
 
 def _fingerprint(about: str, files: Sequence[Sequence[Any]]) -> str:
@@ -183,12 +190,12 @@ def _open_hub_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
     # A file whose stamp has changed is read again: the content counts.
     digests = {tuple(file[:-1]): file[-1] for file in known["files"]}
     stamps = [(path, *settled_stamp(path)) for path in _files(dataset)]
-    files = [[*one, digests.get(one) or _digest(one[0])] for one in stamps]
-    found = {"asked": asked, "num_rows": dataset.num_rows, "about": about, "files": files}
-    if found != known:
+    files = [[*stamped, digests.get(stamped) or _digest(stamped[0])] for stamped in stamps]
+    record = {"asked": asked, "num_rows": dataset.num_rows, "about": about, "files": files}
+    if record != known:
         cache.make()
         with locked(cache):
-            write_record(cache, _RECORD, found)
+            write_record(cache, _RECORD, record)
     return DatasetReader(input.path, dataset, _fingerprint(str(about), files), files)
 
 

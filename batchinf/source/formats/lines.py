@@ -44,12 +44,15 @@ class LineFormat(FileFormat):
     """A format whose files may grow by appended lines."""
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-        digest, end, left = xxhash.xxh3_128(), b"", num_bytes
+        digest = xxhash.xxh3_128()
+        rest = num_bytes
+        end = b""
         with open(_content(file, entry, cache), "rb") as stream:
-            while left and (block := stream.read(min(left, BLOCK_BYTES))):
+            while rest and (block := stream.read(min(rest, BLOCK_BYTES))):
                 digest.update(block)
-                end, left = block[-1:], left - len(block)
-            if left or (end not in (b"", b"\n") and not stream.read(2).startswith(LINE_ENDS)):
+                rest -= len(block)
+                end = block[-1:]
+            if rest or (end not in (b"", b"\n") and not stream.read(2).startswith(LINE_ENDS)):
                 return None
         offsets = map_int64(cache, entry.artifacts["offsets"])
         return digest.hexdigest(), int(np.searchsorted(offsets[:-1], num_bytes))
@@ -58,17 +61,17 @@ class LineFormat(FileFormat):
         """See `FileFormat`. The places are bytes, so longer lines come a little more often."""
         if file.is_remote or compression(file):
             return None
-        draw, size, lines, found = random.Random(seed), file.stamp()[0], 0, bytearray()
+        draw = random.Random(seed)
+        size = file.stamp()[0]
+        lines = []
         with open(file.path, "rb") as stream:
             for number in range(num_runs):
                 stream.seek(draw.randrange(number * size // num_runs, (number + 1) * size // num_runs + 1))
                 stream.readline(MAX_LINE_BYTES)  # the rest of a line
-                for line in itertools.islice(stream, SAMPLED_ROWS):
-                    if line.strip(WHITESPACE):
-                        found += line if line.endswith(b"\n") else line + b"\n"
-                        lines += 1
-        to.write_bytes(found)
-        return size / (len(found) / lines) if lines else None
+                run = [line for line in itertools.islice(stream, SAMPLED_ROWS) if line.strip(WHITESPACE)]
+                lines += [line if line.endswith(b"\n") else line + b"\n" for line in run]
+        num_bytes = to.write_bytes(b"".join(lines))
+        return size / (num_bytes / len(lines)) if lines else None
 
 
 # -- the scan --------------------------------------------------------------------------------------------------------
@@ -81,10 +84,13 @@ def index_lines(
 
     on_lines: called with blocks of whole lines, each with the number of rows before it.
     """
-    offsets, blanks = scratch.create("offsets"), scratch.create("blanks")
+    offsets = scratch.create("offsets")
+    blanks = scratch.create("blanks")
     copy = scratch.create("lines") if file.is_remote or compression(file) else None
     block_digests = None if copy else BlockDigests(scratch.create("digests"))
-    digest, num_rows, size = xxhash.xxh3_128(), 0, 0
+    digest = xxhash.xxh3_128()
+    num_rows = 0
+    size = 0
 
     def content() -> Iterator[bytes]:
         nonlocal size
@@ -117,37 +123,43 @@ def _content(file: InputFile, entry: FileEntry, cache: Folder) -> str:
     return os.fspath(cache.path(copy.name)) if copy else file.path
 
 
-def _block_digests(entry: FileEntry, cache: Folder) -> bytes:
-    artifact = entry.artifacts.get("digests")
-    return b"" if artifact is None else cache.read(artifact.name)
-
-
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes | None]]:
     """Blocks of whole lines with their offsets, without a byte order mark; None is a line that is too long."""
-    offset, held, num_held, is_skipping = 0, list[bytes](), 0, False
+    offset = 0
+    pieces: list[bytes] = []  # of a line that is not whole yet
+    num_bytes = 0  # in them
+    is_skipping = False
     for block in blocks:
-        if offset == num_held == 0 and block.startswith(BYTE_ORDER_MARK):
-            offset, block = 3, block[3:]
+        if offset == num_bytes == 0 and block.startswith(BYTE_ORDER_MARK):
+            offset = len(BYTE_ORDER_MARK)
+            block = block[offset:]
         if is_skipping:
             rest = block.find(b"\n") + 1
+            is_skipping = not rest
             offset += rest or len(block)
-            block, is_skipping = (block[rest:], False) if rest else (b"", True)
+            block = block[rest:] if rest else b""
         cut = block.rfind(b"\n") + 1
         if cut:
-            run = b"".join((*held, block[:cut]))
+            run = b"".join((*pieces, block[:cut]))
             yield offset, run
-            offset, held, num_held = offset + len(run), [], 0
-        held.append(block[cut:])
-        num_held += len(block) - cut
-        if num_held > MAX_LINE_BYTES:
+            offset += len(run)
+            pieces = []
+            num_bytes = 0
+        pieces.append(block[cut:])
+        num_bytes += len(block) - cut
+        if num_bytes > MAX_LINE_BYTES:
             yield offset, None
-            offset, held, num_held, is_skipping = offset + num_held, [], 0, True
-    if num_held:
-        yield offset, b"".join(held)
+            offset += num_bytes
+            pieces = []
+            num_bytes = 0
+            is_skipping = True
+    if num_bytes:
+        yield offset, b"".join(pieces)
 
 
 def _line_ends(run: bytes, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    ends, end = list[int](), run.find(b"\n")
+    ends: list[int] = []
+    end = run.find(b"\n")
     while end >= 0:
         if len(ends) == _FEW_LINES:
             return np.flatnonzero(data == ord("\n"))
@@ -179,14 +191,21 @@ def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[n
 class LineReader(abc.ABC):
     """Rows by the offsets of their lines. A format adds how to split a block into lines and how to parse a line."""
 
-    def __init__(self, own: SourceFile) -> None:
-        file, entry, cache = own.file, own.entry, own.cache
-        self._name, self._schema = file.name, own.schema
-        self._json_columns = {field.name for field in own.schema if is_json_column(field)}
+    def __init__(self, source_file: SourceFile) -> None:
+        file = source_file.file
+        entry = source_file.entry
+        cache = source_file.cache
+        self._name = file.name
+        self._schema = source_file.schema
+        self._json_columns = {field.name for field in self._schema if is_json_column(field)}
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
-        digests = None if "lines" in entry.artifacts else _block_digests(entry, cache)
-        self._bytes = CheckedBytes(file.name, _content(file, entry, cache), digests, entry.stamp, entry.num_bytes)
+        digests = None
+        if "lines" not in entry.artifacts:
+            artifact = entry.artifacts.get("digests")
+            digests = b"" if artifact is None else cache.read(artifact.name)
+        path = _content(file, entry, cache)
+        self._bytes = CheckedBytes(file.name, path, digests, trusted=entry.stamp, num_bytes=entry.num_bytes)
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         return [self._record(start + i, line, columns) for i, line in enumerate(self._lines(start, stop))]
@@ -203,7 +222,8 @@ class LineReader(abc.ABC):
 
     def _lines(self, start: int, stop: int) -> Iterator[bytes | None]:
         """The rows' lines without line ends; None for a line that is too long. Holds at most 64 MiB at a time."""
-        first, last = int(self._offsets[start]), int(self._offsets[stop])
+        first = int(self._offsets[start])
+        last = int(self._offsets[stop])
         if last - first > MAX_LINE_BYTES and stop - start > 1:
             middle = (start + stop) // 2
             yield from self._lines(start, middle)
@@ -275,14 +295,8 @@ def _fit(value: Any, type: pa.DataType, reasons: list[str]) -> Any:
         return None
 
 
-_JSON_NAMES = {
-    list: "an array",
-    str: "a string",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    NoneType: "null",
-}
+_JSON_NAMES = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number",
+               NoneType: "null"}  # fmt: skip
 
 
 class JsonLines(LineFormat):
@@ -313,8 +327,8 @@ class JsonLines(LineFormat):
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
         return _records(_split_lines(run)[:_FIRST_LINES])
 
-    def reader(self, own: SourceFile) -> Reader:
-        return _JsonReader(own)
+    def reader(self, source_file: SourceFile) -> Reader:
+        return _JsonReader(source_file)
 
 
 class _JsonReader(LineReader):
@@ -397,8 +411,8 @@ class TextLines(LineFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [{_COLUMN: None}]
 
-    def reader(self, own: SourceFile) -> Reader:
-        return _TextReader(own)
+    def reader(self, source_file: SourceFile) -> Reader:
+        return _TextReader(source_file)
 
 
 class _TextReader(LineReader):

@@ -32,7 +32,8 @@ from batchinf.source.formats.base import (
 )
 from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
-GROUP_ROWS, GROUP_BYTES = 20_000, 64 << 20  # a row group up to this size is read directly
+GROUP_ROWS = 20_000  # a row group up to this size is read directly
+GROUP_BYTES = 64 << 20
 _SKIPPED_ROWS = 16_384
 CACHED_GROUPS = 2  # of each open file
 
@@ -61,8 +62,8 @@ class Parquet(FileFormat):
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return [dict.fromkeys(pq.read_schema(absolute(file.path)).names)]
 
-    def reader(self, own: SourceFile) -> Reader:
-        return ArrowReader(own) if _is_spooled(own.entry) else _ParquetReader(own)
+    def reader(self, source_file: SourceFile) -> Reader:
+        return ArrowReader(source_file) if _is_spooled(source_file.entry) else _ParquetReader(source_file)
 
     def content_hash(self, file: InputFile) -> str | None:
         """See `FileFormat`. Of a remote file, the footer costs as many requests as the whole file."""
@@ -93,7 +94,8 @@ class Parquet(FileFormat):
         """See `FileFormat`. A run begins at most `_SKIPPED_ROWS` rows after the start of a row group."""
         if file.is_remote:
             return None
-        draw, metadata = random.Random(seed), pq.read_metadata(absolute(file.path))
+        draw = random.Random(seed)
+        metadata = pq.read_metadata(absolute(file.path))
         groups = [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
         chosen = sorted(draw.sample(groups, min(num_runs, len(groups))))
         batches = []
@@ -102,11 +104,10 @@ class Parquet(FileFormat):
                 rows = min(metadata.row_group(group).num_rows, _SKIPPED_ROWS)
                 # As many runs from each group, at least one, one after the other.
                 each = -(-num_runs // len(chosen))
-                wanted = {draw.randrange(-(-rows // SAMPLED_ROWS)) for _ in range(each)}
+                numbers = {draw.randrange(-(-rows // SAMPLED_ROWS)) for _ in range(each)}
                 read = parquet.iter_batches(batch_size=SAMPLED_ROWS, row_groups=[group], use_threads=False)
-                for number, batch in enumerate(itertools.islice(read, max(wanted) + 1)):
-                    if number in wanted:
-                        batches.append(batch)
+                first = itertools.islice(read, max(numbers) + 1)
+                batches += [batch for number, batch in enumerate(first) if number in numbers]
         if batches:
             pq.write_table(pa.Table.from_batches(batches), absolute(to), row_group_size=GROUP_ROWS)
         return float(metadata.num_rows)
@@ -199,7 +200,9 @@ class _Stream:
     """A column of a row group of which only a few rows are decoded at a time, from the first to the last."""
 
     def __init__(self, group: int, batches: Iterator[pa.RecordBatch]) -> None:
-        self.group, self.start, self._stop = group, 0, 0
+        self.group = group
+        self.start = 0
+        self._stop = 0
         self._batches = batches
         self._batch: pa.RecordBatch | None = None
 
@@ -208,7 +211,8 @@ class _Stream:
         while first < last:
             while self._batch is None or first >= self._stop:
                 self._batch = next(self._batches)
-                self.start, self._stop = self._stop, self._stop + self._batch.num_rows
+                self.start = self._stop
+                self._stop += self._batch.num_rows
             piece = self._batch.column(0).slice(first - self.start, last - first)
             yield piece
             first += len(piece)
@@ -220,10 +224,15 @@ class _ParquetReader(ColumnarReader):
     A column that would take too much memory is read as a `_Stream`.
     """
 
-    def __init__(self, own: SourceFile) -> None:
-        file, entry, digests = own.file, own.entry, own.digests
-        super().__init__(own.schema, entry.arrow_schema())
-        self._name, self._content, self._digests = file.name, entry.content, digests
+    def __init__(self, source_file: SourceFile) -> None:
+        file = source_file.file
+        entry = source_file.entry
+        digests = source_file.digests
+        super().__init__(source_file.schema, entry.arrow_schema())
+        self._name = file.name
+        self._path = file.path
+        self._content = entry.content
+        self._digests = digests
         trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
 
         def is_same() -> bool:  # without `self`: the watch stays when the reader is closed
@@ -232,7 +241,7 @@ class _ParquetReader(ColumnarReader):
 
         self._watch = Watch(file.name, [file.path], [trusted], is_same)
         digests.watch(entry.content, self._watch)
-        self._path, self._opened = file.path, list[Stamp]()
+        self._opened: list[Stamp] = []
         self._groups = Recent[int, dict[str, pa.ChunkedArray]](CACHED_GROUPS, lambda i: {}, lambda columns: None)
         self._streams = dict[str, _Stream]()
         self._wide_rows = dict[tuple[int, str], int | None]()
@@ -244,7 +253,8 @@ class _ParquetReader(ColumnarReader):
             return
         if self._opened:
             self.close()
-        self._opened, metadata = self._watch.trusted, pq.read_metadata(absolute(self._path))
+        self._opened = self._watch.trusted
+        metadata = pq.read_metadata(absolute(self._path))
         repeated = _repeated_columns(metadata)
         self._bytes = DigestedFile(self._path)
         self._file = ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)
@@ -257,10 +267,16 @@ class _ParquetReader(ColumnarReader):
         for i, first, last in spans(self._firsts, start, stop):
             wide = {name: rows for name in columns if (rows := self._rows_at_once(i, name)) is not None}
             held = self._group(i, [name for name in columns if name not in wide])
-            own = {name: column.slice(first, last - first) for name, column in held.items()}
-            own |= {name: cast_column(own[name], self._own[name].type) for name in own.keys() & self._may_be_wide}
-            own |= {name: self._streamed(i, name, rows, first, last) for name, rows in wide.items()}
-            tables.append(pa.table({name: own[name] for name in columns}))
+            read = {name: column.slice(first, last - first) for name, column in held.items()}
+            read |= {
+                name: cast_column(read[name], self._columns[name].type) for name in read.keys() & self._may_be_wide
+            }
+            for name, num_rows in wide.items():
+                # Cast piece by piece: Arrow casts all values behind a slice of lists.
+                type = self._columns[name].type
+                pieces = self._stream(i, name, num_rows, first).read(first, last)
+                read[name] = pa.chunked_array([cast_column(piece, type) for piece in pieces], type)
+            tables.append(pa.table({name: read[name] for name in columns}))
         return pa.concat_tables(tables)
 
     def _rows_at_once(self, i: int, name: str) -> int | None:
@@ -270,18 +286,17 @@ class _ParquetReader(ColumnarReader):
         if (i, name) not in self._wide_rows:
             num_rows = self._firsts[i + 1] - self._firsts[i]
             first = next(self._few_rows(i, name, 1), None)
-            row_bytes = 0 if first is None else cast_column(first.column(0), self._own[name].type).nbytes
+            row_bytes = 0 if first is None else cast_column(first.column(0), self._columns[name].type).nbytes
             is_wide = row_bytes * num_rows > GROUP_BYTES
             self._wide_rows[i, name] = max(1, BATCH_BYTES // row_bytes) if is_wide else None
         return self._wide_rows[i, name]
 
-    def _streamed(self, i: int, name: str, num_rows: int, first: int, last: int) -> pa.ChunkedArray:
+    def _stream(self, i: int, name: str, num_rows: int, first: int) -> _Stream:
+        """The stream of a column that can still read the row `first` of a group."""
         stream = self._streams.get(name)
         if stream is None or stream.group != i or first < stream.start:
             stream = self._streams[name] = _Stream(i, self._few_rows(i, name, num_rows))
-        # Cast piece by piece: Arrow casts all values behind a slice of lists.
-        pieces = [cast_column(piece, self._own[name].type) for piece in stream.read(first, last)]
-        return pa.chunked_array(pieces, self._own[name].type)
+        return stream
 
     def _few_rows(self, i: int, name: str, num_rows: int) -> Iterator[pa.RecordBatch]:
         """The rows of a group, decoded `num_rows` at a time."""

@@ -2,6 +2,7 @@
 
 import os
 
+from batchinf.source.files import COMPRESSIONS
 from batchinf.source.formats.arrow import Arrow
 from batchinf.source.formats.base import FileFormat, InputFormat
 from batchinf.source.formats.csv import Csv
@@ -10,17 +11,11 @@ from batchinf.source.formats.lines import JsonLines, OpenAIBatch, TextLines
 from batchinf.source.formats.parquet import Parquet
 
 FORMATS: tuple[InputFormat, ...] = (
-    JsonLines(),
-    OpenAIBatch(),
-    Parquet(),
-    Csv(),
-    TextLines(),
-    Arrow(),
-    HuggingFace(),
-)
+    JsonLines(), OpenAIBatch(), Parquet(), Csv(), TextLines(), Arrow(), HuggingFace(),
+)  # fmt: skip
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS)  # the values of `input.format`
-_COMPRESSED = (".gz", ".zst")
+COMPRESSED = tuple(COMPRESSIONS)  # endings that may follow those of most formats
 _FILE_FORMATS = {format.name: format for format in FORMATS if isinstance(format, FileFormat)}
 _BY_ENDING = {ending: format for format in _FILE_FORMATS.values() for ending in format.endings}
 _READ_AS = {format.name: format.read_as or format.name for format in FORMATS}
@@ -38,7 +33,7 @@ def file_format(name: str) -> FileFormat | None:
 def format_by_ending(path: str) -> FileFormat | None:
     """The format of a file by the ending of its name; None if no format has that ending."""
     stem, ending = os.path.splitext(path.lower())
-    if ending not in _COMPRESSED:
+    if ending not in COMPRESSED:
         return _BY_ENDING.get(ending)
     format = _BY_ENDING.get(os.path.splitext(stem)[1])
     return format if format is not None and format.may_be_compressed else None

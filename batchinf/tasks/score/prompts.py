@@ -247,13 +247,18 @@ class ScorePrompts(PromptBuilder):
             if (error := self._length_error(pair[1], place, max_model_len)) is not None:
                 return error
             pairs.append(pair)
-        # The context is cut at its left if both do not fit.
+        return self._joined(pairs, draft.num_bytes, max_model_len)
+
+    def _joined(
+        self, pairs: Sequence[tuple[list[int], list[int]]], num_bytes: Sequence[int], max_model_len: int | None
+    ) -> _Scored:
+        """The spans of contexts and scored texts. A context is cut at its left if both do not fit."""
         first = None if max_model_len is None else -(max_model_len - NUM_RESERVED + 1)
         wholes = [[*context, *target][first:] for context, target in pairs]
         starts = [len(whole) - len(target) for whole, (_, target) in zip(wholes, pairs, strict=True)]
         is_cut = any(start < len(context) for start, (context, _) in zip(starts, pairs, strict=True))
         everything = [*pairs[0][0], *itertools.chain.from_iterable(target for _, target in pairs)]
-        return _Scored(everything, tuple(map(Span, wholes, starts, draft.num_bytes)), is_cut)
+        return _Scored(everything, tuple(map(Span, wholes, starts, num_bytes)), is_cut)
 
     def _length_error(self, ids: list[int], place: int, max_model_len: int | None) -> RowError | None:
         """The error if this scored text has no tokens, or too many."""

@@ -264,8 +264,9 @@ class Score(Task):
 
     def count(self, rows: pa.Table) -> dict[str, int] | None:
         """See `Task` and `count_answers`."""
-        # A job may have begun before there were such columns.
-        return count_answers(rows) if ANSWER in rows.schema.names else None
+        # Without a column of answers, a kept column may have that name. A job may have begun without these columns.
+        has_answers = self.spec.input.answer_column is not None and not self.left_out & {ANSWER, *WINNERS}
+        return count_answers(rows) if has_answers else None
 
     @classmethod
     def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:

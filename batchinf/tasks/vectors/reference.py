@@ -13,7 +13,8 @@ from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.reference import Reference, check_width
 from batchinf.tasks.stored import ReferenceWanted, StoredVectors
-from batchinf.tasks.vectors.section import pooling_of, projected_width
+from batchinf.tasks.vectors.model_config import projected_width
+from batchinf.tasks.vectors.section import pooling_of
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")
 # Config keys with which cross-encoders of sentence-transformers name their own activation.

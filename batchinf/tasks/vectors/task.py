@@ -16,7 +16,7 @@ from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import LIKELY_TOKENS, PoolingWanted, ShownColumns, Task
 from batchinf.tasks.columns import ITEM, Fields, concatenate, float_type, id_lists, list_of, strings, vector_lists
-from batchinf.tasks.vectors import section as model_config
+from batchinf.tasks.vectors import model_config
 from batchinf.tasks.vectors.compare import (
     ClassifyChanges,
     ClassifyVerification,

@@ -1,0 +1,171 @@
+"""Scans input files: finds the rows, columns and content hash of each, and keeps them in the cache of the source."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+import xxhash
+
+from batchinf.base.errors import InputError
+from batchinf.base.storage import Folder
+from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
+from batchinf.source.digests import ReadDigests, Watch, changed
+from batchinf.source.files import InputFile, Stamp, open_input, settled_stamp
+from batchinf.source.formats.base import FileFormat
+from batchinf.source.remote import UNKNOWN, RemoteFile
+from batchinf.source.types import refuse_twins
+
+SAVE_BYTES = 1 << 30  # of input: an interrupted scan of many files resumes from the last save
+
+
+@dataclass(frozen=True, slots=True)
+class Scanner:
+    """Scans the files of one input."""
+
+    format: FileFormat
+    cache: Folder
+    digests: ReadDigests
+    """Of ranges that were read, for formats whose hash does not cover all bytes."""
+
+    def scan(self, files: Sequence[InputFile]) -> list[FileEntry]:
+        """The entry of each file: from the cache if path, size, mtime and inode are unchanged, else from a scan.
+
+        If the size is the same, the file's content is compared first, and scanned only if it differs. Several processes
+        may call this with one cache: one works under a lock, and the others find its result.
+        """
+        self.cache.make()
+        known = load_entries(self.cache)
+        entries = [entry for file in files if (entry := self._trusted(file, known.get(file.name))) is not None]
+        if len(entries) == len(files):
+            return entries
+        with locked(self.cache):
+            return self._scan_alone(files)
+
+    def _scan_alone(self, files: Sequence[InputFile]) -> list[FileEntry]:
+        known = load_entries(self.cache)
+        entries: dict[str, FileEntry] = {}
+        unsaved_bytes = 0
+        trusted = {file.name: self._trusted(file, known.get(file.name)) for file in files}
+        self.format.refuse_crashing([file for file in files if trusted[file.name] is None and not file.is_remote])
+        for file in files:
+            entry = trusted[file.name] or self._unchanged(file, known.get(file.name))
+            if entry is None:
+                entry = self.scan_one(file)
+                unsaved_bytes += max(0, entry.size)
+            entries[file.name] = entry
+            if unsaved_bytes > SAVE_BYTES:
+                self._save({**known, **entries})
+                unsaved_bytes = 0
+        # Other entries stay: `files` may be only some of the job's files.
+        self._save({**known, **entries})
+        return list(entries.values())
+
+    def _save(self, entries: dict[str, FileEntry]) -> None:
+        self.digests.keep()
+        save_entries(self.cache, entries)
+
+    def _trusted(self, file: InputFile, entry: FileEntry | None) -> FileEntry | None:
+        """The entry if the file's stamp is unchanged."""
+        if entry is None or (entry.path, entry.format) != (file.path, self.format.name):
+            return None
+        stamp = file.stamp()
+        is_same = UNKNOWN not in stamp and stamp == entry.stamp and is_whole(entry, self.cache)
+        return entry if is_same else None
+
+    def _unchanged(self, file: InputFile, entry: FileEntry | None) -> FileEntry | None:
+        """The entry with the file's stamp, if its content is unchanged."""
+        if entry is None or entry.format != self.format.name or not is_whole(entry, self.cache):
+            return None
+        if not self.format.hashes_all and not self.digests.has(entry.content):
+            return None  # nothing of it was read, so it may be any file
+        size, mtime_ns, inode = stamp = _stamp_now(file)
+        if size != entry.size or not self.format.is_same(file, entry, self.digests) or _stamp_now(file) != stamp:
+            return None
+        return replace(entry, path=file.path, mtime_ns=mtime_ns, inode=inode)
+
+    def scan_one(self, file: InputFile) -> FileEntry:
+        """Scan a file. Raises InputError if it is damaged or changes meanwhile."""
+        if not file.is_remote:
+            open_input(file).close()
+        before = _stamp_now(file)
+        size, mtime_ns, inode = stamp = file.stamp()
+        with Scratch(self.cache, file, self.format.name) as scratch:
+            try:
+                findings = self.format.scan(self._local(file, scratch), scratch)
+            except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
+                if getattr(error, "errno", None) is not None:  # the system: a full disk or the like
+                    raise
+                raise self._damaged(file, error) from error
+            refuse_twins(findings.schema.names, file.name)
+            if _stamp_now(file) != before:
+                raise InputError(f"{file.name} changed while it was read; start again once it is complete")
+            if {"content", "rows"} <= scratch.roles:
+                scratch.drop("content")
+            ranges = (*findings.ranges, *scratch.fetched)
+            artifacts = scratch.publish(findings.hash, ranges)
+        # The same for each process that scans the same content, and another one for content that replaces it.
+        content = xxhash.xxh3_64_intdigest(json.dumps([file.name, stamp, findings.hash]).encode()) >> 1
+        if not self.digests.note(content, ranges):
+            raise changed(file.name)
+        return FileEntry(
+            path=file.path,
+            format=self.format.name,
+            size=size,
+            mtime_ns=mtime_ns,
+            inode=inode,
+            hash=findings.hash,
+            num_rows=findings.num_rows,
+            schema=schema_text(findings.schema),
+            artifacts=artifacts,
+            num_bytes=findings.num_bytes,
+            content=content,
+        )
+
+    def spooled(self, file: InputFile, entry: FileEntry) -> FileEntry:
+        """The entry of a file whose rows are read in any order. Adds a copy if rows are slow to read one by one."""
+        if not self.format.is_slow_by_row(entry) or not entry.num_rows:
+            return entry
+        with locked(self.cache):
+            known = load_entries(self.cache)
+            other = known.get(file.name)  # another process may have made the copy
+            if other is not None and other.hash == entry.hash and not self.format.is_slow_by_row(other):
+                return other
+            with Scratch(self.cache, file, self.format.name) as scratch:
+                local = self.local_copy(file, entry)
+                trusted = entry.stamp if local == file else local.stamp()
+                is_same = lambda: self.format.is_same(local, entry, self.digests)  # noqa: E731
+                try:
+                    ranges = Watch(file.name, [local.path], [trusted], is_same).read(
+                        lambda: self.format.spool(local, scratch)
+                    )
+                except (ValueError, LookupError, TypeError, pa.ArrowException) as error:
+                    raise self._damaged(file, error) from error
+                if not self.digests.note(entry.content, ranges):
+                    raise changed(file.name)
+                self.digests.keep()
+                artifacts = scratch.publish(entry.hash, ranges)
+            entry = replace(entry, artifacts={**entry.artifacts, **artifacts})
+            save_entries(self.cache, {**known, file.name: entry})
+        return entry
+
+    def local_copy(self, file: InputFile, entry: FileEntry) -> InputFile:
+        """The cache's copy of a remote file if the scan kept one, else the file."""
+        copy = entry.artifacts.get("content")
+        return file if copy is None else InputFile(file.name, str(self.cache.path(copy.name)))
+
+    def _local(self, file: InputFile, scratch: Scratch) -> InputFile:
+        """The file, or a copy of a remote file if its format is not scanned from beginning to end."""
+        if not file.is_remote or self.format.is_scanned_in_order:
+            return file
+        copy = scratch.fetch(file)
+        self.format.refuse_crashing([copy])
+        return copy
+
+    def _damaged(self, file: InputFile, error: Exception) -> InputError:
+        reason = " ".join(str(error).split())[:500].encode(errors="backslashreplace").decode()
+        return InputError(f"{file.name} cannot be read as {self.format.name}: {reason}; is it damaged?")
+
+
+def _stamp_now(file: InputFile) -> Stamp:
+    return file.fresh_stamp() if isinstance(file, RemoteFile) else settled_stamp(file.path)

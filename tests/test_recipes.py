@@ -1,0 +1,285 @@
+"""The recipes of CONTRIBUTING.md: each is carried out on a copy of the package by its smallest example, and works."""
+
+import bz2
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import jobs
+
+RECIPES = (jobs.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+class Copy:
+    """A copy of the package, for one recipe."""
+
+    def __init__(self, folder: pathlib.Path, heading: str) -> None:
+        self.folder = folder
+        shutil.copytree(jobs.ROOT / "batchinf", folder / "batchinf", ignore=shutil.ignore_patterns("__pycache__"))
+        [self._recipe] = re.findall(rf"^## {heading}\n(.*?)(?=^## )", RECIPES, re.MULTILINE | re.DOTALL)
+        quick = jobs.ROOT / "tests" / "quick"
+        path = {"PYTHONPATH": f"{quick}{os.pathsep}{folder}"}
+        self.environment = {**os.environ, **jobs.quick_start(), **path}
+
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Change text of a file that the recipe names."""
+        names = (path, path.replace("generate", "<task>"))
+        assert any(f"`{name}`" in self._recipe for name in names), f"the recipe does not name {path}"
+        file = self.folder / path
+        text = file.read_text(encoding="utf-8")
+        assert text.count(old) == 1, f"{path}: {old!r} is there {text.count(old)} times"
+        file.write_text(text.replace(old, new), encoding="utf-8")
+
+    def batchinf(self, *arguments: str | pathlib.Path) -> "subprocess.CompletedProcess[str]":
+        return self.python("-m", "batchinf", *arguments)
+
+    def python(self, *arguments: str | pathlib.Path) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=200
+        )
+
+    def run(self, **sections: Any) -> list[dict[str, Any]]:
+        """Run a job of three rows on one replica. Returns its output rows."""
+        done = self.batchinf("run", self.spec(**sections))
+        assert done.returncode == 0, done.stderr
+        rows: list[dict[str, Any]] = []
+        for path in sorted((self.folder / "out" / "parts").iterdir()):
+            rows += pq.read_table(path).to_pylist()
+        return rows
+
+    def spec(self, **sections: Any) -> pathlib.Path:
+        small = {"input": {"limit": 3}, "parallel": {"data_parallel_size": 1}}
+        return jobs.spec_of(self.folder, **{**small, **sections})
+
+
+def test_an_error_that_ends_a_command(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add an error")
+    copy.replace(
+        "batchinf/base/errors.py",
+        "class ErrorRateExceeded",
+        '''\
+class QuotaError(UserError):
+    """The user's quota is used up."""
+
+    exit_code = 4
+
+
+class ErrorRateExceeded''',
+    )
+    copy.replace(
+        "batchinf/api.py",
+        "    check_caches()\n",
+        """\
+    from batchinf.base.errors import QuotaError
+
+    raise QuotaError("got a quota of 0 rows; must be at least 1: ask for more")
+""",
+    )
+    done = copy.batchinf("validate", copy.spec())
+    assert done.returncode == 4
+    assert done.stderr == "error: got a quota of 0 rows; must be at least 1: ask for more\n"
+
+
+def test_an_error_type_of_rows(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add an error")
+    copy.replace(
+        "batchinf/prompts/templates.py",
+        '        return "".join(pieces)\n',
+        """\
+        text = "".join(pieces)
+        if "France" in text:
+            return RowError("forbidden_word", "the prompt has the word France; leave it out")
+        return text
+""",
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "France"}\n')
+    input = {"path": str(rows), "id_column": None, "prompt_template": "say {{ prompt }}"}
+    found = copy.run(input=input, output={"keep_columns": []}, max_error_rate=1.0)
+    assert [row["error_type"] for row in found] == [None, "forbidden_word"]
+    assert found[1]["error_message"] == "the prompt has the word France; leave it out"
+
+
+def test_a_message_in_each_direction(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add a message between coordinator and replica")
+    path = "batchinf/replica/messages.py"
+    copy.replace(
+        path,
+        "Command = ",
+        '''\
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """To a replica: greet somebody."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """From a replica: the answer to `Greet`."""
+
+    text: str
+
+
+Command = Greet | ''',
+    )
+    copy.replace(path, "\nEvent = ", "\nEvent = Greeting | ")
+    path = "batchinf/replica/incarnation.py"
+    copy.replace(
+        path, "from batchinf.replica.messages import (", "from batchinf.replica.messages import (Greet, Greeting,"
+    )
+    copy.replace(
+        path,
+        "                case Begin():\n",
+        """\
+                case Greet(name):
+                    self._port.send(Greeting(f"hello {name}"))
+                case Begin():
+""",
+    )
+    path = "batchinf/fleet/assignment.py"
+    copy.replace(path, "from batchinf.replica.messages import ", "from batchinf.replica.messages import Greet, ")
+    copy.replace(
+        path,
+        "        self._fleet.send(replica, Begin())\n",
+        """\
+        self._fleet.send(replica, Greet("world"))
+        self._fleet.send(replica, Begin())
+""",
+    )
+    path = "batchinf/fleet/replica.py"
+    copy.replace(path, "from batchinf.replica.messages import (", "from batchinf.replica.messages import (Greeting,")
+    copy.replace(
+        path,
+        "            case Stopped():\n",
+        """\
+            case Greeting(text):
+                print(text)
+            case Stopped():
+""",
+    )
+    done = copy.batchinf("run", copy.spec())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("hello world\n")
+
+
+def test_an_output_column(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add an output column")
+    path = "batchinf/tasks/generate/task.py"
+    copy.replace(
+        path,
+        '            ("finish_reason", pa.string()),\n',
+        """\
+            ("num_words", pa.int32()),
+            ("finish_reason", pa.string()),
+""",
+    )
+    copy.replace(
+        path,
+        '        "stop_reason": strings(stops),\n',
+        """\
+        "stop_reason": strings(stops),
+        "num_words": pa.array([len((result.text or "").split()) for result in results], pa.int32()),
+""",
+    )
+    found = copy.run()
+    assert [row["num_words"] for row in found] == [len(row["text"].split()) for row in found]
+
+
+def test_a_count_of_a_part(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add a count of a part")
+    copy.replace(
+        "batchinf/records.py",
+        '    """Rows with an infinity among the model\'s numbers."""\n',
+        '''\
+    """Rows with an infinity among the model's numbers."""
+    num_long: Count = 0
+    """Rows with 10 tokens or more."""
+''',
+    )
+    copy.replace(
+        "batchinf/output/counts.py",
+        "        num_inf_rows=num_inf_rows,\n",
+        """\
+        num_inf_rows=num_inf_rows,
+        num_long=pc.sum(pc.greater_equal(num_output_tokens, 10)).as_py(),
+""",
+    )
+    found = copy.run()
+    # The manifest, the footers of the parts, and the check that compares both.
+    lines = "".join(path.read_text() for path in (tmp_path / "out" / "manifest").iterdir())
+    num_long = sum(row["num_output_tokens"] >= 10 for row in found)
+    assert sum(json.loads(line).get("num_long", 0) for line in lines.splitlines()) == num_long > 0
+    checked = copy.batchinf("check", tmp_path / "out", "--deep")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_compression_of_input_files(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add a compression of input files")
+    copy.replace(
+        "batchinf/source/files.py",
+        '    if head.startswith(b"\\x1f\\x8b"):\n',
+        """\
+    if head.startswith(b"BZh"):
+        return "bz2"
+    if head.startswith(b"\\x1f\\x8b"):
+""",
+    )
+    copy.replace("batchinf/source/formats/registry.py", '_COMPRESSED = (".gz", ', '_COMPRESSED = (".bz2", ".gz", ')
+    rows = tmp_path / "rows.jsonl.bz2"
+    rows.write_bytes(bz2.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
+    done = copy.python(
+        "-c",
+        f"""
+import pathlib
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import open_source
+source = open_source(InputLocation({str(rows)!r}), pathlib.Path("scratch"))
+print([row.values for row in source.read(0, 2)])
+""",
+    )
+    assert done.stdout == "[{'prompt': 'a'}, {'prompt': 'b'}]\n", done.stderr
+
+
+def test_a_gpu(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add a GPU")
+    copy.replace(
+        "batchinf/planning/gpus.py",
+        "_GPUS = [\n",
+        """\
+_GPUS = [
+    _gpu("x100", "X100", 200_000, 9000, 3000, 3000, 6000, (10, 0), 900, "its data sheet"),
+""",
+    )
+    planned = copy.batchinf("plan", jobs.MODEL, "--gpu", "x100", "--context", "512")
+    assert planned.returncode == 0, planned.stderr
+    assert "x100" in planned.stdout
+    like = copy.python("-c", "from batchinf.planning.gpus import gpu_like; print(gpu_like('NVIDIA X100', 1).name)")
+    assert like.stdout == "x100\n", like.stderr
+
+
+@pytest.mark.real_starts
+def test_a_signal_that_stops_a_job(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add a signal that stops a job")
+    copy.replace("batchinf/base/stop_signals.py", "SENT_SIGNALS = (", "SENT_SIGNALS = (signal.SIGUSR2, ")
+    spec = copy.spec(input={"limit": 100}, scripted={"step_s": 0.2})
+    command = [sys.executable, "-m", "batchinf", "run", str(spec)]
+    with subprocess.Popen(command, cwd=tmp_path, env=copy.environment, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 100
+        while not list(tmp_path.glob("out/journal/*")) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR2)
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 75, errors
+    assert "SIGUSR2" in errors
