@@ -259,7 +259,7 @@ def test_a_gpu(tmp_path: pathlib.Path) -> None:
         "_GPUS = [\n",
         """\
 _GPUS = [
-    _gpu("x100", "X100", 200_000, 9000, 3000, 3000, 6000, (10, 0), 900, "its data sheet"),
+    ("x100", "X100", 200_000, 9000, (3000, 3000, 6000), (10, 0), 900, "its data sheet"),
 """,
     )
     planned = copy.batchinf("plan", jobs.MODEL, "--gpu", "x100", "--context", "512")
