@@ -1,5 +1,6 @@
 """What changed between two jobs' scores, logits and vectors: random outputs, held against loops over their rows."""
 
+import dataclasses
 import itertools
 import math
 import pathlib
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from headers import header_of
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.commands import diff
@@ -36,10 +38,9 @@ def job(
     """A finished job with these output rows, in a part for each piece; its output folder. parquet: how to write it."""
     (folder / "parts").mkdir(parents=True)
     (folder / "manifest").mkdir()
-    texts = {"job_id": "j", "created_at": "2026-01-01T00:00:00+00:00", "fingerprint": "f00d"}
     resolved = {"task": task, "input": {"path": "rows.jsonl"}, **(spec or {})}
     lines: list[dict[str, Any]] = [
-        {"kind": "header", "format_version": 1, **texts, "identity": {"task": task}, "layout": {}, "spec": resolved},
+        {"kind": "header", **dataclasses.asdict(header_of(identity={"task": task}, spec=resolved))},
         {"kind": "extent", "start": 0, "num_rows": 600, "rows_per_shard": 60, "first_shard": 0,
          "first_row": 0, "stop_row": 600, "source_fingerprint": taken},
     ]  # fmt: skip
@@ -49,7 +50,7 @@ def job(
         pq.write_table(piece, folder / "parts" / part_name(shard), **{"row_group_size": 7, **parquet})
         part = Part(shard=shard, file=part_name(shard), num_rows=piece.num_rows, num_bytes=1, digest="00")
         lines.append(part_line("part", part))
-    lines.append({"kind": "done", "name": "done", "at": texts["created_at"]})
+    lines.append({"kind": "done", "name": "done", "at": "2026-01-01T00:00:00+00:00"})
     (folder / "manifest" / "000001.jsonl").write_bytes(encode_commits([lines]))
     return str(folder)
 

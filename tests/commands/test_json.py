@@ -89,8 +89,8 @@ def test_check_of_a_damaged_manifest(done: pathlib.Path, tmp_path: pathlib.Path)
     shutil.copytree(done.parent / "out", out)
     log = min((out / "manifest").iterdir())
     lines = log.read_bytes().splitlines(keepends=True)
-    place = next(number for number, line in enumerate(lines) if b'"part"' in line)
-    lines[place] = lines[place].replace(b'"part"', b'"port"')  # others follow: it is no torn end
+    place = next(number for number, line in enumerate(lines) if b'"kind":"part"' in line)
+    lines[place] = lines[place].replace(b'"part"', b'"port"', 1)  # others follow: it is no torn end
     log.write_bytes(b"".join(lines))
     shown = jobs.run("check", out, "--json")
     [job] = json.loads(shown.stdout)["jobs"]

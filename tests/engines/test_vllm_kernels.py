@@ -246,9 +246,8 @@ def scored(engine: Any, mode: str) -> list[Any]:
     return [found[row] for row in sorted(found)]
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
 @pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}])
-def test_the_v1_runner_takes_them_in_pieces(mode: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_v1_runner_takes_them_in_pieces(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are equal to those of vLLM's own code, which takes those of a whole prompt at once."""
     monkeypatch.setattr(worker, "_CHUNK", 30)
     widest, running = [0], start(**engine)
@@ -260,20 +259,22 @@ def test_the_v1_runner_takes_them_in_pieces(mode: str, engine: dict[str, Any], m
         return gather(scores, *arguments)
 
     monkeypatch.setattr(runner.sampler, "gather_logprobs", watched)
+    modes = ("raw_logprobs", "raw_logits")
     try:
-        ours = scored(running, mode)
+        all_ours = [scored(running, mode) for mode in modes]
         assert max(widest) <= 30
         del runner._get_prompt_logprobs_dict  # vLLM's own is behind it
-        theirs = scored(running, mode)
+        all_theirs = [scored(running, mode) for mode in modes]
         assert max(widest) > 30
     finally:
         running.close()
-    assert any((rows.logprobs > 0).any() for rows in ours) == (mode == "raw_logits")
-    assert [len(rows.ranks) for rows in ours] == [299, 0, 1, 64, 63, 129, 32]
-    for mine, their in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(mine.token_ids, their.token_ids)
-        np.testing.assert_allclose(mine.logprobs, their.logprobs, atol=1e-5, rtol=0)
-        np.testing.assert_array_equal(mine.ranks, their.ranks)
+    for mode, ours, theirs in zip(modes, all_ours, all_theirs, strict=True):
+        assert any((rows.logprobs > 0).any() for rows in ours) == (mode == "raw_logits")
+        assert [len(rows.ranks) for rows in ours] == [299, 0, 1, 64, 63, 129, 32]
+        for mine, their in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(mine.token_ids, their.token_ids)
+            np.testing.assert_allclose(mine.logprobs, their.logprobs, atol=1e-5, rtol=0)
+            np.testing.assert_array_equal(mine.ranks, their.ranks)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_offload_beyond_the_hosts_memory_is_refused(tmp_path: pathlib.Path) -> N
 def test_heads_that_do_not_divide_are_refused_with_the_legal_degrees(tmp_path: pathlib.Path) -> None:
     path = jobs.spec_of(tmp_path, scripted=None, parallel={"tensor_parallel_size": 3, "data_parallel_size": 1})
     for command in ("validate", "run"):
-        done = jobs.run(command, path)
+        done = jobs.run(command, path, is_refused=True)
         assert done.returncode == 2
         [line] = done.stderr.strip().splitlines()[-1:]
         assert "parallel.tensor_parallel_size: got 3" in line and "must be one of 1, 2" in line
@@ -175,10 +175,10 @@ def test_a_job_whose_prompts_would_be_cut_starts_no_engine(tmp_path: pathlib.Pat
     engine = {"max_model_len": 512, "max_num_batched_tokens": 64}
     spec = jobs.spec_of(tmp_path, scripted=None, engine=engine, sampling={"temperature": 0.8})
     for command in ("validate", "run"):
-        done = jobs.run(command, spec)
+        done = jobs.run(command, spec, is_refused=True)
         assert done.returncode == 2
         assert "engine.max_num_batched_tokens: got 64, less than max_model_len 512" in done.stderr
-        piped = jobs.run(command, spec, "--set", "parallel.pipeline_parallel_size=2")
+        piped = jobs.run(command, spec, "--set", "parallel.pipeline_parallel_size=2", is_refused=True)
         assert piped.returncode == 2
         assert "parallel.pipeline_parallel_size: got 2, but no CUDA device is visible" in piped.stderr
     assert not list((tmp_path / "out").glob("logs/*"))

@@ -267,14 +267,13 @@ def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
     assert [row["row_index"] for row in jobs.rows_of(tmp_path / "out") if row["error_type"]] == [5]
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.slow
 def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
-    points = ("prompt.100", "prompt.101", "output.103", "prompt.200")
+    points = ("prompt.100", "prompt.101", "output.103", "prompt.400")
     spec = jobs.spec_of(tmp_path, output=SHARDS)
     done = jobs.run("run", spec, faults=",".join(f"engine.{point}:*=die" for point in points))
     assert done.returncode == 0, done.stderr
-    check_rows(tmp_path / "out", [100, 101, 103, 200])
+    check_rows(tmp_path / "out", [100, 101, 103, 400])
 
 
 @pytest.mark.fewer_rows
