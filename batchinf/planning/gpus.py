@@ -41,7 +41,7 @@ class Gpu:
 # Rates: NVIDIA's data sheets and architecture white papers, dense, with FP32 sums. MiB: nvidia-smi on such a GPU, or,
 # for A100 and RTX 4090, the nominal GiB.
 # name, title, MiB, GB/s of the memory, TFLOP/s in (bf16, fp16, fp8), compute capability, GB/s of NVLink, source
-_TABLE: list[tuple[str, str, int, int, tuple[int, int, int], tuple[int, int], int, str]] = [
+_GPUS = [
     ("b200", "B200 SXM", 183_359, 8000, (2250, 2250, 4500), (10, 0), 900, "nvidia.com/en-us/data-center/dgx-b200"),
     ("h200", "H200 SXM", 143_771, 4800, (989, 989, 1979), (9, 0), 450, "nvidia.com/en-us/data-center/h200"),
     ("h100-80", "H100 SXM 80 GB", 81_079, 3350, (989, 989, 1979), (9, 0), 450, "nvidia.com/en-us/data-center/h100"),
@@ -75,7 +75,7 @@ GPUS = {
         link=link * _GB,
         source=source,
     )
-    for name, title, mib, bandwidth, (bf16, fp16, fp8), capability, link, source in _TABLE
+    for name, title, mib, bandwidth, (bf16, fp16, fp8), capability, link, source in _GPUS
 }
 
 # Short names, and MIG parts that have names of their own.
