@@ -77,12 +77,13 @@ def blocks_of(page: str | pathlib.Path) -> list[Block]:
 def check_spec(text: str) -> None:
     """Raise SpecError unless a text is a spec, or fields of one. Files that it names are made where they are absent."""
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
-    from batchinf.spec.file import _Reader, read_spec
+    from batchinf.spec.file import read_spec
+    from batchinf.spec.yaml_text import YamlReader
 
     for name in re.findall(r"\{file: ([\w./-]+)\}", text):
         if not os.path.exists(name):
             pathlib.Path(name).write_text("{{ prompt }}", encoding="utf-8")
-    read_spec(_merged(_LEAST, _Reader(lambda mark: f"line {mark.line + 1}").read(text)))
+    read_spec(_merged(_LEAST, YamlReader(lambda mark: f"line {mark.line + 1}").read(text)))
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

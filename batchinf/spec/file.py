@@ -1,33 +1,26 @@
 """Reads specs from YAML files or from Python: parses, checks, applies overrides; errors have line and column."""
 
-import difflib
-import functools
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from batchinf.base.errors import SpecError
 from batchinf.base.places import check_is_here, elsewhere
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
-from batchinf.spec.fields import null_hint
+from batchinf.spec.explain import did_you_mean, elsewhere_in_spec, explain, fields_of
 from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
     PATH_FIELDS,
-    RUNTIME_ENGINE_ARGUMENTS,
     SECRET_NAME,
     JobSpec,
-    field_docs,
-    is_task_section,
 )
+from batchinf.spec.yaml_text import MAX_SPEC_BYTES, MAX_YAML_DEPTH, YamlReader, dump_yaml, got
 
 # Limit for all `{file: path}` together. job.yaml has their content, and must be short enough to be read as a spec.
 MAX_VALUE_BYTES = 960 << 10
@@ -96,26 +89,7 @@ def _expand(path: str) -> str:
     return expanded if "\0" in expanded else os.path.expanduser(expanded)
 
 
-# A spec is a page of text. With these limits a wrong or hostile file is refused quickly.
-MAX_SPEC_BYTES = 2**20
-MAX_NODES = 10_000
-MAX_YAML_DEPTH = 50
 MAX_ERRORS = 10
-
-_TAG = "tag:yaml.org,2002:"
-_DIGITS = "(?:0|[1-9][0-9]{0,99})"  # any number that makes sense; longer ones are text
-_OCTAL_OR_HEX = "0o[0-7]{1,99}|0x[0-9a-fA-F]{1,99}"
-_FLOAT = rf"[-+]?(?:\.[0-9]+|{_DIGITS}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-# By tag: the pattern of a scalar, and the function that makes its value.
-_SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
-    "null": (re.compile(r"(?:~|null|Null|NULL|)\Z"), lambda text: None),
-    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), lambda text: text.lower() == "true"),
-    "int": (re.compile(rf"(?:[-+]?{_DIGITS}|{_OCTAL_OR_HEX})\Z"), lambda text: int(text, 0)),
-    "float": (re.compile(rf"(?:{_FLOAT})\Z"), lambda text: float(re.sub(r"\.(?=[inIN])", "", text))),
-    "merge": (re.compile(r"<<\Z"), str),
-    "str": (re.compile(""), str),
-}
-_IMPLICIT = [(f"{_TAG}{name}", pattern) for name, (pattern, _) in _SCALARS.items() if name != "str"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +142,7 @@ def read_spec(spec: SpecSource, overrides: Overrides = ()) -> SpecFile:
     try:
         return SpecFile(JobSpec.model_validate(draft.data), draft.places, draft.name)
     except ValidationError as error:
-        raise _joined([_line(draft.places, *problem) for problem in _explain(error)]) from None
+        raise _joined([_line(draft.places, *problem) for problem in explain(error)]) from None
 
 
 _IN_PYTHON = "spec"  # the place of a spec that is no file
@@ -192,13 +166,14 @@ class _Draft:
         if isinstance(spec, Mapping):
             return cls(_plain(spec), {"": _IN_PYTHON}, _IN_PYTHON)
         if not isinstance(spec, str | os.PathLike):
-            got = name_type(spec)
-            raise SpecError(f"got {got} as the spec; must be the path of a YAML file, a mapping, or a JobSpec")
+            raise SpecError(
+                f"got {name_type(spec)} as the spec; must be the path of a YAML file, a mapping, or a JobSpec"
+            )
         name = os.fspath(spec)
-        reader = _Reader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
+        reader = YamlReader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
         data = reader.read(_read_text(name))
         if not isinstance(data, dict):
-            raise SpecError(f"{name}: got {_got(data)}; must be a mapping of fields ({', '.join(_children(''))})")
+            raise SpecError(f"{name}: got {got(data)}; must be a mapping of fields ({', '.join(fields_of(''))})")
         return cls(data, {"": name, **reader.places}, name)
 
     def __post_init__(self) -> None:
@@ -216,7 +191,7 @@ class _Draft:
         place = f"--set {clip(shown)}"
         if not equals:
             raise SpecError(f"{place}: {_FORM_OF_SET}")
-        reader = _Reader(lambda mark: place)
+        reader = YamlReader(lambda mark: place)
         self.set(field.strip(), reader.read(value, field.strip()), place, reader.places)
 
     def set(self, field: str, value: Any, place: str, inner_places: Mapping[str, str] | None = None) -> None:
@@ -231,7 +206,7 @@ class _Draft:
                 data[key] = {}
                 self.places[section] = place
             if not isinstance(data[key], dict):
-                raise SpecError(f"{place}: {section} is {_got(data[key])}, which has no fields; set {section} itself")
+                raise SpecError(f"{place}: {section} is {got(data[key])}, which has no fields; set {section} itself")
             data = data[key]
         data[last] = value
         if sections == ["sampling"] and isinstance(data.get("columns"), dict):
@@ -307,8 +282,8 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
         if argument in ENGINE_ARGUMENTS_ELSEWHERE:
             problems.append(file.line(f"engine.{argument}", f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"))
         elif public is not None and argument not in public:
-            fields = {name: field for name, field in _elsewhere().items() if not field.startswith("engine")}
-            hint = _did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
+            fields = {name: field for name, field in elsewhere_in_spec().items() if not field.startswith("engine")}
+            hint = did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
             problems.append(file.line(f"engine.{argument}", f"no engine argument of the installed vLLM{hint}"))
     if problems:
         raise _joined(problems)
@@ -319,134 +294,11 @@ def dump_spec(spec: JobSpec) -> str:
     return dump_yaml(_as_written(spec))
 
 
-def dump_yaml(data: dict[str, Any]) -> str:
-    """Fields as YAML that `read_spec` reads as the same values."""
-    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31))
-
-
 def _as_written(spec: JobSpec) -> dict[str, Any]:
     data = spec.model_dump(mode="json")
     for holder, key, _ in _paths(data):
         holder[key] = holder[key].replace("$", "$$")
     return data
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {None: _IMPLICIT}  # noqa: RUF012
-    num_nodes = 0
-    depth = 0
-
-    def get_single_node(self) -> yaml.Node | None:
-        try:
-            return super().get_single_node()
-        except (ValueError, OverflowError):  # numbers that PyYAML does not check
-            raise yaml.MarkedYAMLError(problem="impossible number", problem_mark=self.get_mark()) from None
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.num_nodes += 1
-        self.depth += 1
-        if self.depth > MAX_YAML_DEPTH or self.num_nodes > MAX_NODES:
-            raise yaml.MarkedYAMLError(problem="too long or too deeply nested", problem_mark=self.get_mark())
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
-class _Dumper(yaml.SafeDumper):
-    # Uses the rules of YAML 1.1 too, so that text is quoted if a reader of either version could mistake it for a number
-    # or another value.
-    yaml_implicit_resolvers = {**yaml.SafeDumper.yaml_implicit_resolvers, None: _IMPLICIT}  # noqa: RUF012
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_str(self, text: str) -> yaml.ScalarNode:
-        # If they are not escaped, the other line breaks of YAML 1.1 are read back as \n.
-        style = '"' if re.search("[\x85\u2028\u2029\ufeff]", text) else "|" if "\n" in text else None
-        return self.represent_scalar(f"{_TAG}str", text, style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
-
-
-class _Reader:
-    """Turns YAML into plain values and notes the place of each field."""
-
-    def __init__(self, place: Callable[[yaml.Mark], str]) -> None:
-        self.places: dict[str, str] = {}
-        self._place = place
-        self._budget = MAX_SPEC_BYTES  # characters, with all aliases expanded
-
-    def read(self, text: str, field: str = "") -> Any:
-        """The value of the YAML in `text`; None if it is empty. field: the name of the value."""
-        try:
-            node = _Loader(text).get_single_node()
-            return None if node is None else self._value(node, field, 0)
-        except yaml.reader.ReaderError as error:
-            lines = text[: error.position].split("\n")
-            mark = _mark(len(lines) - 1, len(lines[-1]))
-            what = f"character U+{error.character:04X}"
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or _mark()
-            what = ", ".join(filter(None, [error.context, error.problem]))
-            if error.context == "while scanning a quoted scalar" and "end of stream" in str(error.problem):
-                # The end of the file says nothing; the place of the quote does.
-                mark = error.context_mark or mark
-                what = "the quote that begins here is not closed"
-            elif isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
-                what += "; indent with spaces" if "\\t" in what else "; does a text need quotes?"
-        raise SpecError(f"{self._place(mark)}: not valid YAML: {what}")
-
-    def _wrong(self, node: yaml.Node, message: str) -> SpecError:
-        return SpecError(f"{self._place(node.start_mark)}: {message}")
-
-    def _spend(self, node: yaml.Node, depth: int, num_characters: int) -> None:
-        self._budget -= num_characters
-        if self._budget < 0 or depth > MAX_YAML_DEPTH:
-            raise self._wrong(node, "too long or too deeply nested with its aliases written out")
-
-    def _value(self, node: yaml.Node, field: str, depth: int) -> Any:
-        self._spend(node, depth, 1 + len(field) + len(node.value))
-        tag = node.tag.removeprefix(_TAG)
-        if isinstance(node, yaml.MappingNode) and tag == "map":
-            prefix = f"{field}." if field else ""
-            return {key: self._named(f"{prefix}{key}", *pair, depth) for key, pair in self._pairs(node, depth).items()}
-        if isinstance(node, yaml.SequenceNode) and tag == "seq":
-            return [self._named(f"{field}[{i}]", item, item, depth) for i, item in enumerate(node.value)]
-        pattern, make = _SCALARS.get(tag, (None, str))
-        if not isinstance(node, yaml.ScalarNode) or pattern is None or not pattern.match(node.value):
-            raise self._wrong(node, f"tag {clip(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out")
-        if re.search("[\ud800-\udfff]", node.value):
-            raise self._wrong(node, f"got {_got(node.value)}, which holds half a character (a surrogate)")
-        return make(node.value)
-
-    def _named(self, field: str, name: yaml.Node, node: yaml.Node, depth: int) -> Any:
-        self.places[field] = self._place(name.start_mark)
-        return self._value(node, field, depth + 1)
-
-    def _pairs(self, node: yaml.Node, depth: int) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        # A mapping's own keys win over merged keys (`<<: *base`), and earlier bases win over later ones.
-        self._spend(node, depth, 1 + len(node.value))
-        if not isinstance(node, yaml.MappingNode):
-            raise self._wrong(node, "<< takes a mapping, or a list of mappings")
-        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for key_node, value_node in node.value:
-            if key_node.tag == f"{_TAG}merge":
-                for base in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
-                    merged = {**self._pairs(base, depth + 1), **merged}
-                continue
-            key = self._value(key_node, "", depth)
-            if not isinstance(key, str):
-                raise self._wrong(key_node, f"got {_got(key)} for a field's name; must be text: does it need quotes?")
-            if key in pairs:
-                raise self._wrong(key_node, f"{clip(key)}: given twice; leave one of them out")
-            pairs[key] = key_node, value_node
-        return {**merged, **pairs}
-
-
-def _mark(line: int = 0, column: int = 0) -> yaml.Mark:
-    return yaml.Mark(name="", index=0, line=line, column=column, buffer=None, pointer=0)
 
 
 def _read_text(name: str) -> str:
@@ -487,7 +339,7 @@ def _read_value(path: str, is_value: bool, most: int) -> tuple[Any, int]:
         raise ValueError(f"the file {clip(name)} is not UTF-8, at line {line}; save it as UTF-8") from None
     if not is_value:  # editors add the last line break; it does not belong to the text
         return text.removesuffix("\n"), len(content)
-    value = _Reader(lambda at: f"{name}:{at.line + 1}:{at.column + 1}").read(text)
+    value = YamlReader(lambda at: f"{name}:{at.line + 1}:{at.column + 1}").read(text)
     if value is None:
         raise ValueError(f"the file {clip(name)} has nothing in it")
     return value, len(content)
@@ -503,105 +355,3 @@ def _line(places: Mapping[str, str], field: str, message: str) -> str:
 def _joined(lines: Sequence[str]) -> SpecError:
     rest = [f"and {len(lines) - MAX_ERRORS} more"] if len(lines) > MAX_ERRORS else []
     return SpecError("\n".join([*lines[:MAX_ERRORS], *rest]))
-
-
-def _explain(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Each wrong field once, with its error. If a field accepts several types, pydantic gives an error for each."""
-    by_field: dict[str, list[ErrorDetails]] = {}
-    for details in error.errors(include_url=False):
-        by_field.setdefault(_field(details), []).append(details)
-    for field, errors in by_field.items():
-        if any(other.startswith(f"{field}[") for other in by_field):
-            continue  # the list's own error: too short without its wrong items
-        # Where one of the types fits, its validator's own words say more.
-        details = max(errors, key=lambda each: (each["type"] == "wrong", len(each["loc"])))
-        numbers = [part for part in details["loc"] if isinstance(part, int)]
-        item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
-        yield field + item, _message(field, details, {each["type"] for each in errors})
-
-
-def _field(details: ErrorDetails) -> str:
-    """The field that an error is about, without the parts of its `loc` that name one of several types."""
-    *parts, unknown = details["loc"] if details["type"] == "extra_forbidden" else (*details["loc"], None)
-    field = ""
-    for part in parts:
-        longer = f"{field}[{part}]" if isinstance(part, int) else f"{field}.{part}".lstrip(".")
-        field = longer if _doc_name(longer) in field_docs() else field
-    return ".".join(str(part) for part in (field, unknown, details.get("ctx", {}).get("field")) if part)
-
-
-def _doc_name(field: str) -> str:
-    return re.sub(r"\[[0-9]+\]", "[]", field)
-
-
-def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
-    if details["type"] == "extra_forbidden":
-        name = str(details["loc"][-1])
-        section = _doc_name(field.removesuffix(name).removesuffix("."))
-        names = _children(section)
-        # In a task's section, a field with the same name in another section has another meaning.
-        elsewhere = {} if is_task_section(section) else _elsewhere()
-        return f"unknown field{_did_you_mean(name, names, elsewhere) or '.'} Allowed: {', '.join(names)}"
-    if details["type"] in ("wrong", "value_error"):
-        return str(details["ctx"].get("reason") or details["ctx"]["error"])
-    doc = field_docs()[_doc_name(field)]
-    if details["type"] == "missing":
-        return f"missing; must be {doc.allowed}. {doc.meaning}"
-    value = details["input"]
-    if value is None and not doc.is_required:
-        hint = "; leave it out for its default"
-    else:
-        hint = (null_hint(value) if doc.takes_null else "") or _hint(value, types, doc.allowed)
-    return f"got {_got(value)}; must be {doc.allowed}{hint}"
-
-
-def _hint(value: Any, types: set[str], allowed: str) -> str:
-    match value:
-        # No literal "": to compare pandas.NA with it fails.
-        case str() if not value and allowed.startswith("a list of texts"):
-            return "; leave empty texts out"
-        case str() | list() if not value:
-            return " that is not empty"
-        case str() if "a list of mappings" in allowed:
-            return ', such as [{role: user, content: "…"}]'
-        case str() if "tuple_type" in types or allowed.startswith("a list of texts"):
-            return f"; for a list of one write [{clip(value)}]"
-        case str() if types & {"int_type", "float_type"} and re.match(rf"(?:{_FLOAT})\Z", value):
-            return "; write it without quotes"
-        case float() if "int_type" in types and value.is_integer() and abs(value) < 2**31:
-            return f"; write it as {value:.0f}"
-        case bool() | int() | float() if "string_type" in types:
-            return "; text that looks like something else needs quotes"
-    return ""
-
-
-def _children(section: str) -> list[str]:
-    names = [field.rpartition(".") for field in field_docs() if not field.endswith("]")]
-    return [name for above, _, name in names if above == section]
-
-
-@functools.cache
-def _elsewhere() -> dict[str, str]:
-    """Field name → where the spec has it, for hints to users who wrote the field in the wrong section."""
-    hints = {name: f"engine.{name}" for name in ("max_model_len", *sorted(RUNTIME_ENGINE_ARGUMENTS))}
-    for field in field_docs():
-        section, _, name = field.rpartition(".")
-        if section != "scripted" and not field.endswith("]"):
-            shown = field if section else f"{field}, at the top level"
-            hints[name] = f"{hints[name]} or {shown}" if name in hints else shown
-            hints[field] = f"{name}, within {section}" if section else shown
-    return hints
-
-
-def _did_you_mean(name: str, allowed: Iterable[str], elsewhere: Mapping[str, str]) -> str:
-    names = {**elsewhere, **{each: each for each in allowed}}
-    close = difflib.get_close_matches(name.strip().lower().replace("-", "_")[:100], names, n=1, cutoff=0.7)
-    return f"; did you mean {names[close[0]]}?" if close else ""
-
-
-def _got(value: Any) -> str:
-    if isinstance(value, str):
-        return f"'{clip(value)}'" if value else "empty text"
-    if isinstance(value, list | dict):
-        return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
-    return "nothing (null)" if value is None else clip(json.dumps(value, default=repr))

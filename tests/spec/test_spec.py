@@ -19,7 +19,7 @@ from pydantic import ValidationError
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, if this file runs as a program
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import engine_argument_names
-from batchinf.spec.file import MAX_SPEC_BYTES, SpecFile, check_engine_arguments, dump_spec, read_spec
+from batchinf.spec.file import SpecFile, check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
     RUNTIME_ENGINE_ARGUMENTS,
@@ -29,6 +29,7 @@ from batchinf.spec.job import (
     fingerprint,
     json_schema,
 )
+from batchinf.spec.yaml_text import MAX_SPEC_BYTES
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "spec.md"
