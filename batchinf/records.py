@@ -189,9 +189,13 @@ class Lease(Shard):
     """The number of the try, from 1."""
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Names it among the leases that replicas hold at one time: no two of them have a row in common."""
-        return self.index, self.start
+    def key(self) -> tuple[int, int, int]:
+        """Its name in messages: shard, start and stop.
+
+        Without the stop, a late message about a lease that was given back could seem to be about the whole shard, which
+        the same replica was given meanwhile to make its part.
+        """
+        return self.index, self.start, self.stop
 
     @property
     def num_to_run(self) -> int:

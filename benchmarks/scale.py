@@ -44,6 +44,7 @@ from batchinf.replica.messages import (
     Begin,
     Command,
     Identified,
+    Key,
     Launch,
     LeaseBegun,
     LeaseStored,
@@ -111,7 +112,7 @@ class Replicas:
         self._all: list[Replica] = []
         self._last_up = self._last_assigned = 0.0
         # At the end of a job, leases move from replica to replica. Such a wait is not the coordinator's.
-        self._moved: set[tuple[int, int]] = set()
+        self._moved: set[Key] = set()
 
     def figures(self) -> dict[str, Any]:
         """What was measured: waits in seconds, times of the monotonic clock, and the idle share of the time between."""

@@ -40,7 +40,7 @@ from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.speed import times_of
 from batchinf.manifest.state import read_state
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease
-from batchinf.replica.messages import Begin, Event, LeaseBegun, LeaseStored, Progress, Ready, Revoke, TakesLeases
+from batchinf.replica.messages import Begin, Event, Key, LeaseBegun, LeaseStored, Progress, Ready, Revoke, TakesLeases
 from batchinf.replica.worker import window
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import choose_rows_per_shard, total_shards
@@ -258,7 +258,7 @@ class Fleet:
         self.replicas = [replica.known for replica in replicas]
         self.stall_timeout_s = 300.0
         self.requests_per_row = 1
-        self.revoked: list[tuple[FleetReplica, list[tuple[int, int]]]] = []
+        self.revoked: list[tuple[FleetReplica, list[Key]]] = []
 
     def assign(self, replica: FleetReplica, leases: list[Lease], condemned: Any, *, progress_s: float) -> None:
         own = self.by_number[replica.number]

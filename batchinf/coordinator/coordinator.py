@@ -219,7 +219,7 @@ class Coordinator:
             self._commit(closed)
 
     def _note_begun(self, event: LeaseBegun) -> None:
-        shard, _ = event.lease
+        shard = event.lease[0]
         if not self._has_begun:
             self._has_begun = True
             self._manifest.event("first_request", shard=shard)

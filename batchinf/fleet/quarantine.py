@@ -27,7 +27,7 @@ from batchinf.fleet.replica import FleetReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Lease, Shard
-from batchinf.replica.messages import InFlightRequest, Trial
+from batchinf.replica.messages import InFlightRequest, Key, Trial
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at
 
@@ -166,7 +166,7 @@ class Quarantine:
         self.condemned = dict(condemned or {})
 
     @property
-    def leases(self) -> dict[tuple[int, int], Lease]:
+    def leases(self) -> dict[Key, Lease]:
         """Leases that only their case's replica may run, by key."""
         cases = (case for case in self._cases.values() if case.stage != "lost")
         return {lease.key: lease for case in cases for lease in case.leases}
@@ -282,7 +282,7 @@ class Trials:
         self._quarantine.hand_over([replica.number for replica in fleet.replicas])
 
     @property
-    def leases(self) -> dict[tuple[int, int], Lease]:
+    def leases(self) -> dict[Key, Lease]:
         """Leases that only the replica of their case may run, by key."""
         return self._quarantine.leases
 

@@ -62,7 +62,7 @@ class OpenLease:
         return self.lease.index
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int, int]:
         return self.lease.key
 
     @property

@@ -6,7 +6,7 @@ from batchinf.manifest.columns import Columns
 from batchinf.model.lora import Adapter
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
 
-Key = tuple[int, int]  # of a lease: `Lease.key`
+Key = tuple[int, int, int]  # of a lease: `Lease.key`
 
 # Error types of `Failed` that no restart mends, beside DriftError.
 DISK_ERROR = "DiskError"

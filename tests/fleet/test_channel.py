@@ -31,7 +31,7 @@ MESSAGES = (
     messages.Assign(
         (records.Lease(0, 0, 10, attempts=2), records.Lease(1, 10, 2**40, is_whole=False)), ((3, "x"),), 0.1
     ),
-    messages.Revoke(((1, 4), (2, 9))),
+    messages.Revoke(((1, 4, 8), (2, 9, 12))),
     messages.Trial((records.Lease(1, 0, 9),), ((1, 2), (3,)), True),
     messages.Begin(),
     messages.Identified(),
@@ -40,8 +40,8 @@ MESSAGES = (
     messages.TakesLeases(1229),
     messages.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
     messages.Progress(5, {"empty_prompt": 1}, 70, 90, 12, 3, 0.25, records.EngineStats(3, 1, 0.5, 0, 7, 2)),
-    messages.LeaseBegun((4, 40), 17, 16),
-    messages.LeaseStored((4, 40), 17, {"empty_prompt": 1}),
+    messages.LeaseBegun((4, 40, 60), 17, 16),
+    messages.LeaseStored((4, 40, 60), 17, {"empty_prompt": 1}),
     messages.ShardClosed(PART, 17, {"empty_prompt": 1}),
     messages.Revoked(()),
     messages.Tried((1, 2)),
@@ -134,7 +134,7 @@ def test_threads_do_not_cut_into_each_other(pair: tuple[Channel, Channel]) -> No
 
     def talk(number: int) -> None:
         for index in range(100):
-            one.send(messages.LeaseBegun((number, 0), index, 0))
+            one.send(messages.LeaseBegun((number, 0, 10), index, 0))
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -110,10 +110,10 @@ EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "progress": (progress(5), None, None, None),
     "begun": (LeaseBegun(WHOLE.key, 2, 1), PASSES_ON, PASSES_ON, None),
     "stored": (LeaseStored(CUT.key, 5, {"refused": 1}), finished(CUT, 5), None, None),
-    "stored, of another": (LeaseStored((9, 90), 5, {"refused": 1}), None, None, None),
+    "stored, of another": (LeaseStored((9, 90, 95), 5, {"refused": 1}), None, None, None),
     "closed": (ShardClosed(PART, 10, {"refused": 1}), finished(WHOLE, 10, PART), None, None),
     "closed, not held whole": (ShardClosed(replace(PART, shard=4), 10), None, None, None),
-    "revoked": (Revoked((CUT.key, (9, 90))), LeasesGivenBack([CUT]), LeasesGivenBack([]), None),
+    "revoked": (Revoked((CUT.key, (9, 90, 95))), LeasesGivenBack([CUT]), LeasesGivenBack([]), None),
     "tried": (Tried((1,)), PASSES_ON, PASSES_ON, None),
     "failed": (FAILED, None, None, None),
     "stopped": (Stopped(), PASSES_ON, PASSES_ON, "ended"),
@@ -130,6 +130,17 @@ def test_what_each_event_does_in_each_state(name: str, state: str) -> None:
     assert replica.hear(event, now=1.0, at=1001.0) == (event if expected is PASSES_ON else expected)
     assert replica.state == (after or before)
     assert replica.heard_at == 1001.0
+
+
+def test_a_late_message_about_a_part_of_a_shard_is_not_about_the_whole() -> None:
+    """A lease was given back and stored by another replica; then this one was given the shard, to make its part."""
+    replica = replica_in("up")
+    first = Lease(WHOLE.index, WHOLE.start, WHOLE.start + 4, is_whole=False)
+    for event in (LeaseBegun(first.key, 4, 4), LeaseStored(first.key, 4)):
+        replica.hear(event, now=1.0, at=1001.0)
+    assert WHOLE in replica.current.leases.values()
+    assert WHOLE in replica.unbegun
+    assert replica.hear(ShardClosed(PART, 10, {"refused": 1}), now=1.0, at=1001.0) == finished(WHOLE, 10, PART)
 
 
 @pytest.mark.parametrize("event", [LeaseStored(WHOLE.key, 10, {}), ShardClosed(PART, 10, {})])
