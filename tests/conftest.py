@@ -34,8 +34,9 @@ for name, value in {
 os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "", False
 jobs.environment = dict(os.environ)
 
-# The same examples in every run; `--hypothesis-profile=default` draws others. `make fuzz` and `make soak` have seeds.
-settings.register_profile("repeatable", derandomize=True)
+# The same examples in every run, however slow the machine is. `--hypothesis-profile=default` draws others; `make fuzz`
+# and `make soak` have seeds.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 # As in the processes that tests start: see `quick/sitecustomize.py`.

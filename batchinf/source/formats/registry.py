@@ -11,8 +11,14 @@ from batchinf.source.formats.lines import JsonLines, OpenAIBatch, TextLines
 from batchinf.source.formats.parquet import Parquet
 
 FORMATS: tuple[InputFormat, ...] = (
-    JsonLines(), OpenAIBatch(), Parquet(), Csv(), TextLines(), Arrow(), HuggingFace(),
-)  # fmt: skip
+    JsonLines(),
+    OpenAIBatch(),
+    Parquet(),
+    Csv(),
+    TextLines(),
+    Arrow(),
+    HuggingFace(),
+)
 
 FORMAT_NAMES = tuple(format.name for format in FORMATS)  # the values of `input.format`
 COMPRESSED = tuple(COMPRESSIONS)  # endings that may follow those of most formats
