@@ -759,7 +759,7 @@ def fail(model):
     sizes = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     spec = JobSpec(model={"name": model}, input={"path": "x"}, output={"path": "y"}, engine=sizes)
     engine = VllmEngine(task_of(spec), model, model)
-    request = Request(0, 0, [5] * 200, sampling, 8, 1)
+    request = Request(0, 0, [5] * 200, sampling, max_tokens=8, seed=1)
     engine.add(request)
     seen = {"step": message(engine.step), "again": message(engine.step), "add": message(engine.add, request)}
     seen["num_unfinished"] = engine.num_unfinished()
@@ -767,7 +767,7 @@ def fail(model):
     engine.close()
     seen["closed"] = message(engine.step)
     another = VllmEngine(task_of(spec), model, model)
-    another.add(Request(0, 0, [5] * 20, sampling, 1, 1))
+    another.add(Request(0, 0, [5] * 20, sampling, max_tokens=1, seed=1))
     seen["another"] = len(another.step())
     another.close()
     return seen

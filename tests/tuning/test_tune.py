@@ -36,17 +36,17 @@ def test_the_faster_batch_is_found_and_a_stop_loses_one_trial(
     said: list[str] = []
     path = spec_of(tmp_path)
     options: dict[str, Any] = {"num_rows": 60, "tries": ["scripted.max_num_seqs=1,64"], "say": said.append}
-    run = api._run
+    run = api.run_job
 
     def stop_at_the_third(*given: Any, **more: Any) -> Any:
         if sum(line.startswith("round") for line in said) == 3:
             raise Interrupted("stopped")
         return run(*given, **more)
 
-    monkeypatch.setattr(api, "_run", stop_at_the_third)
+    monkeypatch.setattr(api, "run_job", stop_at_the_third)
     with pytest.raises(Interrupted):
         api.tune(path, **options)
-    monkeypatch.setattr(api, "_run", run)
+    monkeypatch.setattr(api, "run_job", run)
     first, said[:] = len(said), []
     report = api.tune(path, **options)
     assert first == 6
