@@ -726,9 +726,10 @@ def kill(model, number):
     sampling = SamplingSpec(temperature=0, ignore_eos=True, logprobs=2)
     spec = JobSpec(model={"name": model}, input={"path": "x"}, output={"path": "y"}, engine={"max_model_len": 512})
     engine = VllmEngine(task_of(spec), model, model)
-    engine.warm_up(Request(-1, 0, [1] * 8, sampling.model_copy(update={"min_tokens": 10}), 4, None))
+    warm = sampling.model_copy(update={"min_tokens": 10})
+    engine.warm_up(Request(-1, 0, [1] * 8, warm, max_tokens=4))
     for row in range(12):
-        engine.add(Request(row, 0, [5, 6, 7 + row], sampling, 4 if row < 4 else 480, None))
+        engine.add(Request(row, 0, [5, 6, 7 + row], sampling, max_tokens=4 if row < 4 else 480))
     completions, error = [], None
     while not completions:
         completions += engine.step()
