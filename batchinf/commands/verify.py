@@ -227,7 +227,7 @@ class _Comparison:
         self.worst: list[RowDeviation] = []
 
     def add(self, row: StoredRow, prompt: Prompt, stored: Iterable[StoredLogprobs | StoredVectors]) -> None:
-        """Compare what is stored of one row with the reference."""
+        """Compare the stored values of one row with the reference."""
         position = {name: row.values[name] for name in ("row_index", "sample_index")}
         deviations = [RowDeviation(**position, **self._add(numbers, prompt.adapter)) for numbers in stored]
         if deviations:

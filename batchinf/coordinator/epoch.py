@@ -135,7 +135,7 @@ def _prepare(
 
 
 def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
-    """The new job over an input whose first rows are those of its input."""
+    """The new job, checked against the first rows of its input; without rows, it is returned as it is."""
     where = prepared.file.spec.input.where
     with placing(prepared.file):
         rows = first_rows(location_of(prepared.file.spec))

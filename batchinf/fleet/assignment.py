@@ -112,7 +112,7 @@ class Assignment:
     # -- hand out and take back --------------------------------------------------------------------------------------
 
     def _hand_out_anew(self) -> None:
-        """Hand out rows by what is left now."""
+        """Compute the shares again from the rows that are left, and hand out rows."""
         self._sharing = None
         self._hand_out(self._fleet.replicas)
 

@@ -50,7 +50,7 @@ class Ended:
     in_flight: tuple[InFlightRequest, ...]
     """Requests that were in its engine; empty if no row can be the cause."""
     num_unfinished: int
-    """All requests that were in its engine, whatever the cause."""
+    """All requests that were in its engine when it ended, for any cause."""
     num_open_rows: int
     """Finished output rows of leases that are not finished."""
     lowered: Lowered | None

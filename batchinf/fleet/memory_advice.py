@@ -15,7 +15,7 @@ _LEAST_LENGTH = 256
 
 
 def explain(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> str:
-    """One message: what was needed, what there was, and the changes that would help by calculation."""
+    """One message: the memory that was needed, the memory there was, and the changes that would help by calculation."""
     changes = _changes(cause, engine, fit)
     can = f"; to go on, {'; or '.join(changes)}" if changes else ""
     return f"{_WHAT[cause.kind]}: {', '.join(_figures(cause, engine, fit, model))}{can}"
@@ -100,7 +100,7 @@ def _least_share(cause: OutOfMemory, share: float, fit: Fit) -> float | None:
 
 
 def _would_fit(changed: Fit, fit: Fit, cause: OutOfMemory, now: Mapping[str, Any]) -> bool:
-    """Whether the weights and one sequence would fit; by vLLM's figure of what was left, if it gave one."""
+    """Whether the weights and one sequence would fit. If vLLM said how much memory was left, that figure is used."""
     before = fit.weight_bytes
     after = changed.weight_bytes
     sequence = changed.sequence_bytes

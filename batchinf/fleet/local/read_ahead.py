@@ -13,7 +13,7 @@ from batchinf.model.identity import Model
 
 # If the first byte of a block is in memory, the whole block is assumed to be: another process has just read it.
 _BLOCK_BYTES = 2 << 20
-# Share of the free memory: reading more would only evict what was read before.
+# Share of the free memory. Reading more would push the first files out of the page cache again.
 _MOST = 0.5
 
 
