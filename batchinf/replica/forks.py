@@ -15,14 +15,22 @@ def forks_engine_core() -> bool:
     return is_apart and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork") == "fork"
 
 
-class FirstFork:
-    """Calls that wait for the first fork of this process."""
+def forks_workers(num_devices: int) -> bool:
+    """Whether vLLM will fork its workers, one after the other, from this process, which has the engine core in it."""
+    is_inside = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
+    return is_inside and num_devices > 1 and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork") == "fork"
 
-    def __init__(self, *, is_expected: bool) -> None:
-        """is_expected: if no fork is to come, calls do not wait."""
-        self._is_over = not is_expected
+
+class FirstFork:
+    """Calls that wait for the first fork of this process, or for `release` where several forks are to come."""
+
+    def __init__(self, *, is_expected: bool, are_several: bool = False) -> None:
+        """is_expected: one fork is to come. are_several: more than one. If none is to come, calls do not wait."""
+        self._is_over = not (is_expected or are_several)
         self._waiting: deque[Callable[[], object]] = deque()
-        if is_expected:
+        if are_several:
+            os.register_at_fork(after_in_child=self._forget)
+        elif is_expected:
             os.register_at_fork(after_in_parent=self.release, after_in_child=self._forget)
 
     def after(self, call: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ the pipeline.
 """
 
 import contextlib
+import math
 import os
 import pathlib
 import sys
@@ -27,7 +28,7 @@ from batchinf.job.open import open_job_input
 from batchinf.model.content import Unchanged, adapter_files
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.replica.feeder import Feeder
-from batchinf.replica.forks import FirstFork, forks_engine_core
+from batchinf.replica.forks import FirstFork, forks_engine_core, forks_workers
 from batchinf.replica.messages import (
     DISK_ERROR,
     STARTING_ENGINE,
@@ -89,7 +90,11 @@ class Incarnation:
         self._tokenizer: Any = None
         self._work: Work | None = None
         self._starts_engine = False
-        self._first_fork = FirstFork(is_expected=self._spec.scripted is None and forks_engine_core())
+        is_real = self._spec.scripted is None
+        self._first_fork = FirstFork(
+            is_expected=is_real and forks_engine_core(),
+            are_several=is_real and forks_workers(math.prod(self._spec.parallel.sizes)),
+        )
         self._pipeline: Future[tuple[Pipeline, EngineLimits | None]] = Future()
         self._worker: Worker | None = None
         self._feeder: Feeder | None = None
