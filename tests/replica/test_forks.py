@@ -34,6 +34,7 @@ def test_a_call_waits_for_the_forks(options: dict[str, bool], at_once: bool, aft
 
 def test_workers_are_forked_here_only_if_the_core_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it in tests that run it in here
     assert forks_workers(2)
     assert not forks_workers(1)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

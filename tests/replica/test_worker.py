@@ -252,14 +252,14 @@ def test_only_what_has_not_begun_is_given_back(bench: Callable[..., Bench]) -> N
     shards = one.assign(*evenly(NUM_ROWS, 20))
     one.start()
     one.wait_for(lambda: len(one.of(LeaseBegun)) >= 2)
-    one.feeder.revoke([shard.key for shard in shards] + [(99, 0)])
+    one.feeder.revoke([shard.key for shard in shards] + [(99, 0, 20)])
     [revoked] = one.of(Revoked)
     one.wait_for(lambda: len(one.of(ShardClosed)) >= len(shards) - len(revoked.leases))
-    one.feeder.revoke([(9, 0)])
+    one.feeder.revoke([shards[9].key])
     one.stop()
     begun = [event.lease[0] for event in one.of(LeaseBegun)]
     assert len(revoked.leases) >= 5  # the feeder runs ahead by its queue's bound and no more
-    assert sorted([*begun, *(index for index, _ in revoked.leases)]) == [shard.index for shard in shards]
+    assert sorted([*begun, *(index for index, *_ in revoked.leases)]) == [shard.index for shard in shards]
     assert sorted(event.part.shard for event in one.of(ShardClosed)) == begun
     assert {row["row_index"] // 20 for row in one.rows()} == set(begun)
     assert one.of(Revoked)[1:] == [Revoked(())]
