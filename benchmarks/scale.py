@@ -29,6 +29,7 @@ from typing import Any
 
 from resume import MODEL, make_part, write_rows
 
+from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.storage import Folder
 from batchinf.coordinator.display import ProgressDisplay
@@ -59,6 +60,7 @@ from batchinf.replica.messages import (
     TakesLeases,
     Work,
 )
+from batchinf.schedule.leases import FEW_WINDOWS
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 
@@ -100,8 +102,12 @@ class Replica:
 class Replicas:
     """All of them: one thread, driven by messages and by a heap of times."""
 
-    def __init__(self, control: socket.socket, rows_per_s: float, start_s: float) -> None:
+    def __init__(self, control: socket.socket, num_rows: int, rows_per_s: float, start_s: float) -> None:
+        """num_rows: of the job."""
         self._control, self._rows_per_s, self._start_s = control, rows_per_s, start_s
+        # Rows that are finished at time t: the sum of both, with the second one times t.
+        self._finished_rows = self._rows_a_second = 0.0
+        self._num_rows = num_rows
         self._chance = random.Random(7)
         self._poller = select.epoll()
         self._poller.register(control.fileno(), select.EPOLLIN)
@@ -177,7 +183,9 @@ class Replicas:
             case Assign(leases):
                 replica.progress_s = message.progress_s
                 # While few rows are left, a replica waits because it has its share.
-                if message.progress_s == 1.0 and not {lease.key for lease in leases} <= self._moved:
+                left_rows = self._num_rows - self._finished_rows - self._rows_a_second * time.monotonic()
+                are_few = left_rows < FEW_WINDOWS * WINDOW * len(self._all)
+                if not are_few and not {lease.key for lease in leases} <= self._moved:
                     self._last_assigned = time.monotonic()
                     if replica.hungry_since is not None:
                         self._waits.append(self._last_assigned - replica.hungry_since)
@@ -193,6 +201,8 @@ class Replicas:
             case Begin():
                 replica.is_up = True
                 replica.looked_at = self._last_up = time.monotonic()
+                self._finished_rows -= replica.rows_per_s * self._last_up
+                self._rows_a_second += replica.rows_per_s
                 self._at(self._chance.random(), self._report, replica)
                 self._at(self._chance.random() * JOURNAL_S, self._journal, replica)
                 self._run(replica)
@@ -214,7 +224,9 @@ class Replicas:
         could = replica.finished + (now - replica.looked_at) * replica.rows_per_s
         if could > replica.given and replica.looked_at >= self._last_up > 0:
             replica.idle_s += (could - replica.given) / replica.rows_per_s
-        replica.finished, replica.looked_at = min(could, replica.given), now
+        finished = min(could, replica.given)
+        self._finished_rows += finished - replica.finished - replica.rows_per_s * (now - replica.looked_at)
+        replica.finished, replica.looked_at = finished, now
         replica.steps += 1
         while replica.open and replica.open[0][1] <= replica.finished + 1e-6:
             lease, _ = replica.open.popleft()
@@ -261,9 +273,9 @@ class Replicas:
         self._at(JOURNAL_S, self._journal, replica)
 
 
-def serve(control: socket.socket, rows_per_s: float, start_s: float, found: pathlib.Path) -> None:
+def serve(control: socket.socket, num_rows: int, rows_per_s: float, start_s: float, found: pathlib.Path) -> None:
     """Run the simulated replicas, and write what they saw."""
-    replicas = Replicas(control, rows_per_s, start_s)
+    replicas = Replicas(control, num_rows, rows_per_s, start_s)
     replicas.run()
     found.write_text(json.dumps(replicas.figures()))
 
@@ -400,10 +412,11 @@ def main() -> None:
     spec.write_text(json.dumps(parameters))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = multiprocessing.get_context("fork").Process(
-        target=_serve_alone, args=(theirs, ours, args.rows_per_s, args.start_s, found)
+        target=_serve_alone, args=(theirs, ours, args.rows, args.rows_per_s, args.start_s, found)
     )
     process.start()
     theirs.close()
+    collect_as_usual()  # like the command
     sampler = Sampler()
     sampler.start()
     began = time.monotonic()

@@ -40,6 +40,20 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
+@contextlib.contextmanager
+def without_long_collections() -> Iterator[None]:
+    """Look at all objects a hundred times less often in this block, but at new ones as usual.
+
+    With 1,000 replicas such a look takes 70 ms, every 5 s. Meanwhile no replica gets an answer.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(usual[0], usual[1], 100 * usual[2])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
 def leave(code: int) -> NoReturn:
     """End this process as Python does, but leave its objects to the kernel: freeing those of vLLM takes 4 s."""
     atexit._run_exitfuncs()

@@ -167,9 +167,12 @@ class Folder:
         """Make the names of files in `folder` durable."""
         sync_folder(self.path(folder))
 
-    def list(self, folder: str, prefix: str = "") -> list[str]:
-        """Names (not paths) in `folder` that begin with `prefix`, sorted, without half-written files."""
-        return sorted(entry.name for entry in self._entries(folder) if entry.name.startswith(prefix))
+    def list(self, folder: str, prefix: str | tuple[str, ...] = "") -> list[str]:
+        """Names (not paths) in `folder` that begin with a prefix, sorted, without half-written files."""
+        with contextlib.suppress(FileNotFoundError):
+            names = os.listdir(self.path(folder))
+            return sorted(name for name in names if name.startswith(prefix) and not name.startswith(_TEMPORARY))
+        return []
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Size in bytes of each file in `folder`, without half-written ones."""

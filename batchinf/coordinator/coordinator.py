@@ -16,6 +16,7 @@ from batchinf.base.errors import (
     UserError,
     address_limit,
 )
+from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.identity import IdentityGate
@@ -40,7 +41,9 @@ from batchinf.schedule.leases import PendingRows
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
 _ROUND_PAUSE = 5.0  # between two looks at all replicas, as a multiple of the time that a look takes
-_LONGEST_PAUSE_S = 0.1  # because a look that ends a replica takes long
+_LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
+# Messages are gathered so long for each replica: with 1,000 replicas for 10 ms, so that ten of them share a commit.
+_GATHER_S = 1e-5
 _MOST_LINES = 8  # of replicas that come up at once
 # Errors of a replica that no restart mends.
 _FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
@@ -104,7 +107,7 @@ class Coordinator:
         Raises Interrupted, HopelessJob, EngineStartError, OutputError if the disk is full, or DriftError if the input
         or the model has changed.
         """
-        with on_stop_signals():
+        with on_stop_signals(), without_long_collections():
             try:
                 self._work()
             except BaseException as error:
@@ -152,9 +155,14 @@ class Coordinator:
         is_round = time.monotonic() >= self._next_round
         if is_round:
             start_due(self._fleet, self._manifest)
+        time.sleep(_GATHER_S * len(self._fleet.replicas))
         actions = self._fleet.poll(_POLL_S)
-        self._act(actions)
+        closed = self._act(actions)
         self._identity.look(self._fleet)
+        if not is_round and not self.requests:
+            # Before the commit, which takes longer.
+            self._assignment.assign_to({replica.number: replica for replica, _ in actions}.values())
+        self._commit_parts(closed)
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
             return
@@ -164,8 +172,6 @@ class Coordinator:
             # With 1,000 replicas this takes 15 ms, and messages come a hundred times a second.
             took = time.monotonic() - began
             self._next_round = time.monotonic() + min(_LONGEST_PAUSE_S, _ROUND_PAUSE * took)
-        else:
-            self._assignment.assign_to({replica.number: replica for replica, _ in actions}.values())
         self._show(self._state())
 
     def _look_at_all(self) -> None:
@@ -187,8 +193,8 @@ class Coordinator:
     def _state(self) -> str:
         return "running" if any(replica.is_running for replica in self._fleet.replicas) else "starting"
 
-    def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> None:
-        """Do what follows from messages of replicas. Their parts are committed together."""
+    def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> list[LeaseFinished]:
+        """Do what follows from messages of replicas, but the commit of their parts. Returns the leases with a part."""
         closed: list[LeaseFinished] = []
         ready: list[tuple[FleetReplica, Ready]] = []
         has_any_stopped = False
@@ -215,6 +221,9 @@ class Coordinator:
         if has_any_stopped:
             self._sample()  # their last figures; a short job has no others
             self._look_at_rates()
+        return closed
+
+    def _commit_parts(self, closed: Sequence[LeaseFinished]) -> None:
         if closed:
             self._commit(closed)
 
@@ -359,12 +368,12 @@ class Coordinator:
                 self._note_ended(self._fleet.stop(Stop(max(0.0, drain_until - time.monotonic()))))
             if not self._fleet.num_live or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
-            self._act(self._fleet.poll(_POLL_S))
+            self._commit_parts(self._act(self._fleet.poll(_POLL_S)))
             self._identity.look(self._fleet)
             self._note_ended(self._fleet.reap())
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
-        self._act(self._fleet.poll(0))
+        self._commit_parts(self._act(self._fleet.poll(0)))
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:

@@ -54,7 +54,9 @@ class Assignment:
         self._is_waiting = begins_together
         self._first_ready_at: float | None = None
         self._last_ready_at = 0.0
+        # By what was left when it was last counted; None: to be counted.
         self._sharing: Sharing | None = None
+        self._gathers = False
 
     # -- what the coordinator tells it -------------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ class Assignment:
         """Hand out pending rows, and take back leases that another replica can run sooner."""
         if self._is_waiting:
             if self._is_any_awaited:
-                self._hand_out(self._fleet.replicas)
+                self._hand_out_anew()
                 return
             self._is_waiting = False
             for replica in self._running:
@@ -77,9 +79,11 @@ class Assignment:
 
         A replica with a quarantine case waits for `assign`, which gives it the case first.
         """
-        if len(self._fleet.replicas) <= _FEW_REPLICAS:
-            self._sharing = None
-        self._hand_out(replica for replica in replicas if not self._trials.has_case(replica))
+        if not self._pending:
+            return
+        if self._sharing is None or len(self._fleet.replicas) <= _FEW_REPLICAS:
+            self._count_left(self._loads(self._fleet.replicas))
+        self._hand_out(self._loads(replica for replica in replicas if not self._trials.has_case(replica)))
 
     def begin(self, replica: FleetReplica) -> None:
         """A replica's engine is up: let it run the leases that it prepared, or only its quarantine case, if any.
@@ -112,19 +116,27 @@ class Assignment:
     # -- hand out and take back --------------------------------------------------------------------------------------
 
     def _hand_out_anew(self) -> None:
-        """Compute the shares again from the rows that are left, and hand out rows."""
+        """Compute the shares again from the rows that are left, and hand out rows to all that have room."""
         self._sharing = None
-        self._hand_out(self._fleet.replicas)
+        if self._pending:
+            loads = self._loads(self._fleet.replicas)
+            self._count_left(loads)
+            self._hand_out(loads)
 
-    def _hand_out(self, replicas: Iterable[FleetReplica]) -> None:
-        loads = self._loads(replicas) if self._pending else []
+    def _count_left(self, loads: Sequence[ReplicaLoad]) -> None:
+        """loads: of all replicas that take leases."""
+        self._sharing = self._share(loads)
+        self._gathers = self._is_gathering
+
+    def _hand_out(self, loads: Sequence[ReplicaLoad]) -> None:
         if not loads:
             return
-        self._sharing = self._sharing or self._share(self._loads(self._fleet.replicas))
+        sharing = self._sharing
+        assert sharing is not None
         by_replica: dict[int, list[Lease]] = {}
-        for number, lease in next_leases(self._pending, loads, self._sharing, is_gathering=self._is_gathering):
+        for number, lease in next_leases(self._pending, loads, sharing, is_gathering=self._gathers):
             by_replica.setdefault(number, []).append(lease)
-        progress_s = max(_REPORT_S, len(self._fleet.replicas) / _REPORTS_PER_S) if self._sharing.are_few else 1.0
+        progress_s = max(_REPORT_S, len(self._fleet.replicas) / _REPORTS_PER_S) if sharing.are_few else 1.0
         for number, leases in by_replica.items():
             faults.point("coordinator.before_assign")
             condemned = tuple(item for lease in leases for item in self._trials.condemned_in(lease))
@@ -204,7 +216,7 @@ class Assignment:
         """Replicas that share the rows while these are held back: those that start, in any case for the first time."""
         if self._running and not self._is_waiting:
             return self._coming
-        return [replica for replica in self._fleet.replicas if not (replica.is_running or replica.is_given_up)]
+        return [replica for replica in self._fleet.replicas if not replica.is_given_up]
 
     @property
     def _is_holding(self) -> bool:

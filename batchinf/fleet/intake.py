@@ -35,6 +35,8 @@ class Intake:
         self._reports = deque([Report(at)], _SPANS + 1)
         self.step_s: float | None = None
         """Seconds that a step takes, by the last two reports; None before the first step."""
+        self.rows: int | None = None
+        """Rows that the engine runs, or will run before it can be given more; None before its first step."""
 
     def note(self, report: Report) -> None:
         """Take in the next report."""
@@ -44,13 +46,10 @@ class Intake:
         if report.steps > last.steps:
             self.step_s = (report.at - last.at) / (report.steps - last.steps)
         self._reports.append(report)
+        if self.step_s is not None:
+            self.rows = self._rows(report, self.step_s)
 
-    @property
-    def rows(self) -> int | None:
-        """Rows that the engine runs, or will run before it can be given more; None before its first step."""
-        last = self._reports[-1]
-        if self.step_s is None:
-            return None
+    def _rows(self, last: Report, step_s: float) -> int:
         if last.num_waiting:
             taken = [report.num_finished + report.num_running for report in self._reports]
             runs = last.num_running
@@ -61,4 +60,4 @@ class Intake:
                 runs = min(runs, max(last.num_running, int(last.num_running / last.kv_cache_usage)))
         spans = zip(self._reports, list(self._reports)[1:], taken, taken[1:], strict=False)
         rows_per_s = min((after - before) / (later.at - earlier.at) for earlier, later, before, after in spans)
-        return runs + int(rows_per_s * max(_AHEAD_S, _AHEAD_STEPS * self.step_s))
+        return runs + int(rows_per_s * max(_AHEAD_S, _AHEAD_STEPS * step_s))

@@ -292,7 +292,7 @@ class Trials:
         A suspect that kills another replica would start a new search there, without what is known here.
         """
         held = self.leases
-        return tuple(lease for lease in replica.unbegun if lease.key not in held)
+        return tuple(lease for lease in replica.unbegun if lease.key not in held) if held else replica.unbegun
 
     def is_on_trial(self, replica: FleetReplica) -> bool:
         """Whether only suspects may run on a replica."""

@@ -194,8 +194,11 @@ class FleetReplica:
     @property
     def unbegun(self) -> tuple[Lease, ...]:
         """Leases that can still be taken back, oldest first."""
-        fixed = self.current.begun | self.current.revoking
-        return tuple(lease for key, lease in self.current.leases.items() if key not in fixed)
+        current = self.current
+        if len(current.begun) == len(current.leases):
+            return ()
+        fixed = current.begun | current.revoking if current.revoking else current.begun
+        return tuple(lease for key, lease in current.leases.items() if key not in fixed)
 
     @property
     def totals(self) -> Totals:

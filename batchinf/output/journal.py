@@ -174,8 +174,9 @@ class Journal:
 
 def drop(folder: Folder, shards: Mapping[int, int | None]) -> None:
     """Delete the segments of these shards, each up to the retry that is given for it; None: all."""
-    for name, shard, retry in _listed(folder):
-        if shard in shards and ((last := shards[shard]) is None or retry <= last):
+    prefixes = tuple(f"{shard:06d}-" for shard in shards)
+    for name, shard, retry in _listed(folder, prefixes):
+        if (last := shards[shard]) is None or retry <= last:
             folder.delete(f"{_FOLDER}/{name}")
 
 
@@ -200,8 +201,8 @@ def list_shards(folder: Folder) -> list[int]:
     return sorted({shard for _, shard, _ in _listed(folder)})
 
 
-def _listed(folder: Folder, prefix: str = "") -> Iterator[tuple[str, int, int]]:
-    """Name, shard and retry of each segment whose name begins so."""
+def _listed(folder: Folder, prefix: str | tuple[str, ...] = "") -> Iterator[tuple[str, int, int]]:
+    """Name, shard and retry of each segment whose name begins with a prefix."""
     for name in folder.list(_FOLDER, prefix):
         if (match := _NAME.fullmatch(name)) is not None:
             yield name, int(match["shard"]), retry_of(match["incarnation"])

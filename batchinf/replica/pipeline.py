@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+import pyarrow as pa
+
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
 from batchinf.job.job import carried_columns
@@ -135,6 +138,8 @@ class Pipeline:
         """Make the detokenizer, which takes 1 s for a large vocabulary, and then start the feeder."""
         self._make_detokenizer()
         self.feeder.start_once()
+        # Arrow imports pandas with the first array that it makes of NumPy's: 0.3 s for which the first part would wait.
+        pa.array(np.empty(0, np.int32))
 
     def _make_detokenizer(self) -> None:
         if not self._detokenizer_claim.acquire(blocking=False):

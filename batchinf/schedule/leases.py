@@ -19,7 +19,7 @@ from batchinf.schedule.shards import rows_of_shards, shard_at
 
 # Few rows are left when they would fill the window of each replica fewer times than this: two windows are what a
 # replica holds before, and the third is still to be shared.
-_FEW_WINDOWS = 3
+FEW_WINDOWS = 3
 # A lease is this part of a replica's share of the pending rows, so that the last leases have one row. While many rows
 # are left, it is larger: results of a shard that was cut are written twice.
 _PART_OF_FEW = 1 / 4
@@ -246,17 +246,6 @@ class ReplicaLoad:
         runs = self.window_rows if self.engine_rows is None else min(self.engine_rows, self.window_rows)
         return self.is_accepting and self.is_up and self.outstanding_rows < min(sharing.share, runs)
 
-    def spares(self, taker: "ReplicaLoad") -> bool:
-        """Whether it gives its newest unbegun lease to `taker`.
-
-        After that it still has more rows than `taker` had, so the loads become more equal, and no lease moves back and
-        forth. A replica that accepts no leases, or whose engine is not up, gives them in any case.
-        """
-        if self.replica == taker.replica or not self.unbegun:
-            return False
-        rest = self.outstanding_rows - self.unbegun[-1].num_to_run
-        return rest > taker.outstanding_rows or not (self.is_accepting and self.is_up)
-
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
@@ -283,7 +272,7 @@ class Sharing:
         windows = sum(load.window_rows for load in accepting)
         windows += num_absent * max((load.window_rows for load in accepting), default=0)
         # One replica alone shares with none, so nothing is gained if rows wait here and not in its own queue.
-        are_few = len(replicas) + num_absent > 1 and left_rows < _FEW_WINDOWS * windows
+        are_few = len(replicas) + num_absent > 1 and left_rows < FEW_WINDOWS * windows
         return cls(max(1, num_up + num_awaited), left_rows, are_few)
 
     @property
@@ -363,28 +352,71 @@ def revocations(
     """The unbegun leases to take back from each replica, so that they can be given to others. None while rows pend.
 
     The replica with the fewest rows is filled first, each time with the newest unbegun lease of the replica with the
-    most rows; see `ReplicaLoad.takes_more` and `ReplicaLoad.spares`.
+    most rows; see `ReplicaLoad.takes_more` and `_Givers.best_for`.
 
     is_holding: rows are held back for replicas whose engine is not up, so these keep their leases.
     """
     taken_back: dict[int, list[Lease]] = {}
-    if pending:
+    givers = [load for load in replicas if load.unbegun and (load.is_up or not is_holding)]
+    if pending or not givers:
         return taken_back
-    owners = {load.replica: load for load in replicas if load.unbegun and (load.is_up or not is_holding)}
+    left = _Givers(givers)
     takers = [load for load in replicas if load.takes_more(sharing)]
     for taker in sorted(takers, key=lambda load: (load.outstanding_rows, load.replica)):
-        taker = owners.get(taker.replica, taker)
-        while taker.takes_more(sharing) and (givers := [load for load in owners.values() if load.spares(taker)]):
-            # Leases of a replica that is not up move at once, and cost no message back and forth.
-            giver = max(givers, key=lambda load: (not load.is_up, load.outstanding_rows, -load.replica))
-            lease = giver.unbegun[-1]
-            rows = giver.outstanding_rows - lease.num_to_run
-            owners[giver.replica] = replace(giver, outstanding_rows=rows, unbegun=giver.unbegun[:-1])
-            taker = replace(taker, outstanding_rows=taker.outstanding_rows + lease.num_to_run)
-            if taker.replica in owners:
-                owners[taker.replica] = taker
-            taken_back.setdefault(giver.replica, []).append(lease)
+        own_rows = left.rows_of(taker)
+        while replace(taker, outstanding_rows=own_rows).takes_more(sharing):
+            if (giver := left.best_for(taker, own_rows)) is None:
+                break
+            lease = left.take_from(giver)
+            own_rows += lease.num_to_run
+            left.set_rows(taker, own_rows)
+            taken_back.setdefault(givers[giver].replica, []).append(lease)
+        if not taken_back:
+            break  # nobody gives to the one with the fewest rows, so nobody gives to the others
     return taken_back
+
+
+class _Givers:
+    """The replicas that have leases to give. Arrays, because each of 1,000 replicas may look for the best of 1,000."""
+
+    def __init__(self, givers: Sequence[ReplicaLoad]) -> None:
+        self._unbegun = [list(load.unbegun) for load in givers]
+        self._places = {load.replica: place for place, load in enumerate(givers)}
+        self._rows = np.array([load.outstanding_rows for load in givers])
+        self._newest = np.array([load.unbegun[-1].num_to_run for load in givers])  # -1: it has none left
+        self._gives_any = np.array([not (load.is_accepting and load.is_up) for load in givers])
+        # Leases of a replica that is not up move at once, and cost no message back and forth.
+        self._is_first = np.array([not load.is_up for load in givers])
+
+    def rows_of(self, taker: ReplicaLoad) -> int:
+        place = self._places.get(taker.replica)
+        return taker.outstanding_rows if place is None else int(self._rows[place])
+
+    def set_rows(self, taker: ReplicaLoad, num_rows: int) -> None:
+        if (place := self._places.get(taker.replica)) is not None:
+            self._rows[place] = num_rows
+
+    def best_for(self, taker: ReplicaLoad, own_rows: int) -> int | None:
+        """The place of the one with the most rows that gives its newest lease; None if nobody gives one.
+
+        After that it still has more rows than the taker had, so the loads become more equal, and no lease moves back
+        and forth. A replica that accepts no leases, or whose engine is not up, gives them in any case.
+        """
+        gives = (self._newest >= 0) & ((self._rows - self._newest > own_rows) | self._gives_any)
+        if (place := self._places.get(taker.replica)) is not None:
+            gives[place] = False
+        if not gives.any():
+            return None
+        for some in (gives & self._is_first, gives):
+            if some.any():
+                return int(np.where(some, self._rows, -1).argmax())
+        return None
+
+    def take_from(self, place: int) -> Lease:
+        lease = self._unbegun[place].pop()
+        self._rows[place] -= lease.num_to_run
+        self._newest[place] = self._unbegun[place][-1].num_to_run if self._unbegun[place] else -1
+        return lease
 
 
 def hold_s(work_s: float | None, *, is_promised: bool) -> float:

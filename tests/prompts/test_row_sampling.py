@@ -21,7 +21,7 @@ from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import JSON_MARK
 from batchinf.spec.file import read_spec
-from batchinf.spec.job import JobSpec, json_schema
+from batchinf.spec.job import JobSpec, field_docs, json_schema
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 from batchinf.tasks.generate.task import Generate
 from batchinf.tasks.seed import seed_of
@@ -330,3 +330,9 @@ def test_renamed_columns_and_what_a_structure_misses_from_json_lines(tmp_path: p
         assert row["text"] is not None
         assert len(row["token_ids"]) == row["num_output_tokens"] > 0
     assert jobs.state_of(tmp_path / "out").counts.num_errors == 12
+
+
+def test_the_whole_numbers_are_those_of_the_spec() -> None:
+    docs = field_docs()
+    whole = {name for name in PER_ROW_FIELDS if docs[f"sampling.{name}"].allowed.startswith("a whole number")}
+    assert whole == row_sampling.WHOLE_FIELDS
