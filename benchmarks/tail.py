@@ -51,6 +51,8 @@ SKEWS = ("0", "0.2", "0.5", "1", "2", "5", "60", "never")
 LENGTHS = ("equal", "log-normal", "one long", "ascending", "descending")
 STEPS = ("constant", "growing")
 STEP_S = 0.033
+# For equal lengths by real processes: in jobs of 7 s, two cores would still be busy with the Python of 8 replicas.
+LONG_STEP_S = 0.1
 MEAN_TOKENS, MOST_TOKENS, LONG_TOKENS = 200, 1_500, 4_000
 FACTOR, SLACK_S, MOST = 1.05, 0.5, 1.3
 # A decision comes so often at least, and reaches the replica so much later.
@@ -68,6 +70,7 @@ class Case:
     step: str
     max_num_seqs: int = 1024
     num_cached: int = 1 << 30
+    constant_s: float = STEP_S
     ups: tuple[float, ...] = ()
 
     @property
@@ -96,7 +99,7 @@ class Case:
         return {"equal": MEAN_TOKENS, "one long": LONG_TOKENS}.get(self.lengths, MOST_TOKENS)
 
     def step_s(self, num_running: int) -> float:
-        return STEP_S if self.step == "constant" else 10.6e-3 + 21.9e-6 * num_running
+        return self.constant_s if self.step == "constant" else 10.6e-3 + 21.9e-6 * num_running
 
 
 @dataclass
@@ -381,7 +384,7 @@ def run_real(case: Case, folder: pathlib.Path) -> tuple[float, float, list[int]]
         "sampling": {"temperature": 0.0, "columns": {"max_tokens": "budget"}, "max_tokens": case.most_tokens},
         "parallel": {"data_parallel_size": case.num_replicas},
         "output": {"path": str(folder / "out")},
-        "scripted": {"max_num_seqs": case.max_num_seqs, "step_s": STEP_S, "vary_lengths": False,
+        "scripted": {"max_num_seqs": case.max_num_seqs, "step_s": case.constant_s, "vary_lengths": False,
                      "max_model_len": 2 * MOST_TOKENS},
     }  # fmt: skip
     (folder / "job.yaml").write_text(json.dumps(spec))
@@ -400,7 +403,8 @@ def compare_with_real(folder: pathlib.Path) -> None:
     print("| rows | replicas | lengths | real, s | simulated, s | real / simulated | rows by replica |")
     print("| ---: | ---: | --- | ---: | ---: | ---: | --- |")
     for rows, replicas, lengths in REAL:
-        case = Case(rows, replicas, "0", lengths, "constant")
+        constant_s = LONG_STEP_S if lengths == "equal" else STEP_S
+        case = Case(rows, replicas, "0", lengths, "constant", constant_s=constant_s)
         real, simulated, shares = run_real(case, folder)
         said = ", ".join(map(str, shares))
         print(f"| {rows:,} | {replicas} | {lengths} | {real:.2f} | {simulated:.2f} | {real / simulated:.3f} | {said} |",
