@@ -10,7 +10,7 @@ replica that is up to the last row, and compares them with `LLM.generate` over a
 the better of two splits, by consecutive rows and by stripes. `bound` is 1.05 of that and half a second.
 
 The engine admits what has room, a step takes `constant` 33 ms or `growing` 10.6 ms and 21.9 µs for each request, and
-replicas report as `replica/incarnation.py` does. The decisions are those of `fleet/assignment.py`.
+replicas report as `replica/incarnation.py` does. The decisions are those of `fleet/sharing/assignment.py`.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from resume import MODEL
 from workloads import log_normal_lengths
 
 from batchinf.base.storage import Folder
-from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.replica import FleetReplica
+from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.speed import times_of
 from batchinf.manifest.state import read_state
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease

@@ -148,7 +148,7 @@ Command = Greet | ''',
                 case Begin():
 """,
     )
-    path = "batchinf/fleet/assignment.py"
+    path = "batchinf/fleet/sharing/assignment.py"
     copy.replace(path, "from batchinf.replica.messages import ", "from batchinf.replica.messages import Greet, ")
     copy.replace(
         path,

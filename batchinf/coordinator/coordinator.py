@@ -23,12 +23,12 @@ from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
 from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
-from batchinf.fleet.assignment import Assignment
 from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
-from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished, LeasesGivenBack
+from batchinf.fleet.sharing.assignment import Assignment
+from batchinf.fleet.sharing.quarantine import Trials
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
 from batchinf.manifest.lock import JobLock

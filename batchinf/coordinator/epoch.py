@@ -26,7 +26,7 @@ from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import work_of
 from batchinf.fleet.parallel import check_processor
-from batchinf.fleet.quarantine import Trials
+from batchinf.fleet.sharing.quarantine import Trials
 from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift

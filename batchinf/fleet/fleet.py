@@ -10,8 +10,8 @@ from batchinf.engines.vllm.start_log import start_detail
 from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.causes import cause_of, cause_with_log
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_settings import EngineSettings, Lowered, Verdict
-from batchinf.fleet.out_of_memory import recognise
+from batchinf.fleet.memory.engine_settings import EngineSettings, Lowered, Verdict
+from batchinf.fleet.memory.out_of_memory import recognise
 from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished
 from batchinf.fleet.status import Totals
 from batchinf.manifest.names import incarnation_name

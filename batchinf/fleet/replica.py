@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from batchinf.base.errors import UserError
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_settings import Verdict
-from batchinf.fleet.intake import Intake, Report
+from batchinf.fleet.memory.engine_settings import Verdict
+from batchinf.fleet.sharing.intake import Intake, Report
 from batchinf.fleet.status import ReplicaStatus, Totals
 from batchinf.records import EngineInfo, EngineStats, Lease, Part
 from batchinf.replica.messages import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
-from batchinf.fleet.engine_settings import EngineSettings
+from batchinf.fleet.memory.engine_settings import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine

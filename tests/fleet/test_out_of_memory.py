@@ -18,11 +18,11 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_settings import EngineSettings, kept
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.memory_advice import explain
-from batchinf.fleet.out_of_memory import OutOfMemory, recognise
-from batchinf.fleet.step_down import effective, step_down
+from batchinf.fleet.memory.advice import explain
+from batchinf.fleet.memory.engine_settings import EngineSettings, kept
+from batchinf.fleet.memory.out_of_memory import OutOfMemory, recognise
+from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import read_state
 from batchinf.model.cache import kv_cache_of

@@ -17,7 +17,7 @@ import batchinf
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.local.channel import SharedMemory
-from batchinf.fleet.quarantine import Case, Quarantine, Trials
+from batchinf.fleet.sharing.quarantine import Case, Quarantine, Trials
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State

@@ -7,7 +7,7 @@ import pytest
 
 from batchinf.base.errors import EngineDeadError, UserError
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_settings import Verdict
+from batchinf.fleet.memory.engine_settings import Verdict
 from batchinf.fleet.replica import FleetReplica, LeaseFinished, LeasesGivenBack
 from batchinf.records import EngineInfo, EngineStats, Lease, Part
 from batchinf.replica.messages import (

@@ -12,7 +12,7 @@ import jobs
 from batchinf.base.storage import Folder
 from batchinf.coordinator import start
 from batchinf.coordinator.ending import Summary
-from batchinf.fleet.engine_settings import EngineSettings
+from batchinf.fleet.memory.engine_settings import EngineSettings
 from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed
 from batchinf.fleet.speed_text import speed_lines
 from batchinf.fleet.status import ON_TRIAL

@@ -72,7 +72,7 @@ def test_a_begun_job_keeps_its_backend(config: Any, before: Any, after: Any, tmp
 
 def test_replicas_get_the_backend_that_only_the_input_has_shown(tmp_path: pathlib.Path) -> None:
     """A batch file may be recognised after the settings were made."""
-    from batchinf.fleet.engine_settings import EngineSettings
+    from batchinf.fleet.memory.engine_settings import EngineSettings
 
     before: JobSpec = spec_of(tmp_path, sampling={"max_tokens": 5}, engine={"max_num_seqs": 64}).spec
     fit = Fit(Needs(None, None))

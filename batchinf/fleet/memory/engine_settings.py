@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchinf.fleet.memory_advice import explain
-from batchinf.fleet.out_of_memory import OutOfMemory
-from batchinf.fleet.step_down import effective, step_down
+from batchinf.fleet.memory.advice import explain
+from batchinf.fleet.memory.out_of_memory import OutOfMemory
+from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.model.memory import Fit
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from batchinf.fleet.out_of_memory import Kind, OutOfMemory
-from batchinf.fleet.step_down import effective, step_down
+from batchinf.fleet.memory.out_of_memory import Kind, OutOfMemory
+from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.model.memory import GIB, RESERVE_BYTES, Fit, Needs, gib
 
 _MOST_DEGREE = 16

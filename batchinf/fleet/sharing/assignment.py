@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from batchinf.base import faults
 from batchinf.fleet.fleet import Ended, Fleet
-from batchinf.fleet.quarantine import Trials
 from batchinf.fleet.replica import FleetReplica
+from batchinf.fleet.sharing.quarantine import Trials
 from batchinf.records import Lease
 from batchinf.replica.messages import WARMING_UP, Begin, Key, Revoke
 from batchinf.schedule.leases import PendingRows, ReplicaLoad, Sharing, hold_s, next_leases, revocations

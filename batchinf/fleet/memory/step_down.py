@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from batchinf.fleet.out_of_memory import OutOfMemory
+from batchinf.fleet.memory.out_of_memory import OutOfMemory
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, default_limits
 
 # Below these, a smaller batch saves almost nothing. Hybrid caches need a batch of at least one of their large blocks.
