@@ -60,9 +60,7 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     if job is not None and file.spec.has_auto_length:
         file = with_length(file, job.max_model_len)
         notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
-    base = fit_of(model, file.spec, None)
-    if base.needs.weights is None or base.needs.kv_cache is None:
-        raise UserError(f"the memory of '{model.name}' is not known by its config: {base.needs.unknown[0]}")
+    base = _known_fit(model, file.spec)
     context = _context(asked, file.spec, model)
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
         notes.append(f"warning: {warning}")
@@ -72,6 +70,14 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
     )
+
+
+def _known_fit(model: Model, spec: JobSpec) -> Fit:
+    """What the model needs. Raises UserError if that is not known."""
+    fit = fit_of(model, spec, None)
+    if fit.needs.weights is None or fit.needs.kv_cache is None:
+        raise UserError(f"the memory of '{model.name}' is not known by its config: {fit.needs.unknown[0]}")
+    return fit
 
 
 def _check_numbers(asked: PlanOptions) -> None:

@@ -317,6 +317,10 @@ class Coordinator:
                 incarnation=end.incarnation,
                 **end.lowered.fields(),
             )
+        self._tell_end(end, suspicion)
+
+    def _tell_end(self, end: Ended, suspicion: str) -> None:
+        """suspicion: which rows may have caused it; "" if none."""
         if end.failed is not None and end.failed.error_type in _FATAL:
             self._fatal = self._fatal or _FATAL[end.failed.error_type](end.cause)
         elif not end.was_asked:

@@ -87,20 +87,7 @@ class ScriptedEngine:
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=16, salt=seed, person=person).digest()
         first = int.from_bytes(digest[:8], "little")
         second = int.from_bytes(digest[8:], "little")
-        length = request.max_tokens
-        if self._script.vary_lengths:
-            least = min(max(1, request.sampling.min_tokens), length)
-            length = least + first % (length - least + 1)
-        if self._choices:
-            whole = [*self._choices[first % len(self._choices)], self._eos_token_id]
-            stops = len(whole) <= request.max_tokens
-            token_ids = np.array(whole[: request.max_tokens], np.int32)
-            length = len(token_ids)
-        else:
-            stops = length < request.max_tokens
-            token_ids = self._draws.token_ids(second, length)
-            if stops:
-                token_ids[-1] = self._eos_token_id
+        token_ids, stops = self._output(request, first, second)
         chosen = request.logprob_token_ids
         logprobs = self._draws.logprobs(second, token_ids, len(chosen) if chosen else request.sampling.logprobs)
         if chosen and logprobs is not None:
@@ -113,8 +100,23 @@ class ScriptedEngine:
             cumulative_logprob=None if logprobs is None else float(logprobs.logprobs[:, 0].sum(dtype=np.float64)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            values=None if request.rows is None else self._draws.rows(first, length, request),
+            values=None if request.rows is None else self._draws.rows(first, len(token_ids), request),
         )
+
+    def _output(self, request: Request, first: int, second: int) -> tuple[IntArray, bool]:
+        """The tokens, and whether they end by themselves. first, second: numbers drawn for the request."""
+        if self._choices:
+            whole = [*self._choices[first % len(self._choices)], self._eos_token_id]
+            return np.array(whole[: request.max_tokens], np.int32), len(whole) <= request.max_tokens
+        length = request.max_tokens
+        if self._script.vary_lengths:
+            least = min(max(1, request.sampling.min_tokens), length)
+            length = least + first % (length - least + 1)
+        token_ids = self._draws.token_ids(second, length)
+        stops = length < request.max_tokens
+        if stops:
+            token_ids[-1] = self._eos_token_id
+        return token_ids, stops
 
     def begun(self) -> list[Request]:
         """See `Engine.begun`."""

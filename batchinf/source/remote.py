@@ -111,26 +111,24 @@ def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     with _input_errors(input.path):
         system, path = _connect(input.path)
         listing = _list(system, path)
-    places = {name: place for place in listing if (name := _name(path, place))}
-    if _is_glob(system, path):
-        names = sorted(places)
-        if not names:
-            raise InputError(
-                f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it"
-            )
-    elif path in listing:
-        names = [re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path]
-        places = {names[0]: path}
-    else:
-        is_hidden = re.compile(r"(^|/)[._]").search
-        names = data_files((name for name in places if not is_hidden(name)), input)
     chain = input.path.partition("::")[2]
     files: list[InputFile] = []
-    for name in names:
-        place = places[name]
+    for name, place in _chosen(input, path, listing, is_glob=_is_glob(system, path)).items():
         url = system.unstrip_protocol(place) + (f"::{chain}" if chain else "")
         files.append(RemoteFile(name, url, system=system, place=place, info=listing[place]))
     return one_format(files, input), files
+
+
+def _chosen(input: InputLocation, path: str, listing: Mapping[str, Any], *, is_glob: bool) -> dict[str, str]:
+    """Name → place of the files that a URL means, sorted. listing: place → what is known of each file there."""
+    if not is_glob and path in listing:
+        return {re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path: path}
+    places = {name: place for place in listing if (name := _name(path, place))}
+    if is_glob and not places:
+        raise InputError(f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it")
+    is_hidden = re.compile(r"(^|/)[._]").search
+    names = sorted(places) if is_glob else data_files((name for name in places if not is_hidden(name)), input)
+    return {name: places[name] for name in names}
 
 
 def _connect(url: str) -> tuple[Any, str]:

@@ -46,12 +46,7 @@ def _doc_name(field: str) -> str:
 
 def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     if details["type"] == "extra_forbidden":
-        name = str(details["loc"][-1])
-        section = _doc_name(field.removesuffix(name).removesuffix("."))
-        names = fields_of(section)
-        # In a task's section, a field with the same name in another section has another meaning.
-        elsewhere = {} if is_task_section(section) else elsewhere_in_spec()
-        return f"unknown field{did_you_mean(name, names, elsewhere) or '.'} Allowed: {', '.join(names)}"
+        return _unknown_field(field, str(details["loc"][-1]))
     if details["type"] in ("wrong", "value_error"):
         return str(details["ctx"].get("reason") or details["ctx"]["error"])
     doc = field_docs()[_doc_name(field)]
@@ -63,6 +58,15 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     else:
         hint = (null_hint(value) if doc.takes_null else "") or _hint(value, types, doc.allowed)
     return f"got {got(value)}; must be {doc.allowed}{hint}"
+
+
+def _unknown_field(field: str, name: str) -> str:
+    """name: the last part of `field`."""
+    section = _doc_name(field.removesuffix(name).removesuffix("."))
+    names = fields_of(section)
+    # In a task's section, a field with the same name in another section has another meaning.
+    elsewhere = {} if is_task_section(section) else elsewhere_in_spec()
+    return f"unknown field{did_you_mean(name, names, elsewhere) or '.'} Allowed: {', '.join(names)}"
 
 
 def _hint(value: Any, types: set[str], allowed: str) -> str:

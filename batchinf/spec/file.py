@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,15 +199,7 @@ class _Draft:
         *sections, last = field.split(".")
         if not all([*sections, last]):
             raise SpecError(f"{place}: {_FORM_OF_SET}")
-        data = self.data
-        for depth, key in enumerate(sections, 1):
-            section = ".".join(sections[:depth])
-            if data.get(key) is None:
-                data[key] = {}
-                self.places[section] = place
-            if not isinstance(data[key], dict):
-                raise SpecError(f"{place}: {section} is {got(data[key])}, which has no fields; set {section} itself")
-            data = data[key]
+        data = self._section(sections, place)
         data[last] = value
         if sections == ["sampling"] and isinstance(data.get("columns"), dict):
             data["columns"].pop(last, None)  # the override applies to every row
@@ -215,6 +207,19 @@ class _Draft:
             del self.places[old]
         self.places.update({**(inner_places or {}), field: place})
         self._write_out_model()
+
+    def _section(self, names: Sequence[str], place: str) -> dict[str, Any]:
+        """The fields of a section, which is made if it is not there. place: of the field that is set in it."""
+        data = self.data
+        for depth, key in enumerate(names, 1):
+            section = ".".join(names[:depth])
+            if data.get(key) is None:
+                data[key] = {}
+                self.places[section] = place
+            if not isinstance(data[key], dict):
+                raise SpecError(f"{place}: {section} is {got(data[key])}, which has no fields; set {section} itself")
+            data = data[key]
+        return data
 
     def expand_paths(self) -> None:
         """Expand environment variables and ~ in paths."""
@@ -249,16 +254,21 @@ def _plain(value: Any, field: str = "", depth: int = 0) -> Any:
     if depth > MAX_YAML_DEPTH:
         raise SpecError(f"{_IN_PYTHON}: {clip(field)}: too deeply nested")
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                where = clip(field) or "the spec"
-                raise SpecError(f"{_IN_PYTHON}: {where}: got {clip(repr(key))} for a field's name; must be text")
+        _check_names(value, field)
         return {key: _plain(item, f"{field}.{key}".lstrip("."), depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{field}[{number}]", depth + 1) for number, item in enumerate(value)]
     if hasattr(value, "__array__"):
         return _plain_array(value, field)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _check_names(names: Iterable[Any], field: str) -> None:
+    """names: of the fields within `field`."""
+    for name in names:
+        if not isinstance(name, str):
+            where = clip(field) or "the spec"
+            raise SpecError(f"{_IN_PYTHON}: {where}: got {clip(repr(name))} for a field's name; must be text")
 
 
 def _plain_array(value: Any, field: str) -> Any:

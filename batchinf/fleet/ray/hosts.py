@@ -118,9 +118,7 @@ def check_shared(cluster: Cluster, nodes: Sequence[Node], output: pathlib.Path, 
     try:
         digests, missing = _exchange(cluster, nodes, names, tokens)
     finally:
-        for name, token in itertools.product(names, tokens):
-            with contextlib.suppress(OSError):
-                pathlib.Path(name, token_file(token)).unlink()
+        _remove_tokens(names, tokens)
     for at, name in enumerate(names):
         if apart := _apart(tokens, [host[at] for host in digests], [host[at] for host in missing], is_written=not at):
             where = ", ".join(places[number] for number in apart)
@@ -128,6 +126,12 @@ def check_shared(cluster: Cluster, nodes: Sequence[Node], output: pathlib.Path, 
                 f"the folder {name} is not shared by all hosts: {where} cannot write to it, or sees other files there "
                 "than the coordinator; mount the same file system at this path on all hosts"
             )
+
+
+def _remove_tokens(folders: Sequence[str], tokens: Sequence[str]) -> None:
+    for folder, token in itertools.product(folders, tokens):
+        with contextlib.suppress(OSError):
+            pathlib.Path(folder, token_file(token)).unlink()
 
 
 def _exchange(
