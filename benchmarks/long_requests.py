@@ -20,7 +20,7 @@ from shapes import SHAPES, make_model
 from vllm import LLM, SamplingParams
 
 from batchinf.engines.vllm.kernels.attention import DecodingWorker
-from batchinf.fleet.settings import graph_sizes
+from batchinf.fleet.engine_defaults import graph_sizes
 
 _FIRST_TOKENS = 16  # in the call that is subtracted
 

@@ -41,10 +41,10 @@ from rounds import Step, estimate, steps_of
 from shapes import make_adapter, make_model, make_prompts, make_text
 from workloads import WORKLOADS, Workload
 
+from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.local.devices import visible_devices
 from batchinf.fleet.local.environment import engine_environment
-from batchinf.fleet.settings import chosen_arguments
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
 from batchinf.planning.beginnings import shared_share

@@ -22,8 +22,8 @@ from shapes import make_model, make_prompts
 from worker_speed import run
 
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.spec.answer_schemas import Schema, objection, read_json
 from batchinf.spec.job import JobSpec
-from batchinf.spec.schemas import Schema, objection, read_json
 
 _ROWS_A_MINUTE = 20_000
 _NAMES = [f"field_{number}" for number in range(25)]

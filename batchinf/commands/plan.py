@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.commands.shown_rows import histogram
 from batchinf.commands.text.plan import GpuPlan, JobPlan, ModelPlan, PlanReport
-from batchinf.fleet.settings import chosen_arguments
+from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import with_length

@@ -11,11 +11,11 @@ from batchinf.base.storage import Folder
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
+from batchinf.fleet.engine_defaults import Chosen, chosen_arguments, replicas_per_device
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices, check_processor
-from batchinf.fleet.settings import Chosen, chosen_arguments, replicas_per_device
 from batchinf.job.job import Job, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest

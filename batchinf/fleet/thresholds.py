@@ -1,4 +1,4 @@
-"""The figures by which `settings.py` chooses engine arguments: each with its reason, and with what was measured."""
+"""The figures of `engine_defaults.py`, which chooses engine arguments: each with its reason and its measurement."""
 
 from dataclasses import dataclass
 

@@ -194,7 +194,7 @@ def prediction_of(
 
 
 def has_whole_steps(engine: Mapping[str, Any]) -> bool:
-    """Whether engine arguments ask for one CUDA graph for each step of prompts; see `fleet.settings`."""
+    """Whether engine arguments ask for one CUDA graph for each step of prompts; see `fleet.engine_defaults`."""
     config = engine.get("additional_config")
     return isinstance(config, Mapping) and bool(config.get(WHOLE_STEPS))
 

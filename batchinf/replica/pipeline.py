@@ -23,9 +23,10 @@ from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import EngineInfo, Lease, Part
+from batchinf.replica.answers import Answers, NoAnswers
+from batchinf.replica.detokenizer import Detokenizer
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest
 from batchinf.replica.messages import Event
-from batchinf.replica.text import Answers, Detokenizer, NoAnswers
 from batchinf.replica.worker import InFlightRecord, Worker, window
 from batchinf.replica.writer import WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions

@@ -16,9 +16,9 @@ from batchinf.base import faults
 from batchinf.output.batches import count_errors
 from batchinf.output.open_lease import OpenLease
 from batchinf.records import Completion, Part, Result
+from batchinf.replica.answers import Answer, Answers, NoAnswers
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
 from batchinf.replica.messages import Event, Key, LeaseStored, ShardClosed
-from batchinf.replica.text import Answer, Answers, NoAnswers
 from batchinf.tasks.base import Task
 
 # Results wait up to this long, because decoding and encoding cost far less in batches.

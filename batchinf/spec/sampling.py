@@ -165,7 +165,7 @@ def _allowed_structure(kind: str, value: Any) -> str:
 
 def _schema_text(schema: dict[str, Any] | str) -> str:
     """A JSON schema as text. Text keeps the order of the properties, which is the order in the output."""
-    from batchinf.spec.schemas import objection  # 0.1 s, only for jobs with a schema
+    from batchinf.spec.answer_schemas import objection  # 0.1 s, only for jobs with a schema
 
     try:
         text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, ensure_ascii=False)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from batchinf.tuning.settings import Candidate
+from batchinf.tuning.candidates import Candidate
 from batchinf.tuning.trial import TuneTrial
 
 # Settings that gain less are not worth a longer spec: two equal trials differ by as much.

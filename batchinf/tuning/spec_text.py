@@ -7,7 +7,7 @@ import re
 
 from batchinf.base.errors import SpecError, UserError
 from batchinf.spec.file import read_spec
-from batchinf.tuning.settings import Settings
+from batchinf.tuning.candidates import Settings
 
 
 def write_settings(path: str, settings: Settings) -> None:

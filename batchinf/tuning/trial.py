@@ -16,7 +16,7 @@ from batchinf.coordinator.ending import Summary
 from batchinf.fleet.speed import times_of
 from batchinf.fleet.status import read_status
 from batchinf.manifest.state import read_state
-from batchinf.tuning.settings import Candidate, Settings
+from batchinf.tuning.candidates import Candidate, Settings
 
 # Runs a job with these overrides of the spec, as `batchinf.run` does.
 RunJob = Callable[[Mapping[str, Any]], Summary]

@@ -11,8 +11,8 @@ from batchinf.fleet.backend import Backend
 from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
+from batchinf.tuning.candidates import Candidate, candidates, kept_settings, left_open, named_by_user, requests_at_once
 from batchinf.tuning.search import search
-from batchinf.tuning.settings import Candidate, candidates, kept_settings, left_open, named_by_user, requests_at_once
 from batchinf.tuning.spec_text import write_settings
 from batchinf.tuning.text import TuneReport, chart, trial_line
 from batchinf.tuning.trial import RunJob, TrialRecord, TuneTrial, run_trial

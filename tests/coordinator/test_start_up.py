@@ -10,12 +10,12 @@ from fleets import fleet_of
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.devices import Slot
+from batchinf.fleet.engine_defaults import Chosen
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import cache_root, sweep_sockets
 from batchinf.fleet.memory.engine_settings import EngineSettings
-from batchinf.fleet.settings import Chosen
 from batchinf.model.identity import resolve
 from batchinf.model.memory import fit_of
 from batchinf.records import EngineInfo

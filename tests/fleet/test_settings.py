@@ -11,12 +11,12 @@ import pytest
 from batchinf.base.errors import SpecError
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
+from batchinf.fleet.engine_defaults import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
 from batchinf.fleet.local.devices import place
 from batchinf.fleet.local.environment import process_environment
 from batchinf.fleet.memory.engine_settings import EngineSettings, applies_to, kept
 from batchinf.fleet.memory.out_of_memory import OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
-from batchinf.fleet.settings import chosen_arguments, graph_sizes, prompt_graph_sizes, replicas_per_device
 from batchinf.model.cache import LayerState, kv_cache_of
 from batchinf.model.memory import GIB, Fit, Needs
 from batchinf.model.weights import Weights

@@ -22,7 +22,8 @@ from batchinf.engines.installed import (
 )
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request, Result
-from batchinf.replica.text import Answer, Answers, Detokenizer
+from batchinf.replica.answers import Answer, Answers
+from batchinf.replica.detokenizer import Detokenizer
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batchinf.replica.checks import StructureChecks
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 import jobs
 from batchinf.records import Completion, Request
-from batchinf.replica.judges import Judges
+from batchinf.spec.answer_schemas import objection
 from batchinf.spec.sampling import SamplingSpec
-from batchinf.spec.schemas import objection
 
 CASES = pathlib.Path(__file__).parent / "schemas" / "cases.jsonl"
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -153,22 +153,22 @@ def test_the_table_is_large() -> None:
     assert len({json.dumps(case.schema, sort_keys=True) for case in TABLE}) == len(TABLE)
 
 
-def error_type(case: Case, value: Any, judges: Judges, reason: str = "stop") -> str | None:
+def error_type(case: Case, value: Any, checks: StructureChecks, reason: str = "stop") -> str | None:
     request = Request(0, 0, [1], SamplingSpec(), max_tokens=9)
     completion = Completion(request, np.zeros(1, np.int32), reason)
-    found = judges.error({"json": json.dumps(case.schema)}, json.dumps(value), completion)
+    found = checks.error({"json": json.dumps(case.schema)}, json.dumps(value), completion)
     return None if found is None else found.error_type
 
 
 def test_each_finished_text_keeps_its_schema_or_is_an_error_row() -> None:
-    judges = Judges(None)
+    checks = StructureChecks(None)
     for case in TABLE:
         assert objection(json.dumps(case.schema)) is None, case
         for value in case.good:
-            assert error_type(case, value, judges) is None, (case, value)
+            assert error_type(case, value, checks) is None, (case, value)
         for value in case.bad:
-            assert error_type(case, value, judges) == "structure_violated", (case, value)
-            assert error_type(case, value, judges, "length") is None
+            assert error_type(case, value, checks) == "structure_violated", (case, value)
+            assert error_type(case, value, checks, "length") is None
 
 
 def guided(schema: str, value: Any) -> bool:

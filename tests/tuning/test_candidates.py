@@ -16,8 +16,8 @@ from batchinf.fleet.thresholds import Thresholds
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tuning import settings
-from batchinf.tuning.settings import (
+from batchinf.tuning import candidates as tried
+from batchinf.tuning.candidates import (
     Candidate,
     candidates,
     kept_settings,
@@ -108,7 +108,7 @@ def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
     given: dict[str, Any], num_bytes: int, expected: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr("batchinf.fleet.settings.THRESHOLDS", Thresholds(least_input_bytes=1000))
+    monkeypatch.setattr("batchinf.fleet.engine_defaults.THRESHOLDS", Thresholds(least_input_bytes=1000))
     long = tmp_path / "long.jsonl"
     long.write_text('{"text": "Once upon a time"}\n'.ljust(num_bytes))
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, engine=IN_PIECES,
@@ -147,7 +147,7 @@ def test_tasks_that_only_read_prompts_are_tried_without_a_prefix_cache(tmp_path:
 def test_the_prefix_cache_is_tried_where_batchinf_leaves_it_out(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "shared_share", lambda _: 0.0)
+    monkeypatch.setattr(tried, "shared_share", lambda _: 0.0)
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None)
     found = opened(file, 1)
     assert [{"engine.enable_prefix_caching": True}] in found

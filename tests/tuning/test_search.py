@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from batchinf.tuning.candidates import Candidate, candidates
 from batchinf.tuning.search import gain_of, search
-from batchinf.tuning.settings import Candidate, candidates
 from batchinf.tuning.trial import TuneTrial
 
 START_S = 10.0

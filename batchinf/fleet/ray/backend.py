@@ -17,9 +17,9 @@ from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.environment import sweep_sockets
 from batchinf.fleet.ray.actor import Order, forwarded
 from batchinf.fleet.ray.cluster import Cluster
+from batchinf.fleet.ray.handle import RayReplica
 from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
 from batchinf.fleet.ray.placement import CPU, GPU, Demand, Group, Node, num_replicas
-from batchinf.fleet.ray.replica import RayReplica
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.messages import Event, Launch

@@ -14,18 +14,18 @@ from batchinf.records import Completion
 Matches = Callable[[str], bool]
 # A structure → its `Matches`; None if a text cannot be checked.
 Matcher = Callable[[dict[str, Any]], Matches | None]
-Judge = Callable[[str | None, Completion], RowError | None]
+Check = Callable[[str | None, Completion], RowError | None]
 
 VIOLATED = "structure_violated"
 _SHOWN_CHARS = 60
-_MOST_JUDGES = 256
+_MOST_CHECKS = 256
 # A check is pure Python. Without pauses, checks of a batch would keep the engine's thread waiting 5 ms at a time for
 # Python's lock.
 _WORK_S = 0.0002
 _PAUSE_S = 0.00005
 
 
-class Judges:
+class StructureChecks:
     """Finds the error of a text that is not what its row's structure asks for. For one thread.
 
     The engine should make only texts that fit. But its backends leave out keywords that they do not have, some without
@@ -36,7 +36,7 @@ class Judges:
         """matcher: for regex and grammar; None: check only how the text ended."""
         self._matcher = matcher
         # Rows of a batch file may each have their own structure.
-        self._judge = functools.lru_cache(_MOST_JUDGES)(self._make)
+        self._check = functools.lru_cache(_MOST_CHECKS)(self._make)
         self._paused_at = time.perf_counter()
 
     def error(self, structure: dict[str, Any], text: str | None, completion: Completion) -> RowError | None:
@@ -45,12 +45,12 @@ class Judges:
             time.sleep(_PAUSE_S)
             self._paused_at = time.perf_counter()
         [(kind, value)] = structure.items()
-        return self._judge(kind, value if isinstance(value, str) else tuple(value))(text, completion)
+        return self._check(kind, value if isinstance(value, str) else tuple(value))(text, completion)
 
-    def _make(self, kind: str, value: str | tuple[str, ...]) -> Judge:
+    def _make(self, kind: str, value: str | tuple[str, ...]) -> Check:
         if kind == "json":
             assert isinstance(value, str)
-            return _json_judge(value)
+            return _json_check(value)
         if kind == "choice":
             return functools.partial(_choice_error, frozenset(value))
         matches = None if self._matcher is None else self._matcher({kind: value})
@@ -61,8 +61,8 @@ def _is_finished(completion: Completion) -> bool:
     return completion.finish_reason != "length"
 
 
-def _json_judge(schema: str) -> Judge:
-    from batchinf.spec.schemas import Schema
+def _json_check(schema: str) -> Check:
+    from batchinf.spec.answer_schemas import Schema
 
     return functools.partial(_json_error, Schema(schema))
 
@@ -76,7 +76,7 @@ _JSON = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=_no_cons
 
 
 def _json_error(schema: Any, text: str | None, completion: Completion) -> RowError | None:
-    from batchinf.spec.schemas import UncheckableError, read_json
+    from batchinf.spec.answer_schemas import UncheckableError, read_json
 
     if text is None:
         return _nothing("invalid_json", completion)

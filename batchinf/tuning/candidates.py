@@ -11,7 +11,7 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.settings import chosen_arguments, gains_from_sharing, replicas_per_device, shown
+from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing, replicas_per_device, shown
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
