@@ -48,6 +48,8 @@ sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: i
 # Importing this adds the tasks to the spec, for tests that import little else.
 from batchinf.tasks.registry import task_of  # noqa: E402
 
+_is_frozen: list[bool] = []
+
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
 LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_weekly test_quarantine test_recovery
     test_start
@@ -87,6 +89,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
+def pytest_collection_finish() -> None:
+    """Thousands of tests are a million objects, through which each start of vLLM's engine would look for garbage."""
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
@@ -96,6 +103,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
             module.cleanup_dist_env_and_memory = lambda: None  # type: ignore[attr-defined]
+    # What vLLM's import made stays frozen. vLLM would thaw it, and freeze what a closed engine leaves.
+    if "vllm.v1.engine.core" in sys.modules and not _is_frozen:
+        gc.collect()
+        gc.freeze()
+        gc.freeze = gc.unfreeze = lambda: None
+        _is_frozen.append(True)
 
 
 @pytest.fixture(scope="module")
