@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ gc.set_threshold(50_000, 20, 100)
 # vLLM's engine freezes all objects, and DuckDB would report its own as leaked at the end.
 atexit.register(gc.unfreeze)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
+
+from batchinf.base.stop_signals import STOP_SIGNALS  # noqa: E402
 
 # Importing this adds the tasks to the spec, for tests that import little else.
 from batchinf.tasks.registry import task_of  # noqa: E402
@@ -99,6 +102,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
     jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None
+    # A command that ran in an earlier test's process ignores them from its end on, and children would inherit that.
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Engines in the tests' process share torch's process groups. The first engine that closes would destroy them.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
