@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batchinf.replica.checks import StructureChecks
+from batchinf.replica.structure_checks import StructureChecks
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
