@@ -8,9 +8,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 import typer.core
 
-from batchinf.base.errors import SpecError, UserError
+from batchinf.base.errors import Interrupted, SpecError, UserError
 from batchinf.base.places import check_is_here
 from batchinf.base.slices import folder_name
+from batchinf.base.stop_signals import StopAskedFor, request_name
 
 
 def _spec_file(context: typer.Context, path: str) -> str:
@@ -49,7 +50,12 @@ class _Command(_Plain, typer.core.TyperCommand):
 
 
 class _Group(_Plain, typer.core.TyperGroup):
-    pass
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StopAskedFor as stop:
+            # The signal came when `interruptible` had its handlers but not yet its block.
+            raise Interrupted(f"stopped on {request_name(*stop.args)}") from None
 
 
 class App(typer.Typer):

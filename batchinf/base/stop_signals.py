@@ -67,6 +67,10 @@ def request_name(number: int) -> str:
     return {_TIMER: "Slurm's time limit", _EVENT: "request"}.get(number) or signal.Signals(number).name
 
 
+class StopAskedFor(KeyboardInterrupt):
+    """A stop signal ends the block of `interruptible`. Not a subclass of Exception: libraries catch and drop those."""
+
+
 class StopRequests:
     """The requests to stop so far; the one that leaves the least time counts. Times are monotonic, in seconds."""
 
@@ -156,10 +160,10 @@ def on_stop_signals(act: Callable[[int], None] | None = None) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         heeded = {number: handler for number, handler in before.items() if _is_ours_to_replace(handler)}
-    for number in heeded:
-        signal.signal(number, handle)
     handle.is_batchinf = True  # type: ignore[attr-defined]
     try:
+        for number in heeded:
+            signal.signal(number, handle)
         yield
     finally:
         for number, handler in heeded.items():
@@ -192,8 +196,7 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
         if len(heard) == 1 and _shields:
             _is_put_off = True
         elif len(heard) == 1 or number == signal.SIGINT:
-            # Not a subclass of Exception: libraries catch and drop those.
-            raise KeyboardInterrupt
+            raise StopAskedFor(number)
 
     _requests.heard = heard
     _requests.event = event
@@ -201,18 +204,16 @@ def interruptible(event: threading.Event | None = None, *, ends_process: bool = 
     try:
         with on_stop_signals(interrupt):
             try:
-                try:
-                    yield
-                except KeyboardInterrupt:
-                    # CPython remembers a KeyboardInterrupt from `exec` of text, which dataclasses use, until the next
-                    # `exec`. Without this call, CPython would end the process with SIGINT and ignore its exit code.
-                    exec("")
-                    number = heard[0][0] if heard else signal.SIGINT
-                    raise Interrupted(f"stopped on {request_name(number)}") from None
+                yield
             finally:
                 if ends_process:
                     for number in STOP_SIGNALS:
                         signal.signal(number, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        # CPython remembers a KeyboardInterrupt from `exec` of text, which dataclasses use, until the next `exec`.
+        # Without this call, CPython would end the process with SIGINT and ignore its exit code.
+        exec("")
+        raise Interrupted(f"stopped on {request_name(heard[0][0] if heard else signal.SIGINT)}") from None
     finally:
         _requests.clear()
 

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
 import jobs
+from batchinf import cli
 from batchinf.base import stop_signals
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import Interrupted, SpecError
 from batchinf.base.stop_signals import StopRequests, seconds_left
 
 # About 15 s of work on two replicas, whatever the machine.
@@ -303,3 +305,32 @@ def test_an_interruption_within_exec_has_the_exit_code_too(tmp_path: pathlib.Pat
     path = os.pathsep.join((str(tmp_path), str(jobs.ROOT)))
     done = subprocess.run([sys.executable, "-m", "interrupted"], env={**os.environ, "PYTHONPATH": path}, check=False)
     assert done.returncode == 75
+
+
+@pytest.mark.parametrize("last", [TERM, USR1])
+def test_a_signal_between_the_handlers_and_the_block(last: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = [signal.getsignal(number) for number in stop_signals.STOP_SIGNALS]
+    install = signal.signal
+
+    def install_and_strike(number: int, handler: object) -> object:
+        before = install(number, handler)  # type: ignore[arg-type]
+        if number == last and hasattr(handler, "is_batchinf"):
+            os.kill(os.getpid(), TERM)
+        return before
+
+    monkeypatch.setattr(signal, "signal", install_and_strike)
+    with pytest.raises(Interrupted, match="stopped on SIGTERM"), stop_signals.interruptible():
+        raise AssertionError("the block must not begin")
+    assert [signal.getsignal(number) for number in stop_signals.STOP_SIGNALS] == usual
+
+
+def test_a_command_that_a_signal_ends_before_its_block_has_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def struck(*_: object, **__: object) -> Iterator[None]:
+        raise stop_signals.StopAskedFor(TERM)
+        yield
+
+    monkeypatch.setattr(cli, "interruptible", struck)
+    with pytest.raises(Interrupted, match="stopped on SIGTERM") as caught:
+        cli.app(["run", "job.yaml"], standalone_mode=False)
+    assert caught.value.exit_code == 75

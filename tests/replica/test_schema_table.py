@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batchinf.replica.structure_checks import StructureChecks
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 import jobs
 from batchinf.records import Completion, Request
+from batchinf.replica.structure_checks import StructureChecks
 from batchinf.spec.answer_schemas import objection
 from batchinf.spec.sampling import SamplingSpec
 
