@@ -308,12 +308,13 @@ class Soak:
         """Check that a part in the manifest never changes."""
         if not (out / "manifest").is_dir() or not any((out / "manifest").iterdir()):
             return
-        state = jobs.read_state(jobs.Folder(out))
-        for shard, part in (state.parts if state is not None else {}).items():
+        state = jobs.read_state(jobs.Folder(out))  # None if the job was killed before it had begun
+        parts = state.parts if state is not None else {}
+        for shard, part in parts.items():
             if self._parts.setdefault(shard, part) != part:
                 raise Difference(f"part {shard} was {self._parts[shard]} and is now {part}")
-        if state is None or self._parts.keys() - state.parts.keys():
-            raise Difference(f"the manifest has forgotten parts {sorted(self._parts.keys())}")
+        if forgotten := self._parts.keys() - parts.keys():
+            raise Difference(f"the manifest has forgotten parts {sorted(forgotten)}")
         for shard, part in state.parts.items():
             data = (out / "parts" / part_name(shard)).read_bytes()
             if xxhash.xxh3_128_hexdigest(data) != part.digest:
