@@ -42,7 +42,8 @@ _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
 _ROUND_PAUSE = 5.0  # between two looks at all replicas, as a multiple of the time that a look takes
 _LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
-# Messages are gathered so long for each replica: with 1,000 replicas for 10 ms, so that ten of them share a commit.
+# The coordinator gathers messages for this time, in seconds, for each replica. With 1,000 replicas that is 10 ms, and
+# about ten messages share a commit.
 _GATHER_S = 1e-5
 _MOST_LINES = 8  # of replicas that come up at once
 # Errors of a replica that no restart mends.

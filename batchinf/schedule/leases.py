@@ -372,7 +372,7 @@ def revocations(
             left.set_rows(taker, own_rows)
             taken_back.setdefault(givers[giver].replica, []).append(lease)
         if not taken_back:
-            break  # nobody gives to the one with the fewest rows, so nobody gives to the others
+            break  # no replica gives a lease to the taker with the fewest rows, so none gives one to the others
     return taken_back
 
 
@@ -397,7 +397,7 @@ class _Givers:
             self._rows[place] = num_rows
 
     def best_for(self, taker: ReplicaLoad, own_rows: int) -> int | None:
-        """The place of the one with the most rows that gives its newest lease; None if nobody gives one.
+        """Of the replicas that give their newest lease, the place of the one with the most rows; None if none gives one.
 
         After that it still has more rows than the taker had, so the loads become more equal, and no lease moves back
         and forth. A replica that accepts no leases, or whose engine is not up, gives them in any case.

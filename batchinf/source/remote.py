@@ -120,7 +120,7 @@ def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
 
 
 def _chosen(input: InputLocation, path: str, listing: Mapping[str, Any], *, is_glob: bool) -> dict[str, str]:
-    """Name → place of the files that a URL means, sorted. listing: place → what is known of each file there."""
+    """Choose the files that a URL means. Returns name → place, sorted. listing: place → what is known of a file."""
     if not is_glob and path in listing:
         return {re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path: path}
     places = {name: place for place in listing if (name := _name(path, place))}

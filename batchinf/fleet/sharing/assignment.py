@@ -54,7 +54,7 @@ class Assignment:
         self._is_waiting = begins_together
         self._first_ready_at: float | None = None
         self._last_ready_at = 0.0
-        # By what was left when it was last counted; None: to be counted.
+        # The shares as of the last count of the rows that are left; None if they have to be counted.
         self._sharing: Sharing | None = None
         self._gathers = False
 
