@@ -397,7 +397,7 @@ class _Givers:
             self._rows[place] = num_rows
 
     def best_for(self, taker: ReplicaLoad, own_rows: int) -> int | None:
-        """Of the replicas that give their newest lease, the place of the one with the most rows; None if none gives one.
+        """Of the replicas that give their newest lease, the place of that with the most rows; None if none gives one.
 
         After that it still has more rows than the taker had, so the loads become more equal, and no lease moves back
         and forth. A replica that accepts no leases, or whose engine is not up, gives them in any case.
