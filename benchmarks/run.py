@@ -78,7 +78,11 @@ def main() -> None:
     parser.add_argument("--job-engine", type=json.loads, help="JSON: engine arguments of the job alone")
     parser.add_argument("--job-parallel", type=json.loads, help="JSON: more of the job's section `parallel`")
     parser.add_argument("--job-spec", type=json.loads, default={}, help="JSON: sections that are merged into each spec")
-    parser.add_argument("--compare", action="append", help="several jobs: 'local,ray', or NAME=JSON with more sections")
+    parser.add_argument(
+        "--compare",
+        action="append",
+        help="several jobs: 'local,ray', or NAME=JSON with more sections, of which `environment` has variables",
+    )
     parser.add_argument("--scripted", type=float, help="the scripted engine, a step in so many seconds; no rivals")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="end everything after so many seconds")
     parser.add_argument(
@@ -258,9 +262,11 @@ class Bench:
     def _job(self, step: Step, lane: Lane, placed: dict[str, Any]) -> None:
         ((workload, name),) = step.runs
         folder, files = self.out / workload.name, files_of(workload, self.out)
-        paths = write_spec(workload, folder, *files, self.jobs[name], f"{name}-{step.round}")
+        sections = dict(self.jobs[name])
+        environment = lane.environment(workload.num_devices) | sections.pop("environment", {})
+        paths = write_spec(workload, folder, *files, sections, f"{name}-{step.round}")
         shutil.rmtree(paths[1], ignore_errors=True)  # an earlier run's job would be resumed
-        figures = run_spec(*paths, self.deadline, lane.environment(workload.num_devices))
+        figures = run_spec(*paths, self.deadline, environment)
         self.results.add(workload, name, {**placed, **figures})
 
     def _rivals(self, step: Step, lane: Lane, placed: dict[str, Any], path: pathlib.Path) -> None:

@@ -1,4 +1,5 @@
-"""Makes vLLM's scheduler log or trace its steps, in processes that have this folder on their path.
+"""Makes vLLM's scheduler log or trace its steps, or leaves out pieces of the engine layer, in processes that have this
+folder on their path.
 
 Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests. Twenty are written at a time, which costs
 a microsecond a step.
@@ -7,6 +8,8 @@ a microsecond a step.
 each, the second one with Python's functions, whose recording slows the steps. They begin with a decoding step, after
 STEP_TRACE_AFTER decoding steps; with STEP_TRACE_PROMPTS, steps that read prompts count too. Each begins a block
 `schedule`.
+
+STEP_WITHOUT: names of `PIECES` with commas between them. vLLM's own code does the work of these.
 """
 
 import importlib.abc
@@ -19,12 +22,35 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_ENGINE = "batchinf.engines.vllm"
+# Pieces of the engine layer: a module, a name in it, and what a call of that name returns where the piece is left out.
+PIECES: dict[str, list[tuple[str, str, Any]]] = {
+    "attention": [(f"{_ENGINE}.kernels.attention", "install", False)],
+    "mixed_steps": [(f"{_ENGINE}.kernels.mixed_steps", "install", None)],
+    "graph_choice": [(f"{_ENGINE}.kernels.long_requests", "GraphChoice.install", False)],
+    "whole_steps": [(f"{_ENGINE}.kernels.whole_steps", "install", False)],
+    "fresh_steps": [(f"{_ENGINE}.kernels.fresh_steps", "fits", False)],
+    "admission": [(f"{_ENGINE}.scheduling.admission", "AdmissionMixin.admits_itself", None)],
+    "pooling_loop": [(f"{_ENGINE}.scheduling.pooling_scheduler", "is_plain", False)],
+    "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_decode_block_size", None)],
+    "holding": [(f"{_ENGINE}.scheduling.scheduler", "_is_held_back", False)],
+    "joined": [(f"{_ENGINE}.scheduling.joined", "start_joining", False)],
+    "copies": [(f"{_ENGINE}.copies", "join_prompt_scores", None), (f"{_ENGINE}.copies", "join_vectors", None)],
+    "scores": [(f"{_ENGINE}.kernels.scores", "is_right", False)],
+}
+
 
 class _Hook(importlib.abc.MetaPathFinder):
+    def __init__(self) -> None:
+        names = [name for name in os.environ.get("STEP_WITHOUT", "").split(",") if name]
+        self._left_out = [place for name in names for place in PIECES[name]]
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "vllm.v1.core.sched.scheduler":
+        left_out = [(name, found) for module, name, found in self._left_out if module == fullname]
+        if fullname != _SCHEDULER and not left_out:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         assert spec is not None and spec.loader is not None
@@ -32,13 +58,27 @@ class _Hook(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            if "STEP_LOG" in os.environ:
+            for name, found in left_out:
+                _leave_out(module, name, found)
+            if fullname == _SCHEDULER and "STEP_LOG" in os.environ:
                 _log(module.Scheduler)
-            if "STEP_TRACE" in os.environ:
+            if fullname == _SCHEDULER and "STEP_TRACE" in os.environ:
                 _trace(module.Scheduler)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _leave_out(module: ModuleType, name: str, found: Any) -> None:
+    *owner, last = name.split(".")
+    place: Any = getattr(module, owner[0]) if owner else module
+    assert hasattr(place, last), f"{module.__name__} has no {name}"
+
+    def left_out(*_: Any, **__: Any) -> Any:
+        print(f"left out for this run: {module.__name__}.{name}", flush=True)
+        return found
+
+    setattr(place, last, left_out)
 
 
 def _log(scheduler: Any) -> None:
@@ -97,5 +137,5 @@ def _end(profiler: Any, kind: str) -> None:
     os.replace(f"{path}.part.gz", path)
 
 
-if {"STEP_LOG", "STEP_TRACE"} & os.environ.keys():
+if {"STEP_LOG", "STEP_TRACE", "STEP_WITHOUT"} & os.environ.keys():
     sys.meta_path.insert(0, _Hook())

@@ -1,0 +1,45 @@
+"""Time jobs with and without single pieces of the engine layer, on one GPU: what each piece is worth today.
+
+    python benchmarks/pieces.py small-score --out results --limit-s 520      # all pieces that this workload has
+    python benchmarks/pieces.py small-embed --pieces joined,copies --repeat 5
+
+A piece is left out by `step_hook`, and vLLM's own code does its work. The job with all pieces runs first and last, as
+`all` and `again`. In the table of `run.py`, `first / it` says how much faster the job with all pieces is. Other
+arguments are those of `run.py`.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+# The pieces of `step_hook` that may change the speed of a workload.
+_TOKENS = ("attention", "mixed_steps", "token_loops", "holding", "admission", "scores")
+PIECES = {
+    "bare-top20": ("attention", "mixed_steps", "token_loops", "holding", "scores"),
+    "bare-small-top20": _TOKENS,
+    "uneven": ("attention", "graph_choice"),
+    "small-score": ("whole_steps", "fresh_steps", "admission", "joined", "copies", "scores"),
+    "small-embed": ("whole_steps", "fresh_steps", "admission", "pooling_loop", "joined", "copies"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=PIECES)
+    parser.add_argument("--pieces", help="names with commas between them; default: all of the workload")
+    args, others = parser.parse_known_args()
+    pieces = args.pieces.split(",") if args.pieces else PIECES[args.workload]
+    path = os.pathsep.join([str(HERE / "step_hook"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    left_out = {piece: {"environment": {"STEP_WITHOUT": piece, "PYTHONPATH": path}} for piece in pieces}
+    jobs = {"all": {}, **{f"without-{piece}": sections for piece, sections in left_out.items()}, "again": {}}
+    compared = [f"--compare={name}={json.dumps(sections)}" for name, sections in jobs.items()]
+    command = [sys.executable, str(HERE / "run.py"), args.workload, "--rivals", "", *compared, *others]
+    sys.exit(subprocess.run(command).returncode)
+
+
+if __name__ == "__main__":
+    main()
