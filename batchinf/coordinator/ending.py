@@ -67,7 +67,7 @@ class Summary:
         verb = "was already done" if self.was_done else "done"
         files = "Parquet file" if self.num_parts == 1 else "Parquet files"
         return [
-            f"{verb}: {self.num_rows:,} output rows, {self.num_errors:,} of them errors; "
+            f"{verb}: {counted(self.num_rows, 'output row')}, {self.num_errors:,} of them errors; "
             f"{tokens_text(self.num_prompt_tokens, self.num_output_tokens)}",
             *(() if self.speed is None else speed_lines(self.speed)),
             f"{self.num_parts:,} {files}, {size_text(self.num_bytes)}, in {self.folder}/parts; "

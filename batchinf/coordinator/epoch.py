@@ -11,6 +11,7 @@ from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputEr
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
+from batchinf.base.text import counted
 from batchinf.coordinator import progress
 from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
@@ -278,7 +279,7 @@ def _run_retries(epoch: Epoch) -> None:
         retry = unfinished.retry
         num_rows = int(unfinished.num_chosen.sum())
         num_shards = int((unfinished.num_chosen > 0).sum())
-        say(f"{retry}: {num_rows:,} input rows in {num_shards:,} shards run again")
+        say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
         fleet = epoch.replicas.launcher.fleet(state.header.job_id, unfinished.job.spec, retry.number)
         fleet.give_work(work_of(unfinished.job, state, retry))
         try:

@@ -332,8 +332,8 @@ def _job_lines(job: Job, state: State, launcher: Launcher, overrides: Mapping[st
     devices = ", ".join("+".join(slot.devices) for slot in slots)
     yield (
         ("" if job.slice is None else f"slice {job.slice}: ")
-        + f"{total_rows(state.extents):,} input rows{samples} in {len(state.committed):,} shards, "
-        + f"{int(state.committed.sum()):,} of these shards done{kept}; {counted(len(slots), 'replica')} on "
+        + f"{counted(total_rows(state.extents), 'input row')}{samples} in {counted(len(state.committed), 'shard')}, "
+        + f"{int(state.committed.sum()):,} of them done{kept}; {counted(len(slots), 'replica')} on "
         + (devices if slots[0].devices else launcher.backend.processors)
     )
     if (warning := room_warning(job, state, len(slots))) is not None:

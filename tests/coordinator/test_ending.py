@@ -128,7 +128,7 @@ def test_a_stop_says_what_is_kept(
     assert (f"not committed yet: {in_journal}" in str(report)) == (num_kept > 0)
     assert json.loads((out / "status.json").read_text())["num_rows_done"] == before
     batchinf.run(spec, overrides={"scripted.step_s": 0.0})
-    assert (f" of these shards done, {in_journal}; " in capfd.readouterr().err) == (num_kept > 0)
+    assert (f" of them done, {in_journal}; " in capfd.readouterr().err) == (num_kept > 0)
     recovered = sum(event["num_requests"] for event in jobs.events_of(out, "recovered"))
     assert recovered == num_kept
 
