@@ -42,6 +42,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from crashes import SIGNALS, Ended, Strike, Warm
 
 import jobs
+from batchinf.base.slices import FILES_RECORD
 
 NUM_ROWS, MOST_ROWS = 18, 36  # at the start, and with all that comes later
 DISK_FAULTS = ("ENOSPC", "EIO", "EROFS")
@@ -723,6 +724,8 @@ class JobModel(RuleBasedStateMachine):
                 is_needed = False
         if ended.code == 2:
             ended = self._run(*extend)
+        if is_needed and group == FILES_RECORD:  # no run has read it yet; one that begins a slice anew would be refused
+            path.write_bytes(content)
         self.totals = {self.on_disk}
         self._check_done()
 

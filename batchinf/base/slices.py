@@ -191,10 +191,15 @@ def share_files(out: str, digests: Mapping[str, str]) -> dict[str, str]:
 
     Durable on return. Raises OutputError for a damaged record.
     """
+    Folder(out).create_exclusive(FILES_RECORD, encode_record(CUT_VERSION, digests))
+    return read_files(out)
+
+
+def read_files(out: str) -> dict[str, str]:
+    """The digests of the model's files that all slices share; empty before the first. Raises OutputError for damage."""
     folder = Folder(out)
-    folder.create_exclusive(FILES_RECORD, encode_record(CUT_VERSION, digests))
     with contextlib.suppress(ValueError):
-        return decode_record(folder.read(FILES_RECORD), CUT_VERSION)
+        return decode_record(folder.read(FILES_RECORD), CUT_VERSION) if folder.exists(FILES_RECORD) else {}
     raise OutputError(
         f"{folder.path(FILES_RECORD)} is damaged: delete it, and run a slice that has begun, which writes it again"
     )

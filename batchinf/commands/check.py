@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, job_folders, no_job_message
+from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
 from batchinf.coordinator.extend import spec_text
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
@@ -197,9 +197,11 @@ def check_job(out: str, *, is_deep: bool, repair: bool) -> CheckReport:
     """Check the job in an output folder, or all of its slices.
 
     is_deep: read all bytes and the keys of all rows, and not only sizes and footers. repair: move damaged files aside,
-    so that the next run makes them again. Raises OutputError if there is no job, or if it cannot be repaired.
+    so that the next run makes them again. Raises OutputError if there is no job, if it cannot be repaired, or if a
+    record that its slices share is damaged.
     """
     folders = job_folders(out)
+    read_files(out)
     check = _check_job if folders[0].slice is None else _check_slice
     jobs = tuple(check(job, is_deep, repair) for job in folders)
     is_whole = all(job.is_whole for job in jobs)

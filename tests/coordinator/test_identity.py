@@ -233,6 +233,8 @@ def test_slices_are_of_one_model(tmp_path: pathlib.Path) -> None:
     again = jobs.run("run", spec, "--slice", "1/2", "--fresh")
     assert again.returncode == 2
     assert f"{record} is damaged" in again.stderr
+    checked = jobs.run("check", tmp_path / "out")
+    assert (checked.returncode, f"{record} is damaged" in checked.stderr) == (2, True)
     record.unlink()
     jobs.finish(spec, "--slice", "0/2", "--retry", "row_index = 0")
     assert record.read_bytes() == kept
