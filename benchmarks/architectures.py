@@ -29,17 +29,21 @@ _WINDOWS = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_at
 _GEMMA = {
     **_EIGHT_HEADS, "head_dim": 128, "query_pre_attn_scalar": 128, "tie_word_embeddings": True, **_WINDOWS,
 }  # fmt: skip
+_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}  # low enough to matter
 _MAMBA = {
     "mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 64,
 }  # fmt: skip
-_CONVOLUTIONS = {
-    **_EIGHT_HEADS, "layer_types": ["conv", "full_attention"] * 2, "conv_dim": _HIDDEN, "conv_dim_out": _HIDDEN,
-    "block_auto_adjust_ff_dim": False,
+_GRANITE = {
+    **_EIGHT_HEADS, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0,
+    "shared_intermediate_size": 1024, "attention_multiplier": 0.125, "position_embedding_type": "rope",
+    "mamba_expand": 1, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 64,
 }  # fmt: skip
+_NO_PREFIXES = {"enable_prefix_caching": False}  # with it, vLLM 0.32 wants chunks, which jobs on a CPU do without
 _EXPERTS = {
     "num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }  # fmt: skip
+_TIED = ("model.embed_tokens.weight", "model.norm.weight")
 _ADAPTED, _RANK, _ALPHA = ("q_proj", "v_proj"), 8, 16
 ADAPTER = "adapter"
 _TEXT = ("generate", "score")
@@ -66,14 +70,14 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}),
     "qwen3": Architecture("qwen3", tasks=(*_TEXT, "embed", "logits")),
     "mistral-window": Architecture("mistral", {"sliding_window": 128}),
-    "gemma2": Architecture("gemma2", _GEMMA, tasks=(*_TEXT, "embed", "logits")),
+    "gemma2": Architecture("gemma2", {**_GEMMA, **_CAPS}, tasks=(*_TEXT, "embed", "logits")),
     "gemma3": Architecture("gemma3_text", _GEMMA),
     "phi3": Architecture("phi3", _EIGHT_HEADS),
     "olmo2": Architecture("olmo2", _EIGHT_HEADS),
     "gpt-oss": Architecture("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": Architecture("qwen3_moe", _EXPERTS),
-    "falcon-h1": Architecture("falcon_h1", _MAMBA),
-    "lfm2": Architecture("lfm2", _CONVOLUTIONS),
+    "falcon-h1": Architecture("falcon_h1", _MAMBA, engine=_NO_PREFIXES),
+    "granite-hybrid": Architecture("granitemoehybrid", _GRANITE, engine=_NO_PREFIXES),
     "llama-lora": Architecture("llama", has_adapter=True),
     "llama-fp8-cache": Architecture("llama", engine={"kv_cache_dtype": "fp8"}),
 }
@@ -90,6 +94,9 @@ def make_architecture(architecture: Architecture, folder: pathlib.Path, dtype: s
     with torch.no_grad():
         for name, weight in model.named_parameters():
             _randomize(name, weight)
+            if config.tie_word_embeddings and name in _TIED:
+                # The likeliest token would always be the one that was read last.
+                weight.copy_(0.2 * weight if "embed_tokens" in name else weight + 4.0)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     make_tokenizer(VOCAB_SIZE).save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
@@ -101,7 +108,7 @@ def make_architecture(architecture: Architecture, folder: pathlib.Path, dtype: s
 
 def _randomize(name: str, weight: torch.Tensor) -> None:
     """Change the weights that transformers does not make random."""
-    if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
         weight += 0.8  # normed queries and keys would give numbers before the softmax of a standard deviation of 1
     if name.endswith("experts.down_proj"):
         weight *= 0.3  # rounding alone makes a router choose other experts, which would be most of the noise

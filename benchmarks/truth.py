@@ -20,7 +20,7 @@ farther than 2.5 times the worst row of the noise.
 | logits | logits of the whole vocabulary after the last token | mean difference |
 
 `reach` is the mean difference of the reference's own logprobs 32 tokens after the first half of a prompt was replaced:
-the noise must be far below it. `replaced` counts the engine's steps for which batchinf has its own attention: steps
+the noise must be far below it. The last column counts the engine's steps for which batchinf has its own attention: steps
 that only decode (or in brackets, that also read prompts), and steps of whole prompts without the KV cache.
 """
 
@@ -63,6 +63,7 @@ SIDES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 _LIMIT, _ROW_LIMIT, _FLOOR = 1.5, 2.5, 1e-6
+_MOST_NOISE = 0.25  # of the reach
 # Of the prompts: a share of them, and their fewest and most tokens. One more is much longer.
 _SHARES = ((0.4, 3, 40), (0.5, 41, 250), (0.1, 251, 700))
 _LONGEST, _MAX_MODEL_LEN, _MAX_TOKENS = 3000, 4096, 40
@@ -100,6 +101,13 @@ class Distance:
         return is_mean_near and self.worst <= _ROW_LIMIT * noise.worst + _FLOOR
 
 
+def verdict_of(job: Distance, noise: Distance, reach: float) -> str:
+    """`near` or `FAR`; or why the comparison says nothing."""
+    if not job.is_near(noise):
+        return "FAR"
+    return "near" if noise.mean < _MOST_NOISE * reach else "no verdict: vLLM itself is far from transformers"
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of the table."""
@@ -107,7 +115,7 @@ class Line:
     model: str
     task: str
     verdict: str
-    """`near`, `FAR`, or why it did not run."""
+    """See `verdict_of`; or why it did not run."""
     job: Distance | None = None
     noise: Distance | None = None
     reach: float | None = None
@@ -229,7 +237,7 @@ class Truth:
                 continue
             done, took_s = replaced(job), round(time.monotonic() - began, 1)
             self._table.add(
-                [Line(name, each, "near" if pair[0].is_near(pair[1]) else "FAR", *pair, reference.reach, done, took_s)
+                [Line(name, each, verdict_of(*pair, reference.reach), *pair, reference.reach, done, took_s)
                  for each, pair in zip(names, pairs, strict=True)]
             )  # fmt: skip
 
@@ -372,7 +380,8 @@ class Reference:
 
     def __init__(self, folder: pathlib.Path, device: str) -> None:
         self._device = device if device == "cpu" else f"cuda:{device}"
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        # PyTorch's own attention knows neither soft caps nor sinks.
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         if (folder / ADAPTER).exists():
             merge_adapter(model, load_file(folder / ADAPTER / "adapter_model.safetensors"))
         self._model = model.to(self._device).eval()

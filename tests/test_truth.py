@@ -66,3 +66,6 @@ def test_limits(truth: Any) -> None:
     assert truth.Distance(0.0299, 0.0749).is_near(noise)
     assert not truth.Distance(0.0301, 0.03).is_near(noise)
     assert not truth.Distance(0.02, 0.0751).is_near(noise)
+    assert truth.verdict_of(noise, noise, reach=2.0) == "near"
+    assert truth.verdict_of(truth.Distance(0.04, 0.04), noise, reach=2.0) == "FAR"
+    assert truth.verdict_of(noise, noise, reach=0.05).startswith("no verdict")
