@@ -20,8 +20,8 @@ farther than 2.5 times the worst row of the noise.
 | logits | logits of the whole vocabulary after the last token | mean difference |
 
 `reach` is the mean difference of the reference's own logprobs 32 tokens after the first half of a prompt was replaced:
-the noise must be far below it. The last column counts the engine's steps for which batchinf has its own attention: steps
-that only decode (or in brackets, that also read prompts), and steps of whole prompts without the KV cache.
+the noise must be far below it. The last column counts the steps for which batchinf has its own attention: those that
+only decode (in brackets: that also read prompts), and those of whole prompts without the KV cache.
 """
 
 import argparse
