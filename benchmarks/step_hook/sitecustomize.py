@@ -1,6 +1,8 @@
 """Makes vLLM's scheduler log or trace its steps, or leaves out pieces of the engine layer, in processes that have this
 folder on their path.
 
+`KERNEL_LOG-kernels-PID.json` counts steps and calls of batchinf's own attention.
+
 Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests. Twenty are written at a time, which costs
 a microsecond a step.
 
@@ -14,15 +16,15 @@ STEP_WITHOUT: names of `PIECES` with commas between them. vLLM's own code does t
 
 import importlib.abc
 import importlib.machinery
+import json
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _ENGINE = "batchinf.engines.vllm"
 # Pieces of the engine layer: a module, a name in it, and what a call of that name returns where the piece is left out.
 PIECES: dict[str, list[tuple[str, str, Any]]] = {
@@ -50,7 +52,7 @@ class _Hook(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         left_out = [(name, found) for module, name, found in self._left_out if module == fullname]
-        if fullname != _SCHEDULER and not left_out:
+        if fullname not in _CHANGES and not left_out:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         assert spec is not None and spec.loader is not None
@@ -60,10 +62,9 @@ class _Hook(importlib.abc.MetaPathFinder):
             run(module)
             for name, found in left_out:
                 _leave_out(module, name, found)
-            if fullname == _SCHEDULER and "STEP_LOG" in os.environ:
-                _log(module.Scheduler)
-            if fullname == _SCHEDULER and "STEP_TRACE" in os.environ:
-                _trace(module.Scheduler)
+            for variable, change in _CHANGES.get(fullname, {}).items():
+                if variable in os.environ:
+                    change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -81,7 +82,8 @@ def _leave_out(module: ModuleType, name: str, found: Any) -> None:
     setattr(place, last, left_out)
 
 
-def _log(scheduler: Any) -> None:
+def _log(module: Any) -> None:
+    scheduler = module.Scheduler
     schedule, lines = scheduler.schedule, []
 
     def logged(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -97,7 +99,8 @@ def _log(scheduler: Any) -> None:
     scheduler.schedule = logged
 
 
-def _trace(scheduler: Any) -> None:
+def _trace(module: Any) -> None:
+    scheduler = module.Scheduler
     schedule = scheduler.schedule
     after, num_steps = int(os.environ["STEP_TRACE_AFTER"]), int(os.environ["STEP_TRACE_STEPS"])
     kinds, seen, left, takes_prompts = ["plain", "stacks"], 0, 0, "STEP_TRACE_PROMPTS" in os.environ
@@ -137,5 +140,64 @@ def _end(profiler: Any, kind: str) -> None:
     os.replace(f"{path}.part.gz", path)
 
 
-if {"STEP_LOG", "STEP_TRACE", "STEP_WITHOUT"} & os.environ.keys():
+_counts: dict[str, int] = {}
+
+
+def _count(name: str) -> None:
+    _counts[name] = _counts.get(name, 0) + 1
+
+
+def _count_decoding(module: Any) -> None:
+    install, run, execute = module.attention_of_decoding, module.run_ours, module.DecodingWorker.execute_model
+
+    def attention_of_decoding(theirs: Any) -> Any:
+        _counts.clear()  # the calls of the comparison at the start
+        return install(theirs)
+
+    def run_ours(*arguments: Any, **named: Any) -> None:
+        _count("kernel_calls")  # a graph calls it when it is captured
+        run(*arguments, **named)
+
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        tokens = list(scheduler_output.num_scheduled_tokens.values())
+        config, num_decodes = self.vllm_config, tokens.count(1)
+        heads = config.model_config.get_num_kv_heads(config.parallel_config)
+        if num_decodes == len(tokens) and module.pays_in_step(num_decodes, heads):
+            _count("decode_steps")
+        elif num_decodes < len(tokens) and module.pays_in_mixed_step(num_decodes, heads):
+            _count("mixed_steps")
+        _save()
+        return execute(self, scheduler_output)
+
+    module.attention_of_decoding, module.run_ours = attention_of_decoding, run_ours
+    module.DecodingWorker.execute_model = execute_model
+
+
+def _count_fresh(module: Any) -> None:
+    theirs = module.is_fresh
+
+    def is_fresh(scheduled: Any) -> bool:
+        found: bool = theirs(scheduled)
+        if scheduled.num_scheduled_tokens:
+            _count("prompt_steps")
+            if found:
+                _count("fresh_steps")
+            _save()
+        return found
+
+    module.is_fresh = is_fresh
+
+
+def _save() -> None:
+    pathlib.Path(f"{os.environ['KERNEL_LOG']}-kernels-{os.getpid()}.json").write_text(json.dumps(_counts))
+
+
+# What is changed in a module after its import, by the variable that asks for it.
+_CHANGES: dict[str, dict[str, Callable[[Any], None]]] = {
+    "vllm.v1.core.sched.scheduler": {"STEP_LOG": _log, "STEP_TRACE": _trace},
+    f"{_ENGINE}.kernels.attention": {"KERNEL_LOG": _count_decoding},
+    f"{_ENGINE}.kernels.fresh_steps": {"KERNEL_LOG": _count_fresh},
+}
+
+if {"STEP_LOG", "STEP_TRACE", "KERNEL_LOG", "STEP_WITHOUT"} & os.environ.keys():
     sys.meta_path.insert(0, _Hook())
