@@ -23,7 +23,8 @@ from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_sche
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from batchinf.engines.vllm.kernels.attention import example, run_ours
+from batchinf.engines.vllm.kernels.attention import run_ours
+from batchinf.engines.vllm.kernels.comparison import example
 
 # Heads, heads of keys, head size; and float8 or not.
 MODELS = {

@@ -42,6 +42,10 @@ def dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return one.float() @ other.float()
 
 
+def minimum(one: torch.Tensor, other: torch.Tensor | int) -> torch.Tensor:
+    return torch.minimum(one, torch.as_tensor(other, dtype=one.dtype))
+
+
 _program = [0, 0]
 
 language = types.SimpleNamespace(
@@ -51,7 +55,7 @@ language = types.SimpleNamespace(
     full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
     zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     sum=lambda values, axis: values.sum(axis), max=lambda values, axis: values.amax(axis),
-    min=lambda values, axis: values.amin(axis), reshape=torch.reshape, maximum=torch.maximum,
+    min=lambda values, axis: values.amin(axis), reshape=torch.reshape, maximum=torch.maximum, minimum=minimum,
     dot=dot, trans=lambda matrix: matrix.T,
     range=lambda start, end, step, num_stages: range(start, int(end), step),
 )  # fmt: skip

@@ -25,6 +25,7 @@ import torch
 from batchinf.engines.vllm.copies import join_prompt_scores, join_vectors
 from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.joined import splitting, start_joining
 from batchinf.records import RowsWanted
 
@@ -105,7 +106,9 @@ def join_results(engine: Any) -> None:
     """Let an engine's scheduler send the results of all prompts of a step as one, and its front end split them."""
     front = engine.output_processor
     has_extension = engine.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-    if has_extension and all(engine.collective_rpc("join_results")):
+    if not has_extension or not joined.is_right(engine.vllm_config.model_config.max_model_len, width=2):
+        return
+    if all(engine.collective_rpc("join_results")):
         front.process_outputs = splitting(front.process_outputs)
 
 

@@ -13,7 +13,7 @@ Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the so
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from vllm.triton_utils import HAS_TRITON, tl, triton
 
 from batchinf.engines.vllm.kernels import mixed_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
+from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, example, require_close, scales_of
 from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
 from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.names import optional
@@ -34,7 +35,7 @@ _ROWS = 16
 _LOG2_E = 1.4426950408889634
 # Tokens in one step of the kernel, the warps that share them, and the steps that are loaded ahead.
 _SHAPE = (64, 2, 3)
-_HEAD_SIZES, _VERSION = (64, 128), 3
+_HEAD_SIZES = (64, 128)
 # 512 requests with 8 heads of keys. For fewer ones FlashAttention splits long contexts, and is faster there.
 _LEAST_PROGRAMS = 4096
 # In steps that also read prompts FlashAttention decodes more slowly, and the kernel pays from 256 requests on.
@@ -44,8 +45,8 @@ _GIVEN = frozenset(
     """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap
     scheduler_metadata fa_version q_descale k_descale v_descale num_splits""".split()
 )
-# Tokens of each request in the comparison at the start.
-_CHECKED_LENGTHS = (1, 7, 64, 65, 300)
+# Tokens of the short requests in the comparison at the start. Graphs are filled up with requests without tokens.
+_CHECKED, _CHECKED_TIMES = (0, *SHORT), 15
 
 
 # Triton evaluates annotations and does not know those of Python.
@@ -175,7 +176,7 @@ def takes(given: Mapping[str, Any], least_programs: int | None = None) -> bool:
     window = given.get("window_size")
     return (
         given.get("causal") is True
-        and given.get("fa_version") == _VERSION
+        and given.get("fa_version") == FLASH_ATTENTION
         and (window is None or list(window) == [-1, -1])
         and not given.get("softcap")
         and given.get("softmax_scale") is not None
@@ -206,8 +207,11 @@ def _has_known_numbers(query: Any, keys: Any, values: Any, given: Mapping[str, A
     )
 
 
-def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces `flash_attn_varlen_func`. Calls `theirs` for all but large numbers of requests that decode."""
+def attention_of_decoding(theirs: Callable[..., Any], is_for_few: bool = False) -> Callable[..., Any]:
+    """Replaces `flash_attn_varlen_func`. Calls `theirs` for all but large numbers of requests that decode.
+
+    is_for_few: also for small numbers in steps that read prompts, for the comparison at the start.
+    """
 
     @functools.wraps(theirs)
     def flash_attn_varlen_func(*arguments: Any, **named: Any) -> Any:
@@ -217,7 +221,7 @@ def attention_of_decoding(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return named["out"]
         if not arguments and step is not None and step.others is not None:
             decodes = step.decodes(named)
-            if takes(decodes, _LEAST_IN_MIXED_STEP):
+            if takes(decodes, 1 if is_for_few else _LEAST_IN_MIXED_STEP):
                 run_ours(decodes)
                 theirs(**step.prompts(named))
                 return named["out"]
@@ -246,7 +250,8 @@ class DecodingWorker(Worker):
         mixed = compilation.cudagraph_mode.mixed_mode().name
         # With one kind of graph for all batches, the V2 runner of 0.26 captures it with one token for each request. The
         # graph would have the kernel, and would also run prompts, which the kernel cannot.
-        is_ours = mixed != "FULL" and install(compilation.static_forward_context, config.model_config.dtype)
+        sizes = config.model_config.dtype, config.cache_config.block_size, config.model_config.max_model_len
+        is_ours = mixed != "FULL" and install(compilation.static_forward_context, *sizes)
         seconds = super().compile_or_warm_up_model()
         # Data parallel ranks agree on a step's graph after each has chosen.
         if mixed == "PIECEWISE" and config.parallel_config.data_parallel_size == 1:
@@ -262,10 +267,11 @@ class DecodingWorker(Worker):
         return super().execute_model(scheduler_output)
 
 
-def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
+def install(layers: Mapping[str, Any], dtype: torch.dtype, block_size: int, longest: int) -> bool:
     """Let FlashAttention leave large batches that decode to the kernel. False if vLLM's code is kept.
 
-    layers: the model's layers, by name, of which some have attention. dtype: the model's.
+    layers: the model's layers, by name, of which some have attention. dtype, longest: the model's type, and tokens of
+    its longest request.
     """
     theirs = optional(_BACKEND, "flash_attn_varlen_func", _COST)
     kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
@@ -274,16 +280,20 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
         return False
     if hasattr(theirs, _ATTRIBUTE):  # it is ours, for an earlier engine of this process
         theirs = theirs.__wrapped__
+    # Each shape has the scales of one of its layers.
     shapes = {
-        (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8"))
-        for impl in (getattr(layer, "impl", None) for layer in layers.values())
+        (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8")): scales_of(layer)
+        for layer, impl in ((layer, getattr(layer, "impl", None)) for layer in layers.values())
         if isinstance(impl, kind) and _is_known(impl)
     }
-    if not shapes or not all(is_right(theirs, *shape, dtype) for shape in shapes):
+    checked = [(*shape, dtype, block_size, longest, scales) for shape, scales in shapes.items()]
+    if not checked or not all(is_right(theirs, *each) for each in checked):
         return False
     importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs)  # type: ignore[attr-defined]
     builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
-    if builder is not None:
+    plan = optional(_BACKEND, "get_scheduler_metadata", _COST)
+    attend = attention_of_decoding(theirs, is_for_few=True)
+    if builder is not None and all(mixed_steps.is_right(theirs, attend, plan, *each) for each in checked):
         mixed_steps.install(builder, pays_in_mixed_step)
     return True
 
@@ -291,7 +301,7 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
 def _is_known(impl: Any) -> bool:
     """Whether the kernel can do the attention of a layer: each token sees all before it, with nothing added."""
     return (
-        impl.vllm_flash_attn_version == _VERSION
+        impl.vllm_flash_attn_version == FLASH_ATTENTION
         and _has_known_shape(impl.num_heads, impl.num_kv_heads, impl.head_size)
         and impl.sliding_window in (None, (-1, -1))
         and not impl.logits_soft_cap
@@ -307,58 +317,28 @@ def is_right(
     head_size: int,
     is_fp8: bool,
     dtype: torch.dtype,
+    block_size: int,
+    longest: int,
+    scales: Sequence[float] = (1.0, 1.0, 1.0),
     device: str = "cuda",
 ) -> bool:
-    """Whether the kernel runs on this device and gives what FlashAttention gives for random numbers. Prints why not."""
+    """Whether the kernel runs on this device and gives what FlashAttention gives for random numbers. Prints why not.
+
+    One request has `longest` tokens, among many short ones. scales: of query, keys and values, if these are float8.
+    """
     if not HAS_TRITON:
         return False
     try:
-        given = example(_CHECKED_LENGTHS, num_heads, num_key_heads, head_size, is_fp8, dtype, device)
+        lengths = (_CHECKED * _CHECKED_TIMES)[:-1]
+        lengths = (*lengths[: len(lengths) // 2], longest, *lengths[len(lengths) // 2 :])
+        shape = (num_heads, num_key_heads, head_size, is_fp8, dtype, device)
+        given = example(lengths, *shape, block_size=block_size, scales=scales)
         expected = torch.empty_like(given["out"])
         theirs(**{**given, "out": expected})
+        expected[given["seqused_k"] == 0] = 0
         run_ours(given)
-        # FlashAttention rounds its weights to float8 too.
-        torch.testing.assert_close(given["out"], expected, rtol=0.02, atol=0.1 if is_fp8 else 0.02)
+        require_close(given["out"], expected, is_fp8)
     except Exception as error:  # a compiler may fail in any way, and FlashAttention does the work then
         print(f"the kernel for decoding is not used: {type(error).__name__}: {error}", flush=True)
         return False
     return True
-
-
-def example(
-    lengths: Any,
-    num_heads: int,
-    num_key_heads: int,
-    head_size: int,
-    is_fp8: bool,
-    dtype: torch.dtype,
-    device: str,
-    block_size: int = 16,
-) -> dict[str, Any]:
-    """Arguments of FlashAttention for requests of these lengths that decode, with random numbers."""
-    longest, num = max(lengths), len(lengths)
-    per_request = -(-longest // block_size)
-    cache = torch.randn((num * per_request, num_key_heads, block_size, 2 * head_size), device=device).to(dtype)
-    query = torch.randn((num, num_heads, head_size), device=device).to(dtype)
-    scale = torch.ones((), device=device).expand(num, num_key_heads)
-    if is_fp8:
-        cache, query = cache.to(torch.float8_e4m3fn), query.to(torch.float8_e4m3fn)
-    keys, values = cache.transpose(1, 2).split(head_size, dim=-1)  # as vLLM's backend does
-    places = torch.randperm(num * per_request, device=device).to(torch.int32)
-    return {
-        "q": query,
-        "k": keys,
-        "v": values,
-        "out": torch.empty(query.shape, device=device, dtype=dtype),
-        "cu_seqlens_q": torch.arange(num + 1, device=device, dtype=torch.int32),
-        "max_seqlen_q": 1,
-        "seqused_k": torch.tensor(lengths, device=device, dtype=torch.int32),
-        "max_seqlen_k": longest,
-        "softmax_scale": head_size**-0.5,
-        "causal": True,
-        "block_table": places.reshape(num, per_request),
-        "fa_version": _VERSION,
-        "q_descale": scale,
-        "k_descale": scale,
-        "v_descale": scale,
-    }

@@ -17,12 +17,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, example, require_close
 from batchinf.engines.vllm.kernels.long_requests import chooser_of
 from batchinf.engines.vllm.names import optional
 
@@ -31,10 +32,8 @@ _COST = "steps of prompts use the KV cache, which is slower for short ones"
 _ATTRIBUTE = "is_for_fresh_steps"
 _STARTS = "starts_of_batchinf"
 _SEAM = ("forward", "do_kv_cache_update")
-FLASH_ATTENTION = 3  # the version
-# Tokens of the prompts in the comparison at the start.
-_CHECKED_LENGTHS = (1, 7, 64, 65, 300)
-_CHECKED_PADDING, _CHECKED_EMPTY = 20, 1018  # tokens, and prompts without any
+# The comparison at the start: tokens behind the prompts, prompts without tokens, and the numbers of the queries.
+_CHECKED_PADDING, _CHECKED_EMPTY, _CHECKED_NUMBERS = 20, 1000, 1 << 24
 
 
 class FreshSteps:
@@ -68,17 +67,23 @@ def fits(impls: Iterable[Any], dtype: torch.dtype) -> bool:
     )
 
 
-def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype) -> bool:
+def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype, block_size: int, longest: int) -> bool:
     """Let the attention of fresh steps go without the cache. False if vLLM's code is kept.
 
-    impls: the attention of the model's layers. dtype: the model's.
+    impls: the attention of the model's layers. dtype, longest: the model's type, and tokens of its longest request.
     """
     impl, attend = optional(_BACKEND, "FlashAttentionImpl", _COST), optional(_BACKEND, "flash_attn_varlen_func", _COST)
     if attend is None or not all(hasattr(impl, name) for name in _SEAM):
         return False
     shapes = {(one.num_heads, one.num_kv_heads, one.head_size) for one in impls}
-    if not all(is_right(attend, *shape, dtype) for shape in shapes):
+    if not all(is_right(attend, *shape, dtype, block_size, longest) for shape in shapes):
         return False
+    _replace(impl, steps, attend)
+    return True
+
+
+def _replace(impl: Any, steps: FreshSteps, attend: Callable[..., Any]) -> None:
+    """impl: vLLM's `FlashAttentionImpl`. attend: its `flash_attn_varlen_func`."""
     theirs, their_update = impl.forward, impl.do_kv_cache_update
     if hasattr(theirs, _ATTRIBUTE):
         theirs, their_update = (getattr(each, _ATTRIBUTE) for each in (theirs, their_update))
@@ -110,7 +115,6 @@ def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype) -> bool
     for ours, original in ((forward, theirs), (do_kv_cache_update, their_update)):
         setattr(ours, _ATTRIBUTE, original)
         setattr(impl, ours.__name__, ours)
-    return True
 
 
 def with_padding(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -131,31 +135,82 @@ def fresh_attention(
 
 
 def is_right(
-    attend: Callable[..., Any], num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype,
-    device: str = "cuda",
+    attend: Callable[..., Any], num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype, block_size: int,
+    longest: int, device: str = "cuda",
 ) -> bool:  # fmt: skip
-    """Whether FlashAttention without a cache does what PyTorch's attention does with random numbers. Prints why not."""
-    starts = [*itertools.accumulate((0, *_CHECKED_LENGTHS))]
-    num_tokens, scale, group = starts[-1] + _CHECKED_PADDING, head_size**-0.5, num_heads // num_key_heads
-    # As in a layer: keys and values lie beside the queries, and a graph is filled up with prompts without tokens.
-    mixed = torch.randn((num_tokens, num_heads + 2 * num_key_heads, head_size), device=device, dtype=torch.float32)
-    query, key, value = mixed.to(dtype).split((num_heads, num_key_heads, num_key_heads), dim=1)
-    found = torch.empty(query.shape, dtype=dtype, device=device)
-    filled = starts + starts[-1:] * _CHECKED_EMPTY
+    """Whether attention without a cache gives what FlashAttention gives with one. Prints why not.
+
+    One prompt has `longest` tokens, or as many as fit, among many short ones.
+    """
+    shape, steps = (num_heads, num_key_heads, head_size), FreshSteps()
+    layer: Any = type("CheckedLayer", (_CheckedLayer,), {})(attend, head_size)
+    _replace(type(layer), steps, attend)
+    longest = min(longest, _CHECKED_NUMBERS // (num_heads * head_size))
     try:
-        places = with_padding(torch.tensor(filled, dtype=torch.int32, device=device), num_tokens)
-        fresh_attention(attend, query, key, value, found, places, 4 * num_tokens, scale, causal=True)
-        for start, end in itertools.pairwise([*starts, num_tokens]):
-            mine, keys, values = (
-                one[start:end].float().repeat_interleave(times, dim=1).transpose(0, 1)
-                for one, times in ((query, 1), (key, group), (value, group))
-            )
-            expected = torch.nn.functional.scaled_dot_product_attention(mine, keys, values, is_causal=True, scale=scale)
-            torch.testing.assert_close(found[start:end].float(), expected.transpose(0, 1), rtol=0.02, atol=0.02)
+        # Two steps, because something of the first could be left in the second.
+        for lengths in (SHORT[::-1], (*SHORT, longest, *SHORT)):
+            # A graph is filled up with prompts without tokens. Tokens behind the prompts are computed as one more.
+            all_lengths = *lengths, _CHECKED_PADDING
+            given = example(all_lengths, *shape, False, dtype, device, block_size, counts=all_lengths)
+            num_tokens, starts = len(given["q"]), given["cu_seqlens_q"][:-1]
+            # As in a layer: keys and values lie beside the queries.
+            width = num_heads + 2 * num_key_heads
+            mixed = torch.randn((num_tokens + 3, width, head_size), device=device, dtype=dtype)
+            tensors = mixed.split((num_heads, num_key_heads, num_key_heads), dim=1)
+            metadata = types.SimpleNamespace(
+                num_actual_tokens=num_tokens, max_query_len=4 * num_tokens, causal=True,
+                query_start_loc=torch.cat((starts, starts[-1:].expand(_CHECKED_EMPTY))),
+            )  # fmt: skip
+            found, expected = (mixed.new_full((num_tokens + 3, num_heads, head_size), torch.nan) for _ in range(2))
+            cache, is_written = layer.begin(given)
+            with steps.running(is_fresh=True):
+                layer.do_kv_cache_update(None, *tensors[1:], cache, None)
+                layer.forward(None, *tensors, cache, metadata, found)
+            if bool(is_written()):
+                raise AssertionError("a step that needs no cache has written it")
+            layer.do_kv_cache_update(None, *tensors[1:], cache, None)
+            if not bool(is_written()):
+                raise AssertionError("a step that needs the cache has not written it")
+            layer.forward(None, *tensors, cache, metadata, expected)
+            require_close(found[:num_tokens], expected[:num_tokens])
     except Exception as error:  # a library may fail in any way, and vLLM's own path does the work then
         print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
         return False
     return True
+
+
+class _CheckedLayer:
+    """Takes the place of vLLM's `FlashAttentionImpl` in the comparison: writes the cache, and reads it."""
+
+    logits_soft_cap, sinks = 0, None
+
+    def __init__(self, attend: Callable[..., Any], head_size: int) -> None:
+        self._attend, self.scale = attend, head_size**-0.5
+        self._given: dict[str, Any] = {}
+
+    def begin(self, given: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+        """Empty the cache for an example, whose requests have only new tokens. Returns it, and whether it has any."""
+        self._given = given
+        cache = given["k"], given["v"]
+        for each in cache:
+            each.zero_()
+        return cache, lambda: cache[0].any() or cache[1].any()
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        starts, table, block_size = self._given["cu_seqlens_q"], self._given["block_table"], kv_cache[0].shape[1]
+        counts = starts.diff().long()
+        request = torch.repeat_interleave(torch.arange(len(counts), device=starts.device), counts)
+        at = torch.arange(len(request), device=starts.device) - starts[request]
+        block = table[request, at // block_size].long()
+        for each, new in zip(kv_cache, (key, value), strict=True):
+            each[block, at % block_size] = new[: len(request)]
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *scales: Any
+    ) -> Any:  # fmt: skip
+        num = attn_metadata.num_actual_tokens
+        self._attend(**{**self._given, "q": query[:num], "out": output[:num], "window_size": [-1, -1]})
+        return output
 
 
 def capture_fresh_steps(runner: Any, steps: FreshSteps) -> bool:

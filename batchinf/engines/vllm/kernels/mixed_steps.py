@@ -12,15 +12,24 @@ Written for the sources of vLLM 0.26.0 and 0.32.0.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from batchinf.engines.vllm.kernels.comparison import Planner, attend_as, common_of, example, require_close
 from batchinf.engines.vllm.kernels.long_requests import is_even
+from batchinf.engines.vllm.names import optional
 
 _ATTRIBUTE = "batchinf_mixed_step"
+_COST = "FlashAttention decodes in steps that read prompts, which is slower"
+# In the comparison at the start: tokens of the requests that decode, and new ones and all of the others. None is the
+# longest request of the engine. The others include one that decodes, as in the V1 runner.
+_CHECKED_DECODES = tuple(range(33, 65)) * 16
+_CHECKED_PROMPTS = ((9, 40), (1, 3), (65, None), (1, 1), (130, 130), (2, 300))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,46 @@ def install(builder_class: Any, pays: Callable[[int, int], bool]) -> None:
 
     setattr(build, _ATTRIBUTE, True)
     builder_class.build = build
+
+
+def is_right(
+    theirs: Callable[..., Any],
+    ours: Callable[..., Any],
+    plan: Any,
+    num_heads: int,
+    num_key_heads: int,
+    head_size: int,
+    is_fp8: bool,
+    dtype: torch.dtype,
+    block_size: int,
+    longest: int,
+    scales: Sequence[float] = (1.0, 1.0, 1.0),
+    device: str = "cuda",
+) -> bool:
+    """Whether a mixed step has the same results divided between both kernels as with FlashAttention alone.
+
+    theirs, plan: vLLM's `flash_attn_varlen_func`, and its `get_scheduler_metadata`, which does not exist without a GPU.
+    ours: what replaces `theirs`. The rest: see `attention.is_right`. Prints why not.
+    """
+    kind = optional("vllm.v1.attention.backend", "CommonAttentionMetadata", _COST)
+    if kind is None:
+        return False
+    new, lengths = zip(*((count, length or max(longest, count)) for count, length in _CHECKED_PROMPTS), strict=True)
+    try:
+        given = example(
+            _CHECKED_DECODES + lengths, num_heads, num_key_heads, head_size, is_fp8, dtype, device, block_size, scales,
+            counts=(1,) * len(_CHECKED_DECODES) + new,
+        )  # fmt: skip
+        config, common = types.SimpleNamespace(speculative_config=None), common_of(given, kind)
+        expected = attend_as(theirs, given, Planner(plan, given, config).build(0, common))
+        builder: Any = type("CheckedPlanner", (Planner,), {})
+        install(builder, lambda num, heads: True)
+        metadata = builder(plan, given, config).build(0, common)
+        require_close(attend_as(ours, given, metadata), expected, is_fp8)
+    except Exception as error:  # a compiler may fail in any way, and FlashAttention does the work then
+        print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
 
 
 def marked(metadata: Any, step: MixedStep) -> Any:

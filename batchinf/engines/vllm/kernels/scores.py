@@ -183,21 +183,48 @@ def is_right(
     """
     if not HAS_TRITON:
         return False
-    logits = torch.randn((_CHECKED_ROWS, vocab_size), device=device).to(dtype)
-    token_ids = torch.randint(vocab_size, (_CHECKED_ROWS,), device=device)
     try:
-        for k in ks:
-            if not takes(k, vocab_size):
-                continue
-            ids, logprobs, ranks = token_scores(logits, token_ids, k)
-            expected = theirs(logits, k, token_ids)
-            torch.testing.assert_close(logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(ranks, expected.selected_token_ranks.to(ranks.dtype), rtol=0, atol=0)
-            own, other = (found[:, 1:].long().sort(dim=-1).values for found in (ids, expected.logprob_token_ids))
-            if k == 1:  # either one of two tokens with equal logits may be the likeliest
-                own, other = (logits.gather(1, found) for found in (own, other))
-            torch.testing.assert_close(own, other, rtol=0, atol=0)
+        # vLLM takes raw scores of the model's own type, and processed ones of float32.
+        for logits in (_checked_logits(vocab_size, kind, device) for kind in dict.fromkeys((dtype, torch.float32))):
+            token_ids = torch.randint(vocab_size, (len(logits),), device=device)
+            token_ids[:2], token_ids[_CHECKED_ROWS:] = logits[:2].argmax(-1), vocab_size - 1
+            for k in (k for k in ks if takes(k, vocab_size)):
+                _require_equal(logits, token_scores(logits, token_ids, k), theirs(logits, k, token_ids))
     except Exception as error:  # a compiler may fail in any way, and vLLM's own kernels do the work then
         print(f"the kernels for logprobs are not used: {type(error).__name__}: {error}", flush=True)
         return False
     return True
+
+
+def _checked_logits(vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random rows, and then special ones. Behind each row are larger numbers, as where vLLM fills up a vocabulary."""
+    num_special = 6
+    wide = torch.randn((_CHECKED_ROWS + num_special, vocab_size + 64), device=device).to(dtype)
+    wide[:, vocab_size:] = 1000.0
+    logits = wide[:, :vocab_size]
+    even, peaked, late, ends, rising, falling = logits[_CHECKED_ROWS:]
+    even.fill_(2.5)
+    peaked *= 20
+    late[: vocab_size * 3 // 4] = -torch.inf
+    ends[0] = ends[-1] = 20.0
+    rising.copy_(torch.linspace(-8, 8, vocab_size))
+    falling.copy_(torch.linspace(8, -8, vocab_size))
+    return logits
+
+
+def _require_equal(logits: torch.Tensor, ours: tuple[Any, Any, Any], theirs: Any) -> None:
+    """AssertionError if our token ids, logprobs and ranks are not vLLM's."""
+    ids, logprobs, ranks = ours
+    torch.testing.assert_close(logprobs, theirs.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ranks, theirs.selected_token_ranks.to(ranks.dtype), rtol=0, atol=0)
+    their_ids = theirs.logprob_token_ids.long()
+    torch.testing.assert_close(ids[:, 0].long(), their_ids[:, 0], rtol=0, atol=0)
+    # Each of several tokens with equal logits may be among the likeliest, but only once.
+    own, other = (logits.gather(1, found) for found in (ids.long(), their_ids))
+    torch.testing.assert_close(own, other, rtol=0, atol=0)
+    likeliest = ids[:, 1:].sort(dim=-1).values
+    if bool((likeliest.diff() == 0).any()):
+        raise AssertionError("a token is twice among the likeliest")
+    if ids.shape[1] > 2:  # vLLM and the kernels take the first ones of a random row
+        rows = slice(0, _CHECKED_ROWS)
+        torch.testing.assert_close(likeliest[rows], their_ids[rows, 1:].sort(dim=-1).values, rtol=0, atol=0)

@@ -12,11 +12,20 @@ Written for the sources of vLLM 0.26.0 and 0.32.0.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from batchinf.engines.vllm.kernels import fresh_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
+from batchinf.engines.vllm.kernels.comparison import (
+    FLASH_ATTENTION,
+    SHORT,
+    Planner,
+    attend_as,
+    common_of,
+    example,
+    require_close,
+)
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.whole_prompts import takes_prompts_whole
 from batchinf.spec.job import WHOLE_STEPS
@@ -26,6 +35,7 @@ _LAYERS = "vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase
 _COST = "steps of prompts start layer by layer, which is slower for small models"
 _ATTRIBUTE = "is_for_any_lengths"
 _DECODER = "decoder"
+_CHECKED_SCALES = (0.5, 0.75, 2.0)
 
 
 class PromptWorker(Worker):
@@ -46,14 +56,15 @@ class PromptWorker(Worker):
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
             layers = compilation.static_forward_context
-            can = is_known(layers) and install()
+            impls, dtype = attention_of(layers), self.vllm_config.model_config.dtype
+            can = is_known(layers) and are_right(impls, self.vllm_config) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
-            impls, dtype = attention_of(layers), self.vllm_config.model_config.dtype
             if can and takes_prompts_whole(self.vllm_config) and fresh_steps.fits(impls, dtype):
                 steps = fresh_steps.FreshSteps()
-                self._steps = steps if fresh_steps.install(steps, impls, dtype) else None
+                sizes = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
+                self._steps = steps if fresh_steps.install(steps, impls, dtype, *sizes) else None
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
@@ -85,9 +96,7 @@ def is_known(layers: Mapping[str, Any]) -> bool:
     kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
     found = attention_of(layers)
     return bool(found) and all(
-        type(impl) is kind
-        and impl.vllm_flash_attn_version == fresh_steps.FLASH_ATTENTION
-        and impl.attn_type == _DECODER
+        type(impl) is kind and impl.vllm_flash_attn_version == FLASH_ATTENTION and impl.attn_type == _DECODER
         for impl in found
     )
 
@@ -100,9 +109,64 @@ def attention_of(layers: Mapping[str, Any]) -> list[Any]:
     return [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
 
 
-def install() -> bool:
-    """Let FlashAttention's plans be for any lengths. False if this version plans in a way that is not known."""
-    builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
+def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
+    """Whether FlashAttention with the plan for any lengths gives what it gives without one, for all these layers."""
+    attend, plan = (optional(_BACKEND, name, _COST) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
+    shapes = {(one.num_heads, one.num_kv_heads, one.head_size, one.kv_cache_dtype.startswith("fp8")) for one in impls}
+    return attend is not None and all(is_right(attend, plan, vllm_config, *shape) for shape in shapes)
+
+
+def is_right(
+    attend: Callable[..., Any], plan: Any, vllm_config: Any, num_heads: int, num_key_heads: int, head_size: int,
+    is_fp8: bool, device: str = "cuda",
+) -> bool:  # fmt: skip
+    """Whether FlashAttention with the plan for any lengths gives what it gives without one. Prints why not.
+
+    plan: vLLM's `get_scheduler_metadata`, which does not exist without a GPU.
+    """
+    kind = optional("vllm.v1.attention.backend", "CommonAttentionMetadata", _COST)
+    if kind is None:
+        return False
+    dtype, longest = vllm_config.model_config.dtype, vllm_config.model_config.max_model_len
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    # The longest request has only its last tokens in the step.
+    lengths = [min(length, longest) for length in (*SHORT, longest, *SHORT)]
+    counts = [min(length, SHORT[-1]) for length in lengths]
+    try:
+        shape = (num_heads, num_key_heads, head_size, is_fp8, dtype, device)
+        given = example(lengths, *shape, vllm_config.cache_config.block_size, _CHECKED_SCALES, counts)
+        common = common_of(given, kind)
+        expected = attend_as(attend, given, Planner(None, given, vllm_config).build(0, common))
+        builder: Any = type("CheckedPlanner", (Planner,), {})
+        install(builder)
+        planner = builder(plan, given, vllm_config)
+        metadata = planner.build(0, common)
+        require_close(attend_as(attend, given, metadata), expected, is_fp8)
+        # A graph that is captured for longer requests would read past the table of their blocks.
+        longer = {"seqused_k": given["seqused_k"] + longest, "max_seqlen_k": 2 * longest}
+        captured = common_of({**given, **longer}, kind)
+        graph = planner.build(0, captured)
+        plans = [(each.max_query_len, each.max_seq_len) for each in (metadata, graph)]
+        seen = [lengths, *([longest] * len(lengths) for _ in (captured, graph))]
+        if plans != [(most, longest)] * 2 or [each.seq_lens.tolist() for each in (metadata, captured, graph)] != seen:
+            raise AssertionError(
+                f"a plan is for {plans} tokens of a step and a request, but must be for {most, longest}"
+            )
+        if (common.max_query_len, common.max_seq_len) != (max(counts), max(lengths)):
+            raise AssertionError("the plan has changed the lengths of the step, which other layers read")
+    except Exception as error:  # a library may fail in any way, and vLLM's own graphs do the work then
+        print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
+
+
+def install(builder: Any = None) -> bool:
+    """Let FlashAttention's plans be for any lengths. False if this version plans in a way that is not known.
+
+    builder: the class that makes plans; None is vLLM's.
+    """
+    if builder is None:
+        builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
     theirs = getattr(builder, "build", None)
     if theirs is None:
         return False

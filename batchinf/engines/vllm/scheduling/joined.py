@@ -7,17 +7,20 @@ small-score`), and all threads of a process share the interpreter lock.
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from batchinf.engines.vllm.names import optional
 
-LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", "results of prompts are sent one by one")
+_COST = "results of prompts are sent one by one"
+LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
 _HAS_PLACES = "cu_num_generated_tokens" in getattr(LogprobsTensors, "_fields", ())
 # Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
 _MOST_NUMBERS = 1 << 22
+# Of EngineCoreOutput: a prompt's logprobs, and its vector.
+_FIELDS = "new_prompt_logprobs_tensors", "pooling_output"
 
 # The schedulers of this process.
 _schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -37,6 +40,66 @@ def start_joining(config: Any) -> bool:
     for scheduler in its_own:
         scheduler.joins_results = True
     return bool(its_own)
+
+
+def is_right(longest: int, width: int) -> bool:
+    """Whether random results are the same after they were joined, sent and split. Prints why not.
+
+    longest: tokens of the longest prompt. width: logprobs of each of its positions.
+    """
+    names = ("EngineCoreOutput", "EngineCoreOutputs"), ("MsgpackEncoder", "MsgpackDecoder")
+    Output, Outputs = (optional("vllm.v1.engine", name, _COST) for name in names[0])  # noqa: N806
+    Encoder, Decoder = (optional("vllm.v1.serial_utils", name, _COST) for name in names[1])  # noqa: N806
+    try:
+        for parts, join in _checked_results(min(longest, _MOST_NUMBERS // 4 // width), width):
+            is_vector = join is join_vectors
+            outputs = [
+                Output(str(place), [] if is_vector else [place], **{_FIELDS[is_vector]: part})
+                for place, part in enumerate(parts)
+            ]
+            join(outputs)
+            encoded = Encoder().encode(Outputs(outputs=outputs))
+            for arrived in (Decoder(Outputs).decode([bytearray(part) for part in encoded]).outputs, outputs):
+                split(arrived)
+                for place, (output, part) in enumerate(zip(arrived, parts, strict=True)):
+                    found = [getattr(output, field) for field in _FIELDS]
+                    wanted = [None, part] if is_vector else [part, None]
+                    is_plain = output.new_token_ids == ([] if is_vector else [place])
+                    if not is_plain or not all(map(_are_equal, found, wanted)):
+                        raise AssertionError(f"the result of prompt {place} of {len(parts)} is not its own")
+    except Exception as error:  # another version may fail in any way, and each result is sent alone then
+        print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
+
+
+def _checked_results(longest: int, width: int) -> Iterator[tuple[list[Any], Callable[[list[Any]], None]]]:
+    """Results of the prompts of several steps, and what joins them. None is a prompt that is not finished."""
+
+    def scores(num: int, width: int = width, dtype: torch.dtype = torch.float32) -> Any:
+        ids = torch.randint(1 << 31, (num, width))
+        return LogprobsTensors(ids.int(), torch.randn(num, width).to(dtype), torch.randint(1 << 31, (num,)))
+
+    lengths = [place % 40 + 1 for place in range(100)]
+    lengths[50] = longest
+    several = [None if place % 7 == 3 else scores(length) for place, length in enumerate(lengths)]
+    yield [None, *several], join_scores
+    yield [scores(3), None, scores(5, dtype=torch.float16)], join_scores
+    yield [scores(3), scores(4, width + 1)], join_scores
+    yield [None, scores(2), None], join_scores
+    vectors = [None if place % 7 == 3 else torch.randn(64) for place in range(100)]
+    yield [None, *vectors], join_vectors
+    yield [torch.randn(4), None, torch.randn(4).half()], join_vectors
+    yield [torch.randn(5), torch.randn(4), torch.randn(0)], join_vectors
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two results have the same tensors, and no places."""
+    if one is None or other is None:
+        return one is other
+    pairs = [(one, other)] if isinstance(one, torch.Tensor) else list(zip(one[:3], other[:3], strict=True))
+    has_places = not isinstance(one, torch.Tensor) and one.cu_num_generated_tokens is not None
+    return not has_places and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def join_scores(outputs: list[Any]) -> None:
