@@ -406,7 +406,10 @@ def first_of_equal(values: Any, k: int, dim: int = -1, largest: bool = True, sor
 
 
 def imitate(module: Any) -> None:
-    """Let PyTorch run a module's kernels."""
+    """Let PyTorch run a module's kernels, which is slow: with fewer short requests."""
+    for name, value in (("_CHECKED_TIMES", 4), ("_CHECKED_DECODES", tuple(range(33, 65)) * 6)):
+        if hasattr(module, name):
+            setattr(module, name, value)
     if not hasattr(module, "tl"):
         return
     if str(_TESTS) not in sys.path:
@@ -435,11 +438,10 @@ def run(piece: str, mutant: Mutant | None, folder: str) -> dict[str, Any]:
             if has_gpu():
                 torch.cuda.synchronize()
             took = time.monotonic() - began
-            if mutant is None and is_accepted:  # once more, without the time to compile
+            if mutant is None and is_accepted and has_gpu():  # once more, without the time to compile
                 began = time.monotonic()
                 is_accepted = CHECKS[piece](modules, False)
-                if has_gpu():
-                    torch.cuda.synchronize()
+                torch.cuda.synchronize()
                 took = time.monotonic() - began
     except Exception as error:
         return {"is_accepted": None, "printed": f"{type(error).__name__}: {error}", "ms": 0.0}

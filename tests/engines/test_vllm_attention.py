@@ -5,6 +5,7 @@ Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language.
 """
 
 import dataclasses
+import functools
 import inspect
 import pathlib
 import subprocess
@@ -27,9 +28,10 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from batchinf.engines.vllm.arguments import engine_arguments
-from batchinf.engines.vllm.kernels import attention, long_requests, mixed_steps, whole_steps
+from batchinf.engines.vllm.kernels import attention, comparison, long_requests, mixed_steps, whole_steps
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
+from benchmarks.mutants import pytorch_attention
 from jobs import MODEL
 
 pytestmark = pytest.mark.skipif(attention.HAS_TRITON, reason="the kernel is compiled here")
@@ -44,7 +46,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(lengths: Any, heads: tuple[int, int] = (4, 2), head_size: int = 64, **changed: Any) -> dict[str, Any]:
     made: dict[str, Any] = {"is_fp8": False, "dtype": torch.float32, "device": "cpu", **changed}
-    return attention.example(lengths, *heads, head_size, **made)
+    return comparison.example(lengths, *heads, head_size, **made)
 
 
 def expected(given: dict[str, Any]) -> torch.Tensor:
@@ -234,23 +236,24 @@ class Impl:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's module, with PyTorch's attention as FlashAttention."""
-
-    def flash_attn_varlen_func(**named: Any) -> None:
-        named["out"].copy_(expected(named))
-
     module = types.SimpleNamespace(
-        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_varlen_func=pytorch_attention,
+        CommonAttentionMetadata=CommonAttentionMetadata,
         FlashAttentionImpl=Impl,
         FlashAttentionMetadataBuilder=type("TheirBuilder", (Builder,), {"build": Builder.build}),
     )
     monkeypatch.setattr(attention, "optional", lambda _, name, cost: getattr(module, name, None))
     monkeypatch.setattr(attention.importlib, "import_module", lambda name: module)
     monkeypatch.setattr(attention, "HAS_TRITON", True)
-    monkeypatch.setattr(attention, "is_right", lambda *given: is_right(*given, device="cpu"))
+    for piece in (attention, mixed_steps):
+        monkeypatch.setattr(piece, "is_right", functools.partial(piece.is_right, device="cpu"))
+    # Other tests have all requests of the comparison.
+    monkeypatch.setattr(attention, "_CHECKED_TIMES", 1)
+    monkeypatch.setattr(mixed_steps, "_CHECKED_DECODES", (40, 33, 64))
     return module
 
 
-is_right = attention.is_right
+SIZES: Any = (torch.bfloat16, 32, 400)
 
 
 def layers(*impls: Any) -> dict[str, Any]:
@@ -264,27 +267,28 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
     others = ((30.0, None, None), (0, torch.ones(4), None), (0, None, torch.ones(4)))
     for other in (Impl(head_size=96), Impl(version=2), Impl(num_heads=34), Impl(num_heads=5), object(),
                   Impl(window=(127, 0)), *(Impl(others=these) for these in others)):  # fmt: skip
-        assert not attention.install(layers(other), torch.bfloat16)
-    assert not attention.install(layers(), torch.bfloat16)
+        assert not attention.install(layers(other), *SIZES)
+    assert not attention.install(layers(), *SIZES)
     assert backend.flash_attn_varlen_func is theirs
     compared: list[Any] = []
     with monkeypatch.context() as patch:
         check = attention.is_right
         patch.setattr(attention, "is_right", lambda *given: compared.append(given[1:]) or check(*given))
-        assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), torch.bfloat16)
-    assert sorted(compared) == [(4, 2, 64, is_fp8, torch.bfloat16) for is_fp8 in (False, True)]
+        assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), *SIZES)
+    scales = (0.5, 0.75, 2.0)  # a layer without scales
+    assert sorted(compared) == [(4, 2, 64, is_fp8, *SIZES, scales) for is_fp8 in (False, True)]
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
     build = backend.FlashAttentionMetadataBuilder.build
     assert build.__wrapped__ is Builder.build
     # A second engine in the process.
-    assert attention.install(layers(Impl(window=None)), torch.bfloat16)
+    assert attention.install(layers(Impl(window=None)), *SIZES)
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
     assert backend.FlashAttentionMetadataBuilder.build is build
     assert not capsys.readouterr().out
     backend.flash_attn_varlen_func = theirs
 
     monkeypatch.setattr(attention, "_LOG2_E", 1.0)
-    assert not attention.install(layers(Impl()), torch.bfloat16)
+    assert not attention.install(layers(Impl()), *SIZES)
     assert backend.flash_attn_varlen_func is theirs
     assert "the kernel for decoding is not used: AssertionError" in capsys.readouterr().out
     monkeypatch.undo()
@@ -300,14 +304,14 @@ def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatc
         monkeypatch.setattr(attention, "envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     else:
         monkeypatch.setattr(attention, "optional", lambda _, name, cost: None if name == missing else theirs)
-    assert not attention.install(layers(Impl()), torch.bfloat16)
+    assert not attention.install(layers(Impl()), *SIZES)
     assert backend.flash_attn_varlen_func is theirs
 
 
 def test_without_vllm_s_builder_the_kernel_runs_whole_steps(backend: Any) -> None:
     del backend.FlashAttentionMetadataBuilder
     theirs = backend.flash_attn_varlen_func
-    assert attention.install(layers(Impl()), torch.bfloat16)
+    assert attention.install(layers(Impl()), *SIZES)
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
 
 
@@ -324,7 +328,7 @@ def test_it_is_installed_before_the_graphs_are_captured(
     monkeypatch.setattr(attention, "all_agree", lambda is_so: is_so)
     monkeypatch.setattr(attention.Worker, "compile_or_warm_up_model", lambda self: done.append("graphs") or 3)
     assert worker_of(mode).compile_or_warm_up_model() == 3
-    assert done == [*([({"layer": 1}, torch.bfloat16)] if is_installed else []), "graphs"]
+    assert done == [*([({"layer": 1}, *SIZES)] if is_installed else []), "graphs"]
 
 
 def worker_of(mode: CUDAGraphMode, data_parallel_size: int = 1) -> Any:
@@ -332,7 +336,10 @@ def worker_of(mode: CUDAGraphMode, data_parallel_size: int = 1) -> Any:
     worker: Any = attention.DecodingWorker.__new__(attention.DecodingWorker)
     worker.vllm_config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(static_forward_context={"layer": 1}, cudagraph_mode=mode),
-        model_config=types.SimpleNamespace(dtype=torch.bfloat16, get_num_kv_heads=lambda config: config.heads),
+        model_config=types.SimpleNamespace(
+            dtype=SIZES[0], max_model_len=SIZES[2], get_num_kv_heads=lambda config: config.heads
+        ),
+        cache_config=types.SimpleNamespace(block_size=SIZES[1]),
         parallel_config=types.SimpleNamespace(heads=2, data_parallel_size=data_parallel_size),
     )
     worker.model_runner = types.SimpleNamespace(cudagraph_manager=types.SimpleNamespace(dispatch=dispatched))

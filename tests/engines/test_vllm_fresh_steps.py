@@ -6,7 +6,6 @@ FlashAttention runs on GPUs alone. Here a recorder takes its place.
 import dataclasses
 import functools
 import inspect
-import itertools
 import types
 from typing import Any
 
@@ -30,6 +29,7 @@ from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER
 from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
 from batchinf.engines.vllm.scheduling.whole_prompts import takes_prompts_whole
 from batchinf.spec.job import WHOLE_STEPS
+from benchmarks.mutants import pytorch_attention
 from benchmarks.scheduler_steps import arguments, pooling_request
 
 
@@ -254,7 +254,7 @@ def impl(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def attend(**given: Any) -> None:
         kind.calls.append(("direct", given))
-        attention(**given)
+        pytorch_attention(**given)
 
     module = types.SimpleNamespace(FlashAttentionImpl=kind, flash_attn_varlen_func=attend, CUDAGraphMode=CUDAGraphMode)
     monkeypatch.setattr(fresh_steps, "optional", lambda _, name, cost: getattr(module, name, None))
@@ -263,19 +263,8 @@ def impl(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kind()
 
 
-def attention(*, q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, softmax_scale: float, **_: Any) -> None:
-    """In place of FlashAttention: the softmax, token by token."""
-    starts, group = cu_seqlens_q.tolist(), q.shape[1] // k.shape[1]
-    for start, end in itertools.pairwise(starts):
-        for token in range(start, end):
-            for head in range(q.shape[1]):
-                keys, values = (each[start : token + 1, head // group].float() for each in (k, v))
-                weights = (keys @ q[token, head].float() * softmax_scale).softmax(0)
-                out[token, head] = (weights @ values).to(out.dtype)
-
-
 def installed(impl: Any, steps: fresh_steps.FreshSteps) -> bool:
-    done = fresh_steps.install(steps, [impl], torch.float32)
+    done = fresh_steps.install(steps, [impl], torch.float32, 16, 200)
     impl.calls.clear()
     return done
 
@@ -391,34 +380,43 @@ def test_numbers_that_may_overflow_do_too(dtype: torch.dtype) -> None:
     assert not fresh_steps.fits([Impl()], dtype)
 
 
+@pytest.fixture
+def no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.usefixtures("no_graph")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
 def test_a_right_attention_is_taken(heads: tuple[int, int], dtype: torch.dtype) -> None:
-    assert fresh_steps.is_right(attention, *heads, 8, dtype, "cpu")
+    assert fresh_steps.is_right(pytorch_attention, *heads, 8, dtype, 16, 200, "cpu")
 
 
 def no_first_key(*, k: Any, cu_seqlens_q: Any, **given: Any) -> None:
-    k = k.clone()
-    k[cu_seqlens_q[:-1][cu_seqlens_q.diff() > 1].long()] = -100.0
-    attention(k=k, cu_seqlens_q=cu_seqlens_q, **given)
+    if "block_table" not in given:
+        k = k.clone()
+        k[cu_seqlens_q[:-1][cu_seqlens_q.diff() > 1].long()] = -100.0
+    pytorch_attention(k=k, cu_seqlens_q=cu_seqlens_q, **given)
 
 
 def next_prompt_s_keys(*, cu_seqlens_q: Any, **given: Any) -> None:
-    attention(cu_seqlens_q=torch.cat((cu_seqlens_q[:2], cu_seqlens_q[3:])), **given)
+    if "block_table" not in given:
+        cu_seqlens_q = torch.cat((cu_seqlens_q[:2], cu_seqlens_q[3:]))
+    pytorch_attention(cu_seqlens_q=cu_seqlens_q, **given)
 
 
-def nothing_behind_the_prompts(*, cu_seqlens_q: Any, out: Any, **given: Any) -> None:
-    out.fill_(torch.nan)
-    attention(cu_seqlens_q=cu_seqlens_q[:-1], out=out, **given)
+def nothing_behind_the_prompts(*, cu_seqlens_q: Any, **given: Any) -> None:
+    pytorch_attention(cu_seqlens_q=cu_seqlens_q if "block_table" in given else cu_seqlens_q[:-1], **given)
 
 
 def fails(**_: Any) -> None:
     raise RuntimeError("no kernel image is available")
 
 
+@pytest.mark.usefixtures("no_graph")
 @pytest.mark.parametrize("wrong", [no_first_key, next_prompt_s_keys, nothing_behind_the_prompts, fails])
 def test_a_wrong_one_is_said_and_left_alone(wrong: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not fresh_steps.is_right(wrong, 4, 2, 8, torch.float32, "cpu")
+    assert not fresh_steps.is_right(wrong, 4, 2, 8, torch.float32, 16, 200, "cpu")
     assert capsys.readouterr().out.startswith("steps of prompts use the KV cache, which is slower for short ones: ")
 
 
@@ -433,7 +431,7 @@ def test_without_a_right_attention_vllm_s_code_is_kept(impl: Any, monkeypatch: p
 def test_other_names_keep_the_cache(missing: str, impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     delattr(type(impl), missing)
     monkeypatch.delattr(Impl, missing)
-    assert not fresh_steps.install(fresh_steps.FreshSteps(), [], torch.float32)
+    assert not fresh_steps.install(fresh_steps.FreshSteps(), [], torch.float32, 16, 200)
 
 
 def test_steps_that_need_the_cache_run_without_a_graph() -> None:
@@ -483,7 +481,7 @@ def test_the_installed_vllm_has_what_fresh_steps_need(monkeypatch: pytest.Monkey
     for name in ("forward", "do_kv_cache_update"):
         monkeypatch.setattr(kind, name, getattr(kind, name))  # restored after the test
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", lambda **named: None, raising=False)
-    assert fresh_steps.install(fresh_steps.FreshSteps(), [], torch.float32)
+    assert fresh_steps.install(fresh_steps.FreshSteps(), [], torch.float32, 16, 200)
     source = inspect.getsource(kind)
     assert all(f"self.{name} = " in source for name in ("num_heads", "num_kv_heads", "head_size"))
     named = {"scale", "logits_soft_cap", "sinks", "kv_cache_dtype", "kv_sharing_target_layer_name", "sliding_window"}

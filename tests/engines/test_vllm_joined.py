@@ -144,7 +144,8 @@ def test_a_worker_without_a_scheduler_in_its_process_changes_nothing(monkeypatch
         output_processor=front,
         collective_rpc=lambda name: [getattr(worker, name)()],
         vllm_config=types.SimpleNamespace(
-            parallel_config=types.SimpleNamespace(worker_extension_cls="batchinf.engines.vllm.worker.RowsExtension")
+            parallel_config=types.SimpleNamespace(worker_extension_cls="batchinf.engines.vllm.worker.RowsExtension"),
+            model_config=types.SimpleNamespace(max_model_len=500),
         ),
     )
     join_results(engine)
@@ -158,6 +159,10 @@ def test_a_worker_without_a_scheduler_in_its_process_changes_nothing(monkeypatch
     monkeypatch.setattr(joined, "_schedulers", [other, own])
     join_results(engine)
     assert front.process_outputs is not print and own.joins_results and not other.joins_results
+    front.process_outputs = print
+    monkeypatch.setattr(joined, "is_right", lambda *given, **named: False)
+    join_results(engine)
+    assert front.process_outputs is print
 
 
 def test_real_texts_scored_together_have_the_scores_of_each_alone(

@@ -49,7 +49,7 @@ class Impl:
     vllm_flash_attn_version = 3
     attn_type = "decoder"
     num_heads, num_kv_heads, head_size = 4, 2, 8
-    sliding_window, kv_sharing_target_layer_name = (-1, -1), None
+    sliding_window, kv_sharing_target_layer_name, kv_cache_dtype = (-1, -1), None, "fp8_e4m3"
 
     def forward(self) -> str:
         return "with the cache"
@@ -74,6 +74,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     for user in (whole_steps, fresh_steps):
         monkeypatch.setattr(user, "optional", lambda _, name, cost: getattr(module, name, None))
+    monkeypatch.setattr(whole_steps, "is_right", lambda *given: True)
     for name in ("forward", "do_kv_cache_update"):
         monkeypatch.setattr(Impl, name, getattr(Impl, name))  # restored after the test
     return module
@@ -102,7 +103,7 @@ def loaded_worker(
         scheduler_config=types.SimpleNamespace(
             scheduler_cls=POOLING_SCHEDULER, max_num_batched_tokens=16384, policy="fcfs", long_prefill_token_threshold=0
         ),
-        cache_config=types.SimpleNamespace(enable_prefix_caching=is_caching, cache_dtype="auto"),
+        cache_config=types.SimpleNamespace(enable_prefix_caching=is_caching, cache_dtype="auto", block_size=16),
         kv_transfer_config=None,
         model_config=types.SimpleNamespace(max_model_len=4096, dtype=torch.bfloat16),
     )
@@ -196,6 +197,15 @@ def test_other_attention_has_graphs_of_pieces(layers: Any, backend: Any, monkeyp
 def test_so_have_versions_with_other_names(missing: str, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     delattr(backend, missing)
     assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch) == CUDAGraphMode.PIECEWISE
+
+
+def test_a_wrong_plan_is_not_used(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(whole_steps, "is_right", lambda *given: compared.append(given[3:]))
+    theirs = backend.FlashAttentionMetadataBuilder.build
+    assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch) == CUDAGraphMode.PIECEWISE
+    assert backend.FlashAttentionMetadataBuilder.build is theirs
+    assert compared == [(4, 2, 8, True)]
 
 
 def test_an_older_flash_attention_has_them_too(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def is_right(
     most = vllm_config.scheduler_config.max_num_batched_tokens
     # The longest request has only its last tokens in the step.
     lengths = [min(length, longest) for length in (*SHORT, longest, *SHORT)]
-    counts = [min(length, SHORT[-1]) for length in lengths]
+    counts = [min(length, SHORT[-1], most) for length in lengths]
     try:
         shape = (num_heads, num_key_heads, head_size, is_fp8, dtype, device)
         given = example(lengths, *shape, vllm_config.cache_config.block_size, _CHECKED_SCALES, counts)
