@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 
 LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", "results of prompts are sent one by one")
-_HAS_PLACES = "cu_num_generated_tokens" in getattr(LogprobsTensors, "_fields", ())
 # Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
 _MOST_NUMBERS = 1 << 22
 
@@ -33,10 +33,12 @@ def start_joining(config: Any) -> bool:
 
     config: vLLM's, of the engine.
     """
-    its_own = [one for one in _schedulers if one.vllm_config.instance_id == config.instance_id] if _HAS_PLACES else []
+    its_own = [one for one in _schedulers if one.vllm_config.instance_id == config.instance_id]
+    if not its_own or not allowed("join"):
+        return False
     for scheduler in its_own:
         scheduler.joins_results = True
-    return bool(its_own)
+    return True
 
 
 def join_scores(outputs: list[Any]) -> None:
