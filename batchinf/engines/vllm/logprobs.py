@@ -131,7 +131,7 @@ def _placed(rows: npt.NDArray[Any], places: list[int], positions: Sequence[int])
 
 def install_arrays() -> bool:
     """Let vLLM keep arrays. False if this version cannot; its flat logprobs are then converted."""
-    if is_known := allowed("arrays"):
+    if is_known := LogprobsProcessor is not object and allowed("arrays"):
         importlib.import_module(_PLACE).LogprobsProcessor = ArrayLogprobsProcessor  # type: ignore[attr-defined]
     return is_known
 
