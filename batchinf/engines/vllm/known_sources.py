@@ -285,8 +285,8 @@ def main(folders: Sequence[str]) -> None:
         print(f"{piece:10}", *(f"{'off' if line_if_off(piece, root) else 'on':10}" for root in roots))
     for root in roots:
         for method in METHODS:
-            if (found := method.digest(root)) not in method.digests:
-                print(f"vLLM {_version(root)}: {method} is {found}, for {', '.join(method.pieces)}")
+            if off := [piece for piece in method.pieces if method in _unknown(piece, root)]:
+                print(f"vLLM {_version(root)}: {method} is {method.digest(root)}, for {', '.join(off)}")
 
 
 if __name__ == "__main__":
