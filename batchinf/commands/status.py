@@ -103,6 +103,7 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         totals=_totals([state], num_rows, total_shards(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),
+        slower=state.slower,
     )
     last = read_status(job.folder)
     if state.is_done:

@@ -115,7 +115,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
         was_done=was_done,
         speed=None if was_done else state.speed,
         errors=tuple(commonest(folder, state, most=None)) if counts.num_errors else (),
-        remarks=(*remarks([state]), *forecast(state)),
+        remarks=(*(() if was_done else state.slower), *remarks([state]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:

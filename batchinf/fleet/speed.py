@@ -89,8 +89,7 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
 
     None if no engine worked.
     """
-    events = list(state.events)
-    events = events[max((place for place, event in enumerate(events) if event.name == "epoch"), default=0) :]
+    events = state.epoch_events
     began = times_of(events, "first_request")
     ended = times_of(events, "all_committed")
     status = read_status(folder)

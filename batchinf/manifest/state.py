@@ -108,6 +108,18 @@ class State:
         return None if SPEED not in self.kept else read_speed(self.kept[SPEED])
 
     @property
+    def epoch_events(self) -> list[EventLine]:
+        """Those of `events` that are from the last epoch."""
+        events = list(self.events)
+        return events[max((place for place, event in enumerate(events) if event.name == "epoch"), default=0) :]
+
+    @property
+    def slower(self) -> tuple[str, ...]:
+        """What engines of the last epoch did without, if it makes them much slower: a line for each."""
+        settings = [event.fields.get("settings", {}) for event in self.epoch_events if event.name == "ready"]
+        return tuple(dict.fromkeys(line for each in settings for line in each.get("slower", ())))
+
+    @property
     def limit(self) -> int | None:
         """`input.limit` as it was last raised; None means no limit."""
         return self.limits[max(self.limits)] if self.limits else self.header.identity.get("input.limit")

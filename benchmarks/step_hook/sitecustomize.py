@@ -150,9 +150,9 @@ def _count(name: str) -> None:
 def _count_decoding(module: Any) -> None:
     install, run, execute = module.attention_of_decoding, module.run_ours, module.DecodingWorker.execute_model
 
-    def attention_of_decoding(theirs: Any) -> Any:
+    def attention_of_decoding(*arguments: Any, **named: Any) -> Any:
         _counts.clear()  # the calls of the comparison at the start
-        return install(theirs)
+        return install(*arguments, **named)
 
     def run_ours(*arguments: Any, **named: Any) -> None:
         _count("kernel_calls")  # a graph calls it when it is captured

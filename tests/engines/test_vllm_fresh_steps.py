@@ -147,6 +147,7 @@ def test_the_settings_that_need_no_cache(scheduler: str) -> None:
         {"kv_transfer_config": "a connector"},  # also made by `kv_offloading_size`
         {"policy": "priority"},
         {"long_prefill_token_threshold": 100},
+        {"prefill_schedule_interval": 2},
         {"max_num_batched_tokens": 63},
     ],
 )
@@ -154,8 +155,8 @@ def test_other_settings_keep_it(changed: dict[str, Any]) -> None:
     assert not takes_prompts_whole(settings(**changed))
 
 
-def test_other_versions_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_prompts.vllm, "__version__", "0.33.0")
+def test_a_version_whose_scheduler_was_not_read_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_prompts, "allowed", lambda piece: piece != "admit")
     assert not takes_prompts_whole(settings())
 
 

@@ -292,7 +292,9 @@ def test_the_numbers_of_logprobs_of_a_job(changed: dict[str, Any], ks: list[int]
     assert scored_ks(task_of(JobSpec.model_validate({**sections, **changed}))) == ks
 
 
-def test_a_version_with_other_names_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(worker, "LogprobsTensors", None)
+def test_a_version_with_another_source_is_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker, "allowed", lambda piece: piece not in ("rows_v1", "rows_v2"))
     start().close()
     assert "vLLM's own code takes the logprobs" in capfd.readouterr().out

@@ -124,6 +124,8 @@ class JobState:
     """That of a live job."""
     speed: Speed | None = None
     """Speed of the last run of a job that is done."""
+    slower: tuple[str, ...] = ()
+    """What the engines of the last run did without, if it makes them much slower."""
 
     @property
     def _activity_text(self) -> str:
@@ -156,7 +158,7 @@ class JobState:
             yield f"  {_place(replica)}: {_condition(replica, is_live=is_live)}{_last_sign(replica)}"
 
     def slice_lines(self) -> Iterator[str]:
-        """One or two lines of a slice."""
+        """A line of a slice, and more about its last run."""
         if self.totals is None:
             words = " has not begun" if self.process is None else f": {self._activity_text}"
             yield f"  slice {self.slice}{words}"
@@ -167,6 +169,7 @@ class JobState:
         yield from self._progress_lines("    ")
 
     def _progress_lines(self, indent: str) -> Iterator[str]:
+        yield from (f"{indent}{line}" for line in self.slower)
         if self.progress is not None:
             yield f"{indent}{duration(self.progress_age_s)} ago: {status_line(self.progress)}"
 
@@ -220,7 +223,7 @@ class StatusReport:
     """One job, or all slices in the order of their rows."""
 
     def lines(self) -> Iterator[str]:
-        """The job and its totals. For a job in slices: their sum, and one or two lines for each."""
+        """The job and its totals. For a job in slices: their sum, and lines for each."""
         if self.num_slices is None:
             [job] = self.jobs
             yield from job.lines(self.load)

@@ -45,11 +45,13 @@ from batchinf.engines.vllm.arguments import (
     structures_backend,
     wants_late_mask,
 )
+from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores, join_results
 from batchinf.model.lora import Adapter
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
+from batchinf.spec.job import WHOLE_STEPS
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
 from batchinf.version import __version__
@@ -442,8 +444,25 @@ class _Stats(StatLoggerBase):
         """See vLLM."""
 
 
+_PARTS = ("scheduler_cls", "worker_cls", "worker_extension_cls")
+
+
+def parts_of(arguments: dict[str, Any], is_v2: bool) -> set[str]:
+    """The parts of this package that an engine has: `Piece.used_by` has their names."""
+    given = {name: str(arguments.get(name)).rpartition(".")[2] for name in _PARTS}
+    # The kernels and graphs are for FlashAttention 3.
+    if not current_platform.is_cuda() or not current_platform.is_device_capability(90):
+        del given["worker_cls"]
+    if given.get("worker_cls") == "PromptWorker" and not (arguments.get("additional_config") or {}).get(WHOLE_STEPS):
+        del given["worker_cls"]
+    given["worker_extension_cls"] += "_V2" if is_v2 else "_V1"
+    return {"front_end", *given.values()}
+
+
 def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -> EngineInfo:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    is_v2 = getattr(config, "use_v2_model_runner", None)
+    not_used = pieces_off(parts_of(arguments, bool(is_v2)))
     return EngineInfo(
         max_model_len=model.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -454,11 +473,14 @@ def _info(config: Any, arguments: dict[str, Any], environment: dict[str, str]) -
             "dtype": str(model.dtype).removeprefix("torch."),
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
-            "use_v2_model_runner": getattr(config, "use_v2_model_runner", None),
+            "use_v2_model_runner": is_v2,
             # The one that was requested. Which one vLLM chose by itself is only in its log.
             "attention_backend": str(getattr(getattr(config, "attention_config", None), "backend", None) or "auto"),
             "kv_cache_size_tokens": getattr(cache, "kv_cache_size_tokens", None)
             or (cache.num_gpu_blocks or 0) * cache.block_size,
+            # Pieces of this package that are not for this version of vLLM, and lines about those that cost much.
+            "not_used": not_used,
+            "slower": [line_if_off(piece) for piece in not_used if PIECES[piece].costs_much],
             "engine_arguments": arguments,
             "environment": environment,
         },

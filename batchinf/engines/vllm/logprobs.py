@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.base.errors import BatchinfError
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted, TokenLogprobs
 
@@ -130,10 +131,9 @@ def _placed(rows: npt.NDArray[Any], places: list[int], positions: Sequence[int])
 
 def install_arrays() -> bool:
     """Let vLLM keep arrays. False if this version cannot; its flat logprobs are then converted."""
-    names = ("from_new_request", "update_from_output", "_update_sample_logprobs", "_update_prompt_logprobs")
-    if has_seam := all(hasattr(LogprobsProcessor, name) for name in names):
+    if is_known := LogprobsProcessor is not object and allowed("arrays"):
         importlib.import_module(_PLACE).LogprobsProcessor = ArrayLogprobsProcessor  # type: ignore[attr-defined]
-    return has_seam
+    return is_known
 
 
 def token_logprobs(kept: Any, k: int | None, num_tokens: int) -> TokenLogprobs | None:

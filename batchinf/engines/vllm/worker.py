@@ -10,20 +10,21 @@ sends all, and the front end keeps some. All ranks of a tensor-parallel group ha
 and sends it. In a pipeline vLLM asks the last stage.
 
 Tested with vLLM 0.32.0 (V1 runner) and compared with the source of both runners of 0.26.0, which uses V2 for dense
-models on a GPU. If a name is missing in another version, rows are sent in vLLM's own order.
+models on a GPU, and of 0.33.0. If vLLM's source is not one of these, rows are sent in vLLM's own order.
 """
 
 import functools
 import importlib
-import inspect
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from batchinf.engines.vllm.copies import join_prompt_scores, join_vectors
 from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.joined import splitting, start_joining
@@ -40,7 +41,7 @@ _CHUNK = 256
 # Key in `extra_args` of SamplingParams (0.26 to 0.33): the prompt positions, ascending, that a request asks for; all
 # without it. Rows of chosen positions have position + 1 as their rank.
 POSITIONS = "batchinf_positions"
-_GRAMMAR, _GRAMMAR_COST = "vllm.v1.structured_output.utils", "structured outputs have no raw logprobs"
+_GRAMMAR = "vllm.v1.structured_output.utils"
 _V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
 # For a prompt that is run in pieces, rows that the V2 runner may keep on the device until the last piece.
 _DEVICE_BYTES = 1 << 30
@@ -54,16 +55,20 @@ class RowsExtension:
 
     def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
         """Send rows in the order of the vocabulary. False if this version has other names, and vLLM's order is sent."""
-        if get_tp_group is None or LogprobsTensors is None:
+        is_v2 = _is_v2(self.model_runner)
+        if get_tp_group is None or not allowed("rows_v2" if is_v2 else "rows_v1"):
             return False
         rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
-        return (_install_v2 if _is_v2(self.model_runner) else _install_v1)(self.model_runner, rows)
+        return (_install_v2 if is_v2 else _install_v1)(self.model_runner, rows)
 
     def install_scores(self, ks: list[int]) -> bool:
         """Take logprobs by our own kernels (V2), or those of prompts in pieces (V1). False if vLLM's code is kept."""
         runner = self.model_runner
+        if not allowed("rows_v2" if _is_v2(runner) else "rows_v1"):
+            return False
         if not _is_v2(runner):
-            return _install_prompt_scores(runner, None)
+            runner._get_prompt_logprobs_dict = _prompt_scores(runner, None)
+            return True
         join_prompt_scores(runner)
         return _install_kernels(runner, ks)
 
@@ -73,14 +78,18 @@ class RowsExtension:
 
     def install_joined_vectors(self) -> None:
         """Copy the vectors of all requests of a step together."""
-        join_vectors(self.model_runner)
+        if allowed("copies"):
+            join_vectors(self.model_runner)
 
     def install_late_mask(self) -> bool:
         """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
         # vLLM's check of drafted tokens reads only masked logits.
         if getattr(self.model_runner, "speculative_config", None) is not None:
             return False
-        return (_mask_late_v2 if _is_v2(self.model_runner) else _mask_late_v1)(self.model_runner)
+        if _is_v2(self.model_runner):
+            return allowed("mask_v2") and _mask_late_v2(self.model_runner)
+        # On some GPUs of AMD, 0.33 samples before it has called what applies the mask here.
+        return not current_platform.is_rocm() and allowed("mask_v1") and _mask_late_v1(self.model_runner)
 
 
 def _is_v2(runner: Any) -> bool:
@@ -157,8 +166,7 @@ class ScoreRows:
 
 
 def _install_v1(runner: Any, rows: ScoreRows) -> bool:
-    if not _install_prompt_scores(runner, rows):
-        return False
+    runner._get_prompt_logprobs_dict = _prompt_scores(runner, rows)
     sampler = runner.sampler
     theirs = sampler.gather_logprobs
 
@@ -168,16 +176,6 @@ def _install_v1(runner: Any, rows: ScoreRows) -> bool:
         return rows.tensors(rows.of(logprobs), token_ids)
 
     sampler.gather_logprobs = gather_logprobs
-    return True
-
-
-def _install_prompt_scores(runner: Any, rows: ScoreRows | None) -> bool:
-    names = ("num_prompt_logprobs", "requests", "input_batch", "query_start_loc", "_get_prompt_logprobs_dict")
-    sampler: Any = getattr(runner, "sampler", None)
-    has_names = hasattr(sampler, "gather_logprobs") and all(hasattr(runner, name) for name in names)
-    if not has_names or LogprobsTensors is None:
-        return False
-    runner._get_prompt_logprobs_dict = _prompt_scores(runner, rows)
     return True
 
 
@@ -254,11 +252,8 @@ def _empty(num_rows: int, width: int, dtype: Any, chosen: list[int] | None) -> A
 
 def _mask_late_v1(runner: Any) -> bool:
     """vLLM's sampler takes raw scores first and then calls `apply_logits_processors`."""
-    sampler: Any = getattr(runner, "sampler", None)
-    mask = optional(_GRAMMAR, "apply_grammar_bitmask", _GRAMMAR_COST)
-    names = ("sample_tokens", "execute_model_state", "input_batch")
-    if mask is None or not hasattr(sampler, "apply_logits_processors") or not all(hasattr(runner, n) for n in names):
-        return False
+    sampler = runner.sampler
+    mask: Any = importlib.import_module(_GRAMMAR).apply_grammar_bitmask
     waiting: list[Callable[[Any], Any]] = []
     their_sample, their_processors = runner.sample_tokens, sampler.apply_logits_processors
 
@@ -282,17 +277,14 @@ def _mask_late_v1(runner: Any) -> bool:
 # -- the V2 runner -----------------------------------------------------------------------------------------------------
 
 
+def _v2_modules() -> list[Any]:
+    """Those that take scores of outputs and of prompts."""
+    return [importlib.import_module(name) for name in _V2_MODULES]
+
+
 def _install_v2(runner: Any, rows: ScoreRows) -> bool:
-    try:
-        modules = [importlib.import_module(name) for name in _V2_MODULES]
-    except ImportError:
-        return False
-    # Versions without `logits_mode` distinguish logits and logprobs elsewhere.
-    found = [getattr(module, "compute_topk_scores", None) for module in modules]
-    if not all(theirs is not None and "logits_mode" in inspect.signature(theirs).parameters for theirs in found):
-        return False
-    for module, theirs in zip(modules, found, strict=True):
-        module.compute_topk_scores = v2_scores(rows, theirs)  # type: ignore[arg-type, attr-defined]
+    for module in _v2_modules():
+        module.compute_topk_scores = v2_scores(rows, module.compute_topk_scores)
     worker: Any = getattr(runner, "prompt_logprobs_worker", None)  # in a pipeline only the last stage has one
     if isinstance(getattr(worker, "in_progress_prompt_logprobs", None), dict):
         worker.in_progress_prompt_logprobs = PiecesOfPrompts()
@@ -321,10 +313,9 @@ def v2_scores(rows: ScoreRows, theirs: Callable[..., Any]) -> Callable[..., Any]
 def _install_kernels(runner: Any, ks: list[int]) -> bool:
     if getattr(runner, "prompt_logprobs_worker", None) is None:  # of a pipeline only the last stage has one
         return not getattr(runner, "is_last_pp_rank", True)
-    modules: list[Any] = [importlib.import_module(name) for name in _V2_MODULES]
-    theirs = getattr(modules[0], "compute_topk_scores", None)
-    has_names = all(getattr(module, "compute_topk_scores", None) is theirs for module in modules)
-    if LogprobsTensors is None or theirs is None or not has_names:
+    modules = _v2_modules()
+    theirs = modules[0].compute_topk_scores
+    if any(module.compute_topk_scores is not theirs for module in modules):
         return False
     config = runner.model_config
     if not is_right(theirs, config.get_vocab_size(), config.dtype, runner.device, ks):
@@ -361,14 +352,12 @@ def scores_in_one_pass(theirs: Callable[..., Any], ks: list[int]) -> Callable[..
 def _mask_late_v2(runner: Any) -> bool:
     """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them.
 
-    Compared with the source of 0.32.0, not tested.
+    Compared with the source of 0.26.0, 0.32.0 and 0.33.0, not tested.
     """
     grammar: Any = getattr(runner, "structured_outputs_worker", None)
     sampler: Any = getattr(runner, "sampler", None)
-    if grammar is None and sampler is None:  # of a pipeline the last stage has both
+    if grammar is None or sampler is None:  # of a pipeline the last stage has both
         return not getattr(runner, "is_last_pp_rank", True)
-    if not (hasattr(grammar, "apply_grammar_bitmask") and hasattr(sampler, "sample")):
-        return False
     waiting: list[tuple[Any, Callable[[Any], Any]]] = []
     their_mask, their_sample = grammar.apply_grammar_bitmask, sampler.sample
 

@@ -8,7 +8,7 @@ work while others wait. `benchmarks/attention.py` compares both. `mixed_steps.py
 A program reads all tokens of a request, one after the other. If one request of many has tens of thousands of tokens,
 FlashAttention is faster (`long_requests.py`).
 
-Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0.
+Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0 and 0.33.0.
 """
 
 import functools
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.triton_utils import HAS_TRITON, tl, triton
 
 from batchinf.engines.vllm.kernels import mixed_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, example, require_close, scales_of
 from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
 from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
+from batchinf.engines.vllm.kernels.triton_names import HAS_TRITON, tl, triton
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
@@ -250,13 +251,15 @@ class DecodingWorker(Worker):
         mixed = compilation.cudagraph_mode.mixed_mode().name
         # With one kind of graph for all batches, the V2 runner of 0.26 captures it with one token for each request. The
         # graph would have the kernel, and would also run prompts, which the kernel cannot.
+        can = mixed != "FULL" and allowed("kernel")
         sizes = config.model_config.dtype, config.cache_config.block_size, config.model_config.max_model_len
-        is_ours = mixed != "FULL" and install(compilation.static_forward_context, *sizes)
+        is_ours = can and install(compilation.static_forward_context, *sizes)
         seconds = super().compile_or_warm_up_model()
         # Data parallel ranks agree on a step's graph after each has chosen.
         if mixed == "PIECEWISE" and config.parallel_config.data_parallel_size == 1:
             choice = GraphChoice(config.model_config.get_num_kv_heads(config.parallel_config), pays_in_step)
-            if all_agree(is_ours and choice.install(self.model_runner)):
+            can = is_ours and allowed("mixed") and allowed("long")
+            if all_agree(can and choice.install(self.model_runner)):
                 self._graph_choice = choice
         return seconds
 
@@ -293,7 +296,8 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype, block_size: int, long
     builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
     plan = optional(_BACKEND, "get_scheduler_metadata", _COST)
     attend = attention_of_decoding(theirs, is_for_few=True)
-    if builder is not None and all(mixed_steps.is_right(theirs, attend, plan, *each) for each in checked):
+    can = builder is not None and allowed("mixed")
+    if can and all(mixed_steps.is_right(theirs, attend, plan, *each) for each in checked):
         mixed_steps.install(builder, pays_in_mixed_step)
     return True
 

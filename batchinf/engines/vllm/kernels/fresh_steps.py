@@ -10,7 +10,7 @@ FlashAttention reads the keys and values of a whole tile, which may reach into t
 fill up a CUDA graph are treated as one more prompt, so that their attention is computed too. Otherwise it would be
 whatever the memory held before.
 
-Written for the sources of vLLM 0.26.0 and 0.32.0.
+Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ step that only decodes runs as one CUDA graph, which has the kernel, as it was c
 Here such a step runs as vLLM runs steps with prompts: in a graph for each piece between two layers of attention, and
 FlashAttention beside the graphs.
 
-Written for the sources of vLLM 0.26.0 and 0.32.0.
+Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 """
 
 import functools
@@ -14,7 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+
+from batchinf.engines.vllm.names import optional
+
+_COST = "one very long request makes the steps that decode slower"
+get_tp_group: Any = optional("vllm.distributed.parallel_state", "get_tp_group", _COST)
 
 # The kernel reads a request's tokens in 34 ns each for an 8B model on an H200, and all tokens of a batch in 1 ns each.
 # FlashAttention needs 1.3 ns for each. With 8 heads of keys, a request with more than 1/26 of all tokens takes longer
@@ -83,11 +87,13 @@ class GraphChoice:
 
 
 def all_agree(is_so: bool) -> bool:
-    """Whether it is so in all tensor parallel ranks. Each rank must call this.
+    """Whether it is so in all tensor parallel ranks. Each rank must call this. False if the ranks cannot be asked.
 
     All ranks must run the same graph in a step. The all-reduce in a graph reads the buffers that the other ranks had
     when they captured that graph.
     """
+    if get_tp_group is None:
+        return False
     group = get_tp_group()
     if group.world_size == 1:
         return is_so

@@ -7,7 +7,7 @@ FlashAttention the others. With vLLM's V2 runner, which sorts them, these are al
 vLLM's own builder makes it once a step for all layers, and a tensor of the step's metadata carries it to them. A step
 with one very long request is FlashAttention's alone (`long_requests.py`).
 
-Written for the sources of vLLM 0.26.0 and 0.32.0.
+Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 """
 
 import dataclasses

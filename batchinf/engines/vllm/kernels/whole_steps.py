@@ -7,7 +7,7 @@ tiles by the longest request, so steps with other lengths would need another gra
 wrong tiles, or let a token see the tokens after it. Here FlashAttention always gets the largest lengths that a step can
 have. The real lengths are on the GPU, where it reads them.
 
-Written for the sources of vLLM 0.26.0 and 0.32.0.
+Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from batchinf.engines.vllm.kernels.comparison import (
     example,
     require_close,
 )
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.whole_prompts import takes_prompts_whole
 from batchinf.spec.job import WHOLE_STEPS
@@ -55,13 +56,13 @@ class PromptWorker(Worker):
             compilation.cudagraph_mode = mode.FULL
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
-            layers = compilation.static_forward_context
+            layers = getattr(compilation, "static_forward_context", {})
             impls, dtype = attention_of(layers), self.vllm_config.model_config.dtype
-            can = is_known(layers) and are_right(impls, self.vllm_config) and install()
+            can = allowed("whole") and is_known(layers) and are_right(impls, self.vllm_config) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
-            if can and takes_prompts_whole(self.vllm_config) and fresh_steps.fits(impls, dtype):
+            if can and takes_prompts_whole(self.vllm_config) and fresh_steps.fits(impls, dtype) and allowed("fresh"):
                 steps = fresh_steps.FreshSteps()
                 sizes = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
                 self._steps = steps if fresh_steps.install(steps, impls, dtype, *sizes) else None

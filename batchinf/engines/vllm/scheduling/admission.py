@@ -3,9 +3,9 @@
 The Python of vLLM's engine process limits the speed of embeddings. The scheduler takes about half as much of it with
 this loop and the one of `pooling_scheduler.py` (`benchmarks/scheduler_steps.py --embed`). For each prompt, vLLM's loop
 asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain` says, a prompt
-needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0 and 0.32.0, step by
-step; on others vLLM admits all prompts. If prompts are taken whole (`whole_prompts.py`), the loop differs from vLLM's:
-it does not cut a prompt that fits into a step, and a shorter prompt may go before it.
+needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0, 0.32.0 and 0.33.0,
+step by step; where the source differs, vLLM admits all prompts. If prompts are taken whole (`whole_prompts.py`), the
+loop differs from vLLM's: it does not cut a prompt that fits into a step, and a shorter prompt may go before it.
 
 It leaves out vLLM's event that a request was scheduled, which our front end does not read. It ends at a request that is
 not new, such as one whose grammar is still compiled; vLLM gets the next step then.
@@ -16,6 +16,7 @@ import inspect
 import itertools
 from typing import Any
 
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.whole_prompts import has_known_order, takes_prompts_whole
 
@@ -34,19 +35,19 @@ _LOOKS_AT_ALL = (
 _LOOKS = 64
 
 
-def is_plain(made: Any) -> bool:
+def is_plain(made: Any, piece: str) -> bool:
     """Whether a request of this scheduler is only tokens and their blocks, and none has to run before another.
 
+    piece: see `known_sources.py`. Without a known source, the parts of vLLM that are asked here may have other names.
     With one group of full attention no block leaves a window, so a token inside a block needs no change of the cache.
     With the policy `fcfs`, a request never preempts one before it in the batch.
     """
-    managers = made.kv_cache_manager.coordinator.single_type_managers
-    return (
-        has_known_order(made.scheduler_config)
-        and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
-        and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
-        and made.kv_cache_manager.block_pool.hash_block_size == managers[0].block_size
-    )
+    is_simple = has_known_order(made.scheduler_config) and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
+    if not is_simple or not allowed(piece):
+        return False
+    managers, pool = made.kv_cache_manager.coordinator.single_type_managers, made.kv_cache_manager.block_pool
+    kinds = [type(manager).__name__ for manager in managers]
+    return kinds == ["FullAttentionManager"] and pool.hash_block_size == managers[0].block_size
 
 
 class AdmissionMixin:
@@ -77,7 +78,7 @@ class AdmissionMixin:
 
         Without a prefix cache, no block of a waiting prompt is there already.
         """
-        if RequestStatus is None or NewRequestData is None or not is_plain(self):
+        if not is_plain(self, "admit"):
             return
         if self.kv_cache_manager.enable_caching or getattr(self, "needs_kv_cache_zeroing", False):
             return
@@ -85,18 +86,18 @@ class AdmissionMixin:
         self._takes_whole = takes_prompts_whole(self.vllm_config)
         self._tells_mrope = "uses_mrope" in inspect.signature(NewRequestData.from_request).parameters
 
-    def schedule(self, throttle_prefills: bool = False) -> Any:
+    def schedule(self, *arguments: Any, **named: Any) -> Any:
         """See vLLM, which gets the requests that run already. Waiting prompts come after these, as with vLLM."""
         vllms_own: Any = super()
         waiting = self.waiting
         if (
             self._blocks is None
-            or throttle_prefills
+            or any((*arguments, *named.values()))  # prompts are held back
             or self.pause_state.name != "UNPAUSED"
             or not (waiting and _is_new(waiting.peek_request()))
             or any(getattr(self, name, None) for name in ("skipped_waiting", "kv_holding_waiting"))
         ):
-            return vllms_own.schedule(throttle_prefills)
+            return vllms_own.schedule(*arguments, **named)
         self.waiting = preempted = type(waiting)()
         try:
             output = vllms_own.schedule()

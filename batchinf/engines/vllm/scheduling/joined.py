@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 
 _COST = "results of prompts are sent one by one"
 LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
-_HAS_PLACES = "cu_num_generated_tokens" in getattr(LogprobsTensors, "_fields", ())
 # Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
 _MOST_NUMBERS = 1 << 22
 # Of EngineCoreOutput: a prompt's logprobs, and its vector.
@@ -36,10 +36,12 @@ def start_joining(config: Any) -> bool:
 
     config: vLLM's, of the engine.
     """
-    its_own = [one for one in _schedulers if one.vllm_config.instance_id == config.instance_id] if _HAS_PLACES else []
+    its_own = [one for one in _schedulers if one.vllm_config.instance_id == config.instance_id]
+    if not its_own or not allowed("join"):
+        return False
     for scheduler in its_own:
         scheduler.joins_results = True
-    return bool(its_own)
+    return True
 
 
 def is_right(longest: int, width: int) -> bool:

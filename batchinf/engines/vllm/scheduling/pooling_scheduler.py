@@ -1,12 +1,13 @@
 """The scheduler of vLLM's engine process for pooling models, with short loops for prompts and their vectors.
 
 A text that fits into a step is admitted once, gets its vector, and ends. `engine: {scheduler_cls: null}` in a spec
-restores vLLM's scheduler. Compared with the schedulers of 0.26.0 and 0.32.0, step by step.
+restores vLLM's scheduler. Compared with the schedulers of 0.26.0, 0.32.0 and 0.33.0, step by step.
 """
 
 import copy
 from typing import Any
 
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
@@ -30,24 +31,27 @@ def pooling_scheduler(**arguments: Any) -> Any:
     0.26 keeps room for a token. A prompt of that length that runs in several steps would never end there.
     """
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    made = type(f"Pooling{base.__name__}", (PoolingMixin, AdmissionMixin, base), {})(**arguments)
+    mixins = (PoolingMixin, AdmissionMixin) if allowed("vectors") else (AdmissionMixin,)
+    made = type(f"Pooling{base.__name__}", (*mixins, base), {})(**arguments)
     if hasattr(made, "num_sampled_tokens_per_step"):
         made.num_sampled_tokens_per_step = 0  # as in 0.32
-    made.ends_itself = is_plain(made)
     made.admits_itself()
-    joined.register(made)
     return made
 
 
 class PoolingMixin:
     """In front of vLLM's scheduler."""
 
-    ends_itself = False  # whether the loop below runs
     joins_results = False
     # Parts of vLLM's scheduler that are used here.
     requests: dict[str, Any]
     running: list[Any]
     _free_request: Any
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.ends_itself = is_plain(self, "vectors")  # whether the loop below runs
+        joined.register(self)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """See vLLM, which gets the requests that have no vector yet. The others end here.

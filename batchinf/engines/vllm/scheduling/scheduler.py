@@ -11,8 +11,8 @@ spec restores vLLM's scheduler. Tested with 0.32.0 and compared with the source 
 For 2,048 requests vLLM's Python takes 36 ms a step (`benchmarks/scheduler_steps.py`), longer than a small model's step
 on a GPU. Most of these requests only decode: they get one token and do not end. This subclass handles them in two short
 loops, `_schedule_head` and `_add_tokens`. vLLM's methods then get a batch of the other requests. Loops and methods
-together take 9 ms. The loops were compared with the methods of 0.26.0 and 0.32.0, step by step; `_decode_block_size`
-says where they run.
+together take 9 ms. The loops were compared with the methods of 0.26.0, 0.32.0 and 0.33.0, step by step;
+`_decode_block_size` says where they run.
 
 The subclass holds at most 176 MB for 1,024 requests with their top 20, at any length. The constants below give this
 sum: 68 MB of full blocks, as much again in a step in which all send a piece, 23 MB of slots for 2,048 requests, and 17
@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.sampling_params import RequestOutputKind
 
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
@@ -49,7 +50,6 @@ SCHEDULER = None if None in _NAMES else f"{__name__}.scheduler"
 # mended that, and added this parameter.
 _update: Any = getattr(AsyncScheduler, "_update_request_with_output", None)
 PREEMPTS_IN_FLIGHT = _update is None or "is_stale" in inspect.signature(_update).parameters
-_SEAM = ("add_request", "finish_requests", "update_from_output")
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
 # Logprobs that a slot holds before they are moved out of it: 64 tokens with their top 20.
@@ -65,11 +65,10 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.in
 
 
 def scheduler(**arguments: Any) -> Any:
-    """Our scheduler, or vLLM's own if its methods have other names or a setting needs the outputs of every step."""
+    """Our scheduler, or vLLM's own if a setting needs the outputs of every step."""
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    if not all(hasattr(base, name) for name in _SEAM):
-        return base(**arguments)
-    made = type(f"Holding{base.__name__}", (HoldingMixin, AdmissionMixin, base), {})(**arguments)
+    mixins = (HoldingMixin, AdmissionMixin) if allowed("hold") else (AdmissionMixin,)
+    made = type(f"Holding{base.__name__}", (*mixins, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._block_size = _decode_block_size(made)
@@ -79,9 +78,8 @@ def scheduler(**arguments: Any) -> Any:
 
 def _decode_block_size(made: Any) -> int | None:
     """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None."""
-    managers = made.kv_cache_manager.coordinator.single_type_managers
-    is_exact = is_plain(made) and made.num_sampled_tokens_per_step == 1
-    return managers[0].block_size if is_exact else None
+    is_exact = is_plain(made, "decode") and made.num_sampled_tokens_per_step == 1
+    return made.kv_cache_manager.coordinator.single_type_managers[0].block_size if is_exact else None
 
 
 class RowStore:
@@ -232,7 +230,7 @@ class HoldingMixin:
             self._forget(request_id)
         return ended
 
-    def schedule(self, throttle_prefills: bool = False) -> Any:
+    def schedule(self, *arguments: Any, **named: Any) -> Any:
         """See vLLM. Schedules the requests at the head of the batch that only decode, and gives vLLM the others.
 
         vLLM goes through the batch in order and then admits requests. So the result is the same if vLLM gets only the
@@ -242,11 +240,11 @@ class HoldingMixin:
         vllms_own: Any = super()
         if (
             self._block_size is None
-            or throttle_prefills
+            or any((*arguments, *named.values()))  # prompts are held back
             or self.pause_state.name != "UNPAUSED"
             or len(self.running) > self.max_num_scheduled_tokens
         ):
-            return vllms_own.schedule(throttle_prefills)
+            return vllms_own.schedule(*arguments, **named)
         num_head, steps, masked = self._schedule_head(self._block_size)
         head, self.running = self.running[:num_head], self.running[num_head:]
         self._lower_limits(num_head, len(steps.req_ids))

@@ -6,12 +6,9 @@ write what no step reads.
 
 from typing import Any
 
-import vllm
-
+from batchinf.engines.vllm.known_sources import allowed
 from batchinf.spec.job import WHOLE_STEPS
 
-# Versions whose schedulers were read for the loops of this package, which alone do not cut prompts.
-_READ_VERSIONS = ("0.26.0", "0.32.0")
 _SCHEDULING = f"{__package__}."
 # A step has room for most prompts from here on. Longer ones are cut, and their steps have no CUDA graph.
 _LEAST_TOKENS = 8192
@@ -20,8 +17,9 @@ _EXACT = ("auto", "float16", "bfloat16")  # types of a cache that changes no num
 
 def has_known_order(scheduling: Any) -> bool:
     """Whether prompts run in an order for which the loops of this package were written. scheduling: vLLM's config."""
-    is_read = vllm.__version__.split("+")[0] in _READ_VERSIONS
-    return is_read and scheduling.policy == "fcfs" and scheduling.long_prefill_token_threshold <= 0
+    # 0.33 may hold back all prompts in some steps. Before, it did so for data parallel ranks alone.
+    is_prompt_in_each_step = getattr(scheduling, "prefill_schedule_interval", 1) <= 1
+    return is_prompt_in_each_step and scheduling.policy == "fcfs" and scheduling.long_prefill_token_threshold <= 0
 
 
 def takes_prompts_whole(vllm_config: Any) -> bool:
@@ -36,4 +34,5 @@ def takes_prompts_whole(vllm_config: Any) -> bool:
         and cache.cache_dtype in _EXACT
         and vllm_config.kv_transfer_config is None  # a connector stores blocks of the cache, for later prompts too
         and room >= min(_LEAST_TOKENS, vllm_config.model_config.max_model_len)
+        and allowed("admit")  # vLLM's own loop cuts prompts
     )
