@@ -33,7 +33,7 @@ _ATTRIBUTE = "is_for_fresh_steps"
 _STARTS = "starts_of_batchinf"
 _SEAM = ("forward", "do_kv_cache_update")
 # The comparison at the start: tokens behind the prompts, prompts without tokens, and the numbers of the queries.
-_CHECKED_PADDING, _CHECKED_EMPTY, _CHECKED_NUMBERS = 20, 1000, 1 << 24
+_CHECKED_PADDING, _CHECKED_EMPTY, _CHECKED_NUMBERS = 20, 1000, 1 << 23
 
 
 class FreshSteps:
