@@ -1,4 +1,4 @@
-"""What NVIDIA's AIConfigurator predicts for the jobs of "What `plan` predicts" in RESULTS.md.
+"""What NVIDIA's AIConfigurator predicts for the jobs of "What `plan` predicts" in history/vllm-0.26.md.
 
     python -m venv aic && aic/bin/pip install aiconfigurator==0.12.0
     python benchmarks/other_planner.py --command aic/bin/aiconfigurator
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-RESULTS = pathlib.Path(__file__).resolve().parent / "RESULTS.md"
+RESULTS = pathlib.Path(__file__).resolve().parent / "history" / "vllm-0.26.md"
 _SECTION = "## What `plan` predicts"
 _EIGHT, _SEVENTY = "meta-llama/Meta-Llama-3.1-8B", "nvidia/Llama-3.1-70B-Instruct-FP8"
 _FP8 = ("--gemm-quant-mode", "fp8", "--kvcache-quant-mode", "fp8")

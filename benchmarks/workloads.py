@@ -283,7 +283,7 @@ WORKLOADS = {
             "fp8-top5", num_rows=16384, prompt_tokens=128, quantization="fp8", kv_cache_dtype="fp8", max_num_seqs=2048,
             logprobs=5, h200=_FP8,
         ),
-        # From here to `ngram`, as vLLM and batchinf come. The first ones are rows of the targets in RESULTS.md.
+        # From here to `ngram`, as vLLM and batchinf come. The first ones are rows of the targets of 0.26.
         Workload(
             "bare-top20", logprobs=20, num_rows=3072, slow_rows=1024, rivals=("ceiling", "tuned"),
             h200={**_TOP20, "batchinf": 12407, "ceiling": 11342, "tuned": 11990}, **_BARE,

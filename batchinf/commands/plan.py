@@ -25,7 +25,7 @@ from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
 _NODE = 8  # GPUs of a host, unless --gpus says more
-_START_S = 90.0  # of engines with cold caches (benchmarks/RESULTS.md)
+_START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
 

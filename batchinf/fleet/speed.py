@@ -37,7 +37,7 @@ _ALL_RUNNING = 0.95
 # Counts of requests that a replica has not finished, in a sample of the telemetry.
 _AHEAD = ("num_running", "num_waiting", "num_ready")
 # Where the GPU limits a job it was busy for 94 % of the time and more, and with embeddings that wait for the engine's
-# Python for 59 to 80 % (`benchmarks/RESULTS.md`).
+# Python for 59 to 80 % (`benchmarks/history/vllm-0.26.md`).
 _BUSY = 0.85
 _MOST_UTILIZATION = 0.95
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from batchinf.model.memory import GIB
 
-MEASUREMENT = 'benchmarks/RESULTS.md, "Settings where the spec is silent, and several replicas on a device"'
+MEASUREMENT = 'benchmarks/history/vllm-0.26.md, "Settings where the spec is silent, and several replicas on a device"'
 MEASURED_WITH = (0, 26)  # vLLM's version
 
 

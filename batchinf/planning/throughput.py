@@ -18,8 +18,8 @@ from batchinf.planning.degrees import Degrees
 from batchinf.planning.gpus import Gpu
 from batchinf.spec.job import WHOLE_STEPS
 
-# Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200 (benchmarks/RESULTS.md). They are
-# the same for all models and GPUs.
+# Shares of the peaks that vLLM reaches, and the engine's Python, measured on one H200
+# (benchmarks/history/vllm-0.26.md). They are the same for all models and GPUs.
 _MATRIX_SHARE = {"fp8": 0.50, "other": 0.60}
 # Of that share, what the matrices of experts reach, measured with 8 of 128: each has few tokens of a step, which do not
 # fill its tiles.

@@ -12,7 +12,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOME = "README.md"
-OUTSIDE = (HOME, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/RESULTS.md")
+HISTORY = ("benchmarks/history/vllm-0.26.md", "benchmarks/history/processor.md")
+OUTSIDE = (HOME, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/RESULTS.md", *HISTORY)
 LINK = re.compile(r"(\]\(|src=\"|srcset=\")([^)#:\s\"]+)(?=[)#\"])")
 # Commands and checks of tests/pages.py.
 HIDDEN = re.compile(r"^<!-- (?:run|check)\n.*?^-->\n|^<!-- (?:exits \d+|\w+ engine) -->\n", re.MULTILINE | re.DOTALL)

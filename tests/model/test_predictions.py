@@ -1,4 +1,4 @@
-"""Predicted tokens a second and caches beside those measured on H200s (benchmarks/RESULTS.md)."""
+"""Predicted tokens a second and caches beside those measured on H200s (benchmarks/history/vllm-0.26.md)."""
 
 import dataclasses
 from dataclasses import dataclass, field
