@@ -23,7 +23,7 @@ PIECES = {
     "bare-small-top20": _TOKENS,
     "uneven": ("attention", "graph_choice"),
     "small-score": ("whole_steps", "fresh_steps", "admission", "joined", "copies", "scores"),
-    "small-embed": ("whole_steps", "fresh_steps", "admission", "pooling_loop", "joined", "copies"),
+    "small-embed": ("whole_steps", "fresh_steps", "admission", "joined", "copies"),
 }
 
 

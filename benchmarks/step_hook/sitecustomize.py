@@ -34,7 +34,6 @@ PIECES: dict[str, list[tuple[str, str, Any]]] = {
     "whole_steps": [(f"{_ENGINE}.kernels.whole_steps", "install", False)],
     "fresh_steps": [(f"{_ENGINE}.kernels.fresh_steps", "fits", False)],
     "admission": [(f"{_ENGINE}.scheduling.admission", "AdmissionMixin.admits_itself", None)],
-    "pooling_loop": [(f"{_ENGINE}.scheduling.pooling_scheduler", "is_plain", False)],
     "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_decode_block_size", None)],
     "holding": [(f"{_ENGINE}.scheduling.scheduler", "_is_held_back", False)],
     "joined": [(f"{_ENGINE}.scheduling.joined", "start_joining", False)],

@@ -128,14 +128,14 @@ def test_the_log_has_one_line(other_vllm: pathlib.Path, capsys: pytest.CaptureFi
 
 
 def test_the_schedulers_leave_all_requests_to_vllm(other_vllm: pathlib.Path) -> None:
-    from batchinf.engines.vllm.scheduling.pooling_scheduler import PoolingMixin, pooling_scheduler
+    from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler
     from batchinf.engines.vllm.scheduling.scheduler import HoldingMixin, scheduler
     from benchmarks.scheduler_steps import arguments
 
     given = arguments(num_blocks=300, max_num_seqs=8, is_async=True, is_caching=False)
     made = scheduler(**given)
     assert (made._block_size, made._blocks is not None) == (16, True)
-    assert pooling_scheduler(**given).ends_itself
+    assert pooling_scheduler(**given)._blocks is not None
     for cached in (line_if_off, allowed, known_sources._digests):
         cached.cache_clear()
     path, line = SCHEDULE
@@ -143,7 +143,6 @@ def test_the_schedulers_leave_all_requests_to_vllm(other_vllm: pathlib.Path) -> 
     change(other_vllm, path, "outputs: dict[int, list[EngineCoreOutput]] =", "changed =")
     made, pooling = scheduler(**given), pooling_scheduler(**given)
     assert not isinstance(made, HoldingMixin)
-    assert not isinstance(pooling, PoolingMixin)
     assert (made._blocks, pooling._blocks) == (None, None)
     assert made.schedule(throttle_prefills=False).total_num_scheduled_tokens == 0
 
@@ -180,9 +179,9 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     assert named(generating) == plain
     monkeypatch.setattr(type(engine.current_platform), "is_device_capability", lambda *_: True)
     assert named(generating) == plain | {"kernel", "mixed", "long"}
-    assert named(reading) == {"admit", "vectors", "join", "arrays"}
+    assert named(reading) == {"admit", "join", "arrays"}
     whole = {**reading, "additional_config": {WHOLE_STEPS: True}}
-    assert named(whole) == {"admit", "vectors", "join", "arrays", "whole", "fresh"}
+    assert named(whole) == {"admit", "join", "arrays", "whole", "fresh"}
     assert named({"scheduler_cls": "their.Scheduler"}) == {"arrays"}
 
 

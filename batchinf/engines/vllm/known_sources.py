@@ -23,9 +23,9 @@ _VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
 # Each method with its digest in each of these versions, and the pieces that rely on it.
 _TABLE = """
 v1.core.block_pool
-    BlockPool.__init__                                      2ffe6f04b175 ed7ceeef3f49 de502cee0c85 decode admit vectors
+    BlockPool.__init__                                      2ffe6f04b175 ed7ceeef3f49 de502cee0c85 decode admit
 v1.core.kv_cache_coordinator
-    KVCacheCoordinator.__init__                             d2f6dbeed729 4b3b601933bd a12b800a8ab7 decode admit vectors
+    KVCacheCoordinator.__init__                             d2f6dbeed729 4b3b601933bd a12b800a8ab7 decode admit
     KVCacheCoordinator.get_num_blocks_to_allocate           80f5740c45cc b161b76430d9 b161b76430d9 admit
 v1.core.kv_cache_manager
     KVCacheManager.allocate_slots                           6687cddac9ec 9129c3acf389 9129c3acf389 decode admit
@@ -43,15 +43,13 @@ v1.core.sched.output
 v1.core.sched.request_queue
     FCFSRequestQueue                                        5e59f23530fe 5e59f23530fe 5e59f23530fe admit
 v1.core.sched.scheduler
-    Scheduler._free_request                                 5dc860368778 e2b918d8df5c 3dcd5b3bd480 vectors
-    Scheduler._handle_stopped_request                       704daaaded39 a9e54da45799 7f11cc95046c vectors
     Scheduler._make_cached_request_data                     0950ceddb4cf 0950ceddb4cf 0950ceddb4cf decode
     Scheduler._update_after_schedule                        633726ecf415 d2a39c57981f d2a39c57981f decode admit
     Scheduler._update_request_with_output                   953ada05f693 67716690b502 bb93433b89b2 decode
     Scheduler.add_request                                   17a73b0dc9ce fe940629816f fe940629816f hold
     Scheduler.finish_requests                               015e342b256d 910494e4932b 59388a4b21c0 hold
     Scheduler.schedule                                      b33e0bd7cfbe e65c2b07ffe6 e52db4c70e33 decode admit
-    Scheduler.update_from_output                            b2b99460eb84 8f5b720a352c c5f8a4c0e55e decode vectors hold
+    Scheduler.update_from_output                            b2b99460eb84 8f5b720a352c c5f8a4c0e55e decode hold
 v1.core.sched.utils
     check_stop                                              df0904dc5a62 79db4919d510 79db4919d510 decode
 v1.request
@@ -60,8 +58,8 @@ v1.request
 v1.structured_output
     StructuredOutputManager.accept_tokens                   absent       e3181d4fb31a e3181d4fb31a decode
 v1.engine
-    EngineCoreOutput                                        b3371b334858 d670ea4e3a70 c55518fc87e7 vectors hold join
-    EngineCoreOutputs                                       23a8c760706c f0b8b443382f f0b8b443382f vectors hold
+    EngineCoreOutput                                        b3371b334858 d670ea4e3a70 c55518fc87e7 hold join
+    EngineCoreOutputs                                       23a8c760706c f0b8b443382f f0b8b443382f hold
 v1.engine.logprobs
     LogprobsProcessor._update_prompt_logprobs               a315d58457fc aa32645fb291 aa32645fb291 arrays
     LogprobsProcessor._update_sample_logprobs               d268b6fe9b17 d268b6fe9b17 d268b6fe9b17 arrays
@@ -145,7 +143,6 @@ _VLLM_SCORES = "vLLM's own code takes them, which is slower or needs more memory
 PIECES = {
     "decode": Piece("the scheduler's short loops for decoding", _SLOW_STEPS, "scheduler", True),
     "admit": Piece("the scheduler's short loops for new prompts", _SLOW_STEPS, "scheduler pooling_scheduler", True),
-    "vectors": Piece("the scheduler's short loops for vectors", _SLOW_STEPS, "pooling_scheduler", True),
     "hold": Piece("outputs in one piece", "each step sends outputs, which is slower", "scheduler", True),
     "join": Piece("joined results of prompts", "they are sent one by one", "scheduler pooling_scheduler"),
     "arrays": Piece("logprobs as arrays", "they come as Python objects, slowly", "front_end", True),

@@ -1,11 +1,11 @@
 """A short loop that admits waiting prompts to a step, in place of vLLM's loop.
 
-The Python of vLLM's engine process limits the speed of embeddings. The scheduler takes about half as much of it with
-this loop and the one of `pooling_scheduler.py` (`benchmarks/scheduler_steps.py --embed`). For each prompt, vLLM's loop
-asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain` says, a prompt
-needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0, 0.32.0 and 0.33.0,
-step by step; where the source differs, vLLM admits all prompts. If prompts are taken whole (`whole_prompts.py`), the
-loop differs from vLLM's: it does not cut a prompt that fits into a step, and a shorter prompt may go before it.
+The Python of vLLM's engine process limits the speed of jobs that score (`benchmarks/pieces.py small-score`). For each
+prompt, vLLM's loop asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain`
+says, a prompt needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0,
+0.32.0 and 0.33.0, step by step; where the source differs, vLLM admits all prompts. If prompts are taken whole
+(`whole_prompts.py`), the loop differs from vLLM's: it does not cut a prompt that fits into a step, and a shorter prompt
+may go before it.
 
 It leaves out vLLM's event that a request was scheduled, which our front end does not read. It ends at a request that is
 not new, such as one whose grammar is still compiled; vLLM gets the next step then.
