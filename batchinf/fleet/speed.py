@@ -198,16 +198,16 @@ def bottleneck(
     of these, and the GPUs are idle for 15 % of the time or more. compute: none of these.
     """
     shares: dict[Kind, float] = {}
-    num_looks = 0
+    times: set[float] = set()
     busy: list[float] = []  # shares of the time in which the GPUs run a kernel
-    for seconds, replica, devices in _with_rows_left(looks):
+    for at, seconds, replica, devices in _with_rows_left(looks):
         if (engine := engines.get(replica["replica"])) is not None:
             kind = _kind(replica, engine)
             shares[kind] = shares.get(kind, 0.0) + seconds
             busy += [device["utilization"] / 100 for device in devices]
-            num_looks += 1
+            times.add(at)
     total = sum(shares.values())
-    if num_looks < _LEAST_LOOKS or not total:
+    if len(times) < _LEAST_LOOKS or not total:
         return None
     kind = max(shares, key=lambda each: shares[each])
     kind = kind if shares[kind] >= total / 2 else "compute"
@@ -222,8 +222,8 @@ def bottleneck(
 
 def _with_rows_left(
     looks: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[float, Mapping[str, Any], Sequence[Mapping[str, Any]]]]:
-    """The time until the next sample, a sample of a working replica, and the samples of the job's devices.
+) -> Iterator[tuple[float, float, Mapping[str, Any], Sequence[Mapping[str, Any]]]]:
+    """When a sample was taken, the time until the next one, one of its working replicas, and the job's devices.
 
     The end is left out: there the engines have room because no row is left. So are trials of suspected rows.
     """
@@ -240,7 +240,7 @@ def _with_rows_left(
         devices = [device for device in look.get("devices", ()) if device["utilization"] is not None]
         for replica in look["replicas"]:
             if replica["steps"] and replica["state"] != ON_TRIAL:
-                yield later["at"] - look["at"], replica, devices
+                yield look["at"], later["at"] - look["at"], replica, devices
 
 
 def _kind(replica: Mapping[str, Any], engine: StartedEngine) -> Kind:

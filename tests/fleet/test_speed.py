@@ -108,6 +108,20 @@ def test_the_end_of_a_run_and_short_runs_say_nothing() -> None:
     assert bottleneck(looks(20, rows_a_look=0, num_running=40, num_waiting=0, num_ready=0), engines(), 1) is None
 
 
+def test_eight_replicas_that_fill_within_a_second_say_nothing() -> None:
+    """Many samples of one second are no time: all rows are out in the next one."""
+    few = {"num_running": 12, "num_waiting": 0, "num_ready": 0}
+    samples = [
+        {**look, "replicas": [{**look["replicas"][0], "replica": number, "incarnation": f"000001.{number:04d}"}
+                              for number in range(8)]}
+        for look in looks(**few)
+    ]  # fmt: skip
+    everywhere = {number: engines()[0] for number in range(8)}
+    assert bottleneck([*samples[:3], samples[-1]], everywhere, 8) is None
+    found = bottleneck(samples, everywhere, 8)
+    assert found is not None and found.kind == "input"
+
+
 def test_a_full_cache_at_high_utilization_and_in_fp8() -> None:
     full = looks(num_running=40, kv_cache_usage=0.98)
     first = bottleneck(full, engines(engine_arguments={"gpu_memory_utilization": 0.95}), 1)
