@@ -315,7 +315,7 @@ class Soak:
                 raise Difference(f"part {shard} was {self._parts[shard]} and is now {part}")
         if forgotten := self._parts.keys() - parts.keys():
             raise Difference(f"the manifest has forgotten parts {sorted(forgotten)}")
-        for shard, part in state.parts.items():
+        for shard, part in parts.items():
             data = (out / "parts" / part_name(shard)).read_bytes()
             if xxhash.xxh3_128_hexdigest(data) != part.digest:
                 raise Difference(f"the file of part {shard} is not the one that the manifest names")
