@@ -17,15 +17,20 @@ from batchinf.spec.sampling import PER_ROW_FIELDS
 COLUMNS = OpenAIBatch.columns
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+# Azure's batch files have no `/v1`.
+_URLS = {url.removeprefix(prefix): url for url in (CHAT_URL, COMPLETIONS_URL) for prefix in ("", "/v1")}
 
 # Ignored: they do not change the output.
-_WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+_WITHOUT_EFFECT = frozenset(
+    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority cache_salt
+    request_id return_token_ids return_tokens_as_token_ids""".split()
+)
 # Unsupported fields, with the values that change nothing and are therefore accepted.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),  # no tools are there to choose from
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
@@ -34,9 +39,21 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
-    "add_special_tokens": (True,),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "include_reasoning": (True,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "vllm_xargs": ({},),
 }
 _CHAT_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
+# Given to the chat template as variables. A template without such a variable does not see them.
+_OF_TEMPLATES = ("reasoning_effort", "verbosity")
+# Of vLLM before 0.12, by the name that the structure has now.
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 # Sampling fields that all rows share. A row may only repeat the job's value.
 _OF_THE_JOB = ("n", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
@@ -118,6 +135,7 @@ class BatchReader:
         served = spec.engine.get("served_model_name") or []
         self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
         self._sampling = spec.sampling
+        self._chat_kwargs = spec.input.chat_template_kwargs or {}
 
     def read(self, values: Mapping[str, object]) -> BatchRequest | RowError:
         """The request of a line, or the error `unsupported_request`, whose message names the field."""
@@ -135,15 +153,16 @@ class BatchReader:
             raise _Refused(f"{strange[0]}: not known; a batch request has {', '.join(COLUMNS)}")
         if values["method"] != "POST":
             raise _Refused(f"method: got {_show(values['method'])}; must be POST")
-        url = values["url"]
+        url = _URLS.get(str(values["url"]))
         body = values["body"]
-        if url not in (CHAT_URL, COMPLETIONS_URL):
-            raise _Refused(f"url: got {_show(url)}; must be {CHAT_URL} or {COMPLETIONS_URL}")
+        if url is None:
+            raise _Refused(f"url: got {_show(values['url'])}; must be {CHAT_URL} or {COMPLETIONS_URL}")
         if not isinstance(body, dict):
             raise _Refused(f"body: got {_show(body)}; must be a mapping")
         # Null means the same as leaving out the field.
         body = {name: value for name, value in body.items() if value is not None}
-        self._check_model(body.pop("model", None))
+        if (model := body.pop("model", None)) not in (None, *self._models):  # without one, vLLM takes its own too
+            raise _Refused(self._objection(model))
         prompt = self._messages(body) if url == CHAT_URL else self._text(body)
         return BatchRequest(**prompt, sampling=self._take_sampling(body, is_chat=url == CHAT_URL))
 
@@ -162,12 +181,6 @@ class BatchReader:
             "name it so, or list the name in engine.served_model_name"
         )
 
-    def _check_model(self, model: object) -> None:
-        if model is None:
-            raise _Refused("body.model is missing; must name the job's model")
-        if model not in self._models:
-            raise _Refused(self._objection(model))
-
     def _messages(self, body: dict[str, Any]) -> dict[str, Any]:
         messages = body.pop("messages", None)
         if not isinstance(messages, list) or not messages:
@@ -178,10 +191,25 @@ class BatchReader:
             kind, words = (dict, "a mapping") if name == "chat_template_kwargs" else (bool, "true or false")
             if not isinstance(value, kind):
                 raise _Refused(f"body.{name}: got {_show(value)}; must be {words}")
+        if given := {name: body.pop(name) for name in _OF_TEMPLATES if name in body}:
+            chat["chat_template_kwargs"] = self._variables(given, chat.get("chat_template_kwargs", {}))
         return {"messages": messages, "chat": chat}
+
+    def _variables(self, given: Mapping[str, object], own: Mapping[str, Any]) -> dict[str, Any]:
+        """The row's variables of the chat template, with those that vLLM's server makes of `reasoning_effort`."""
+        for name, value in given.items():
+            if not isinstance(value, str):
+                raise _Refused(f"body.{name}: got {_show(value)}; must be text")
+        variables = dict(given)
+        effort = variables.get("reasoning_effort")
+        if effort is not None and "enable_thinking" not in {**self._chat_kwargs, **own}:
+            variables["enable_thinking"] = effort != "none"
+        return {**variables, **own}
 
     def _text(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body.pop("prompt", None)
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            [prompt] = prompt  # of one prompt
         if isinstance(prompt, str):
             return {"text": prompt}
         if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
@@ -196,8 +224,13 @@ class BatchReader:
             if body.pop("max_tokens", sampling["max_tokens"]) != sampling["max_tokens"]:
                 raise _Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
         self._check_logprobs(body, is_chat=is_chat)
-        if (structure := _structure(body.pop("response_format", None))) is not None:
+        if (structure := _structure_of(body)) is not None:
             sampling["structured_outputs"] = structure
+        if body.get("top_k") == -1:  # all tokens, in vLLM, as 0
+            body["top_k"] = 0
+        if "add_special_tokens" in body and body.pop("add_special_tokens") is is_chat:
+            words = "a chat template writes them itself" if is_chat else "the tokenizer adds them to a text"
+            raise _Refused(f"body.add_special_tokens: got {_show(is_chat)}, which is not supported: {words}")
         for name, value in body.items():
             if name in PER_ROW_FIELDS:
                 sampling[name] = value
@@ -230,9 +263,20 @@ def _number_of_chat(has_logprobs: object, top: object) -> object:
     """How many logprobs a conversation asks for; None: none."""
     if not isinstance(has_logprobs, bool | None):
         raise _Refused(f"body.logprobs: got {_show(has_logprobs)}; must be true or false")
-    if top is not None and not has_logprobs:
+    if top and not has_logprobs:
         raise _Refused("body.top_logprobs: given without logprobs: true")
     return top or 0 if has_logprobs else None
+
+
+def _structure_of(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The structure that a body asks for, by one of several fields, which are taken out; None without one."""
+    found = {"response_format": _structure(body.pop("response_format", None))}
+    found |= {"structured_outputs": body.pop("structured_outputs", None)}
+    found |= {name: {kind: body.pop(name)} for name, kind in _GUIDED.items() if name in body}
+    given = {name: structure for name, structure in found.items() if structure is not None}
+    if len(given) > 1:
+        raise _Refused(f"body.{sorted(given)[0]}: given beside {sorted(given)[1]}; give one of them")
+    return next(iter(given.values()), None)
 
 
 def _structure(response_format: object) -> dict[str, Any] | None:

@@ -58,6 +58,13 @@ def completion(**body: Any) -> dict[str, Any]:
         ({"logprobs": True}, {}),
         ({"logprobs": False, "n": 1, "user": "me", "metadata": {"k": "v"}, "stream": False, "tools": []}, {}),
         ({"temperature": None, "tools": None, "anything": None}, {}),
+        # As clients spell out defaults.
+        ({"model": None, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "top_p": 1}, {"top_p": 1}),
+        ({"length_penalty": 1.0, "use_beam_search": False, "bad_words": [], "include_reasoning": True, "priority": 3,
+          "cache_salt": "x", "return_token_ids": True, "add_special_tokens": False}, {}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
+        ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
     ],
 )  # fmt: skip
 def test_what_is_honoured(body: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -69,7 +76,30 @@ def test_arguments_of_the_chat_template() -> None:
     assert reader().read(chat(**body)) == BatchRequest(messages=MESSAGES, chat=body)
 
 
+@pytest.mark.parametrize(
+    ("body", "variables"),
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+         {"reasoning_effort": "none", "enable_thinking": True}),
+        ({"verbosity": "low"}, {"verbosity": "low"}),
+    ],
+)  # fmt: skip
+def test_variables_of_the_chat_template(body: dict[str, Any], variables: dict[str, Any]) -> None:
+    """Those of `reasoning_effort` are as in vLLM's server."""
+    assert reader().read(chat(**body)) == BatchRequest(messages=MESSAGES, chat={"chat_template_kwargs": variables})
+
+
+def test_the_urls_of_azure() -> None:
+    for url in ("/chat/completions", "/v1/chat/completions"):
+        assert reader().read(line({"messages": MESSAGES}, url)) == BatchRequest(messages=MESSAGES)
+    assert reader().read(line({"prompt": "Once"}, "/completions")) == BatchRequest(text="Once")
+
+
 def test_completions() -> None:
+    assert reader().read(completion(prompt=["Once"], add_special_tokens=True)) == BatchRequest(text="Once")
+    assert reader().read(completion(prompt=[[1, 2]])) == BatchRequest(token_ids=[1, 2])
     assert reader().read(completion()) == BatchRequest(text="Once")
     assert reader().read(completion(prompt=[1, 2], logprobs=3)) == BatchRequest(token_ids=[1, 2])
 
@@ -82,16 +112,23 @@ def test_completions() -> None:
         (line({}, method="GET"), "method: got 'GET'; must be POST"),
         (line({}, "/v1/embeddings"), "url: got '/v1/embeddings'; must be /v1/chat/completions or /v1/completions"),
         (line([]), "body: got a list; must be a mapping"),  # type: ignore[arg-type]
-        (line({"messages": MESSAGES}), "body.model is missing; must name the job's model"),
         (chat(model="gpt-5"), "body.model: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, "
          "or list the name in engine.served_model_name"),
         (chat(messages=[]), "body.messages: got an empty list; must be a list of messages"),
         (chat(prompt="a"), "body.prompt: got 'a', which is not supported"),
         (chat(tools=[{"type": "function"}]), "body.tools: got a list, which is not supported"),
-        (chat(tool_choice="auto"), "body.tool_choice: got 'auto', which is not supported"),
+        (chat(tool_choice="required"), "body.tool_choice: got 'required', which is not supported"),
+        (chat(include_reasoning=False), "body.include_reasoning: got False, which is not supported"),
+        (chat(length_penalty=2.0), "body.length_penalty: got 2.0, which is not supported"),
+        (chat(add_special_tokens=True), "body.add_special_tokens: got True, which is not supported: a chat template "
+         "writes them itself"),
+        (completion(add_special_tokens=False), "body.add_special_tokens: got False, which is not supported: the "
+         "tokenizer adds them to a text"),
+        (chat(guided_choice=["a"], response_format={"type": "json_object"}),
+         "body.guided_choice: given beside response_format; give one of them"),
         (chat(stream=True), "body.stream: got True, which is not supported"),
         (chat(logit_bias={"5": 1}), "body.logit_bias: got a mapping, which is not supported"),
-        (chat(reasoning_effort="low"), "body.reasoning_effort: got 'low', which is not supported"),
+        (chat(reasoning_effort=3), "body.reasoning_effort: got 3; must be text"),
         (chat(n=2), "body.n: got 2, but all rows have sampling.n 1"),
         (chat(ignore_eos=True), "body.ignore_eos: got True, but all rows have sampling.ignore_eos False"),
         (chat(logprobs=True, top_logprobs=6), "body.top_logprobs: asks for 6, but the job stores other columns: set "
