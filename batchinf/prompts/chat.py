@@ -146,10 +146,12 @@ def _read_message(item: object) -> Message | str:
         return wrong
     if isinstance(content, list):
         message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    calls = message.get("tool_calls", [])
-    message["tool_calls"] = [_with_arguments(call) for call in (calls if isinstance(calls, list) else [calls])]
-    if not message["tool_calls"]:
-        del message["tool_calls"]
+    calls = message.pop("tool_calls", [])
+    try:
+        if calls := [_with_arguments(call) for call in (calls if isinstance(calls, list) else [calls])]:
+            message["tool_calls"] = calls
+    except (ValueError, RecursionError) as error:
+        return shorten(f"got arguments of a tool call that are no JSON mapping: {error}", 300)
     return message
 
 
@@ -180,15 +182,14 @@ def _wrong_part(part: object) -> str | None:
 
 
 def _with_arguments(call: object) -> object:
+    """The call with its arguments as a mapping. Raises ValueError or RecursionError if they are none."""
     if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
         return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            return call
-    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+    arguments = function.get("arguments") or {}
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError(name_type(arguments))
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _without_nulls(value: object) -> object:
@@ -218,7 +219,7 @@ class ChatTemplate:
         self._takes_parts = self._renders_parts()
         self._knows_developer = "'developer'" in self._source or '"developer"' in self._source
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str | RowError:
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str | RowError:
         """The prompt's text, with all special tokens. options: override `chat_template_kwargs`.
 
         An exception of the template becomes the row's error, and so do tools that the template would ignore.

@@ -10,7 +10,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
-from batchinf.spec.input import PROMPT_FORMS, InputSpec
+from batchinf.spec.input import KWARGS_ELSEWHERE, PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
 
@@ -191,6 +191,9 @@ class BatchReader:
             kind, words = (dict, "a mapping") if name == "chat_template_kwargs" else (bool, "true or false")
             if not isinstance(value, kind):
                 raise _Refused(f"body.{name}: got {_show(value)}; must be {words}")
+        for name in chat.get("chat_template_kwargs", {}):
+            if name in KWARGS_ELSEWHERE:
+                raise _Refused(f"body.chat_template_kwargs.{name}: it is no variable of a chat template")
         if given := {name: body.pop(name) for name in _OF_TEMPLATES if name in body}:
             chat["chat_template_kwargs"] = self._variables(given, chat.get("chat_template_kwargs", {}))
         return {"messages": messages, "chat": chat}
@@ -224,13 +227,11 @@ class BatchReader:
             if body.pop("max_tokens", sampling["max_tokens"]) != sampling["max_tokens"]:
                 raise _Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
         self._check_logprobs(body, is_chat=is_chat)
+        self._check_text(body, is_chat=is_chat)
         if (structure := _structure_of(body)) is not None:
             sampling["structured_outputs"] = structure
         if body.get("top_k") == -1:  # all tokens, in vLLM, as 0
             body["top_k"] = 0
-        if "add_special_tokens" in body and body.pop("add_special_tokens") is is_chat:
-            words = "a chat template writes them itself" if is_chat else "the tokenizer adds them to a text"
-            raise _Refused(f"body.add_special_tokens: got {_show(is_chat)}, which is not supported: {words}")
         for name, value in body.items():
             if name in PER_ROW_FIELDS:
                 sampling[name] = value
@@ -241,6 +242,15 @@ class BatchReader:
             elif name not in _WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
                 raise _Refused(f"body.{name}: got {_show(value)}, which is not supported")
         return sampling
+
+    def _check_text(self, body: dict[str, Any], *, is_chat: bool) -> None:
+        """Raise _Refused if a row wants special tokens, or a text without a structure, that the job cannot give it."""
+        if (adds := body.pop("add_special_tokens", not is_chat)) is not (not is_chat):
+            words = "a chat template writes them itself" if is_chat else "the tokenizer adds them to a text"
+            raise _Refused(f"body.add_special_tokens: got {_show(adds)}, which is not supported: {words}")
+        form = body.get("response_format")
+        if isinstance(form, dict) and form.get("type") == "text" and self._sampling.structured_outputs is not None:
+            raise _Refused("body.response_format: got text, but all rows have sampling.structured_outputs")
 
     def _check_logprobs(self, body: dict[str, Any], *, is_chat: bool) -> None:
         """Raise _Refused if a row asks for more logprobs than the job stores."""
@@ -282,6 +292,9 @@ def _structure_of(body: dict[str, Any]) -> dict[str, Any] | None:
 def _structure(response_format: object) -> dict[str, Any] | None:
     fields = response_format if isinstance(response_format, dict) else {}
     kind = fields.get("type")
+    others = [name for name, value in fields.items() if value is not None and name not in ("type", kind)]
+    if kind in ("text", "json_object", "json_schema") and others:
+        raise _Refused(f"body.response_format.{others[0]}: not known beside type {kind}")
     if response_format is None or kind == "text":
         return None
     if kind == "json_object":
@@ -330,7 +343,7 @@ class BatchPrompts:
         messages = read_messages(request.messages, "body.messages")
         if isinstance(messages, RowError):
             return messages
-        if self._system_prompt is not None and messages[0]["role"] != "system":
+        if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         if self._chat is None:
             return RowError("template_error", "the model has no chat template; give one as input.chat_template")

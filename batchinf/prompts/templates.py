@@ -145,7 +145,8 @@ class RowTemplate:
         for line, words in _wrong_calls(tree):
             raise SpecError(f"{field}, line {line}: {words}")
         names = {alias: column for column, alias in self._aliases.items()}
-        variables = jinja2.meta.find_undeclared_variables(tree)
+        variables = jinja2.meta.find_undeclared_variables(tree) | _not_called(tree, environment.globals)
+        self._functions = environment.globals.keys() - variables
         printed = variables - set(_asked_for(tree))
         self.columns = tuple(sorted({names.get(name, name) for name in variables}))
         self.printed = tuple(sorted({names.get(name, name) for name in printed}))
@@ -153,6 +154,8 @@ class RowTemplate:
     def fill(self, values: Mapping[str, object]) -> str | RowError:
         """The text for a row's values, or the error."""
         aliased = {alias: values[column] for column, alias in self._aliases.items() if column in values}
+        if self._functions & values.keys():  # a column has the name of a function that the template calls
+            values = {name: value for name, value in values.items() if name not in self._functions}
         try:
             return self._text({**values, **aliased} if aliased else values)
         except NullPrinted:
@@ -177,6 +180,14 @@ class RowTemplate:
                 raise TooMuchText
             pieces.append(piece)
         return "".join(pieces)
+
+
+def _not_called(tree: nodes.Template, functions: Mapping[str, object]) -> set[str]:
+    """Names of functions such as `range` that a template does not call: they are columns of this name."""
+    names = list(tree.find_all(nodes.Name))
+    called = {id(call.node) for call in tree.find_all(nodes.Call)}
+    own = {name.name for name in names if name.ctx != "load"}
+    return {name.name for name in names if name.name in functions and id(name) not in called} - own
 
 
 def column_call(column: str) -> str:

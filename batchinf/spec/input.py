@@ -39,7 +39,7 @@ CHAT_FIELDS = (
     "continue_final_message",
 )  # fmt: skip
 # Refused keys of `chat_template_kwargs` → the field to write instead; empty: the key is an argument of the tokenizer.
-_KWARGS_ELSEWHERE = {
+KWARGS_ELSEWHERE = {
     "add_generation_prompt": "input.add_generation_prompt", "continue_final_message": "input.continue_final_message",
     "chat_template": "input.chat_template", "messages": "input.messages", "conversation": "input.messages",
     **dict.fromkeys(("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -196,8 +196,8 @@ class InputSpec(Section):
         if not is_json(kwargs):
             raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings")
         for name in kwargs or {}:
-            if name in _KWARGS_ELSEWHERE:
-                instead = f"use {_KWARGS_ELSEWHERE[name]} instead" if _KWARGS_ELSEWHERE[name] else "leave it out"
+            if name in KWARGS_ELSEWHERE:
+                instead = f"use {KWARGS_ELSEWHERE[name]} instead" if KWARGS_ELSEWHERE[name] else "leave it out"
                 raise wrong(f"it is no variable of a chat template; {instead}", name)
         return kwargs
 

@@ -197,6 +197,9 @@ EXPECTED = "expected a list of messages, or JSON text of one"
         ({"role": "user"}, "invalid_messages", f"got a mapping in column 'chat'; {EXPECTED}"),
         (5, "invalid_messages", f"got a value of type int in column 'chat'; {EXPECTED}"),
         (["hi"], "invalid_messages", "column 'chat', message 0: got text; expected a mapping with role and content"),
+        *[([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}],
+           "invalid_messages", "column 'chat', message 0: got arguments of a tool call that are no JSON mapping: "
+           f"{words}") for arguments, words in [("[1]", "a list"), ([1], "a list"), ("5", "a value of type int")]],
         ([{"author": "user", "value": "hi"}], "invalid_messages",
          "column 'chat', message 0: got no role, but author, value; expected text such as 'user'"),
         ([{"from": "human", "value": "hi"}], "invalid_messages", "column 'chat', message 0: got ShareGPT's from and "

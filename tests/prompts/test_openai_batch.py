@@ -97,6 +97,13 @@ def test_the_urls_of_azure() -> None:
     assert reader().read(line({"prompt": "Once"}, "/completions")) == BatchRequest(text="Once")
 
 
+def test_a_row_cannot_leave_the_structure_of_the_job() -> None:
+    found = reader(structured_outputs={"choice": ["a", "b"]}).read(chat(response_format={"type": "text"}))
+    assert found == RowError(
+        "unsupported_request", "body.response_format: got text, but all rows have sampling.structured_outputs"
+    )
+
+
 def test_completions() -> None:
     assert reader().read(completion(prompt=["Once"], add_special_tokens=True)) == BatchRequest(text="Once")
     assert reader().read(completion(prompt=[[1, 2]])) == BatchRequest(token_ids=[1, 2])
@@ -129,6 +136,14 @@ def test_completions() -> None:
         (chat(stream=True), "body.stream: got True, which is not supported"),
         (chat(logit_bias={"5": 1}), "body.logit_bias: got a mapping, which is not supported"),
         (chat(reasoning_effort=3), "body.reasoning_effort: got 3; must be text"),
+        (chat(chat_template_kwargs={"messages": []}), "body.chat_template_kwargs.messages: it is no variable of a chat "
+         "template"),
+        (completion(add_special_tokens="false"), "body.add_special_tokens: got 'false', which is not supported: the "
+         "tokenizer adds them to a text"),
+        (chat(response_format={"type": "json_object", "schema": {}}), "body.response_format.schema: not known beside "
+         "type json_object"),
+        (chat(response_format={"type": "text", "json_schema": {}}), "body.response_format.json_schema: not known "
+         "beside type text"),
         (chat(n=2), "body.n: got 2, but all rows have sampling.n 1"),
         (chat(ignore_eos=True), "body.ignore_eos: got True, but all rows have sampling.ignore_eos False"),
         (chat(logprobs=True, top_logprobs=6), "body.top_logprobs: asks for 6, but the job stores other columns: set "

@@ -279,6 +279,13 @@ def test_one_poisonous_text_does_not_spoil_its_batch() -> None:
         ("{{ q or 'none' }}", {"q": None}, "none"),
         ("{% if q is defined %}{{ q }}{% else %}-{% endif %}", {}, "-"),
         ("{{ '=' * 3 }}{{ q }}", {"q": 0.5}, "===0.5"),
+        # Columns with the names of functions.
+        (
+            "{{ dict }} {{ range ~ 'km' }}{% if range == '1-2' %}!{% endif %}",
+            {"dict": "Duden", "range": "1-2"},
+            "Duden 1-2km!",
+        ),
+        ("{% for i in range(2) %}{{ i }}{% endfor %}{{ dict }}", {"dict": "Duden", "range": "1-2"}, "01Duden"),
         ('{{ column("My Text") | upper }} {{ column }}', {"My Text": "fox", "column": 2}, "FOX 2"),
         ("{% for c in column('a}} \"☕') %}{{ c }}.{% endfor %}", {'a}} "☕': "ab"}, "a.b."),
     ],
@@ -354,6 +361,7 @@ def test_a_template_that_cannot_be(template: str, message: str) -> None:
     [
         ({}, ("prompt",)),
         ({"prompt_column": "text"}, ("text",)),
+        ({"prompt_template": "{{ range }} {% if dict == 'a' %}{% endif %}{{ namespace(a=1).a }}"}, ("dict", "range")),
         ({"prompt_template": "{{ b }} {% set c = a %}{{ c }}{% for i in range(2) %}{{ i }}{% endfor %}"}, ("a", "b")),
     ],
 )

@@ -14,6 +14,7 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
+from batchinf.base.text import counted
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, not_utf8, open_input, refuse_utf16
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
@@ -38,6 +39,11 @@ class Csv(FileFormat):
             types = CsvTypes(rows.header)
             schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
             num_rows = spool(_batches(rows, types), schema, scratch)
+        if rows.num_swallowed:
+            raise InputError(
+                f"{file.name}: a quote opens in line {rows.line:,} and is never closed, so that row would have the "
+                f"next {counted(rows.num_swallowed, 'line')} in it: close it, or write a quote that is text twice"
+            )
         return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
@@ -118,6 +124,8 @@ class _Rows:
             io.BufferedReader(stream, BLOCK_BYTES), "utf-8-sig", "surrogateescape", newline=""
         )
         self.num_chars = 0
+        self.line = 0
+        self.num_swallowed = 0  # by a quote that opens in `line` and is never closed
         self._wrong = ""
         self._is_new_row = False
         self._reader = csv.reader(self._lines(), strict=True)
@@ -150,6 +158,8 @@ class _Rows:
             except StopIteration:
                 return
             except csv.Error as error:
+                if str(error) == _UNENDED:
+                    self.line, self.num_swallowed = line, self._reader.line_num - line
                 yield f"line {line}: not CSV: {error}"
                 continue
             if self._wrong:
