@@ -102,10 +102,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
     jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None
-    # A command that ran in an earlier test's process ignores them from its end on, and children would inherit that.
+    # A command that ran in an earlier test's process ignores them from its end on, and children would inherit that. A
+    # library, such as Ray, may have set handlers of its own, beside which batchinf sets none.
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Engines in the tests' process share torch's process groups. The first engine that closes would destroy them.
     for name in ("batchinf.engines.vllm.engine", "vllm.v1.engine.core"):
         if (module := sys.modules.get(name)) is not None:
