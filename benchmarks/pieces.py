@@ -4,8 +4,8 @@
     python benchmarks/pieces.py small-embed --pieces joined,copies --repeat 5
 
 A piece is left out by `step_hook`, and vLLM's own code does its work. The job with all pieces runs first and last, as
-`all` and `again`. In the table of `run.py`, `first / it` says how much faster the job with all pieces is. Other
-arguments are those of `run.py`.
+`all` and `again`. In the table of `run.py`, `first / it` says how much faster the job with all pieces is. `run.py`
+gets all other arguments.
 """
 
 import argparse

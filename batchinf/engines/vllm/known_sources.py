@@ -176,7 +176,8 @@ class _Method:
 
 
 def _methods() -> Iterator[_Method]:
-    module, num = "", len(_VERSIONS)
+    module = ""
+    num = len(_VERSIONS)
     for line in _TABLE.strip().splitlines():
         name, *words = line.split()
         if words:

@@ -159,7 +159,8 @@ class _Rows:
                 return
             except csv.Error as error:
                 if str(error) == _UNENDED:
-                    self.line, self.num_swallowed = line, self._reader.line_num - line
+                    self.line = line
+                    self.num_swallowed = self._reader.line_num - line
                 yield f"line {line}: not CSV: {error}"
                 continue
             if self._wrong:

@@ -47,7 +47,8 @@ _GIVEN = frozenset(
     scheduler_metadata fa_version q_descale k_descale v_descale num_splits""".split()
 )
 # Tokens of the short requests in the comparison at the start. Graphs are filled up with requests without tokens.
-_CHECKED, _CHECKED_TIMES = (0, *SHORT), 15
+_CHECKED = (0, *SHORT)
+_CHECKED_TIMES = 15
 
 
 # Triton evaluates annotations and does not know those of Python.

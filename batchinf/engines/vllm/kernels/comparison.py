@@ -19,7 +19,8 @@ _MOST_NUMBERS = 1 << 26
 SHORT = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)
 # How far a result may be from vLLM's, as a part of its length. bfloat16 has 8 bits, so that correct results differ by
 # about 0.003. FlashAttention also rounds its weights to float8, which has 4 bits.
-_TOLERANCE, _TOLERANCE_FP8 = 0.02, 0.15
+_TOLERANCE = 0.02
+_TOLERANCE_FP8 = 0.15
 _MOST_FP8 = 448
 # A scale of 1 would hide a kernel that does not read it.
 _SCALES = (0.5, 0.75, 2.0)
@@ -42,7 +43,8 @@ def example(
     counts: new tokens of each request, its last ones; None is one of each. scales: of query, keys and values, if these
     are float8. `out` has no numbers yet, so that a result which is never written is found.
     """
-    num, counts = len(lengths), [1] * len(lengths) if counts is None else list(counts)
+    num = len(lengths)
+    counts = [1] * len(lengths) if counts is None else list(counts)
     blocks_of = [-(-length // block_size) for length in lengths]
     num_blocks = max(1, min(sum(blocks_of), _MOST_NUMBERS // (block_size * num_key_heads * 2 * head_size)))
     cache = torch.randn((num_blocks, num_key_heads, block_size, 2 * head_size), device=device, dtype=dtype)
@@ -90,12 +92,14 @@ def scales_of(layer: Any) -> tuple[float, ...]:
 def require_close(found: torch.Tensor, expected: torch.Tensor, is_fp8: bool = False) -> None:
     """AssertionError if a result of one token and head is far from vLLM's. found, expected: [..., head_size]."""
     expected = expected.float()
-    far, length = (found.float() - expected).norm(dim=-1), expected.norm(dim=-1)
+    far = (found.float() - expected).norm(dim=-1)
+    length = expected.norm(dim=-1)
     part = torch.where(far == 0, far, far / length)
     limit = _TOLERANCE_FP8 if is_fp8 else _TOLERANCE
     is_close = part <= limit
     if not bool(is_close.all()):
-        worst, num = part.nan_to_num(nan=torch.inf).max().item(), int((~is_close).sum())
+        worst = part.nan_to_num(nan=torch.inf).max().item()
+        num = int((~is_close).sum())
         raise AssertionError(f"{num} of {part.numel()} results differ by up to {worst:.3g} of their length; "
                              f"{limit} is allowed")  # fmt: skip
 
@@ -135,12 +139,16 @@ class Planner:
     use_full_cuda_graph = True
 
     def __init__(self, plan: Any, given: dict[str, Any], vllm_config: Any) -> None:
-        self.plan, self.given, self.vllm_config = plan, given, vllm_config
+        self.plan = plan
+        self.given = given
+        self.vllm_config = vllm_config
         self.num_heads_kv = given["k"].shape[2]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """See vLLM."""
-        common, query, keys = common_attn_metadata, self.given["q"], self.given["k"]
+        common = common_attn_metadata
+        query = self.given["q"]
+        keys = self.given["k"]
         plan = self.plan and self.plan(
             batch_size=common.num_reqs, max_seqlen_q=common.max_query_len, max_seqlen_k=common.max_seq_len,
             num_heads_q=query.shape[1], num_heads_kv=keys.shape[2], headdim=query.shape[2],

@@ -33,7 +33,9 @@ _ATTRIBUTE = "is_for_fresh_steps"
 _STARTS = "starts_of_batchinf"
 _SEAM = ("forward", "do_kv_cache_update")
 # The comparison at the start: tokens behind the prompts, prompts without tokens, and the numbers of the queries.
-_CHECKED_PADDING, _CHECKED_EMPTY, _CHECKED_NUMBERS = 20, 1000, 1 << 23
+_CHECKED_PADDING = 20
+_CHECKED_EMPTY = 1000
+_CHECKED_NUMBERS = 1 << 23
 
 
 class FreshSteps:
@@ -142,7 +144,8 @@ def is_right(
 
     One prompt has `longest` tokens, or as many as fit, among many short ones.
     """
-    shape, steps = (num_heads, num_key_heads, head_size), FreshSteps()
+    shape = (num_heads, num_key_heads, head_size)
+    steps = FreshSteps()
     layer: Any = type("CheckedLayer", (_CheckedLayer,), {})(attend, head_size)
     _replace(type(layer), steps, attend)
     longest = min(longest, _CHECKED_NUMBERS // (num_heads * head_size))
@@ -152,7 +155,8 @@ def is_right(
             # A graph is filled up with prompts without tokens. Tokens behind the prompts are computed as one more.
             all_lengths = *lengths, _CHECKED_PADDING
             given = example(all_lengths, *shape, False, dtype, device, block_size, counts=all_lengths)
-            num_tokens, starts = len(given["q"]), given["cu_seqlens_q"][:-1]
+            num_tokens = len(given["q"])
+            starts = given["cu_seqlens_q"][:-1]
             # As in a layer: keys and values lie beside the queries.
             width = num_heads + 2 * num_key_heads
             mixed = torch.randn((num_tokens + 3, width, head_size), device=device, dtype=dtype)
@@ -182,10 +186,12 @@ def is_right(
 class _CheckedLayer:
     """Takes the place of vLLM's `FlashAttentionImpl` in the comparison: writes the cache, and reads it."""
 
-    logits_soft_cap, sinks = 0, None
+    logits_soft_cap = 0
+    sinks = None
 
     def __init__(self, attend: Callable[..., Any], head_size: int) -> None:
-        self._attend, self.scale = attend, head_size**-0.5
+        self._attend = attend
+        self.scale = head_size**-0.5
         self._given: dict[str, Any] = {}
 
     def begin(self, given: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
@@ -197,7 +203,9 @@ class _CheckedLayer:
         return cache, lambda: cache[0].any() or cache[1].any()
 
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        starts, table, block_size = self._given["cu_seqlens_q"], self._given["block_table"], kv_cache[0].shape[1]
+        starts = self._given["cu_seqlens_q"]
+        table = self._given["block_table"]
+        block_size = kv_cache[0].shape[1]
         counts = starts.diff().long()
         request = torch.repeat_interleave(torch.arange(len(counts), device=starts.device), counts)
         at = torch.arange(len(request), device=starts.device) - starts[request]

@@ -147,7 +147,8 @@ def is_right(
             _CHECKED_DECODES + lengths, num_heads, num_key_heads, head_size, is_fp8, dtype, device, block_size, scales,
             counts=(1,) * len(_CHECKED_DECODES) + new,
         )  # fmt: skip
-        config, common = types.SimpleNamespace(speculative_config=None), common_of(given, kind)
+        config = types.SimpleNamespace(speculative_config=None)
+        common = common_of(given, kind)
         expected = attend_as(theirs, given, Planner(plan, given, config).build(0, common))
         builder: Any = type("CheckedPlanner", (Planner,), {})
         install(builder, lambda num, heads: True)

@@ -57,7 +57,8 @@ class PromptWorker(Worker):
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
             layers = getattr(compilation, "static_forward_context", {})
-            impls, dtype = attention_of(layers), self.vllm_config.model_config.dtype
+            impls = attention_of(layers)
+            dtype = self.vllm_config.model_config.dtype
             can = allowed("whole") and is_known(layers) and are_right(impls, self.vllm_config) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
@@ -128,7 +129,8 @@ def is_right(
     kind = optional("vllm.v1.attention.backend", "CommonAttentionMetadata", _COST)
     if kind is None:
         return False
-    dtype, longest = vllm_config.model_config.dtype, vllm_config.model_config.max_model_len
+    dtype = vllm_config.model_config.dtype
+    longest = vllm_config.model_config.max_model_len
     most = vllm_config.scheduler_config.max_num_batched_tokens
     # The longest request has only its last tokens in the step.
     lengths = [min(length, longest) for length in (*SHORT, longest, *SHORT)]

@@ -45,7 +45,8 @@ def is_plain(made: Any, piece: str) -> bool:
     is_simple = has_known_order(made.scheduler_config) and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
     if not is_simple or not allowed(piece):
         return False
-    managers, pool = made.kv_cache_manager.coordinator.single_type_managers, made.kv_cache_manager.block_pool
+    managers = made.kv_cache_manager.coordinator.single_type_managers
+    pool = made.kv_cache_manager.block_pool
     kinds = [type(manager).__name__ for manager in managers]
     return kinds == ["FullAttentionManager"] and pool.hash_block_size == managers[0].block_size
 
