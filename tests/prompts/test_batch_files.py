@@ -142,6 +142,24 @@ def test_each_field_on_real_vllm(vllm_engine: "VllmEngine") -> None:
     assert prompts[0].token_ids == list(ids["input_ids"] if hasattr(ids, "keys") else ids)
 
 
+@pytest.mark.parametrize(
+    ("messages", "is_added"),
+    [
+        ([{"role": "user", "content": "a"}], True),
+        (MESSAGES, False),
+        ([{"role": "user", "content": "a"}, {"role": "system", "content": "own"}], False),
+        ([{"role": "developer", "content": "own"}, {"role": "user", "content": "a"}], False),
+    ],
+)
+def test_the_system_prompt_is_for_lines_without_one(messages: list[dict[str, str]], is_added: bool) -> None:
+    where = {"path": "batch.jsonl", "format": "openai", "chat_template": TEMPLATE, "system_prompt": "Be kind."}
+    tokenizer = load_tokenizer(MODEL, False)
+    builder = PromptBuilder(spec_of(input=where), tokenizer, len(tokenizer))
+    [prompt] = builder.build([Row(0, line(0, CHAT, {"messages": messages}))], 512)
+    assert prompt.text is not None
+    assert ("Be kind." in prompt.text) is is_added
+
+
 def test_a_whole_job(tmp_path: pathlib.Path) -> None:
     """Recognised by its lines; each bad request is a row that names the field."""
     path = tmp_path / "batch.jsonl"
