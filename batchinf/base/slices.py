@@ -191,7 +191,7 @@ def share_files(out: str, digests: Mapping[str, str]) -> dict[str, str]:
 
     Durable on return. Raises OutputError for a damaged record.
     """
-    Folder(out).create_exclusive(FILES_RECORD, encode_record(CUT_VERSION, digests))
+    Folder(out).create_exclusive(FILES_RECORD, encode_record(CUT_VERSION, dict(sorted(digests.items()))))
     return read_files(out)
 
 
