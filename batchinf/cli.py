@@ -348,6 +348,47 @@ def _head(
             screen.print(item)
 
 
+@app.command("export", epilog="Example: batchinf export out/job -o rows.jsonl --columns id,text")
+def _export(
+    out: Out,
+    path: Annotated[
+        str, path_option("-o", "--output", metavar="FILE", help="The file to write, `-` for stdout; for hf a folder.")
+    ],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="FORMAT", help="jsonl, csv, parquet, hf or openai-batch; default: by the file's ending."
+        ),
+    ] = None,
+    num_files: Annotated[int, typer.Option("--files", min=1, help="Number of files.")] = 1,
+    columns: Annotated[
+        list[str] | None, typer.Option("--columns", metavar="A,B", help="Export these columns. May be repeated.")
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--where", metavar="SQL", help="Export rows for which this expression over the columns is true."),
+    ] = None,
+    overwrites: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
+    from batchinf.commands.export import STDOUT, ExportRequest, export_job
+
+    request = ExportRequest(
+        path=path,
+        to=to,
+        num_files=num_files,
+        columns=names_in(",".join(columns or ())),
+        where=where,
+        overwrites=overwrites,
+    )
+    exported = export_job(out, request)
+    if path == STDOUT:
+        print(plain("\n".join(exported.lines())), file=sys.stderr)
+    else:
+        _show(exported, exported.lines(), as_json)
+
+
 @app.command("inspect", epilog="Example: batchinf inspect out/job review-17 --html row.html")
 def _inspect(
     out: Out,

@@ -225,6 +225,8 @@ class Prompt:
     """The spans to score; `token_ids` are then the context's and those of all continuations."""
     has_second_bos: bool = False
     """Whether the engine's prompt begins with two BOS tokens."""
+    request: str | None = None
+    """Of a line of a batch file: its URL, and what it asks of the form of its answer, as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)

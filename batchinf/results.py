@@ -12,6 +12,7 @@ It reads only committed parts, so it also works while the job runs. Rows come in
 order they ran. Only `batches` and `arrays` return them part by part.
 """
 
+import datetime
 import functools
 import glob
 import itertools
@@ -35,6 +36,7 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
+from batchinf.records import PartCounts
 from batchinf.spec.file import list_of
 from batchinf.spec.job import ModelSpec
 
@@ -57,12 +59,15 @@ class Results:
             raise OutputError(not_begun_message(self.folder))
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
+        self.job_id: str = states[0].header.job_id
+        self.begun_at = datetime.datetime.fromisoformat(states[0].header.created_at)
         # Fingerprints of the input at the beginning and after each `--extend`.
         self.taken: tuple[str, ...] = tuple(dict.fromkeys(states[0].source_fingerprints))
         # Rows of the input, as far as the job has taken it in. Among them it chose those that it runs.
         self.num_input_rows = max((extent.stop_row for state in states for extent in state.extents), default=0)
-        self._is_in_order = all(state.is_in_order for state in states)
-        self.num_rows = sum(state.counts.num_rows for state in states)
+        self.is_in_order = all(state.is_in_order for state in states)
+        self.counts = PartCounts.sum(state.counts for state in states)
+        self.num_rows = self.counts.num_rows
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
         self.parts: list[pathlib.Path] = [
             folder.path(f"parts/{part_name(shard)}") for folder, state in begun for shard in sorted(state.parts)
@@ -88,6 +93,26 @@ class Results:
     @functools.cached_property
     def _schema(self) -> pa.Schema:
         return joined_schema(self.parts)
+
+    def facts(self) -> dict[str, str]:
+        """What made the first part, by its footer: `model`, `device`, `version.vllm` and others."""
+        with open_part(self.parts[0]) as file:
+            stored = file.metadata.metadata or {}
+        prefix = "batchinf."
+        names = {key.decode(): value.decode() for key, value in stored.items()}
+        return {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
+
+    def num_bytes(self, columns: Sequence[str] | None = None) -> int:
+        """Size of columns before compression, from the parts' footers. A repeated value may be counted once."""
+        names = {*self._names(columns)}
+        total = 0
+        for path in self.parts:
+            with open_part(path) as file:
+                groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+            for group in groups:
+                leaves = [group.column(number) for number in range(group.num_columns)]
+                total += sum(it.total_uncompressed_size for it in leaves if it.path_in_schema.split(".")[0] in names)
+        return total
 
     def batches(self, columns: Sequence[str] | None = None, num_rows: int = 4096) -> Iterator[pa.RecordBatch]:
         """All rows, at most `num_rows` at a time, in bounded memory.
@@ -200,7 +225,7 @@ class Results:
 
     def _places(self) -> npt.NDArray[np.int64] | None:
         """For each row in order, its place among the rows of all parts; None if the parts are in order."""
-        if self._is_in_order or not self.parts:
+        if self.is_in_order or not self.parts:
             return None
         rows = np.concatenate([batch.column(0).to_numpy() for batch in self.batches(["row_index"])])
         # A stable sort keeps the samples of a row in their order.

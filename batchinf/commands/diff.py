@@ -315,19 +315,17 @@ def _common_task(a: Results, b: Results) -> type[Task]:
 
 
 def _job(job: Results) -> ComparedJob:
-    with open_part(job.parts[0]) as file:
-        stored = file.metadata.metadata or {}
-    footer = {key.decode().removeprefix("batchinf."): value.decode() for key, value in stored.items()}
+    facts = job.facts()
     return ComparedJob(
         folder=job.folder,
         input_path=job.spec["input"]["path"],
         num_input_rows=job.num_input_rows,
         num_rows=len(job),
         is_done=job.is_done,
-        model=footer.get("model"),
-        vllm=footer.get("version.vllm"),
-        torch=footer.get("version.torch"),
-        device=footer.get("device"),
+        model=facts.get("model"),
+        vllm=facts.get("version.vllm"),
+        torch=facts.get("version.torch"),
+        device=facts.get("device"),
     )
 
 

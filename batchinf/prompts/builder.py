@@ -365,12 +365,12 @@ class PromptBuilder:
             return _Draft(None, request)
         sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
-            return _Draft(request.text, sampling)
+            return _Draft(request.text, sampling, request=request.form)
         if request.text is None:
-            return _Draft(None, request.token_ids, sampling=sampling)
+            return _Draft(None, request.token_ids, sampling=sampling, request=request.form)
         encoder = self._chat_encoder if request.is_chat else self._encoder
         draft = self._text_draft(_check_text(request.text), encoder, max_model_len)
-        return replace(draft, sampling=sampling, is_chat=request.is_chat)
+        return replace(draft, sampling=sampling, is_chat=request.is_chat, request=request.form)
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "_Draft":
         """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
@@ -399,7 +399,7 @@ class PromptBuilder:
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
-            return Prompt(row.row_index, [], text, outcome)
+            return Prompt(row.row_index, [], text, outcome, request=draft.request)
         return Prompt(
             row.row_index,
             outcome,
@@ -408,6 +408,7 @@ class PromptBuilder:
             sampling=draft.sampling,
             is_truncated=outcome is not ids,
             has_second_bos=begins_with_two(outcome, self._bos),
+            request=draft.request,
         )
 
     def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
@@ -459,6 +460,8 @@ class _Draft:
     """Encodes `text`; None: `ids` is set."""
     sampling: SamplingSpec | None = None
     """The row's own, from a line of a batch file."""
+    request: str | None = None
+    """See `Prompt.request`."""
     is_chat: bool = False
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
@@ -52,6 +52,8 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 _CHAT_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
 # Given to the chat template as variables. A template without such a variable does not see them.
 _OF_TEMPLATES = ("reasoning_effort", "verbosity")
+# What a line asks of the form of its answer.
+_OF_THE_FORM = ("logprobs", "top_logprobs", "include_reasoning", "return_token_ids")
 # Of vLLM before 0.12, by the name that the structure has now.
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 # Sampling fields that all rows share. A row may only repeat the job's value.
@@ -75,6 +77,8 @@ class BatchRequest:
     """Arguments of the chat template by name."""
     is_chat: bool = False
     """The text has gone through the chat template, so it has its special tokens."""
+    form: str | None = None
+    """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
 
 
 def may_be_batch(where: InputSpec) -> bool:
@@ -163,8 +167,10 @@ class BatchReader:
         body = {name: value for name, value in body.items() if value is not None}
         if (model := body.pop("model", None)) not in (None, *self._models):  # without one, vLLM takes its own too
             raise _Refused(self._objection(model))
+        form = {"url": url} | {name: body[name] for name in _OF_THE_FORM if name in body}
         prompt = self._messages(body) if url == CHAT_URL else self._text(body)
-        return BatchRequest(**prompt, sampling=self._take_sampling(body, is_chat=url == CHAT_URL))
+        sampling = self._take_sampling(body, is_chat=url == CHAT_URL)
+        return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
 
     def model_objection(self, values: Mapping[str, object]) -> str | None:
         """The objection if a line names a model that is not the job's; None if it names no model or cannot be read."""
@@ -337,7 +343,7 @@ class BatchPrompts:
         if isinstance(request, RowError) or request.messages is None:
             return request
         text = self._render(request)
-        return text if isinstance(text, RowError) else BatchRequest(text=text, sampling=request.sampling, is_chat=True)
+        return text if isinstance(text, RowError) else replace(request, messages=None, text=text, is_chat=True)
 
     def _render(self, request: BatchRequest) -> str | RowError:
         messages = read_messages(request.messages, "body.messages")

@@ -38,12 +38,16 @@ class PredicateError(UserError):
 class Predicate:
     """A checked expression. columns: the columns that `matches` needs, including `key`."""
 
-    def __init__(self, text: str, schema: pa.Schema, table: Literal["output", "input"] = "output") -> None:
-        """schema: of the table. Raises PredicateError, which says what is wrong and lists the columns.
+    def __init__(
+        self, text: str, schema: pa.Schema, table: Literal["output", "input"] = "output", *, option: str = "--retry"
+    ) -> None:
+        """schema: of the table. option: that of the command, for messages about the output.
 
-        Rows of the input get one more column, `key`, with their positions.
+        Raises PredicateError, which says what is wrong and lists the columns. Rows of the input get one more column,
+        `key`, with their positions.
         """
         self.text = text
+        self._option = option
         self._table = table
         self._names = schema.names
         self._named = _names_for_duckdb(schema.names)
@@ -54,7 +58,7 @@ class Predicate:
             self._named[self.key] = self.key
         self._schema = schema
         self._expression = _SHORT.get(text.strip(), text) if table == "output" else text
-        self._connection = _connect(table)
+        self._connection = _connect("input.where" if table == "input" else option)
         nodes = self._parse()
         mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
         reads_all = any(node.get("class") == "STAR" for node in nodes)
@@ -65,10 +69,13 @@ class Predicate:
 
     def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
         """The `key` of the rows for which the expression is true, not null. table: with the columns `self.columns`."""
-        key = self._named[self.key]
-        query = f'SELECT "{key}" FROM {self._table} WHERE ({self._expression}\n)'
-        rows: npt.NDArray[np.int64] = np.asarray(self._ask(query, table)[key], np.int64)
-        return rows
+        return np.asarray(table.column(self.key), np.int64)[self.mask(table)]
+
+    def mask(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """For each row of the table, whether the expression is true, not null. table: as in `matches`."""
+        query = f"SELECT coalesce(({self._expression}\n), false) AS is_true FROM {self._table}"
+        is_true: npt.NDArray[np.bool_] = np.asarray(self._ask(query, table.select(self.columns))["is_true"], np.bool_)
+        return is_true
 
     def _check_type(self) -> None:
         # DuckDB casts any value to a boolean, and fails only at a row where it cannot.
@@ -176,7 +183,7 @@ class Predicate:
                 f"\"language = 'en'\"; columns: {columns}"
             )
         return PredicateError(
-            f"--retry: got {self.text!r}: {reason}; must be `{ERRORS_WORD}` or an expression in SQL over the output's "
+            f"{self._option}: got {self.text!r}: {reason}; must be `{ERRORS_WORD}` or an expression in SQL over the output's "
             f"columns, such as \"finish_reason = 'length'\"; columns: {columns}"
         )
 
@@ -204,13 +211,12 @@ def _free_name(names: Iterable[str]) -> str:
     return name
 
 
-def _connect(table: str) -> Any:
+def _connect(needed_by: str) -> Any:
     try:
         # Then an expression can access nothing outside of memory, and it cannot change this.
         return open_duckdb(enable_external_access="false")
     except ImportError:
-        what = "--retry" if table == "output" else "input.where"
-        raise PredicateError(f"{what} needs DuckDB: pip install duckdb") from None
+        raise PredicateError(f"{needed_by} needs DuckDB: pip install duckdb") from None
 
 
 def _take_list(tree: dict[str, Any]) -> list[Any]:

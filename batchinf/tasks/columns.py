@@ -75,6 +75,7 @@ def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
         encoder.SECOND_BOS_COLUMN: pa.array([prompt.has_second_bos for prompt in prompts], pa.bool_()),
         "prompt_truncated": pa.array([p.is_truncated if p.token_ids else None for p in prompts], pa.bool_()),
+        "request": pa.array([prompt.request for prompt in prompts], pa.string()),
     }
     if include_prompt:
         columns["prompt"] = strings([prompt.text for prompt in prompts])
@@ -221,6 +222,7 @@ def result_schema(spec: JobSpec, task_fields: Fields, *, may_truncate: bool | No
         ("request_index", pa.int32()),
         ("num_requests", pa.int32()),
         ("prompt_hash", pa.int64()),
+        *([("request", pa.string())] if spec.input.is_batch_file else []),
         *(prompt if spec.output.include_prompt else []),
         *task_fields,
         ("num_prompt_tokens", pa.int32()),

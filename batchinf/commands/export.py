@@ -1,0 +1,172 @@
+"""`batchinf export`: the output of a job in another format, in the order of the input."""
+
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+import pyarrow as pa
+
+from batchinf.base.errors import UserError
+from batchinf.base.text import counted, list_names
+from batchinf.export.base import Format, Job
+from batchinf.export.huggingface import CARD, DATA, HuggingFace, card
+from batchinf.export.registry import FORMATS
+from batchinf.export.rows import Rows
+from batchinf.results import Results
+
+STDOUT = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    num_rows: int
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What the export does not have, in lines for the user."""
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield from (f"note: {note}" for note in self.notes)
+        yield f"{counted(self.num_rows, 'row')} in {list_names(self.files)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What to export, and where to. The options of the command."""
+
+    to: str | None = None
+    """The name of a format; None: by the ending of `path`."""
+    path: str = STDOUT
+    """A file, `-` for stdout, or for a dataset a folder."""
+    num_files: int = 1
+    columns: Sequence[str] = ()
+    """None are all."""
+    where: str | None = None
+    """An SQL expression over the output's columns."""
+    overwrites: bool = False
+
+
+def export_job(out: str, request: ExportRequest) -> Exported:
+    """Write the committed rows of the job in an output folder, in bounded memory. Raises UserError."""
+    form = _format(request)
+    if request.path == STDOUT and (request.num_files > 1 or form is HuggingFace):
+        raise UserError("-o: got stdout, which holds one file; give a path")
+    job = Job(Results(out))
+    notes = form.notes(job)
+    schema = job.results.schema
+    if unknown := [name for name in request.columns if name not in schema.names]:
+        raise UserError(f"--columns: no column {list_names(unknown)}; the output has {list_names(schema.names)}")
+    if not job.results.is_done:
+        notes.append(f"the job is not done: these are its first {counted(len(job.results), 'committed row')}")
+    rows = Rows(job.results, form.columns(request.columns, schema), request.where)
+    names = _names(form, request)
+    error_name = _error_name(request) if form.splits_errors else None
+    num_rows = 0
+    with _Files(overwrites=request.overwrites) as files:
+        errors = None if error_name is None else files.open(error_name, is_optional=True)
+        streams = [files.open(name) for name in names]
+        writers = [form(job, rows.schema, stream, errors or stream) for stream in streams]
+        for number, batch in _pieces(rows, len(job.results), len(writers)):
+            writers[number].write(batch)
+            num_rows += batch.num_rows
+        for writer in writers:
+            writer.close()
+        if form is HuggingFace:
+            files.open(os.path.join(request.path, CARD)).write(card(job, num_rows, request.where).encode())
+    return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes))
+
+
+def _format(request: ExportRequest) -> type[Format]:
+    allowed = list_names(FORMATS)
+    if request.to is None:
+        ending = pathlib.Path(request.path).suffix
+        found = [form for form in FORMATS.values() if form.suffix == ending]
+        if not found:
+            raise UserError(f"--to: missing, and {request.path!r} does not say it; must be one of {allowed}")
+        return found[0]
+    if request.to not in FORMATS:
+        raise UserError(f"--to: got {request.to}; must be one of {allowed}")
+    return FORMATS[request.to]
+
+
+def _names(form: type[Format], request: ExportRequest) -> list[str]:
+    """The files: `rows.jsonl`, or `rows-00000-of-00004.jsonl` and so on."""
+    base, ending = os.path.splitext(request.path)
+    if form is HuggingFace:
+        base, ending = os.path.join(request.path, DATA, "train"), form.suffix
+    elif request.num_files == 1:
+        return [request.path]
+    return [f"{base}-{number:05}-of-{request.num_files:05}{ending}" for number in range(request.num_files)]
+
+
+def _error_name(request: ExportRequest) -> str | None:
+    """The file of the error rows; None: they go to stdout like the others."""
+    base, ending = os.path.splitext(request.path)
+    return None if request.path == STDOUT else f"{base}.errors{ending}"
+
+
+def _pieces(rows: Rows, num_rows: int, num_files: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Batches, each with the number of its file. The rows of one `row_index` are in one file.
+
+    num_rows: of the output. Each file has as many of them, before an expression chooses rows.
+    """
+    number = 0
+    seen = 0
+    last = None
+    for positions, batch in rows.batches():
+        start = 0
+        for place, row_index in enumerate(positions.tolist() if num_files > 1 else ()):
+            if number < num_files - 1 and seen >= num_rows * (number + 1) / num_files and row_index != last:
+                yield number, batch.slice(start, place - start)
+                start = place
+                number += 1
+            seen += 1
+            last = row_index
+        yield number, batch.slice(start)
+
+
+class _Files:
+    """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do."""
+
+    def __init__(self, *, overwrites: bool) -> None:
+        self._overwrites = overwrites
+        self._stack = contextlib.ExitStack()
+        self._begun: list[tuple[str, str, bool]] = []
+        self.written: list[str] = []
+        """The names, after the block."""
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def open(self, name: str, *, is_optional: bool = False) -> IO[bytes]:
+        """A stream to a file, or to stdout. is_optional: the file is left out if it stays empty.
+
+        Raises UserError if a file of this name is there already.
+        """
+        if name == STDOUT:
+            self.written.append("stdout")
+            return sys.stdout.buffer
+        if os.path.lexists(name) and not self._overwrites:
+            raise UserError(f"-o: {name} is there already; give another name, or --overwrite")
+        temporary = f"{name}.{os.getpid()}.tmp"
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        stream = self._stack.enter_context(pathlib.Path(temporary).open("wb"))
+        self._begun.append((temporary, name, is_optional))
+        return stream
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        self._stack.close()
+        for temporary, name, is_optional in self._begun:
+            if failure is None and not (is_optional and os.path.getsize(temporary) == 0):
+                os.replace(temporary, name)
+                self.written.append(name)
+                continue
+            os.unlink(temporary)
+            if failure is None and os.path.lexists(name):
+                os.unlink(name)  # the errors of an earlier export

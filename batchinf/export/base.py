@@ -1,0 +1,88 @@
+"""What a format of an export is: it writes batches of rows to a binary stream."""
+
+import abc
+import base64
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, ClassVar
+
+import pyarrow as pa
+
+from batchinf.base.text import to_json
+from batchinf.export.tokens import TokenTexts
+from batchinf.manifest.versions import stored_spec
+from batchinf.results import Results
+from batchinf.spec.job import JobSpec
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job whose rows are exported."""
+
+    results: Results
+
+    @functools.cached_property
+    def spec(self) -> JobSpec:
+        """As the job began."""
+        return stored_spec(self.results.spec)
+
+    @functools.cached_property
+    def tokens(self) -> TokenTexts:
+        """The texts of its tokens. Raises ModelError if its tokenizer is not here, DriftError if it has changed."""
+        return TokenTexts(self.results.tokenizer())
+
+
+class Format(abc.ABC):
+    """Writes one file. Its caller opens and closes the streams, and calls `close` after the last batch."""
+
+    name: ClassVar[str]
+    """As `--to` has it."""
+    suffix: ClassVar[str]
+    """The ending of the file's name."""
+    splits_errors: ClassVar[bool] = False
+    """Whether error rows go to a stream of their own."""
+
+    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+        """schema: of the batches that `write` gets. errors: for error rows, if the format has them apart."""
+        self.job = job
+        self.schema = schema
+        self.stream = stream
+        self.errors = errors
+
+    @classmethod
+    def notes(cls, job: Job) -> list[str]:
+        """What the format leaves out of the job's output, in lines for the user.
+
+        Raises UserError for a job whose output it has no form for.
+        """
+        return []
+
+    @classmethod
+    def columns(cls, wanted: Sequence[str], schema: pa.Schema) -> list[str]:
+        """The columns that the format reads to write these. wanted: none are all. schema: of the output."""
+        return list(wanted or schema.names)
+
+    @abc.abstractmethod
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Write the next rows. All rows of one `row_index` go to one file."""
+
+    def close(self) -> None:  # noqa: B027  # most formats hold nothing back
+        """Write what was held back, and the end of the file."""
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """A row as a line of JSON. A number that is not finite becomes null, bytes become base64, a time its ISO form."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_json_value)
+    except ValueError:
+        text = to_json(row, ensure_ascii=False, default=_json_value)
+    return f"{text}\n".encode()
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)

@@ -1,0 +1,58 @@
+"""Export as JSON lines: an object for each row, with the logprobs of a token in one place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from batchinf.export.base import Format, json_line
+from batchinf.export.tokens import PREFIXES, Token, token_columns, tokens_of
+
+
+class JsonLines(Format):
+    """Columns of tokens become one list: `{"token", "token_id", "logprob", "rank", "top"}` for each token."""
+
+    name = "jsonl"
+    suffix = ".jsonl"
+
+    @classmethod
+    def columns(cls, wanted: Sequence[str], schema: pa.Schema) -> list[str]:
+        """See `Format`. Logprobs bring the other columns of their tokens with them."""
+        names = super().columns(wanted, schema)
+        brought = [token_columns(prefix, schema) for prefix in PREFIXES if f"{prefix}logprobs" in names]
+        return list(dict.fromkeys([*names, *(name for columns in brought for name in columns)]))
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """See `Format`."""
+        rows = batch.to_pylist()
+        for prefix in PREFIXES:
+            if columns := token_columns(prefix, batch.schema):
+                for row in rows:
+                    self._join(prefix, columns, row)
+        self.stream.write(b"".join(map(json_line, rows)))
+
+    def _join(self, prefix: str, columns: Sequence[str], row: dict[str, Any]) -> None:
+        """Put all that is known of a row's tokens into its column of logprobs."""
+        tokens = {name: row[name] for name in columns}
+        for name in columns:
+            if name not in (f"{prefix}token_ids", f"{prefix}logprobs"):
+                del row[name]
+        if tokens[f"{prefix}logprobs"] is not None:
+            row[f"{prefix}logprobs"] = list(map(self._entry, tokens_of(prefix, tokens)))
+
+    def _entry(self, token: Token) -> dict[str, Any]:
+        text = self.job.tokens.text
+        entry: dict[str, Any] = {
+            "token": text(token.id),
+            "token_id": token.id,
+            "logprob": token.logprob,
+            "rank": token.rank,
+        }
+        if token.top is not None:
+            top: dict[str, float] = {}
+            for token_id, logprob in token.top:
+                name = text(token_id)
+                # Two ids may have one text: the less likely one then goes by its id, too.
+                top[name if name not in top else f"{name} ({token_id})"] = logprob
+            entry["top"] = top
+        return entry

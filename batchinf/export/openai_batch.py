@@ -1,0 +1,194 @@
+"""Export as the files of OpenAI's batch API: a line for each request, in the form that its URL has."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import pyarrow as pa
+
+from batchinf.base.errors import UserError
+from batchinf.export.base import Format, Job, json_line
+from batchinf.export.tokens import token_columns, tokens_of
+from batchinf.prompts.openai import CHAT_URL, COMPLETIONS_URL
+
+EMBEDDINGS_URL = "/v1/embeddings"
+_LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
+_NAMES = (
+    "id", "row_index", "sample_index", "request", "text", "reasoning", "finish_reason", "stop_reason", "embedding",
+    "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
+)  # fmt: skip
+
+Row = Mapping[str, Any]
+
+
+class OpenAIBatchFile(Format):
+    """Lines `{"id", "custom_id", "response", "error"}`. Ids and times follow from the job and the row alone."""
+
+    name = "openai-batch"
+    suffix = ".jsonl"
+    splits_errors = True
+
+    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+        """See `Format`."""
+        super().__init__(job, schema, stream, errors)
+        self._has_tokens = bool(token_columns("", schema))
+        self._held: tuple[Row, ...] = ()
+
+    @classmethod
+    def notes(cls, job: Job) -> list[str]:
+        """See `Format`. OpenAI has a form for texts and for embeddings."""
+        spec = job.spec
+        if spec.task not in ("generate", "embed"):
+            raise UserError(
+                f"--to: got openai-batch, which has no form for the output of task {spec.task}: export it as jsonl, "
+                "csv, parquet or hf"
+            )
+        if spec.sampling.logprobs is not None and not token_columns("", job.results.schema):
+            return ["logprobs are left out: the job does not store the tokens that they are of"]
+        return []
+
+    @classmethod
+    def columns(cls, wanted: Sequence[str], schema: pa.Schema) -> list[str]:
+        """See `Format`. Raises UserError for wanted columns: the form of the lines is fixed."""
+        if wanted:
+            raise UserError("--columns: not with openai-batch, whose lines have one form; leave it out")
+        return [name for name in dict.fromkeys([*_NAMES, *token_columns("", schema)]) if name in schema.names]
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """See `Format`. The samples of the last row wait for others, which may come in the next batch."""
+        rows = [*self._held, *batch.to_pylist()]
+        groups = [tuple(samples) for _, samples in itertools.groupby(rows, lambda row: row["row_index"])]
+        self._held = groups.pop() if groups else ()
+        self._write(groups)
+
+    def close(self) -> None:
+        """See `Format`."""
+        self._write([self._held] if self._held else [])
+
+    def _write(self, requests: Sequence[tuple[Row, ...]]) -> None:
+        for samples in requests:
+            line = json_line(self._line(samples))
+            is_error = all(row["error_type"] is not None for row in samples)
+            (self.errors if is_error else self.stream).write(line)
+
+    def _line(self, samples: Sequence[Row]) -> dict[str, Any]:
+        """The line of a request. If only some of its samples failed, it has both a response and an error."""
+        first = samples[0]
+        row_index = first["row_index"]
+        name = f"{self.job.results.job_id}-{row_index}"
+        given_id = first.get("id")
+        answered = [row for row in samples if row["error_type"] is None]
+        response = None
+        if answered:
+            response = {"status_code": 200, "request_id": f"req-{name}", "body": self._body(name, answered, samples)}
+        return {
+            "id": f"batch_req_{name}",
+            "custom_id": str(row_index if given_id is None else given_id),
+            "response": response,
+            "error": _error(samples),
+        }
+
+    def _body(self, name: str, answered: Sequence[Row], samples: Sequence[Row]) -> dict[str, Any]:
+        form = self._form(samples[0])
+        url = form["url"]
+        prompt_tokens = answered[0]["num_prompt_tokens"]
+        output_tokens = sum(row["num_output_tokens"] or 0 for row in samples)
+        usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + output_tokens}
+        model = self._model()
+        if url == EMBEDDINGS_URL:
+            [row] = answered
+            data = [{"object": "embedding", "index": 0, "embedding": row["embedding"]}]
+            return {"id": f"embd-{name}", "object": "list", "model": model, "data": data, "usage": usage}
+        is_chat = url == CHAT_URL
+        choice = self._chat_choice if is_chat else self._text_choice
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(self.job.results.begun_at.timestamp()),
+            "model": model,
+            "choices": [choice(row, form) for row in answered],
+            "usage": {**usage, "completion_tokens": output_tokens},
+        }
+
+    def _model(self) -> str:
+        served = self.job.spec.engine.get("served_model_name") or self.job.spec.model.name
+        return str(served if isinstance(served, str) else served[0])
+
+    def _form(self, row: Row) -> dict[str, Any]:
+        """What the request asked of the form of its answer; of a job without such requests, all that is stored."""
+        form = self._asked(row)
+        return form if self._has_tokens else {**form, "logprobs": None}
+
+    def _asked(self, row: Row) -> dict[str, Any]:
+        if row.get("request") is not None:
+            form: dict[str, Any] = json.loads(row["request"])
+            return form
+        spec = self.job.spec
+        if spec.task == "embed":
+            return {"url": EMBEDDINGS_URL}
+        number = spec.sampling.logprobs
+        if spec.input.is_chat:
+            return {"url": CHAT_URL, "logprobs": number is not None, "top_logprobs": number}
+        return {"url": COMPLETIONS_URL, "logprobs": number}
+
+    def _chat_choice(self, row: Row, form: Row) -> dict[str, Any]:
+        message = {"role": "assistant", "content": row["text"], "refusal": None}
+        if row.get("reasoning") is not None and form.get("include_reasoning", True):
+            message["reasoning"] = row["reasoning"]
+        content = list(self._content(row, form.get("top_logprobs") or 0)) if form.get("logprobs") else None
+        return {
+            **_choice(row),
+            "message": message,
+            "logprobs": None if content is None else {"content": content, "refusal": None},
+        }
+
+    def _content(self, row: Row, num_top: int) -> Iterator[dict[str, Any]]:
+        for token in tokens_of("", row):
+            top = [self._logprob(token_id, logprob) for token_id, logprob in (token.top or ())[:num_top]]
+            yield {**self._logprob(token.id, token.logprob), "top_logprobs": top}
+
+    def _logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        tokens = self.job.tokens
+        return {"token": tokens.text(token_id), "logprob": _finite(logprob), "bytes": tokens.utf8(token_id)}
+
+    def _text_choice(self, row: Row, form: Row) -> dict[str, Any]:
+        number = form.get("logprobs")
+        logprobs = None if number is None else self._completion_logprobs(row, number)
+        return {**_choice(row), "text": row["text"], "logprobs": logprobs}
+
+    def _completion_logprobs(self, row: Row, num_top: int) -> dict[str, Any]:
+        tokens = list(tokens_of("", row))
+        texts = [self.job.tokens.text(token.id) for token in tokens]
+        offsets = [0, *itertools.accumulate(map(len, texts))]
+        top = []
+        for token, text in zip(tokens, texts, strict=True):
+            likeliest = (token.top or ())[:num_top]
+            # OpenAI's list has the token itself, too, if it is not among them.
+            top.append({text: _finite(token.logprob)} | {self.job.tokens.text(k): _finite(v) for k, v in likeliest})
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": top,
+            "text_offset": offsets[:-1],
+        }
+
+
+def _choice(row: Row) -> dict[str, Any]:
+    index = row.get("sample_index") or 0
+    return {"index": index, "finish_reason": row["finish_reason"], "stop_reason": row["stop_reason"]}
+
+
+def _error(samples: Sequence[Row]) -> dict[str, Any] | None:
+    failed = [row for row in samples if row["error_type"] is not None]
+    if not failed:
+        return None
+    first = failed[0]
+    message = first["error_message"]
+    if len(samples) > 1:
+        message = f"{len(failed)} of {len(samples)} samples failed: {message}"
+    return {"code": first["error_type"], "message": message}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _LEAST_LOGPROB)

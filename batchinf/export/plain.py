@@ -1,0 +1,87 @@
+"""Exports of the columns as they are: Parquet, and CSV with lists as JSON text."""
+
+import json
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from batchinf.export.base import Format, Job, json_line
+
+_GROUP_BYTES = 32 << 20
+
+
+class Parquet(Format):
+    """The columns with their types."""
+
+    name = "parquet"
+    suffix = ".parquet"
+
+    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+        """See `Format`."""
+        super().__init__(job, schema, stream, errors)
+        self._writer = pq.ParquetWriter(stream, schema, compression="zstd")
+        self._held: list[pa.RecordBatch] = []
+        self._held_bytes = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """See `Format`. Rows of about 32 MB become one row group."""
+        self._held.append(batch)
+        self._held_bytes += batch.nbytes
+        if self._held_bytes >= _GROUP_BYTES:
+            self._write_group()
+
+    def close(self) -> None:
+        """See `Format`."""
+        self._write_group()
+        self._writer.close()
+
+    def _write_group(self) -> None:
+        if self._held:
+            self._writer.write_table(pa.Table.from_batches(self._held))
+        self._held = []
+        self._held_bytes = 0
+
+
+class Csv(Format):
+    """A header and a line for each row. A null is an empty field, and an empty text is `""`."""
+
+    name = "csv"
+    suffix = ".csv"
+
+    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+        """See `Format`."""
+        super().__init__(job, schema, stream, errors)
+        self._has_text = [_becomes_text(field.type) for field in schema]
+        fields = [
+            field.with_type(pa.string()) if becomes_text else field
+            for field, becomes_text in zip(schema, self._has_text, strict=True)
+        ]
+        self._schema = pa.schema(fields)
+        self._writer = pyarrow.csv.CSVWriter(stream, self._schema)
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """See `Format`."""
+        columns = [
+            pa.array(map(_text, column.to_pylist()), pa.string()) if becomes_text else column
+            for column, becomes_text in zip(batch.columns, self._has_text, strict=True)
+        ]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+
+    def close(self) -> None:
+        """See `Format`."""
+        self._writer.close()
+
+
+def _becomes_text(type: pa.DataType) -> bool:
+    """Whether values of a type are JSON text in a field, because CSV has no such values."""
+    return bool(pa.types.is_nested(type) or pa.types.is_binary(type) or pa.types.is_large_binary(type))
+
+
+def _text(value: Any) -> str | None:
+    """The JSON text of a list or a mapping; the base64 of bytes."""
+    if value is None:
+        return None
+    text = json_line({"": value}).decode()
+    return str(json.loads(text)[""]) if isinstance(value, bytes) else text[len('{"": ') : -len("}\n")]

@@ -1,0 +1,93 @@
+"""The rows of an export: in the order of the input, those that a predicate chooses, in bounded memory."""
+
+import contextlib
+import math
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.results import Results
+from batchinf.schedule.predicate import Predicate
+
+_BATCH_BYTES = 8 << 20
+_MOST_ROWS = 4096
+_BUCKET_BYTES = 32 << 20
+_MOST_BUCKETS = 500  # each is an open file
+_ORDER = ("row_index", "sample_index")
+
+
+class Rows:
+    """The rows of an output that are exported.
+
+    columns: those that are wanted, in this order. where: an SQL expression over the output's columns.
+    """
+
+    def __init__(self, results: Results, columns: Sequence[str], where: str | None) -> None:
+        """Raises PredicateError for a wrong expression."""
+        self._results = results
+        self._columns = list(columns)
+        self._where = None if where is None else Predicate(where, results.schema, option="--where")
+        needed = {*columns, *_ORDER, *(() if self._where is None else self._where.columns)}
+        self._needed = [name for name in results.schema.names if name in needed]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of each batch."""
+        return pa.schema([self._results.schema.field(name) for name in self._columns])
+
+    def batches(self) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch]]:
+        """The rows with their positions in the input, about 8 MB at a time. A row that is larger comes alone."""
+        batches = self._chosen()
+        for batch in batches if self._results.is_in_order else self._sorted(batches):
+            yield batch["row_index"].to_numpy(), batch.select(self._columns)
+
+    def _chosen(self) -> Iterator[pa.RecordBatch]:
+        row_bytes = self._num_bytes() / max(1, self._results.num_rows)
+        num_rows = min(_MOST_ROWS, max(1, int(_BATCH_BYTES / max(1, row_bytes))))
+        for batch in self._results.batches(self._needed, num_rows):
+            yield (
+                batch
+                if self._where is None
+                else batch.filter(pa.array(self._where.mask(pa.Table.from_batches([batch]))))
+            )
+
+    def _num_bytes(self) -> int:
+        """Of the needed columns in memory, about: Parquet counts dictionary-encoded values once."""
+        return self._results.num_bytes(self._needed)
+
+    def _sorted(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """All rows by position. Each part has rows from all over the input, so they go through files in between.
+
+        The first pass puts each row into the file of its range of positions, and the second sorts one file at a time.
+        """
+        order = [(name, "ascending") for name in _ORDER if name in self._needed]
+        num_buckets = min(_MOST_BUCKETS, 1 + self._num_bytes() // _BUCKET_BYTES)
+        width = math.ceil(max(1, self._results.num_input_rows) / num_buckets)
+        with tempfile.TemporaryDirectory(prefix="batchinf-export-") as folder, contextlib.ExitStack() as stack:
+            writers: dict[int, pa.ipc.RecordBatchFileWriter] = {}
+            for batch in batches:
+                buckets = batch["row_index"].to_numpy() // width
+                for bucket in sorted({*buckets.tolist()}):
+                    if bucket not in writers:
+                        writer = pa.ipc.new_stream(_bucket_file(folder, bucket), batch.schema, options=_compressed())
+                        writers[bucket] = stack.enter_context(writer)
+                    writers[bucket].write_batch(batch.filter(pa.array(buckets == bucket)))
+            stack.close()
+            for bucket in sorted(writers):
+                path = _bucket_file(folder, bucket)
+                with pa.ipc.open_stream(path.read_bytes()) as reader:
+                    rows = reader.read_all().sort_by(order)
+                path.unlink()
+                yield from rows.combine_chunks().to_batches(_MOST_ROWS)
+
+
+def _bucket_file(folder: str, bucket: int) -> pathlib.Path:
+    return pathlib.Path(folder, f"{bucket}.arrows")
+
+
+def _compressed() -> pa.ipc.IpcWriteOptions:
+    return pa.ipc.IpcWriteOptions(compression="lz4")
