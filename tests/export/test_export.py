@@ -1,0 +1,293 @@
+"""`batchinf export` on whole jobs: every format gives back the rows that `batchinf.open` reads."""
+
+import base64
+import csv
+import io
+import json
+import pathlib
+from typing import Any
+
+import openai.types
+import pyarrow.parquet as pq
+import pytest
+from datasets import load_dataset
+from openai.types.chat import ChatCompletion
+
+import batchinf
+import jobs
+from batchinf.base.errors import OutputError, UserError
+from batchinf.commands.export import STDOUT, Exported, ExportRequest, export_job
+from batchinf.export import rows as export_rows
+from batchinf.schedule.predicate import PredicateError
+
+NUM_ROWS = 60
+LINES = [
+    *[{"custom_id": f"chat-{number}", "method": "POST", "url": "/v1/chat/completions",
+       "body": {"messages": [{"role": "user", "content": f"Say {number}."}], "max_tokens": 8, "temperature": 0,
+                **({"logprobs": True, "top_logprobs": number} if number else {})}} for number in range(3)],
+    {"custom_id": "same", "method": "POST", "url": "/v1/completions",
+     "body": {"prompt": "Once upon", "max_tokens": 5, "logprobs": 1}},
+    {"custom_id": "same", "method": "POST", "url": "/v1/completions", "body": {"prompt": "A time", "max_tokens": 5}},
+    {"custom_id": "wrong", "method": "POST", "url": "/v1/images", "body": {}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A job with three samples of each row, whose parts have rows from all over the input."""
+    folder = tmp_path_factory.mktemp("sampled")
+    rows = [
+        {"id": f"r{n}", "prompt": f"a {n}", "budget": 1 + n * 7 % 11, "tags": ["x", str(n)]} for n in range(NUM_ROWS)
+    ]
+    (folder / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    spec = jobs.spec_of(
+        folder,
+        input={"path": str(folder / "in.jsonl"), "order": "longest"},
+        sampling={"temperature": 1.0, "n": 3, "max_tokens": {"column": "budget"}, "logprobs": 2},
+        output={"keep_columns": ["tags"], "rows_per_shard": 7},
+        scripted={"step_s": 0.0},
+    )
+    jobs.finish(spec)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A job over lines of an OpenAI batch file."""
+    folder = tmp_path_factory.mktemp("batch")
+    (folder / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
+    spec = jobs.spec_of(
+        folder,
+        input={"path": str(folder / "in.jsonl"), "id_column": None},
+        sampling={"temperature": None, "max_tokens": None, "logprobs": 2},
+        output={"keep_columns": []},
+        scripted={"step_s": 0.0},
+        max_error_rate=1.0,
+    )
+    jobs.finish(spec)
+    return folder / "out"
+
+
+def exported(out: pathlib.Path, path: pathlib.Path | str, **options: Any) -> Exported:
+    return export_job(str(out), ExportRequest(path=str(path), **options))
+
+
+def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def stored(out: pathlib.Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = batchinf.open(out).table().to_pylist()
+    return rows
+
+
+@pytest.fixture(params=["one bucket", "many buckets"])
+def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose parts are not in order are sorted in one piece, or in many."""
+    if request.param == "many buckets":
+        monkeypatch.setattr(export_rows, "_BUCKET_BYTES", 256)
+        monkeypatch.setattr(export_rows, "_BATCH_BYTES", 1024)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_parquet_has_the_rows_in_order(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert not batchinf.open(sampled).is_in_order
+    done = exported(sampled, tmp_path / "rows.parquet")
+    assert (done.num_rows, done.files) == (3 * NUM_ROWS, (str(tmp_path / "rows.parquet"),))
+    table = pq.read_table(tmp_path / "rows.parquet")
+    assert table.schema.equals(batchinf.open(sampled).schema)
+    assert table.to_pylist() == stored(sampled)
+    assert [*tmp_path.iterdir()] == [tmp_path / "rows.parquet"]
+
+
+def test_json_lines_have_each_token_in_one_place(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    exported(sampled, tmp_path / "rows.jsonl")
+    texts = batchinf.open(sampled).tokens()
+    alternatives = batchinf.open(sampled).tokens("top_token_ids")
+    for place, (line, row) in enumerate(zip(lines_of(tmp_path / "rows.jsonl"), stored(sampled), strict=True)):
+        tokens = line.pop("logprobs")
+        parts = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
+        logprobs, ranks, top_ids, top_logprobs = (row.pop(name) for name in parts)
+        assert line == row
+        assert [token["token"] for token in tokens] == list(texts[place])
+        assert [token["token_id"] for token in tokens] == row["token_ids"]
+        assert [token["logprob"] for token in tokens] == logprobs
+        assert [token["rank"] for token in tokens] == ranks
+        for token, names, ids, values in zip(tokens, alternatives[place], top_ids, top_logprobs, strict=True):
+            assert [*token["top"].values()] == values
+            # Some tokens have the same text. The less likely one has its id, too.
+            assert [*token["top"]] == [
+                name if name not in names[:rank] else f"{name} ({id})"
+                for rank, (name, id) in enumerate(zip(names, ids, strict=True))
+            ]
+
+
+def test_csv_has_lists_as_json_text(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    exported(sampled, tmp_path / "rows.csv", columns=("id", "tags", "sample_index", "error_type", "text"))
+    read = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text(encoding="utf-8"), newline="")))
+    assert [(row["id"], int(row["sample_index"]), json.loads(row["tags"]), row["text"]) for row in read] == [
+        (row["id"], row["sample_index"], row["tags"], row["text"]) for row in stored(sampled)
+    ]
+    assert {row["error_type"] for row in read} == {""}
+
+
+def test_a_dataset_is_read_by_datasets(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    exported(sampled, tmp_path / "data set", to="hf", num_files=4)
+    files = sorted((tmp_path / "data set" / "data").iterdir())
+    assert [file.name for file in files] == [f"train-{n:05}-of-00004.parquet" for n in range(4)]
+    # As many rows each, and the samples of a row in one file.
+    assert [pq.read_metadata(file).num_rows for file in files] == [45] * 4
+    dataset = load_dataset(str(tmp_path / "data set"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert dataset["id"][:] == [row["id"] for row in stored(sampled)]
+    assert dataset["logprobs"][:] == [row["logprobs"] for row in stored(sampled)]
+    card = (tmp_path / "data set" / "README.md").read_text(encoding="utf-8")
+    for fact in (f"| model | `{jobs.MODEL}` |", "| rows | 180 |", batchinf.open(sampled).job_id, "n: 3"):
+        assert fact in card
+
+
+def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    where = "sample_index = 1 AND row_index % 2 = 0"
+    exported(sampled, tmp_path / "rows.jsonl", where=where, columns=("id",))
+    expected = [{"id": f"r{number}"} for number in range(0, NUM_ROWS, 2)]
+    assert lines_of(tmp_path / "rows.jsonl") == expected
+    exported(sampled, tmp_path / "none.jsonl", where="false")
+    assert (tmp_path / "none.jsonl").read_bytes() == b""
+
+
+def test_lines_of_a_batch_file(batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    done = exported(batch, tmp_path / "answers.jsonl", to="openai-batch")
+    assert done.files == (str(tmp_path / "answers.errors.jsonl"), str(tmp_path / "answers.jsonl"))
+    rows = stored(batch)
+    answers = lines_of(tmp_path / "answers.jsonl")
+    assert [line["custom_id"] for line in answers] == ["chat-0", "chat-1", "chat-2", "same", "same"]
+    assert all(line["error"] is None and line["response"]["status_code"] == 200 for line in answers)
+    assert len({line["id"] for line in answers}) == len(answers)
+    for number, (line, row) in enumerate(zip(answers[:3], rows, strict=False)):
+        body = ChatCompletion.model_validate(line["response"]["body"], strict=True)
+        [choice] = body.choices
+        assert (choice.message.content, choice.finish_reason) == (row["text"], row["finish_reason"])
+        assert (body.model, body.created) == (str(jobs.MODEL), int(batchinf.open(batch).begun_at.timestamp()))
+        assert body.usage is not None
+        assert body.usage.prompt_tokens == row["num_prompt_tokens"]
+        assert body.usage.completion_tokens == row["num_output_tokens"]
+        if number == 0:
+            assert choice.logprobs is None  # the line asks for none
+            continue
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert [token.logprob for token in choice.logprobs.content] == row["logprobs"]
+        tops = [[top.logprob for top in token.top_logprobs] for token in choice.logprobs.content]
+        assert tops == [values[:number] for values in row["top_logprobs"]]
+        for token in choice.logprobs.content:
+            assert token.bytes is None or bytes(token.bytes).decode() == token.token
+    bodies = [openai.types.Completion.model_validate(line["response"]["body"], strict=True) for line in answers[3:]]
+    assert [body.choices[0].text for body in bodies] == [row["text"] for row in rows[3:5]]
+    first, second = (body.choices[0].logprobs for body in bodies)
+    assert first is not None
+    assert first.token_logprobs == rows[3]["logprobs"]
+    assert second is None
+    [wrong] = lines_of(tmp_path / "answers.errors.jsonl")
+    assert (wrong["custom_id"], wrong["response"]) == ("wrong", None)
+    assert wrong["error"] == {"code": rows[5]["error_type"], "message": rows[5]["error_message"]}
+    # The same job gives the same bytes.
+    exported(batch, tmp_path / "again.jsonl", to="openai-batch")
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "answers.jsonl").read_bytes()
+
+
+def test_samples_are_choices_of_one_line(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    exported(sampled, tmp_path / "answers.jsonl", to="openai-batch")
+    lines = lines_of(tmp_path / "answers.jsonl")
+    assert [line["custom_id"] for line in lines] == [f"r{number}" for number in range(NUM_ROWS)]
+    texts = [[choice["text"] for choice in line["response"]["body"]["choices"]] for line in lines]
+    assert [text for choices in texts for text in choices] == [row["text"] for row in stored(sampled)]
+    assert not (tmp_path / "answers.errors.jsonl").exists()
+
+
+def test_stdout_and_what_is_said(batch: pathlib.Path) -> None:
+    run = jobs.run("export", batch, "-o", "-", "--to", "openai-batch")
+    assert run.returncode == 0, run.stderr
+    assert [json.loads(line)["custom_id"] for line in run.stdout.splitlines()][-1] == "wrong"
+    assert run.stderr == "6 rows in stdout\n"
+    run = jobs.run("export", batch, "-o", "-", "--to", "csv", "--columns", "id")
+    assert run.stdout == '"id"\n' + "".join(f'"{line["custom_id"]}"\n' for line in LINES)
+
+
+def test_what_is_there_stays_unless_told(batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("mine")
+    with pytest.raises(UserError, match=r"rows\.jsonl is there already; give another name, or --overwrite"):
+        exported(batch, path)
+    assert path.read_text() == "mine"
+    exported(batch, path, overwrites=True)
+    assert len(lines_of(path)) == len(LINES)
+    # An export that fails leaves nothing.
+    part = batchinf.open(batch).parts[0]
+    kept = part.read_bytes()
+    part.write_bytes(kept[:-100])
+    with pytest.raises(OutputError, match="cannot be read"):
+        exported(batch, tmp_path / "other.parquet", columns=("id",))
+    part.write_bytes(kept)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "xlsx"}, "--to: got xlsx; must be one of jsonl, csv, parquet, hf, openai-batch"),
+        ({"path": "rows.txt"}, "--to: missing, and 'rows.txt' does not say it; must be one of jsonl"),
+        ({"to": "jsonl", "columns": ("txt",)}, "--columns: no column txt; the output has id, row_index"),
+        ({"to": "openai-batch", "columns": ("id",)}, "--columns: not with openai-batch, whose lines have one form"),
+        ({"to": "hf", "path": STDOUT}, "-o: got stdout, which holds one file; give a path"),
+        ({"to": "jsonl", "path": STDOUT, "num_files": 2}, "-o: got stdout, which holds one file"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str, batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError) as raised:
+        export_job(str(batch), ExportRequest(**{"path": str(tmp_path / "rows"), **options}))
+    assert str(raised.value).startswith(message)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_wrong_expression_names_its_option(batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(PredicateError, match=r"^--where: got 'langage = 1': there is no column 'langage'"):
+        exported(batch, tmp_path / "rows.jsonl", where="langage = 1")
+
+
+def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:
+    import datetime
+
+    import pyarrow as pa
+
+    table = pa.table({
+        "prompt": ["a", "b"],
+        "data": pa.array([b"\xff\x00", None]),
+        "at": [datetime.datetime(2026, 1, 2, 3, 4, 5), None],
+        "number": [float("nan"), float("inf")],
+    })  # fmt: skip
+    pq.write_table(table, tmp_path / "in.parquet")
+    spec = jobs.spec_of(
+        tmp_path,
+        input={"path": str(tmp_path / "in.parquet"), "id_column": None},
+        output={"keep_columns": ["data", "at", "number"]},
+    )
+    jobs.finish(spec)
+    columns = ("data", "at", "number")
+    done = exported(tmp_path / "out", tmp_path / "rows.jsonl", columns=columns)
+    first, second = lines_of(tmp_path / "rows.jsonl")
+    text = base64.b64encode(b"\xff\x00").decode()
+    assert first == {"data": text, "at": "2026-01-02T03:04:05", "number": None}
+    assert second == {"data": None, "at": None, "number": None}
+    exported(tmp_path / "out", tmp_path / "rows.csv", columns=columns)
+    assert (tmp_path / "rows.csv").read_text().splitlines() == [
+        '"data","at","number"', f'"{text}",2026-01-02 03:04:05.000000,nan', ",,inf",
+    ]  # fmt: skip
+    assert done.notes == ()
+
+
+def test_a_job_that_is_not_done_says_so(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0})
+    jobs.run("run", spec, faults="coordinator.after_publish:3=kill")
+    done = exported(tmp_path / "out", tmp_path / "rows.jsonl", columns=("id",))
+    assert 0 < done.num_rows == len(batchinf.open(tmp_path / "out"))
+    [note] = done.notes
+    assert note == f"the job is not done: these are its first {done.num_rows} committed rows"
