@@ -16,7 +16,7 @@ from batchinf.base import faults
 from batchinf.output.batches import count_errors
 from batchinf.output.open_lease import OpenLease
 from batchinf.records import Completion, Part, Result
-from batchinf.replica.answers import Answer, Answers, NoAnswers
+from batchinf.replica.answers import Answer, Answers
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
 from batchinf.replica.messages import Event, Key, LeaseStored, ShardClosed
 from batchinf.tasks.base import Task
@@ -88,7 +88,7 @@ class Writer(threading.Thread):
         *,
         finished: ByteQueue[Finished | FailedRow],
         task: Task,
-        answers: Answers | NoAnswers,
+        answers: Answers,
         write_part: Callable[[OpenLease], Part],
         emit: Callable[[Event], None],
         checkpoint_interval_s: float,
