@@ -18,9 +18,8 @@ from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, describe_error
-from batchinf.coordinator.begin import begin_job, new_job_id
+from batchinf.coordinator.begin import begin_job, check_extended, extend_job, new_job_id
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.extend import check_extended, extend_job
 from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.retry import new_retry
@@ -55,7 +54,7 @@ from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_rows
-from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import Task
 
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
@@ -87,16 +86,16 @@ class Replicas:
                 note_end(self._manifest, ended)
             self._manifest.commit()
 
-    def match(self, spec: JobSpec) -> None:
+    def match(self, task: Task) -> None:
         """Make the replicas fit the job, now that its input is known.
 
         If only later rows show that the input is a batch file, the replicas end, and those that start later have
         engines with other arguments.
         """
-        if spec.input.format == self.launcher.spec.input.format:
+        if task.spec.input.format == self.launcher.task.spec.input.format:
             return
         self.end()
-        self.launcher = replace(self.launcher, spec=spec)
+        self.launcher = replace(self.launcher, task=task)
         self.fleet = self.launcher.fleet(self._job_id, num_before=self.fleet.num_incarnations)
 
     def __enter__(self) -> "Replicas":
@@ -155,7 +154,9 @@ def start(
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)
     backend.end_leftovers(before.running_replicas, before.job_id)
-    launcher = _launcher(prepared, backend, number, display.say)
+    with placing(prepared.file):
+        share = functools.partial(shared_share, prepared.file)
+        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
     manifest = Manifest(prepared.folder, number, lock, prepared.state)
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
     job_id = before.job_id or new_job_id()
@@ -169,7 +170,7 @@ def start(
         _start_replicas(prepared, replicas, display.say)
         job = open_checked(prepared)
         opened.callback(job.source.close)
-        replicas.match(job.spec)
+        replicas.match(job.task)
         state = prepared.state
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides)
         choice = _choose_rows(job, state, lock, display.say)
@@ -225,21 +226,6 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
         return prepared
     spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
     return replace(prepared, file=file, spec=spec)
-
-
-def _launcher(prepared: PreparedJob, backend: Backend, number: int, say: Say) -> Launcher:
-    with placing(prepared.file):
-        return Launcher.of(
-            backend=backend,
-            spec=prepared.spec,
-            model=prepared.model,
-            adapters=prepared.adapters,
-            folder=prepared.folder,
-            epoch=number,
-            state=prepared.state,
-            say=say,
-            shared_share=functools.partial(shared_share, prepared.file),
-        )
 
 
 def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say: Say) -> None:

@@ -21,20 +21,35 @@ from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedJob:
-    """A job without its input: all that its replicas need to start."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """What both stages of a job know."""
 
     file: SpecFile
     """The spec as given."""
     spec: JobSpec
-    """The resolved spec; its `input` may not be resolved. For a retry, with the sampling that the job began with."""
+    """The resolved spec. In a `PreparedJob`, its `input` may not be resolved."""
+    task: Task = field(init=False, repr=False, compare=False)
+    """The task of `spec`."""
     origins: dict[str, str]
     """Where each value of the sampling comes from."""
     folder: Folder
     """The job's folder, or the slice's own."""
     model: Model
     adapters: tuple[Adapter, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", task_of(self.spec))
+
+    @property
+    def slice(self) -> Slice | None:
+        return self.file.slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedJob(_Stage):
+    """A job without its input: all that its replicas need to start. For a retry, with the first sampling of the job."""
+
     state: State | None
     """That of a job that has begun."""
     new: NewRows
@@ -69,30 +84,13 @@ class PreparedJob:
         return stored
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(_Stage):
     """A job with its spec resolved and its input open."""
 
-    file: SpecFile
-    """The spec as given."""
-    spec: JobSpec
-    origins: dict[str, str]
-    """Where each value of the sampling comes from."""
-    folder: Folder
-    """The job's folder, or the slice's own."""
-    model: Model
     source: Source
     identity: dict[str, Any]
     """What must be unchanged on a resume: flat JSON values by dotted name."""
-    adapters: tuple[Adapter, ...]
-
-    @property
-    def slice(self) -> Slice | None:
-        return self.file.slice
-
-    @property
-    def task(self) -> Task:
-        return task_of(self.spec)
 
     @property
     def rows(self) -> range:
