@@ -4,8 +4,8 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from batchinf.base import faults
 from batchinf.base.errors import (
@@ -21,6 +21,7 @@ from batchinf.base.errors import (
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.base.storage import Folder
+from batchinf.base.text import counted
 from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.fleet.fleet import Ended, Fleet
@@ -34,7 +35,7 @@ from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed, State
-from batchinf.output.journal import drop
+from batchinf.output.journal import drop, num_results
 from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, LeaseBegun, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
@@ -73,6 +74,8 @@ class Coordinator:
     """Output rows of the whole job, or of the retry."""
     committed: Committed
     """The shards with a part so far."""
+    retry: int | None = None
+    """The number of the retry."""
     begins_together: bool = False
     """See `Assignment`."""
 
@@ -90,7 +93,8 @@ class Coordinator:
             begins_together=self.begins_together,
         )
         self._num_shards = total_shards(self.state.extents)
-        self._count = RowCount(self.num_rows, self.committed, self.fleet.replicas)
+        self._num_shards_before = self.committed.num_shards
+        self.count = RowCount(self.num_rows, self.committed, self.fleet.replicas)
         self._platforms = Platforms(self.state, spec.same_device)
         self._rates = Rates()
         self._is_measuring = False
@@ -103,11 +107,6 @@ class Coordinator:
         self.requests = StopRequests(spec.drain_timeout_s, spec.stop_before_s)
         self.num_unfinished = 0
         """Requests that were in engines when these were told to end."""
-
-    @property
-    def num_rows_in_journal(self) -> int:
-        """Finished output rows that the journal keeps until their shards are parts."""
-        return self._count.num_in_journal
 
     def run(self) -> None:
         """Run until every shard is committed.
@@ -145,9 +144,31 @@ class Coordinator:
         if not self._is_finished:
             raise Interrupted(f"stopped on {self.requests.name}")
 
+    def kept_lines(self, state: State) -> Iterator[str]:
+        """The lines of a stopped job: rows kept, rows that run again, rows still to run. state: when it has stopped."""
+        num_kept = num_results(self.job.folder, state.parts)
+        # Some finished rows that are in no part may not be in the journal.
+        num_kept_rows = min(self.count.num_in_journal, num_kept) if self.job.task.joins_requests else num_kept
+        num_left = max(0, self.num_rows - self.committed.num_rows - num_kept_rows)
+        of_retry = ""
+        parts = counted(len(state.parts), "part")
+        if self.retry is not None:
+            of_retry = f" that retry {self.retry} has to run"
+            parts = counted(self.committed.num_shards - self._num_shards_before, "replaced part")
+        yield (
+            f"  kept: {self.num_rows - num_left:,} of {self.num_rows:,} output rows{of_retry}: "
+            f"{self.committed.num_rows:,} in {parts}, and {counted(num_kept, 'finished request')} in the journal"
+        )
+        if self.num_unfinished:
+            begun = counted(self.num_unfinished, "request")
+            yield f"  runs again: {begun} that the engines had begun; {self.requests.advice}"
+        else:
+            yield "  runs again: nothing; no request was cut off"
+        yield f"  still to run: {counted(num_left, 'output row')}"
+
     @property
     def _is_finished(self) -> bool:
-        return self._count.committed.num_shards == self._num_shards
+        return self.count.committed.num_shards == self._num_shards
 
     def _end_now(self) -> None:
         self._note_ended(self.fleet.kill())
@@ -209,10 +230,10 @@ class Coordinator:
         for replica, action in actions:
             match action:
                 case LeaseFinished(part=None):
-                    self._count.add_lease(action)
+                    self.count.add_lease(action)
                     self._assignment.note_stored(action.lease)
                 case LeaseFinished():
-                    self._count.add_lease(action)
+                    self.count.add_lease(action)
                     closed.append(action)
                 case LeasesGivenBack(leases):
                     self._assignment.take_back(leases)
@@ -261,7 +282,7 @@ class Coordinator:
         for finished, part in parts:
             folder.delete(f"staging/{part.file}")
             self._manifest.part(part, finished.replica, finished.incarnation)
-            self._count.add_part(part)
+            self.count.add_part(part)
             self.trials.forget(part.shard)
         if parts and self._is_finished:
             self._manifest.event("all_committed")
@@ -307,13 +328,13 @@ class Coordinator:
 
     def _note_end(self, end: Ended) -> None:
         for finished in end.finished:
-            self._count.add_lease(finished)
+            self.count.add_lease(finished)
         if end.finished:
             self._commit(end.finished)
         if end.was_asked:
             self.num_unfinished += end.num_unfinished
             if self._identity.is_open:
-                self._count.add_kept(end)
+                self.count.add_kept(end)
         note_end(self._manifest, end)
         suspicion = self.trials.note_death(end)
         self._assignment.note_ended(end, self.trials.leases)
@@ -341,7 +362,7 @@ class Coordinator:
         if (limit := address_limit()) and not any(limit in cause for cause in causes):
             causes.append(limit)
         # Without finished rows, --fresh loses nothing. A resume would refuse a changed field that decides the output.
-        changed = "" if self._count.num_done else ", with --fresh if that changes what decides the output"
+        changed = "" if self.count.num_done else ", with --fresh if that changes what decides the output"
         raise EngineStartError(
             f"no replica is left: {'; '.join(causes)} (logs: {self.job.folder.path('logs')}); correct the cause and "
             f"run the same command again{changed}"
@@ -351,11 +372,11 @@ class Coordinator:
         """Check the error rate once, when the first rows are finished. Raises HopelessJob; finished rows are stored."""
         if self._is_judged or self._is_finished:
             return
-        num_rows = self._count.num_done
+        num_rows = self.count.num_done
         if num_rows < FIRST_ROWS:
             return
         self._is_judged = True
-        num_errors = self._count.num_errors
+        num_errors = self.count.num_errors
         num_ready = sum(replica.current.progress.num_waiting for replica in self.fleet.replicas)
         if is_hopeless(num_errors, num_rows + self._num_in_flight + num_ready):
             self._display.say("half of the first rows have failed: stopping")
@@ -415,7 +436,7 @@ class Coordinator:
         self.telemetry.look(looks)
 
     def _status(self, state: str) -> JobStatus:
-        count = self._count
+        count = self.count
         totals = self.fleet.totals
         num_done = count.num_done
         if state in ("starting", "running", "stopping"):  # later the rates would fall, as nothing runs
@@ -460,19 +481,21 @@ def is_hopeless(num_errors: int, num_begun: int) -> bool:
     return num_errors >= HOPELESS_RATE * max(1, num_begun)
 
 
+@dataclass(eq=False)
 class RowCount:
     """The finished output rows of a job, or of a retry, and the errors among them."""
 
-    def __init__(self, num_rows: int, committed: Committed, replicas: Sequence[FleetReplica]) -> None:
-        """num_rows: of the whole job. committed: its shards with a part so far."""
-        self.num_rows = num_rows
-        self.committed = committed
-        self._replicas = replicas
-        self._errors: Counter[str] = Counter()  # of finished leases, since the start
-        # Finished output rows, and errors among them, that the journal keeps for shards whose part is not made yet.
-        self._stored: dict[int, tuple[int, int]] = {}
-        # Finished output rows of open shards that stopped replicas had: the journal keeps them.
-        self._num_kept = 0
+    num_rows: int
+    """Of the whole job."""
+    committed: Committed
+    """Its shards with a part so far."""
+    _replicas: Sequence[FleetReplica]
+    _errors: Counter[str] = field(default_factory=Counter)
+    """Of finished leases, since the start."""
+    _stored: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Finished output rows, and errors among them, that the journal keeps for shards whose part is not made yet."""
+    _num_kept: int = 0
+    """Finished output rows of open shards that stopped replicas had: the journal keeps them."""
 
     def add_lease(self, finished: LeaseFinished) -> None:
         """A lease is finished. Without a part, the journal keeps its rows until its shard is one."""

@@ -11,10 +11,9 @@ import pyarrow as pa
 
 from batchinf.base.errors import BatchinfError, ErrorRateExceeded, OutputError, RowError
 from batchinf.base.parquet import open_part
-from batchinf.base.reasons import most_frequent, reason
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, counted, size_text, time_taken, time_text
+from batchinf.base.text import clip, counted, most_frequent, reason, size_text, time_taken, time_text
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.job.job import Job, begun_at
 from batchinf.manifest.lines import CHOSEN, EventLine
@@ -24,7 +23,6 @@ from batchinf.output import journal
 from batchinf.output.batches import error_rows
 from batchinf.output.counts import remarks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Speed
 from batchinf.results import Results
 from batchinf.schedule.shards import total_rows
@@ -159,43 +157,6 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
     return summary
 
 
-@dataclass(frozen=True, slots=True)
-class StoppedWork:
-    """The work of a stopped run, and how much of it is done."""
-
-    num_rows: int
-    """Output rows of the job, or those that were left of a retry."""
-    num_part_rows: int
-    """Those of them that are in parts."""
-    num_parts: int
-    num_open_rows: int
-    """Finished rows that are in no part; some may not be in the journal."""
-    num_unfinished: int
-    """Requests that were in the engines at the end."""
-    joins_requests: bool
-    """Whether an output row may have several requests."""
-    retry: int | None = None
-    """The number of the retry."""
-
-
-def stopped_lines(folder: Folder, state: State, work: StoppedWork, advice: str) -> Iterator[str]:
-    """The lines of a stopped job: rows kept, rows that run again, rows still to run. advice: how to keep more."""
-    num_kept = journal.num_results(folder, state.parts)
-    num_kept_rows = min(work.num_open_rows, num_kept) if work.joins_requests else num_kept
-    num_left = max(0, work.num_rows - work.num_part_rows - num_kept_rows)
-    of_retry = "" if work.retry is None else f" that retry {work.retry} has to run"
-    parts = counted(work.num_parts, "part" if work.retry is None else "replaced part")
-    yield (
-        f"  kept: {work.num_rows - num_left:,} of {work.num_rows:,} output rows{of_retry}: {work.num_part_rows:,} in "
-        f"{parts}, and {counted(num_kept, 'finished request')} in the journal"
-    )
-    if work.num_unfinished:
-        yield f"  runs again: {counted(work.num_unfinished, 'request')} that the engines had begun; {advice}"
-    else:
-        yield "  runs again: nothing; no request was cut off"
-    yield f"  still to run: {counted(num_left, 'output row')}"
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -256,10 +217,9 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
 
 def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[str]:
     try:
-        tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+        builder = job.prompt_builder(begun)
     except BatchinfError:
         return []
-    builder = job.task.prompt_builder(tokenizer, None, begun)
     return [_prompt(job, builder, failure.row_index) for failure in failures]
 
 
@@ -288,7 +248,8 @@ def forecast(state: State) -> list[str]:
     num_all, whose = _all_rows(state, where, event.fields["num_input_rows"])
     factor = num_all / num_run
     run_s = max(0.0, state.device_s - _idle_s(state))
-    device = "GPU" if _has_devices(state) else "device"
+    has_devices = any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
+    device = "GPU" if has_devices else "device"
     batch = _num_at_once(state)
     is_small = state.counts.num_rows < batch
     lines = [
@@ -313,10 +274,6 @@ def _all_rows(state: State, where: Mapping[str, Any], num_input_rows: int) -> tu
     share = total_rows(state.extents) / num_considered
     num_all = round(share / (where.get("sample") or 1.0) * num_input_rows)
     return num_all, f"all input rows that {' and '.join(named)} would leave, about {num_all:,},"
-
-
-def _has_devices(state: State) -> bool:
-    return any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
 
 
 def _num_at_once(state: State) -> int:

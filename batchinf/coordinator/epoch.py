@@ -10,16 +10,14 @@ from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
-from batchinf.coordinator.begin import NOTHING_NEW, has_more
+from batchinf.coordinator.begin import NOTHING_NEW, committed_state, has_more
 from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import (
-    StoppedWork,
     Summary,
     ended_early_lines,
     finished,
     nothing_to_run,
-    stopped_lines,
 )
 from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, tidy
@@ -108,7 +106,7 @@ def run_job(
         return nothing_to_run(file)
     finally:
         display.close()
-    return finished(file, _state(folder))
+    return finished(file, committed_state(folder))
 
 
 def _prepare(
@@ -155,13 +153,6 @@ def _is_finished(prepared: PreparedJob, state: State) -> bool:
     job = open_checked(prepared)
     with contextlib.closing(job.source):
         return prepared.new != "take" or not has_more(job, state)
-
-
-def _state(folder: Folder) -> State:
-    """The state of the job, which has begun."""
-    state = read_state(folder)
-    assert state is not None
-    return state
 
 
 def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
@@ -212,25 +203,16 @@ def _run_shards(
         telemetry=telemetry,
         num_rows=num_rows,
         committed=committed,
+        retry=None if unfinished is None else unfinished.retry.number,
         begins_together=begins_together,
     )
     try:
         coordinator.run()
     except Interrupted as error:
-        state = _state(job.folder)
-        work = StoppedWork(
-            num_rows=num_rows,
-            num_part_rows=committed.num_rows,
-            num_parts=committed.num_shards - int(is_done.sum()) if unfinished else len(state.parts),
-            num_open_rows=coordinator.num_rows_in_journal,
-            num_unfinished=coordinator.num_unfinished,
-            joins_requests=job.task.joins_requests,
-            retry=unfinished.retry.number if unfinished else None,
-        )
-        kept = stopped_lines(job.folder, state, work, coordinator.requests.advice)
+        kept = coordinator.kept_lines(committed_state(job.folder))
         raise Interrupted("\n".join([str(error), *kept])) from None
     except HopelessJob as error:
-        lines = ended_early_lines(job, _state(job.folder))
+        lines = ended_early_lines(job, committed_state(job.folder))
         raise HopelessJob("\n".join([str(error), *lines])) from None
     finally:
         telemetry.close()
@@ -242,7 +224,7 @@ def _run_retries(epoch: Epoch) -> None:
     job = epoch.job
     manifest = epoch.manifest
     say = epoch.display.say
-    state = _state(job.folder)
+    state = committed_state(job.folder)
     if epoch.retry is not None:
         say(f"looking for rows where {epoch.retry.text}")
         if begin_retry(job, state, manifest, epoch.retry, overrides=epoch.overrides) is None:
@@ -258,12 +240,12 @@ def _run_retries(epoch: Epoch) -> None:
             _run_shards(epoch, unfinished.job, state, fleet, unfinished=unfinished)
         finally:
             fleet.kill()
-        state = _state(job.folder)
+        state = committed_state(job.folder)
 
 
 def _note_speed(epoch: Epoch, run_s: float) -> None:
     """Add the run's speed to the manifest's next commit. If the run has none, remove that of an earlier run."""
-    state = _state(epoch.job.folder)
+    state = committed_state(epoch.job.folder)
     speed = measured_speed(epoch.job.folder, state, run_s)
     if speed is not None:
         epoch.manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))

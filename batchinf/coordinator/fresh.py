@@ -54,10 +54,11 @@ def move_job_aside(prepared: PreparedJob, backend: Backend, display: ProgressDis
             return
         # Slices that begin later see the lock of the whole folder.
         beside = _beside(file, folder)
-        _refuse_others(link, [folder, *([] if file.slice is not None else beside)])
+        moved = [folder] if file.slice is not None else [folder, *beside]
+        _refuse_others(link, moved)
         for other in beside:
             await_free(other, display.say)
-        for old in (folder, *([] if file.slice is not None else beside)):
+        for old in moved:
             _end_leftovers(old, backend)
         try:
             _check_all(prepared, backend, folder=folder, epoch=epoch, display=display)

@@ -10,7 +10,6 @@ import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from batchinf.base import faults
@@ -63,7 +62,7 @@ CHECKING = "checking the structured outputs with vLLM, whose import takes 10 s o
 
 
 class Replicas:
-    """The replicas of an epoch. When the `with` block ends, all have ended; the manifest records starts and ends."""
+    """The replicas of an epoch. The manifest records their starts and ends."""
 
     def __init__(self, launcher: Launcher, manifest: Manifest, job_id: str) -> None:
         self.launcher = launcher
@@ -98,18 +97,17 @@ class Replicas:
         self.launcher = replace(self.launcher, task=task)
         self.fleet = self.launcher.fleet(self._job_id, num_before=self.fleet.num_incarnations)
 
-    def __enter__(self) -> "Replicas":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """When the block ends, all have ended."""
         try:
-            if error is not None:
-                # Later errors, for example from a full disk, must not hide the first one.
-                with contextlib.suppress(BatchinfError, OSError):
-                    self._manifest.discard()
-                    self.end()
+            yield
+        except BaseException:
+            # Later errors, for example from a full disk, must not hide the first one.
+            with contextlib.suppress(BatchinfError, OSError):
+                self._manifest.discard()
+                self.end()
+            raise
         finally:
             self.fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
 
@@ -161,7 +159,7 @@ def start(
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
     job_id = before.job_id or new_job_id()
     replicas = Replicas(launcher, manifest, job_id)
-    with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas:
+    with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas.ended():
         opened.callback(contents.close)
         contents.start()  # behind `read_ahead`, so that the disk is read once
         if prepared.state is None:
@@ -183,7 +181,7 @@ def start(
         if prepared.new == "take":
             state = extend_job(job, state, manifest, num_replicas=len(replicas), say=display.say)
         _recover(job, state, manifest, number=number, say=display.say)
-        identity = IdentityGate(contents, job, before=state.files, manifest=manifest, say=display.say)
+        identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         identity.look(replicas.fleet)
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
             display.say(line)

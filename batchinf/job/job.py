@@ -14,6 +14,8 @@ from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter, lora_identity
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.source.rows import NewRows, Source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint
@@ -97,6 +99,11 @@ class Job(_Stage):
         """The positions of the rows that belong to the job, or to its slice."""
         num_rows = self.source.num_rows
         return range(num_rows) if self.slice is None else self.slice.rows(num_rows)
+
+    def prompt_builder(self, begun_at: str | None = None) -> PromptBuilder:
+        """Makes prompts of the rows, with the limits that are known without the engine. begun_at: see `begun_at`."""
+        tokenizer = load_tokenizer(self.model.tokenizer, self.spec.model.trust_remote_code)
+        return self.task.prompt_builder(tokenizer, self.model.vocab_size, begun_at)
 
     @property
     def fingerprint(self) -> str:

@@ -277,8 +277,8 @@ def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
     """Fingerprints of the input that the job has taken in. A new slice has that of the other slices."""
     if state is not None:
         return state.source_fingerprints
-    cut = read_cut(file.spec.output.path) if file.slice is not None else None
-    return () if cut is None else (str(cut.identity.get("input", "")),)
+    began_as = _began_as(file, None)
+    return (str(began_as.get("input", "")),) if began_as else ()
 
 
 def location_of(spec: JobSpec) -> InputLocation:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby
+from itertools import groupby
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -139,16 +139,12 @@ class Detokenizer:
 
     def decode(self, completions: Sequence[Completion], sampling: SamplingSpec) -> list[str]:
         """Text of each completion. Completions that the engine decoded (stop strings) keep their text."""
-        texts = [completion.text for completion in completions]
-        missing = [text is None for text in texts]
-        left = list(compress(completions, missing))
-        prompts = [completion.request.prompt_token_ids for completion in left]
-        outputs = [_text_token_ids(completion, sampling) for completion in left]
-        decoded = iter(self._decode(prompts, outputs, sampling.skip_special_tokens))
-        return [next(decoded) if text is None else text for text in texts]
+        left = [completion for completion in completions if completion.text is None]
+        pairs = [(completion.request.prompt_token_ids, _text_token_ids(completion, sampling)) for completion in left]
+        decoded = iter(self._decode(pairs, sampling.skip_special_tokens))
+        return [next(decoded) if completion.text is None else completion.text for completion in completions]
 
-    def _decode(self, prompts: list[list[int]], outputs: list[list[int]], skip_special: bool) -> list[str]:
-        pairs = list(zip(prompts, outputs, strict=True))
+    def _decode(self, pairs: list[tuple[list[int], list[int]]], skip_special: bool) -> list[str]:
         if self._backend is None:
             return [_replay_slow(self._tokenizer, prompt, output, skip_special) for prompt, output in pairs]
         if self._anchors is None:
@@ -308,8 +304,10 @@ class StructureChecks:
 
     def _make(self, kind: str, value: str | tuple[str, ...]) -> Check:
         if kind == "json":
+            from batchinf.spec.answer_schemas import Schema
+
             assert isinstance(value, str)
-            return _json_check(value)
+            return functools.partial(_json_error, Schema(value))
         if kind == "choice":
             return functools.partial(_choice_error, frozenset(value))
         matches = None if self._matcher is None else self._matcher({kind: value})
@@ -318,12 +316,6 @@ class StructureChecks:
 
 def _is_finished(completion: Completion) -> bool:
     return completion.finish_reason != "length"
-
-
-def _json_check(schema: str) -> Check:
-    from batchinf.spec.answer_schemas import Schema
-
-    return functools.partial(_json_error, Schema(schema))
 
 
 def _no_constant(name: str) -> Any:

@@ -34,7 +34,7 @@ from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
 from batchinf.replica.messages import Event, InFlightRequest, Progress
-from batchinf.replica.writer import WIDE, Finished, Writer
+from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
@@ -433,7 +433,7 @@ class Pipeline:
             write_part=self._write_by(info),
             emit=self.emit,
             checkpoint_interval_s=self._spec.checkpoint_interval_s,
-            room=WIDE if self.task.has_wide_results else None,
+            room=WIDE if self.task.has_wide_results else USUAL,
         )
         return Worker(
             engine=engine,
@@ -456,7 +456,7 @@ class Pipeline:
         return opened
 
     def _fail(self, row: FailedRow) -> None:
-        self._finished.put(row, _FAILED_ROW_BYTES * len(row.results))
+        self._finished.put_all([(row, _FAILED_ROW_BYTES * len(row.results))])
 
     def _before_segment(self) -> None:
         # The writer waits here. Its queue fills up, and admission waits.

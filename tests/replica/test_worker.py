@@ -367,7 +367,7 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
     # The bound alone journals here, not the clock: a shard that was journalled just before it closed holds nothing.
-    one.worker.writer._interval_s, one.worker.writer._next_tick = 60.0, float("inf")
+    one.worker.writer.checkpoint_interval_s, one.worker.writer._next_tick = 60.0, float("inf")
     closing: list[int] = []
     step = one.engine.step
     one.engine.step = lambda: (closing.append(one.worker.writer._closing_bytes()), step())[1]  # type: ignore[method-assign]
@@ -520,7 +520,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     # The last result and the end come together, right after the writer has found its queue empty.
     one = bench()
     store, queue = one.worker.writer, one.worker.finished
-    opened = one.feeder._open_lease(Lease(0, 0, 1))
+    opened = one.feeder.open_lease(Lease(0, 0, 1))
     store.track(opened)
     prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
     row, take = FailedRow(opened, failed(prompt, 1, prompt.error, 1)), queue.take
@@ -529,7 +529,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     def take_and_end(*arguments: Any) -> list[Any]:
         taken = take(*arguments)
         if not ending:
-            queue.put(row, 0)
+            queue.put_all([(row, 0)])
             ending.append(threading.Thread(target=store.finish))
             ending[0].start()
             jobs.wait_until(lambda: store._is_stopping)
