@@ -9,8 +9,11 @@ The quickstart job runs on the scripted engine for two traces:
 - **The way of a spec**: from `batchinf.run` to the start of the first replica. A module is on it if one of its
   functions is called with the spec, or with an object that has the spec in a field. An entry is a place in another
   module from which such a function is called.
-- **The way of a row**: a module is on it if the replica calls one of its functions after it has read the row and before
-  the coordinator publishes its part. The coordinator's loop is left out, because it also runs without rows.
+- **The way of a row**: the job runs with 256 and with 2,560 rows, which make one part each. A module is on the way if
+  the replica calls its functions more often with more rows: at least once more for each further 256 rows, which are
+  read together. So modules count that see rows one by one or many at once. What happens once a process or once a part
+  does not count, and neither does the replica's thread that listens to the coordinator: it looks for messages also
+  without rows.
 """
 
 import argparse
@@ -36,34 +39,32 @@ MAX_POSITIONAL = 4
 Measure = int | str | list[str]
 """A list is shown by its length; `--verbose` shows its items."""
 
-# Runs in each process of the job and records the functions of the package that are called.
+# Two numbers of input rows. Each makes one part, and the feeder reads 256 rows at once.
+FEW_ROWS = 256
+MANY_ROWS = 2560
+ROWS_AT_ONCE = 256
+
+# Runs in each process of the job and counts the calls of functions by module, in a file with a number for each module.
 ROW_TRACER = """
-import os, pathlib, sys, threading, time
+import mmap, os, pathlib, sys, threading
 
 package = os.environ["HOUSE_PACKAGE"]
-file = os.open(pathlib.Path(os.environ["HOUSE_OUT"], str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-written = set()
-
-def caller(frame):
-    return frame.f_back.f_code.co_filename.removeprefix(package).lstrip("/")
+modules = os.environ["HOUSE_MODULES"].split(os.pathsep)
+places = {os.path.join(package, module): place for place, module in enumerate(modules)}
+with open(pathlib.Path(os.environ["HOUSE_OUT"], str(os.getpid())), "w+b") as file:
+    file.truncate(8 * len(modules))
+    counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")  # stays in the file if the process is killed
 
 def profile(frame, event, _):
     code = frame.f_code
-    if event != "call" or not code.co_filename.startswith(package) or code.co_name.startswith("<"):
-        return
-    name, now = code.co_filename.removeprefix(package).lstrip("/"), time.time()
-    mark = "-"
-    if code.co_name in ("read", "read_rows") and name.startswith("source") and not caller(frame).startswith("source"):
-        mark = "read"  # of a row; within `source` other things are read, such as the columns of a part
-        written.clear()  # what ran a moment before is to be seen again after it
-    elif code.co_name == "publish_new":
-        mark = "publish"
-    # A line for each hundredth of a second in which a function of the module is called: a process may be killed.
-    if mark != "-" or (name, int(now * 100)) not in written:
-        written.add((name, int(now * 100)))
-        os.write(file, f"{name} {mark} {now!r}\\n".encode())
+    if event == "call" and (place := places.get(code.co_filename)) is not None and not code.co_name.startswith("<"):
+        counts[place] += 1
 
-threading.setprofile(profile)
+def profile_thread(*_):
+    # The thread that listens to the coordinator looks for messages a few times a second.
+    sys.setprofile(None if threading.current_thread().name == "control" else profile)
+
+threading.setprofile(profile_thread)
 sys.setprofile(profile)
 """
 
@@ -381,25 +382,41 @@ def spec_way(house: House) -> dict[str, Measure]:
 
 
 def row_way(house: House) -> list[str]:
-    """Modules with a function that ran between the reading of one row and its publication."""
+    """Modules of the replica whose number of calls grows with the number of rows."""
+    few = calls_in_replica(house, FEW_ROWS)
+    many = calls_in_replica(house, MANY_ROWS)
+    least = (MANY_ROWS - FEW_ROWS) // ROWS_AT_ONCE
+    return sorted(module for module in many if many[module] - few[module] >= least)
+
+
+def calls_in_replica(house: House, num_rows: int) -> collections.Counter[str]:
+    """The calls of functions by module, in the replica of a job over so many rows."""
+    modules = [path.as_posix() for path in house.texts]
+    calls: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "hook").mkdir()
         (folder / "calls").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text(ROW_TRACER)
-        settings = [f"--set={field}={json.dumps(value)}" for field, value in quickstart_settings(folder).items()]
+        rows = ({"id": f"row-{number}", "prompt": f"The number is {number}."} for number in range(num_rows))
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        fields = quickstart_settings(folder) | {
+            "input.path": str(folder / "rows.jsonl"),
+            "input.limit": None,
+            "sampling.max_tokens": 8,
+            "output.rows_per_shard": MANY_ROWS,
+            "checkpoint_interval_s": 3600,
+        }
+        settings = [f"--set={field}={json.dumps(value)}" for field, value in fields.items()]
         command = ["-m", "batchinf", "run", "jobs/quickstart.yaml", *settings]
-        run_traced(house, command, folder / "hook", HOUSE_OUT=str(folder / "calls"))
-        processes = [[line.split() for line in path.read_text().splitlines()] for path in (folder / "calls").iterdir()]
-    calls = [[(name, mark, float(time)) for name, mark, time in lines] for lines in processes]
-    end = max(time for process in calls for _, mark, time in process if mark == "publish")
-    # The coordinator, which publishes, reads rows too, for checks and estimates.
-    others = [process for process in calls if all(mark != "publish" for _, mark, _ in process)]
-    begin, replica = max(
-        (max([time for _, mark, time in process if mark == "read" and time < end], default=0.0), process)
-        for process in others
-    )
-    return sorted({name for name, _, time in replica if begin <= time <= end})
+        variables = {"HOUSE_OUT": str(folder / "calls"), "HOUSE_MODULES": os.pathsep.join(modules)}
+        run_traced(house, command, folder / "hook", **variables)
+        for path in (folder / "calls").iterdir():
+            counts = collections.Counter(dict(zip(modules, memoryview(path.read_bytes()).cast("Q"), strict=True)))
+            # The coordinator's process reads rows too, for checks and estimates.
+            if not any(counts[module] for module in modules if module.startswith("coordinator/")):
+                calls.update(counts)
+    return calls
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ RULES = [
         ("feeder: waiting", r"feeder\.py.*(wait|acquire)[^;]*threading"),
         ("feeder: rest", r"feeder\.py"),
         ("writer: waiting", r"writer\.py.*(wait|acquire) \([^;]*threading\.py[^;]*$"),
-        ("writer: decoding", r"writer\.py.*replica/detokenizer\.py"),
+        ("writer: decoding", r"writer\.py.*decode \([^;]*replica/answers\.py"),
         ("writer: journal", r"writer\.py.*tick \("),
         ("closer: parts", r"_close \([^;]*writer\.py"),
         ("writer: encoding and the rest", r"writer\.py"),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
-from batchinf.coordinator.extend import spec_text
+from batchinf.coordinator.begin import spec_text
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.lock import JobLock, live_holder

@@ -1,13 +1,24 @@
-"""Begins a new job in its manifest: its identity, its rows, and their cut into shards. `start` uses it."""
+"""Begins a new job in its manifest, and extends one for `--extend`, which adds new files, rows or a higher limit.
+
+Existing rows keep their positions and shards. An extent begins to count with the commit of its manifest line. After a
+crash before that, its files mean nothing and are written again.
+"""
 
 import uuid
+from dataclasses import replace
 
-from batchinf.base.errors import OutputError
+import pyarrow as pa
+
+from batchinf.base import faults
+from batchinf.base.errors import InputError, OutputError
 from batchinf.base.slices import claim_whole
 from batchinf.base.storage import Folder
 from batchinf.fleet.launcher import Launcher
+from batchinf.job import ordering
+from batchinf.job.choose import Say, choose, consecutive
 from batchinf.job.drift import now
-from batchinf.job.job import Job, carried_fields
+from batchinf.job.job import Job, carried_columns, carried_fields
+from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import CHOSEN, Header
 from batchinf.manifest.log import Manifest
@@ -16,9 +27,14 @@ from batchinf.manifest.versions import FORMAT_VERSION
 from batchinf.output import journal
 from batchinf.records import Extent
 from batchinf.schedule.positions import Choice
-from batchinf.schedule.shards import choose_rows_per_shard
+from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
+from batchinf.source.find import is_dataset
+from batchinf.source.types import is_json_column
 from batchinf.spec.file import dump_spec
+from batchinf.spec.job import JobSpec
 from batchinf.version import __version__
+
+NOTHING_NEW = "--extend: the input has no new files and no new rows"
 
 
 def new_job_id() -> str:
@@ -80,3 +96,100 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
 def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
     """The value of `output.rows_per_shard: auto` for these rows."""
     return choose_rows_per_shard(choice.num_rows, num_replicas, job.task.estimated_bytes_per_row())
+
+
+# -- --extend ----------------------------------------------------------------------------------------------------------
+
+
+def check_extended(job: Job, state: State) -> None:
+    """Raise InputError if the new input does not fit the job. job: with everything that its input has now."""
+    if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(location_of(job.spec)):
+        raise InputError(
+            f"{job.spec.input.path} is a Hugging Face dataset that has changed: --extend cannot tell which of its rows "
+            "are new; give the new rows as files, or to a new job with input.exclude"
+        )
+    if has_more(job, state):
+        _check_types(job)
+
+
+def has_more(job: Job, state: State) -> bool:
+    """Whether there are new files, new rows or a higher limit."""
+    return job.source.fingerprint != state.source_fingerprints[-1] or job.spec.input.limit != state.limit
+
+
+def _check_types(job: Job) -> None:
+    """Check that kept columns have the same types as before, because readers read all parts as one table."""
+    for name in carried_columns(job.spec):
+        before = job.source.schemas[0].field(name)
+        now = job.source.schema.field(name)
+        # A text stays as it is if later rows have other values, so the rows that are done are the same.
+        if not before.equals(now):
+            was = _type_of(before)
+            is_now = _type_of(now)
+            raise InputError(
+                f"column {name!r} is {was} in the job's output, but {is_now} with the new rows of "
+                f"{job.spec.input.path}; write it as {was} there, or run the new rows as another job"
+            )
+
+
+def _type_of(field: pa.Field) -> str:
+    return "of mixed types" if is_json_column(field) else str(field.type)
+
+
+def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int, say: Say) -> State:
+    """Add the new rows to the job, durably, and return its state."""
+    if not has_more(job, state):
+        say(NOTHING_NEW)
+        return state
+    choice = _chosen(job, state, manifest, say)
+    ordered_by = state.header.layout.get("order", "input")
+    choice = replace(choice, start=total_rows(state.extents), ordered_by=ordered_by)
+    choice = ordering.in_order(job, choice, state, say=say, check_lock=manifest.check_lock)
+    extent = choice.extent(_rows_per_shard(job, state, choice, num_replicas), total_shards(state.extents))
+    if job.spec.input.selects:
+        num_rows = total_rows(state.extents) + choice.num_rows
+        manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=num_rows, num_input_rows=job.source.num_rows)
+    job.source.keep_digests()
+    faults.point("extend.before_line")
+    manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})
+    manifest.commit()
+    faults.point("extend.after_line")
+    if job.spec.input.limit != state.limit:
+        job.folder.write_atomic("job.yaml", spec_text(state, job.spec.input.limit).encode())
+    num_new = job.source.num_rows - state.extents[-1].stop_row
+    say(f"extended: {choice.num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen")
+    return committed_state(job.folder)
+
+
+def spec_text(state: State, limit: int | None) -> str:
+    """The text of `job.yaml`: the original spec with the current limit."""
+    spec = state.header.spec
+    return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
+
+
+def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:
+    """The new rows that the job's fields choose, up to its limit."""
+    number = len(state.extents) + 1
+    rows = range(state.extents[-1].stop_row, job.source.num_rows)
+    limit = job.spec.input.limit
+    left = None if limit is None else limit - total_rows(state.extents)
+    if left == 0 or not rows:
+        return consecutive(range(rows.start, rows.start), number)
+    return choose(
+        job,
+        rows,
+        job.folder,
+        limit=left,
+        number=number,
+        say=say,
+        check_lock=manifest.check_lock,
+        may_be_none=True,
+        state=state,
+    )
+
+
+def _rows_per_shard(job: Job, state: State, choice: Choice, num_replicas: int) -> int:
+    """The user's number, or one that fits the new rows, which may be many more than the first ones."""
+    if state.header.spec.get("output", {}).get("rows_per_shard", "auto") != "auto":
+        return int(state.header.layout["rows_per_shard"])
+    return auto_rows_per_shard(job, choice, num_replicas)

@@ -3,7 +3,9 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from batchinf.base import faults
 from batchinf.base.errors import (
@@ -18,11 +20,9 @@ from batchinf.base.errors import (
 )
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
-from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.identity import IdentityGate
-from batchinf.coordinator.progress import FIRST_ROWS, HOPELESS_RATE, is_hopeless
-from batchinf.coordinator.publishing import publish
-from batchinf.coordinator.row_count import RowCount
+from batchinf.base.storage import Folder
+from batchinf.base.text import counted
+from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.launcher import note_end, start_due
@@ -33,10 +33,13 @@ from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telem
 from batchinf.job.job import Job
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
-from batchinf.manifest.state import Committed
-from batchinf.output.journal import drop
+from batchinf.manifest.names import part_name
+from batchinf.manifest.state import Committed, State
+from batchinf.output.journal import drop, num_results
+from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, LeaseBegun, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
+from batchinf.schedule.shards import total_shards
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
@@ -46,61 +49,64 @@ _LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
 # about ten messages share a commit.
 _GATHER_S = 1e-5
 _MOST_LINES = 8  # of replicas that come up at once
+# The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
+FIRST_ROWS = 1000
+HOPELESS_RATE = 0.5
 # Errors of a replica that no restart mends.
 _FATAL: dict[str, type[UserError]] = {DISK_ERROR: OutputError, DriftError.__name__: DriftError}
 
 
+@dataclass(kw_only=True, eq=False)
 class Coordinator:
-    """Runs the rest of a job. Its manifest is open, its folder is locked, and leftovers are recovered."""
+    """Runs the rest of a job or of a retry. Its manifest is open, its folder is locked, and leftovers are recovered."""
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        manifest: Manifest,
-        lock: JobLock,
-        fleet: Fleet,
-        pending: PendingRows,
-        display: ProgressDisplay,
-        num_rows: int,
-        num_shards: int,
-        committed: Committed,
-        platforms: Platforms,
-        trials: Trials,
-        telemetry: Telemetry,
-        identity: IdentityGate,
-        most_tokens: int | None = None,
-        begins_together: bool = False,
-    ) -> None:
-        """most_tokens, begins_together: see `Assignment`."""
-        self._job = job
-        self._manifest = manifest
-        self._lock = lock
-        self._fleet = fleet
-        self._assignment = Assignment(fleet, pending, trials, most_tokens=most_tokens, begins_together=begins_together)
-        self._display = display
-        self._num_shards = num_shards
-        self._count = RowCount(num_rows, committed, fleet.replicas)
-        self._platforms = platforms
-        self._trials = trials
-        self._telemetry = telemetry
-        self._identity = identity
+    epoch: Epoch
+    job: Job
+    """That of the epoch; for a retry, with its sampling."""
+    state: State
+    """When the coordinator starts."""
+    fleet: Fleet
+    """Knows its work."""
+    pending: PendingRows
+    trials: Trials
+    telemetry: Telemetry
+    num_rows: int
+    """Output rows of the whole job, or of the retry."""
+    committed: Committed
+    """The shards with a part so far."""
+    retry: int | None = None
+    """The number of the retry."""
+    begins_together: bool = False
+    """See `Assignment`."""
+
+    def __post_init__(self) -> None:
+        spec = self.job.spec
+        self._manifest = self.epoch.manifest
+        self._lock = self.epoch.lock
+        self._display = self.epoch.display
+        self._identity = self.epoch.identity
+        self._assignment = Assignment(
+            self.fleet,
+            self.pending,
+            self.trials,
+            most_tokens=_most_tokens(self.job),
+            begins_together=self.begins_together,
+        )
+        self._num_shards = total_shards(self.state.extents)
+        self._num_shards_before = self.committed.num_shards
+        self.count = RowCount(self.num_rows, self.committed, self.fleet.replicas)
+        self._platforms = Platforms(self.state, spec.same_device)
         self._rates = Rates()
         self._is_measuring = False
         self._next_status = 0.0
         self._next_round = 0.0
         self._has_begun = False
-        self._is_judged = job.spec.max_error_rate >= HOPELESS_RATE
+        self._is_judged = spec.max_error_rate >= HOPELESS_RATE
         # From the first replica that found the disk full or the input changed. The others would report the same.
         self._fatal: UserError | None = None
-        self.requests = StopRequests(job.spec.drain_timeout_s, job.spec.stop_before_s)
+        self.requests = StopRequests(spec.drain_timeout_s, spec.stop_before_s)
         self.num_unfinished = 0
         """Requests that were in engines when these were told to end."""
-
-    @property
-    def num_rows_in_journal(self) -> int:
-        """Finished output rows that the journal keeps until their shards are parts."""
-        return self._count.num_in_journal
 
     def run(self) -> None:
         """Run until every shard is committed.
@@ -138,28 +144,50 @@ class Coordinator:
         if not self._is_finished:
             raise Interrupted(f"stopped on {self.requests.name}")
 
+    def kept_lines(self, state: State) -> Iterator[str]:
+        """The lines of a stopped job: rows kept, rows that run again, rows still to run. state: when it has stopped."""
+        num_kept = num_results(self.job.folder, state.parts)
+        # Some finished rows that are in no part may not be in the journal.
+        num_kept_rows = min(self.count.num_in_journal, num_kept) if self.job.task.joins_requests else num_kept
+        num_left = max(0, self.num_rows - self.committed.num_rows - num_kept_rows)
+        of_retry = ""
+        parts = counted(len(state.parts), "part")
+        if self.retry is not None:
+            of_retry = f" that retry {self.retry} has to run"
+            parts = counted(self.committed.num_shards - self._num_shards_before, "replaced part")
+        yield (
+            f"  kept: {self.num_rows - num_left:,} of {self.num_rows:,} output rows{of_retry}: "
+            f"{self.committed.num_rows:,} in {parts}, and {counted(num_kept, 'finished request')} in the journal"
+        )
+        if self.num_unfinished:
+            begun = counted(self.num_unfinished, "request")
+            yield f"  runs again: {begun} that the engines had begun; {self.requests.advice}"
+        else:
+            yield "  runs again: nothing; no request was cut off"
+        yield f"  still to run: {counted(num_left, 'output row')}"
+
     @property
     def _is_finished(self) -> bool:
-        return self._count.committed.num_shards == self._num_shards
+        return self.count.committed.num_shards == self._num_shards
 
     def _end_now(self) -> None:
-        self._note_ended(self._fleet.kill())
+        self._note_ended(self.fleet.kill())
         self._commit()
 
     def _sweep(self) -> None:
         """Delete half-written files of killed replicas: on a full disk, the resume that would do it may come late."""
         self._lock.check()
         for name in ("staging", "journal"):
-            self._job.folder.sweep(name)
+            self.job.folder.sweep(name)
 
     def _turn(self) -> None:
         is_round = time.monotonic() >= self._next_round
         if is_round:
-            start_due(self._fleet, self._manifest)
-        time.sleep(_GATHER_S * len(self._fleet.replicas))
-        actions = self._fleet.poll(_POLL_S)
+            start_due(self.fleet, self._manifest)
+        time.sleep(_GATHER_S * len(self.fleet.replicas))
+        actions = self.fleet.poll(_POLL_S)
         closed = self._act(actions)
-        self._identity.look(self._fleet)
+        self._identity.look(self.fleet)
         if not is_round and not self.requests:
             # Before the commit, which takes longer.
             self._assignment.assign_to({replica.number: replica for replica, _ in actions}.values())
@@ -177,22 +205,22 @@ class Coordinator:
 
     def _look_at_all(self) -> None:
         """Note which replicas have ended, judge the errors so far, and give work to all that have room."""
-        if ended := self._fleet.reap():
+        if ended := self.fleet.reap():
             # If somebody deletes these folders, each replica would end again and again.
-            self._job.folder.make("staging", "journal")
+            self.job.folder.make("staging", "journal")
             self._note_ended(ended)
         self._judge()
-        if self._fleet.is_spent and not self._is_finished and not self._fatal:
+        if self.fleet.is_spent and not self._is_finished and not self._fatal:
             self._give_up()
         self._assignment.assign()
 
     @property
     def _num_in_flight(self) -> int:
         """Requests in the engines."""
-        return sum(replica.current.progress.in_flight for replica in self._fleet.replicas)
+        return sum(replica.current.progress.in_flight for replica in self.fleet.replicas)
 
     def _state(self) -> str:
-        return "running" if any(replica.is_running for replica in self._fleet.replicas) else "starting"
+        return "running" if any(replica.is_running for replica in self.fleet.replicas) else "starting"
 
     def _act(self, actions: Iterable[tuple[FleetReplica, Action | None]]) -> list[LeaseFinished]:
         """Do what follows from messages of replicas, but the commit of their parts. Returns the leases with a part."""
@@ -202,10 +230,10 @@ class Coordinator:
         for replica, action in actions:
             match action:
                 case LeaseFinished(part=None):
-                    self._count.add_lease(action)
+                    self.count.add_lease(action)
                     self._assignment.note_stored(action.lease)
                 case LeaseFinished():
-                    self._count.add_lease(action)
+                    self.count.add_lease(action)
                     closed.append(action)
                 case LeasesGivenBack(leases):
                     self._assignment.take_back(leases)
@@ -215,7 +243,7 @@ class Coordinator:
                     ready.append((replica, action))
                     self._let_begin(replica, action)
                 case Tried(rows):
-                    self._trials.survived(replica, rows)
+                    self.trials.survived(replica, rows)
                 case Stopped():
                     has_any_stopped = True
         self._say_ready(ready)
@@ -242,20 +270,20 @@ class Coordinator:
         self._lock.check()
         # An earlier incarnation of the replica may have named it before.
         with contextlib.suppress(FileNotFoundError):
-            moved_to = self._job.folder.move_aside(name)
+            moved_to = self.job.folder.move_aside(name)
             self._manifest.event("journal_damaged", shard=shard, segment=name, moved_to=moved_to)
             self._display.say(f"warning: {name} is damaged; it is kept as {moved_to}, and its results run again")
 
     def _commit(self, closed: Sequence[LeaseFinished] = ()) -> None:
         """Publish and commit the parts of closed shards."""
-        folder = self._job.folder
+        folder = self.job.folder
         parts = [(finished, finished.part) for finished in closed if finished.part is not None]
         publish([part for _, part in parts], folder, self._manifest, self._lock)
         for finished, part in parts:
             folder.delete(f"staging/{part.file}")
             self._manifest.part(part, finished.replica, finished.incarnation)
-            self._count.add_part(part)
-            self._trials.forget(part.shard)
+            self.count.add_part(part)
+            self.trials.forget(part.shard)
         if parts and self._is_finished:
             self._manifest.event("all_committed")
         self._manifest.commit()
@@ -280,7 +308,7 @@ class Coordinator:
             # Rates count from here, not from the next look: by then a short job may be done.
             self._is_measuring = True
             self._rates.look(time.monotonic(), Totals())
-        self._identity.admit(self._fleet, replica)
+        self._identity.admit(self.fleet, replica)
         self._assignment.begin(replica)
 
     def _say_ready(self, ready: list[tuple[FleetReplica, Ready]]) -> None:
@@ -300,16 +328,16 @@ class Coordinator:
 
     def _note_end(self, end: Ended) -> None:
         for finished in end.finished:
-            self._count.add_lease(finished)
+            self.count.add_lease(finished)
         if end.finished:
             self._commit(end.finished)
         if end.was_asked:
             self.num_unfinished += end.num_unfinished
             if self._identity.is_open:
-                self._count.add_kept(end)
+                self.count.add_kept(end)
         note_end(self._manifest, end)
-        suspicion = self._trials.note_death(end)
-        self._assignment.note_ended(end, self._trials.leases)
+        suspicion = self.trials.note_death(end)
+        self._assignment.note_ended(end, self.trials.leases)
         if end.lowered is not None:
             self._manifest.event(
                 "oom_step_down",
@@ -329,14 +357,14 @@ class Coordinator:
             self._display.say(f"warning: replica {end.replica.number} {end.replica.state}: {end.replica.cause}{more}")
 
     def _give_up(self) -> None:
-        causes = list(dict.fromkeys(replica.cause for replica in self._fleet.replicas))
+        causes = list(dict.fromkeys(replica.cause for replica in self.fleet.replicas))
         # Under `ulimit -v`, a library may abort a process without a message.
         if (limit := address_limit()) and not any(limit in cause for cause in causes):
             causes.append(limit)
         # Without finished rows, --fresh loses nothing. A resume would refuse a changed field that decides the output.
-        changed = "" if self._count.num_done else ", with --fresh if that changes what decides the output"
+        changed = "" if self.count.num_done else ", with --fresh if that changes what decides the output"
         raise EngineStartError(
-            f"no replica is left: {'; '.join(causes)} (logs: {self._job.folder.path('logs')}); correct the cause and "
+            f"no replica is left: {'; '.join(causes)} (logs: {self.job.folder.path('logs')}); correct the cause and "
             f"run the same command again{changed}"
         )
 
@@ -344,12 +372,12 @@ class Coordinator:
         """Check the error rate once, when the first rows are finished. Raises HopelessJob; finished rows are stored."""
         if self._is_judged or self._is_finished:
             return
-        num_rows = self._count.num_done
+        num_rows = self.count.num_done
         if num_rows < FIRST_ROWS:
             return
         self._is_judged = True
-        num_errors = self._count.num_errors
-        num_ready = sum(replica.current.progress.num_waiting for replica in self._fleet.replicas)
+        num_errors = self.count.num_errors
+        num_ready = sum(replica.current.progress.num_waiting for replica in self.fleet.replicas)
         if is_hopeless(num_errors, num_rows + self._num_in_flight + num_ready):
             self._display.say("half of the first rows have failed: stopping")
             self._end_replicas(drains=False)
@@ -370,15 +398,15 @@ class Coordinator:
                 end_by = began + ENDING_S
             if drain_until < replicas_drain_until:
                 replicas_drain_until = drain_until
-                self._note_ended(self._fleet.stop(Stop(max(0.0, drain_until - time.monotonic()))))
-            if not self._fleet.num_live or time.monotonic() >= end_by or self.requests.is_at_once:
+                self._note_ended(self.fleet.stop(Stop(max(0.0, drain_until - time.monotonic()))))
+            if not self.fleet.num_live or time.monotonic() >= end_by or self.requests.is_at_once:
                 break
-            self._commit_parts(self._act(self._fleet.poll(_POLL_S)))
-            self._identity.look(self._fleet)
-            self._note_ended(self._fleet.reap())
+            self._commit_parts(self._act(self.fleet.poll(_POLL_S)))
+            self._identity.look(self.fleet)
+            self._note_ended(self.fleet.reap())
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
-        self._commit_parts(self._act(self._fleet.poll(0)))
+        self._commit_parts(self._act(self.fleet.poll(0)))
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:
@@ -386,30 +414,30 @@ class Coordinator:
         self._next_status = time.monotonic() + _STATUS_EVERY_S
         # Commits check the lock. Between commits, which may be minutes, a lost lock is noticed here.
         self._lock.watch()
-        self._fleet.look_at_starts()
+        self.fleet.look_at_starts()
         status = self._status(state)
         with contextlib.suppress(OSError):
-            write_status(self._job.folder, status)
+            write_status(self.job.folder, status)
         self._display.show(status)
-        if self._telemetry.is_due:
+        if self.telemetry.is_due:
             self._sample()
 
     def _look_at_rates(self) -> None:
         if self._is_measuring:
-            self._rates.look(time.monotonic(), self._fleet.totals)
+            self._rates.look(time.monotonic(), self.fleet.totals)
 
     def _sample(self) -> None:
         looks = []
-        for replica in self._fleet.replicas:
+        for replica in self.fleet.replicas:
             if replica.is_live:
-                is_on_trial = replica.is_running and self._trials.is_on_trial(replica)
+                is_on_trial = replica.is_running and self.trials.is_on_trial(replica)
                 state = ON_TRIAL if is_on_trial else replica.state
                 looks.append(ReplicaLook.of(replica.number, replica.current.name, state, replica.current.progress))
-        self._telemetry.look(looks)
+        self.telemetry.look(looks)
 
     def _status(self, state: str) -> JobStatus:
-        count = self._count
-        totals = self._fleet.totals
+        count = self.count
+        totals = self.fleet.totals
         num_done = count.num_done
         if state in ("starting", "running", "stopping"):  # later the rates would fall, as nothing runs
             self._look_at_rates()
@@ -430,8 +458,126 @@ class Coordinator:
             prompt_tokens_per_s=None if prompt_per_s is None else round(prompt_per_s, 1),
             output_tokens_per_s=None if output_per_s is None else round(output_per_s, 1),
             left_s=None if left_s is None else round(left_s, 1),
-            stalled_by_disk_s=self._fleet.stalled_by_disk_s,
-            replicas=tuple(replica.status() for replica in self._fleet.replicas),
-            devices=self._telemetry.devices,
+            stalled_by_disk_s=self.fleet.stalled_by_disk_s,
+            replicas=tuple(replica.status() for replica in self.fleet.replicas),
+            devices=self.telemetry.devices,
             updated_at=round(time.time(), 3),
         )
+
+
+def _most_tokens(job: Job) -> int | None:
+    """The most tokens that a row generates; None if the job's spec does not say."""
+    sampling = job.spec.sampling
+    has_own = "max_tokens" in (sampling.columns or {})
+    return sampling.max_tokens if job.task.draws_tokens and not has_own else None
+
+
+def is_hopeless(num_errors: int, num_begun: int) -> bool:
+    """Whether half of the begun rows have failed.
+
+    num_begun: rows that are finished, in an engine or ready for one. Finished rows alone would mislead: at first many
+    of them are errors, because a row that fails before the engine is finished at once.
+    """
+    return num_errors >= HOPELESS_RATE * max(1, num_begun)
+
+
+@dataclass(eq=False)
+class RowCount:
+    """The finished output rows of a job, or of a retry, and the errors among them."""
+
+    num_rows: int
+    """Of the whole job."""
+    committed: Committed
+    """Its shards with a part so far."""
+    _replicas: Sequence[FleetReplica]
+    _errors: Counter[str] = field(default_factory=Counter)
+    """Of finished leases, since the start."""
+    _stored: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Finished output rows, and errors among them, that the journal keeps for shards whose part is not made yet."""
+    _num_kept: int = 0
+    """Finished output rows of open shards that stopped replicas had: the journal keeps them."""
+
+    def add_lease(self, finished: LeaseFinished) -> None:
+        """A lease is finished. Without a part, the journal keeps its rows until its shard is one."""
+        self._errors.update(finished.errors)
+        if finished.part is None:
+            num_rows, num_errors = self._stored.get(finished.lease.index, (0, 0))
+            num_errors += sum(finished.errors.values())
+            self._stored[finished.lease.index] = num_rows + finished.num_rows, num_errors
+
+    def add_part(self, part: Part) -> None:
+        """A part is committed."""
+        self.committed.add(part)
+        self._stored.pop(part.shard, None)
+
+    def add_kept(self, end: Ended) -> None:
+        """The journal keeps the finished rows of a replica that was told to stop."""
+        self._num_kept += end.num_open_rows
+
+    @property
+    def num_in_journal(self) -> int:
+        """Finished output rows, of this run, that the journal keeps until their shards are parts."""
+        return self._num_kept + sum(num_rows for num_rows, _ in self._stored.values())
+
+    @property
+    def num_done(self) -> int:
+        """Finished output rows, by commits and by the replicas' latest reports."""
+        open_rows = sum(replica.num_open_rows for replica in self._replicas)
+        return min(self.num_rows, self.committed.num_rows + self.num_in_journal + open_rows)
+
+    @property
+    def num_errors(self) -> int:
+        """Errors among `num_done`."""
+        num_stored = sum(num_errors for _, num_errors in self._stored.values())
+        return self.committed.num_errors + num_stored + self._open_errors.total()
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Errors since the start by type, the most frequent first."""
+        return dict((self._errors + self._open_errors).most_common())
+
+    @property
+    def _open_errors(self) -> Counter[str]:
+        """Errors of rows that are in no finished lease, by type."""
+        return sum((replica.open_errors for replica in self._replicas), Counter())
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+
+
+def publish(parts: Sequence[Part], folder: Folder, manifest: Manifest, lock: JobLock) -> None:
+    """Give staged parts their published names. The manifest says before which committed parts they replace."""
+    lock.check()
+    _announce([part for part in parts if part.retry], manifest)
+    for part in parts:
+        faults.point("coordinator.before_publish")
+        _publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}", folder, lock)
+        faults.point("coordinator.after_publish")
+    if parts:
+        folder.sync("parts")
+
+
+def _announce(replacements: Sequence[Part], manifest: Manifest) -> None:
+    """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
+    for part in replacements:
+        manifest.replacing(part)
+    if replacements:
+        faults.point("coordinator.before_replacing")
+        manifest.commit()
+        faults.point("coordinator.after_replacing")
+
+
+def _publish(staged: str, published: str, folder: Folder, lock: JobLock) -> None:
+    """Give a staged part its published name. Only the holder of the lock replaces a file.
+
+    A process that was paused for long, for example on a suspended machine, may have lost the lock.
+    """
+    lock.check()
+    try:
+        is_new = folder.publish_new(staged, published)
+    except FileNotFoundError:
+        lock.check()
+        raise
+    if not is_new:
+        lock.check()
+        folder.publish(staged, published, durable=False)

@@ -1,24 +1,54 @@
-"""The end of a run: the summary of a finished job, and what a stopped one has kept. Both as lines for people."""
+"""The end of a run, as lines for people: the summary, what a stopped run kept, frequent errors, the forecast."""
 
+import contextlib
+import datetime
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from batchinf.base.errors import ErrorRateExceeded
-from batchinf.base.reasons import most_frequent
+import pyarrow as pa
+
+from batchinf.base.errors import BatchinfError, ErrorRateExceeded, OutputError, RowError
+from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, counted, size_text, time_taken
-from batchinf.coordinator.progress import Failure, commonest, forecast
+from batchinf.base.text import clip, counted, most_frequent, reason, size_text, time_taken, time_text
 from batchinf.fleet.speed_text import speed_lines, tokens_text
+from batchinf.job.job import Job, begun_at
+from batchinf.manifest.lines import CHOSEN, EventLine
+from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output import journal
+from batchinf.output.batches import error_rows
 from batchinf.output.counts import remarks
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Speed
 from batchinf.results import Results
+from batchinf.schedule.shards import total_rows
 from batchinf.spec.file import SpecFile
 
-_MESSAGE_CHARS = 200
+_COLUMNS = ["row_index", "error_type", "error_message"]
+# Limits that make the closing lines quick for a job of any size.
+_MOST_PARTS = 200
+_MOST_ROWS = 10_000
+_SHOWN = 3
+_PROMPT_CHARS = 200
+# Of an error's message, when the job is done and when it has ended early.
+_DONE_CHARS = 200
+_ENDED_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Error rows of one type and one reason."""
+
+    error_type: str
+    error_message: str
+    """The message of the first of these rows."""
+    row_index: int
+    """The position of the first of these rows."""
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,7 +114,7 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
         yield f"of the first {num_counted:,} error rows:"
     shown, rest = most_frequent(errors)
     for failure in shown:
-        words = clip(failure.error_message, _MESSAGE_CHARS)
+        words = clip(failure.error_message, _DONE_CHARS)
         yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.row_index})"
     yield from rest
 
@@ -127,38 +157,156 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
     return summary
 
 
-@dataclass(frozen=True, slots=True)
-class StoppedWork:
-    """The work of a stopped run, and how much of it is done."""
-
-    num_rows: int
-    """Output rows of the job, or those that were left of a retry."""
-    num_part_rows: int
-    """Those of them that are in parts."""
-    num_parts: int
-    num_open_rows: int
-    """Finished rows that are in no part; some may not be in the journal."""
-    num_unfinished: int
-    """Requests that were in the engines at the end."""
-    joins_requests: bool
-    """Whether an output row may have several requests."""
-    retry: int | None = None
-    """The number of the retry."""
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def stopped_lines(folder: Folder, state: State, work: StoppedWork, advice: str) -> Iterator[str]:
-    """The lines of a stopped job: rows kept, rows that run again, rows still to run. advice: how to keep more."""
-    num_kept = journal.num_results(folder, state.parts)
-    num_kept_rows = min(work.num_open_rows, num_kept) if work.joins_requests else num_kept
-    num_left = max(0, work.num_rows - work.num_part_rows - num_kept_rows)
-    of_retry = "" if work.retry is None else f" that retry {work.retry} has to run"
-    parts = counted(work.num_parts, "part" if work.retry is None else "replaced part")
-    yield (
-        f"  kept: {work.num_rows - num_left:,} of {work.num_rows:,} output rows{of_retry}: {work.num_part_rows:,} in "
-        f"{parts}, and {counted(num_kept, 'finished request')} in the journal"
-    )
-    if work.num_unfinished:
-        yield f"  runs again: {counted(work.num_unfinished, 'request')} that the engines had begun; {advice}"
-    else:
-        yield "  runs again: nothing; no request was cut off"
-    yield f"  still to run: {counted(num_left, 'output row')}"
+def commonest(
+    folder: Folder, state: State, stored: journal.Journal | None = None, most: int | None = _SHOWN
+) -> list[Failure]:
+    """The `most` most frequent failures among the first 10,000 error rows in parts and journal; None: all of them."""
+    failures: dict[tuple[str, str], Failure] = {}
+    num_looked_at = 0
+    with contextlib.closing(_error_tables(folder, state, stored)) as tables:
+        for table in tables:
+            for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
+                message = row["error_message"] or ""
+                key = row["error_type"], reason(message)
+                failure = failures.get(key) or Failure(row["error_type"], message, row["row_index"], 0)
+                failures[key] = replace(failure, num_rows=failure.num_rows + 1)
+            num_looked_at += table.num_rows
+            if num_looked_at >= _MOST_ROWS:
+                break
+    return sorted(failures.values(), key=lambda failure: -failure.num_rows)[:most]
+
+
+def _error_tables(folder: Folder, state: State, stored: journal.Journal | None) -> Generator[pa.Table, None, None]:
+    with_errors = [shard for shard, part in sorted(state.parts.items()) if part.num_errors]
+    for shard in with_errors[:_MOST_PARTS]:
+        # This is only a report. A part that is missing must not change the job's result.
+        with contextlib.suppress(OutputError), open_part(folder.path(f"parts/{part_name(shard)}")) as file:
+            for index in range(file.num_row_groups):
+                yield error_rows(file.read_row_group(index, columns=_COLUMNS))
+    if stored is not None:
+        for shard in sorted(set(journal.list_shards(folder)) - state.parts.keys()):
+            for table in stored.tables(shard):
+                yield error_rows(table.select(_COLUMNS))
+
+
+def failure_lines(failures: Sequence[Failure], prompts: Sequence[str]) -> list[str]:
+    """The failures as lines. prompts: one for each failure, or none."""
+    lines = ["the commonest errors:"] if failures else []
+    for place, failure in enumerate(failures):
+        words = clip(failure.error_message, _ENDED_CHARS)
+        lines.append(f"  {failure.num_rows:,} × {failure.error_type}: {words}")
+        if prompts:
+            lines.append(f"      row {failure.row_index}: {prompts[place]}")
+    return lines
+
+
+def ended_early_lines(job: Job, state: State) -> list[str]:
+    """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
+    failures = commonest(job.folder, state, journal.Journal(job.folder, "look", state.header.columns.journal_schema))
+    return [
+        *failure_lines(failures, _prompts(job, failures, begun_at(job, state.header))),
+        f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and all other finished requests "
+        "in the journal",
+        "correct the spec or the input and give the new job another output.path; or continue this job despite its "
+        "errors: run the same command with --set max_error_rate=1",
+    ]
+
+
+def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[str]:
+    try:
+        builder = job.prompt_builder(begun)
+    except BatchinfError:
+        return []
+    return [_prompt(job, builder, failure.row_index) for failure in failures]
+
+
+def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
+    [row] = job.source.read(row_index, row_index + 1, builder.columns)
+    text = builder.preview(row, _PROMPT_CHARS)
+    if isinstance(text, RowError):
+        return f"no prompt can be made of {clip(str(dict(row.values)), _PROMPT_CHARS)}"
+    return f"prompt '{clip(text, _PROMPT_CHARS)}'"
+
+
+# -- the forecast ------------------------------------------------------------------------------------------------------
+
+
+def forecast(state: State) -> list[str]:
+    """Lines that forecast the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
+
+    Device time is the time in which engines had rows, over all attempts that the manifest still records.
+    """
+    where = state.header.spec["input"]
+    event = state.kept.get(CHOSEN)
+    is_part = where.get("sample") is not None or where.get("limit") is not None
+    if event is None or not is_part or not state.extents or not event.fields["num_rows"]:
+        return []
+    num_run = total_rows(state.extents)
+    num_all, whose = _all_rows(state, where, event.fields["num_input_rows"])
+    factor = num_all / num_run
+    run_s = max(0.0, state.device_s - _idle_s(state))
+    has_devices = any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
+    device = "GPU" if has_devices else "device"
+    batch = _num_at_once(state)
+    is_small = state.counts.num_rows < batch
+    lines = [
+        f"forecast from {num_run:,} input rows, which took {time_text(run_s)} of {device} time: {whose} take "
+        f"{'at most' if is_small else 'about'} {time_text(run_s * factor)} and {size_text(state.num_bytes * factor)}, "
+        "plus the start of the engines"
+    ]
+    if is_small:
+        lines.append(
+            f"so few rows do not fill the engines, which run {batch:,} requests at once: a larger sample gives a "
+            "better forecast"
+        )
+    return lines
+
+
+def _all_rows(state: State, where: Mapping[str, Any], num_input_rows: int) -> tuple[int, str]:
+    """How many rows the job has without `sample` and `limit`, and these rows in words. where: the section `input`."""
+    named = [name for name in ("where", "exclude") if where.get(name) is not None]
+    if not named:
+        return num_input_rows, f"all {num_input_rows:,} input rows"
+    num_considered = state.extents[-1].stop_row - state.extents[0].first_row
+    share = total_rows(state.extents) / num_considered
+    num_all = round(share / (where.get("sample") or 1.0) * num_input_rows)
+    return num_all, f"all input rows that {' and '.join(named)} would leave, about {num_all:,},"
+
+
+def _num_at_once(state: State) -> int:
+    """Requests that all engines together run at once."""
+    ready = {event.fields["replica"]: event for event in state.events if event.name == "ready"}
+    return sum(int(event.fields.get("max_num_seqs", 0)) for event in ready.values())
+
+
+def _idle_s(state: State) -> float:
+    """Device time in which engines had no rows: while they started, waited for the input, or ended."""
+    started: dict[str, EventLine] = {}
+    idle_since: dict[str, EventLine] = {}
+    total = 0.0
+    for event in state.events:
+        if event.name == "replica_started":
+            started[event.fields["incarnation"]] = idle_since[event.fields["incarnation"]] = event
+        elif event.name == "ready":
+            replica = event.fields.get("replica", 0)
+            names = [name for name in idle_since if started[name].fields.get("replica", 0) == replica]
+            total += _device_s(started[names[-1]], idle_since.pop(names[-1]), event) if names else 0.0
+        elif event.name == "all_committed":
+            idle_since.update({name: event for name in started if name not in idle_since})
+        elif event.name == "replica_ended":
+            name = event.fields["incarnation"]
+            start = started.pop(name, None)
+            since = idle_since.pop(name, None)
+            if since is start is not None:
+                total += event.fields["device_s"]
+            elif since is not None and start is not None:
+                total += _device_s(start, since, event)
+    return total
+
+
+def _device_s(start: EventLine, since: EventLine, until: EventLine) -> float:
+    passed = datetime.datetime.fromisoformat(until.at) - datetime.datetime.fromisoformat(since.at)
+    return max(0.0, passed.total_seconds()) * float(start.fields.get("num_devices", 1))

@@ -5,25 +5,26 @@ import functools
 import time
 from dataclasses import asdict, replace
 
-import pyarrow as pa
-
-from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, SpecError
+from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
-from batchinf.coordinator import progress
+from batchinf.coordinator.begin import NOTHING_NEW, committed_state, has_more
 from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.ending import StoppedWork, Summary, finished, nothing_to_run, stopped_lines
-from batchinf.coordinator.extend import NOTHING_NEW, has_more
+from batchinf.coordinator.ending import (
+    Summary,
+    ended_early_lines,
+    finished,
+    nothing_to_run,
+)
 from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, tidy
 from batchinf.coordinator.retry import UnfinishedRetry, as_begun, begin_retry, next_retry
 from batchinf.coordinator.start import Epoch, open_checked, start
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
-from batchinf.fleet.devices import Platforms
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import work_of
 from batchinf.fleet.parallel import check_processor
@@ -32,7 +33,7 @@ from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
-from batchinf.job.open import location_of, over_rows, placing, prepare_job
+from batchinf.job.open import over_first_rows, placing, prepare_job
 from batchinf.manifest.lines import SPEED
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
@@ -41,9 +42,7 @@ from batchinf.model.content import Contents
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.positions import RunOrder, chosen_in_order
-from batchinf.schedule.predicate import Predicate, PredicateError
-from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.source.rows import first_rows
+from batchinf.schedule.shards import total_rows
 from batchinf.spec.file import SpecFile
 
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
@@ -107,7 +106,7 @@ def run_job(
         return nothing_to_run(file)
     finally:
         display.close()
-    return finished(file, _state(folder))
+    return finished(file, committed_state(folder))
 
 
 def _prepare(
@@ -123,7 +122,7 @@ def _prepare(
         begun_spec(prepared.folder, state.header)
     contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
     if state is None:
-        return _over_first_rows(prepared), contents
+        return over_first_rows(prepared), contents
     differences = contents.differences(state.files)
     prepared = replace(prepared, retry=retry, has_rows=not state.committed.all())
     if retry is None:
@@ -133,23 +132,6 @@ def _prepare(
         with placing(file):
             check_processor(prepared.spec, prepared.spec.length_limit(prepared.model.max_model_len))
     return as_begun(prepared, state.header, differences), contents
-
-
-def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
-    """The new job, checked against the first rows of its input; without rows, it is returned as it is."""
-    where = prepared.file.spec.input.where
-    with placing(prepared.file):
-        rows = first_rows(location_of(prepared.file.spec))
-    if rows is None:
-        return prepared
-    try:
-        prepared = over_rows(prepared, rows)
-        if where is not None:
-            Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
-    except (SpecError, PredicateError):
-        # Later rows may be other ones: the scan decides, and replicas wait for it.
-        return replace(prepared, has_rows=False)
-    return prepared
 
 
 def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
@@ -171,13 +153,6 @@ def _is_finished(prepared: PreparedJob, state: State) -> bool:
     job = open_checked(prepared)
     with contextlib.closing(job.source):
         return prepared.new != "take" or not has_more(job, state)
-
-
-def _state(folder: Folder) -> State:
-    """The state of the job, which has begun."""
-    state = read_state(folder)
-    assert state is not None
-    return state
 
 
 def _run_all(epoch: Epoch, began: float, *, begins_together: bool) -> None:
@@ -219,50 +194,29 @@ def _run_shards(
     pending.withhold(trials.leases.values())
     telemetry = Telemetry(job.folder, launcher.epoch, launcher.backend.watch_devices(launcher.devices))
     coordinator = Coordinator(
+        epoch=epoch,
         job=job,
-        manifest=epoch.manifest,
-        lock=epoch.lock,
+        state=state,
         fleet=fleet,
         pending=pending,
-        display=epoch.display,
-        num_rows=num_rows,
-        num_shards=total_shards(state.extents),
-        committed=committed,
-        platforms=Platforms(state, job.spec.same_device),
         trials=trials,
         telemetry=telemetry,
-        identity=epoch.identity,
-        most_tokens=_most_tokens(job),
+        num_rows=num_rows,
+        committed=committed,
+        retry=None if unfinished is None else unfinished.retry.number,
         begins_together=begins_together,
     )
     try:
         coordinator.run()
     except Interrupted as error:
-        state = _state(job.folder)
-        work = StoppedWork(
-            num_rows=num_rows,
-            num_part_rows=committed.num_rows,
-            num_parts=committed.num_shards - int(is_done.sum()) if unfinished else len(state.parts),
-            num_open_rows=coordinator.num_rows_in_journal,
-            num_unfinished=coordinator.num_unfinished,
-            joins_requests=job.task.joins_requests,
-            retry=unfinished.retry.number if unfinished else None,
-        )
-        kept = stopped_lines(job.folder, state, work, coordinator.requests.advice)
+        kept = coordinator.kept_lines(committed_state(job.folder))
         raise Interrupted("\n".join([str(error), *kept])) from None
     except HopelessJob as error:
-        lines = progress.ended_early_lines(job, _state(job.folder))
+        lines = ended_early_lines(job, committed_state(job.folder))
         raise HopelessJob("\n".join([str(error), *lines])) from None
     finally:
         telemetry.close()
     launcher.note_warm(fleet)
-
-
-def _most_tokens(job: Job) -> int | None:
-    """The most tokens that a row generates; None if the job's spec does not say."""
-    sampling = job.spec.sampling
-    has_own = "max_tokens" in (sampling.columns or {})
-    return sampling.max_tokens if job.task.draws_tokens and not has_own else None
 
 
 def _run_retries(epoch: Epoch) -> None:
@@ -270,7 +224,7 @@ def _run_retries(epoch: Epoch) -> None:
     job = epoch.job
     manifest = epoch.manifest
     say = epoch.display.say
-    state = _state(job.folder)
+    state = committed_state(job.folder)
     if epoch.retry is not None:
         say(f"looking for rows where {epoch.retry.text}")
         if begin_retry(job, state, manifest, epoch.retry, overrides=epoch.overrides) is None:
@@ -286,12 +240,12 @@ def _run_retries(epoch: Epoch) -> None:
             _run_shards(epoch, unfinished.job, state, fleet, unfinished=unfinished)
         finally:
             fleet.kill()
-        state = _state(job.folder)
+        state = committed_state(job.folder)
 
 
 def _note_speed(epoch: Epoch, run_s: float) -> None:
     """Add the run's speed to the manifest's next commit. If the run has none, remove that of an earlier run."""
-    state = _state(epoch.job.folder)
+    state = committed_state(epoch.job.folder)
     speed = measured_speed(epoch.job.folder, state, run_s)
     if speed is not None:
         epoch.manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
@@ -53,10 +54,11 @@ def move_job_aside(prepared: PreparedJob, backend: Backend, display: ProgressDis
             return
         # Slices that begin later see the lock of the whole folder.
         beside = _beside(file, folder)
-        _refuse_others(link, [folder, *([] if file.slice is not None else beside)])
+        moved = [folder] if file.slice is not None else [folder, *beside]
+        _refuse_others(link, moved)
         for other in beside:
             await_free(other, display.say)
-        for old in (folder, *([] if file.slice is not None else beside)):
+        for old in moved:
             _end_leftovers(old, backend)
         try:
             _check_all(prepared, backend, folder=folder, epoch=epoch, display=display)
@@ -115,17 +117,7 @@ def _check_all(
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
     prepared = with_known_degrees(prepared, backend, display.say)
-    Launcher.of(
-        backend=backend,
-        spec=prepared.spec,
-        model=prepared.model,
-        adapters=prepared.adapters,
-        folder=folder,
-        epoch=epoch,
-        state=None,
-        say=display.say,
-        shared_share=lambda: None,
-    )
+    Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say)
     folder.sweep("")
     job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN))
     with contextlib.closing(job.source):

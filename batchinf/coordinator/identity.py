@@ -4,6 +4,7 @@ Weights are digested while engines load them. Replicas run rows meanwhile and ho
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from batchinf.base import faults
 from batchinf.base.slices import share_files
@@ -18,27 +19,25 @@ from batchinf.model.content import Contents
 from batchinf.replica.messages import Identified
 
 
+@dataclass(kw_only=True, eq=False)
 class IdentityGate:
     """Records the digests in the manifest, and then tells replicas that they may store results."""
 
-    def __init__(
-        self, contents: Contents, job: Job, *, before: Mapping[str, str], manifest: Manifest, say: Say
-    ) -> None:
-        """before: the digests that the manifest has; empty if it has none. say: prints a line."""
-        self._contents = contents
-        self._job = job
-        self._before = before
-        self._manifest = manifest
-        self._say = say
-        self._has_said = False
-        self.is_open = False
+    contents: Contents
+    job: Job
+    before: Mapping[str, str]
+    """The digests that the manifest has; empty if it has none."""
+    manifest: Manifest
+    say: Say
+    is_open: bool = field(default=False, init=False)
+    _has_said: bool = field(default=False, init=False)
 
     def look(self, fleet: Fleet) -> None:
         """If all digests are known by now, make them durable and tell the fleet.
 
         Raises DriftError if a file is not the one that the job began with, or if it changed meanwhile.
         """
-        if self.is_open or not self._contents.is_known:
+        if self.is_open or not self.contents.is_known:
             return
         self._record()
         self.is_open = True
@@ -48,31 +47,31 @@ class IdentityGate:
 
     def admit(self, fleet: Fleet, replica: FleetReplica) -> None:
         """Check, for a replica whose engine is up, that no file has changed since before the engine loaded it."""
-        self._contents.check_unchanged()
+        self.contents.check_unchanged()
         if self.is_open:
             fleet.send(replica, Identified())
         elif not self._has_said:
             self._has_said = True
-            num_read = size_text(self._contents.num_bytes_read)
-            self._say(
+            num_read = size_text(self.contents.num_bytes_read)
+            self.say(
                 f"results wait in memory until all bytes of the model's files are read: {num_read} of "
-                f"{size_text(self._contents.num_bytes)} so far"
+                f"{size_text(self.contents.num_bytes)} so far"
             )
 
     def _record(self) -> None:
-        job = self._job
-        digests = self._contents.digests
-        if lines := self._contents.differences(self._before):
+        job = self.job
+        digests = self.contents.digests
+        if lines := self.contents.differences(self.before):
             raise files_drift(f"{job.folder.root} holds a job", lines)
         if not digests:
             return
         faults.point("identity.before_line")
         if job.slice is not None:
             out = job.spec.output.path
-            if lines := self._contents.differences(share_files(out, digests)):
+            if lines := self.contents.differences(share_files(out, digests)):
                 raise files_drift(f"{out} holds slices of a job", lines)
-        if self._before:
+        if self.before:
             return
-        self._manifest.files(digests)
-        self._manifest.commit()
+        self.manifest.files(digests)
+        self.manifest.commit()
         faults.point("identity.after_line")

@@ -10,7 +10,6 @@ import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from batchinf.base import faults
@@ -18,9 +17,8 @@ from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, describe_error
-from batchinf.coordinator.begin import begin_job, new_job_id
+from batchinf.coordinator.begin import begin_job, check_extended, extend_job, new_job_id
 from batchinf.coordinator.display import ProgressDisplay
-from batchinf.coordinator.extend import check_extended, extend_job
 from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.recovery import note_ended, recover
 from batchinf.coordinator.retry import new_retry
@@ -55,7 +53,7 @@ from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_rows
-from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import Task
 
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
@@ -64,7 +62,7 @@ CHECKING = "checking the structured outputs with vLLM, whose import takes 10 s o
 
 
 class Replicas:
-    """The replicas of an epoch. When the `with` block ends, all have ended; the manifest records starts and ends."""
+    """The replicas of an epoch. The manifest records their starts and ends."""
 
     def __init__(self, launcher: Launcher, manifest: Manifest, job_id: str) -> None:
         self.launcher = launcher
@@ -87,30 +85,29 @@ class Replicas:
                 note_end(self._manifest, ended)
             self._manifest.commit()
 
-    def match(self, spec: JobSpec) -> None:
+    def match(self, task: Task) -> None:
         """Make the replicas fit the job, now that its input is known.
 
         If only later rows show that the input is a batch file, the replicas end, and those that start later have
         engines with other arguments.
         """
-        if spec.input.format == self.launcher.spec.input.format:
+        if task.spec.input.format == self.launcher.task.spec.input.format:
             return
         self.end()
-        self.launcher = replace(self.launcher, spec=spec)
+        self.launcher = replace(self.launcher, task=task)
         self.fleet = self.launcher.fleet(self._job_id, num_before=self.fleet.num_incarnations)
 
-    def __enter__(self) -> "Replicas":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """When the block ends, all have ended."""
         try:
-            if error is not None:
-                # Later errors, for example from a full disk, must not hide the first one.
-                with contextlib.suppress(BatchinfError, OSError):
-                    self._manifest.discard()
-                    self.end()
+            yield
+        except BaseException:
+            # Later errors, for example from a full disk, must not hide the first one.
+            with contextlib.suppress(BatchinfError, OSError):
+                self._manifest.discard()
+                self.end()
+            raise
         finally:
             self.fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
 
@@ -155,12 +152,14 @@ def start(
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)
     backend.end_leftovers(before.running_replicas, before.job_id)
-    launcher = _launcher(prepared, backend, number, display.say)
+    with placing(prepared.file):
+        share = functools.partial(shared_share, prepared.file)
+        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
     manifest = Manifest(prepared.folder, number, lock, prepared.state)
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
     job_id = before.job_id or new_job_id()
     replicas = Replicas(launcher, manifest, job_id)
-    with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas:
+    with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas.ended():
         opened.callback(contents.close)
         contents.start()  # behind `read_ahead`, so that the disk is read once
         if prepared.state is None:
@@ -169,7 +168,7 @@ def start(
         _start_replicas(prepared, replicas, display.say)
         job = open_checked(prepared)
         opened.callback(job.source.close)
-        replicas.match(job.spec)
+        replicas.match(job.task)
         state = prepared.state
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides)
         choice = _choose_rows(job, state, lock, display.say)
@@ -182,7 +181,7 @@ def start(
         if prepared.new == "take":
             state = extend_job(job, state, manifest, num_replicas=len(replicas), say=display.say)
         _recover(job, state, manifest, number=number, say=display.say)
-        identity = IdentityGate(contents, job, before=state.files, manifest=manifest, say=display.say)
+        identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         identity.look(replicas.fleet)
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
             display.say(line)
@@ -225,21 +224,6 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
         return prepared
     spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
     return replace(prepared, file=file, spec=spec)
-
-
-def _launcher(prepared: PreparedJob, backend: Backend, number: int, say: Say) -> Launcher:
-    with placing(prepared.file):
-        return Launcher.of(
-            backend=backend,
-            spec=prepared.spec,
-            model=prepared.model,
-            adapters=prepared.adapters,
-            folder=prepared.folder,
-            epoch=number,
-            state=prepared.state,
-            say=say,
-            shared_share=functools.partial(shared_share, prepared.file),
-        )
 
 
 def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say: Say) -> None:

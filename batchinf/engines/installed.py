@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
-from batchinf.base.child import NoAnswerError, Question
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
+from batchinf.base.process import NoAnswerError, Question
 from batchinf.base.text import clip, counted, one_line
 from batchinf.records import Prompt
 from batchinf.spec.fields import null_hint

@@ -16,7 +16,7 @@ from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices, check_processor
-from batchinf.job.job import Job, begun_at
+from batchinf.job.job import Job, PreparedJob, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
@@ -26,7 +26,7 @@ from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.base import Task
 
 
 def choose_backend(spec: JobSpec) -> Backend:
@@ -43,8 +43,8 @@ class Launcher:
     """Backend, model, devices and engine arguments of one epoch of a job."""
 
     backend: Backend
-    spec: JobSpec
-    """Resolved; its `input` may not be."""
+    task: Task
+    """Its spec is resolved; the spec's `input` may not be."""
     model: Model
     adapters: tuple[Adapter, ...]
     folder: Folder
@@ -56,38 +56,38 @@ class Launcher:
     @classmethod
     def of(
         cls,
-        *,
+        job: PreparedJob,
         backend: Backend,
-        spec: JobSpec,
-        model: Model,
-        adapters: tuple[Adapter, ...],
-        folder: Folder,
+        *,
         epoch: int,
-        state: State | None,
         say: Callable[[str], None],
-        shared_share: Callable[[], float | None],
+        shared_share: Callable[[], float | None] = lambda: None,
     ) -> "Launcher":
-        """state: of a resumed job. shared_share: see `chosen_arguments`.
+        """shared_share: see `chosen_arguments`.
 
         Raises UserError if weights are missing or there are too few devices.
         """
+        task = job.task
+        spec = task.spec
+        model = job.model
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
         # A hub id has no folder here.
-        backend.check_hosts(folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
+        backend.check_hosts(job.folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
-        fit = fit_of(model, spec, *size, limits_of=task_of(spec).default_batch_limits)
+        fit = fit_of(model, spec, *size, limits_of=task.default_batch_limits)
         if slots[0].devices:
-            number = replicas_per_device(spec, fit, task_of(spec), len(_devices(slots)))
+            number = replicas_per_device(spec, fit, task, len(_devices(slots)))
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
             spec = spec.model_copy(update={"parallel": parallel})
+            task = type(task)(spec)
             slots = backend.place(spec)
-        chosen = chosen_arguments(spec, fit, task_of(spec), slots[0].sharers, shared_share=shared_share)
+        chosen = chosen_arguments(spec, fit, task, slots[0].sharers, shared_share=shared_share)
         for line in chosen.lines():
             say(line)
-        settings = EngineSettings(spec, fit, _lowered_before(spec, state, say), chosen.engine)
+        settings = EngineSettings(spec, fit, _lowered_before(spec, job.state, say), chosen.engine)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
         if not slots[0].devices and is_cpu_build():
@@ -95,10 +95,10 @@ class Launcher:
         backend.check_free(settings.engine, slots)
         return cls(
             backend=backend,
-            spec=spec,
+            task=task,
             model=model,
-            adapters=adapters,
-            folder=folder,
+            adapters=job.adapters,
+            folder=job.folder,
             epoch=epoch,
             slots=slots,
             settings=settings,
@@ -112,15 +112,16 @@ class Launcher:
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0, num_before: int = 0) -> Fleet:
         """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: see `Fleet`."""
+        own = self.task.spec
         return Fleet(
             self.backend,
             self.slots,
-            lambda slot, incarnation: self._launch(slot, incarnation, job_id, spec or self.spec),
-            requests_per_row=task_of(self.spec).num_rows_per_input,
+            lambda slot, incarnation: self._launch(slot, incarnation, job_id, spec or own),
+            requests_per_row=self.task.num_rows_per_input,
             epoch=self.epoch,
             logs=self.folder.path("logs"),
-            max_restarts=self.spec.max_restarts,
-            stall_timeout_s=self.spec.stall_timeout_s,
+            max_restarts=own.max_restarts,
+            stall_timeout_s=own.stall_timeout_s,
             is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
             retry=retry,
@@ -149,7 +150,7 @@ class Launcher:
 
     def _shape(self) -> str:
         """The key of engines that compile alike: same model, degrees and arguments."""
-        spec = self.spec
+        spec = self.task.spec
         return fingerprint(
             {
                 # vLLM's own keys depend on the path too.

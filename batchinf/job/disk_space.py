@@ -9,7 +9,6 @@ from batchinf.base.text import size_text
 from batchinf.job.job import Job, carried_columns
 from batchinf.manifest.state import State
 from batchinf.output.batches import row_bytes
-from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards
 
@@ -31,9 +30,8 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
     state: None for a new job. num_rows: rows that run; None: all. Quotas are ignored, because there is no portable way
     to read them.
     """
-    try:
-        status = os.statvfs(_existing(job.folder.root))
-    except OSError:
+    status = _file_system(job.folder.root)
+    if status is None:
         return None
     num_free = status.f_bavail * status.f_frsize
     num_bytes = _estimated_bytes(job, state, num_replicas, num_rows)
@@ -53,11 +51,17 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
 
 def free_bytes(path: str) -> int | None:
     """What is free on the file system of a folder, which need not be there yet; None if that is not known."""
+    status = _file_system(pathlib.Path(path))
+    return None if status is None else status.f_bavail * status.f_frsize
+
+
+def _file_system(path: pathlib.Path) -> os.statvfs_result | None:
+    """That of a folder, or of its nearest parent that exists; None if it does not say."""
+    path = path.absolute()
     try:
-        status = os.statvfs(_existing(pathlib.Path(path)))
+        return os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
 
 
 def check_size(job: Job, num_rows: int | None) -> None:
@@ -94,8 +98,7 @@ def check_size(job: Job, num_rows: int | None) -> None:
 def _sample(job: Job, rows: range) -> list[Prompt]:
     """Valid prompts from all parts of the input."""
     places = np.unique(np.linspace(rows.start, rows.stop - 1, min(len(rows), _NUM_SAMPLED)).astype(np.int64))
-    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size)
+    builder = job.prompt_builder()
     prompts = builder.build(job.source.read_rows(places, builder.columns), job.model.max_model_len)
     return [prompt for prompt in prompts if prompt.error is None]
 
@@ -132,12 +135,6 @@ def _kept_bytes(job: Job) -> int:
     if not columns or not num_rows:
         return 0
     return int(row_bytes(job.source.read_columns(start, start + num_rows, columns, {})).sum()) // num_rows
-
-
-def _existing(path: pathlib.Path) -> pathlib.Path:
-    """The folder, or its nearest parent that exists."""
-    path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _gib(num_bytes: int) -> str:

@@ -14,6 +14,8 @@ from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter, lora_identity
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.source.rows import NewRows, Source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint
@@ -21,20 +23,35 @@ from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedJob:
-    """A job without its input: all that its replicas need to start."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """What both stages of a job know."""
 
     file: SpecFile
     """The spec as given."""
     spec: JobSpec
-    """The resolved spec; its `input` may not be resolved. For a retry, with the sampling that the job began with."""
+    """The resolved spec. In a `PreparedJob`, its `input` may not be resolved."""
+    task: Task = field(init=False, repr=False, compare=False)
+    """The task of `spec`."""
     origins: dict[str, str]
     """Where each value of the sampling comes from."""
     folder: Folder
     """The job's folder, or the slice's own."""
     model: Model
     adapters: tuple[Adapter, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", task_of(self.spec))
+
+    @property
+    def slice(self) -> Slice | None:
+        return self.file.slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedJob(_Stage):
+    """A job without its input: all that its replicas need to start. For a retry, with the first sampling of the job."""
+
     state: State | None
     """That of a job that has begun."""
     new: NewRows
@@ -69,36 +86,24 @@ class PreparedJob:
         return stored
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(_Stage):
     """A job with its spec resolved and its input open."""
 
-    file: SpecFile
-    """The spec as given."""
-    spec: JobSpec
-    origins: dict[str, str]
-    """Where each value of the sampling comes from."""
-    folder: Folder
-    """The job's folder, or the slice's own."""
-    model: Model
     source: Source
     identity: dict[str, Any]
     """What must be unchanged on a resume: flat JSON values by dotted name."""
-    adapters: tuple[Adapter, ...]
-
-    @property
-    def slice(self) -> Slice | None:
-        return self.file.slice
-
-    @property
-    def task(self) -> Task:
-        return task_of(self.spec)
 
     @property
     def rows(self) -> range:
         """The positions of the rows that belong to the job, or to its slice."""
         num_rows = self.source.num_rows
         return range(num_rows) if self.slice is None else self.slice.rows(num_rows)
+
+    def prompt_builder(self, begun_at: str | None = None) -> PromptBuilder:
+        """Makes prompts of the rows, with the limits that are known without the engine. begun_at: see `begun_at`."""
+        tokenizer = load_tokenizer(self.model.tokenizer, self.spec.model.trust_remote_code)
+        return self.task.prompt_builder(tokenizer, self.model.vocab_size, begun_at)
 
     @property
     def fingerprint(self) -> str:

@@ -16,10 +16,8 @@ from batchinf.job.choose import Say, choose
 from batchinf.job.job import Job, PreparedJob, max_model_len
 from batchinf.job.open import open_input, with_length
 from batchinf.model.identity import Model, text_section
-from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
 
 # Lengths are multiples of it, so that a few more tokens in later rows still fit.
 _STEP = 256
@@ -72,9 +70,8 @@ def _longest(job: Job) -> int:
     """
     sampling = job.spec.sampling
     # One request stands for all samples of a row, which may be millions.
-    task = task_of(job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
-    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = task.prompt_builder(tokenizer, job.model.vocab_size)
+    job = replace(job, spec=job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
+    builder = job.prompt_builder()
     most = max_model_len(job)
     longest = 1
     for positions in _pieces(job):
@@ -82,7 +79,7 @@ def _longest(job: Job) -> int:
         for prompt in builder.build([row for row in rows if not builder.surely_fits(row, longest)], most):
             if prompt.error is not None:
                 continue
-            for request in task.expand(prompt, most or _LONG):
+            for request in job.task.expand(prompt, most or _LONG):
                 # One more: a request for all choices of a row lacks the choice, which is one token.
                 longest = max(longest, len(request.prompt_token_ids) + request.max_tokens + 1)
         if most is not None and longest >= most:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+
 from batchinf.base import faults
 from batchinf.base.errors import InputError, SpecError
 from batchinf.base.slices import job_folder, read_cut, source_folder
@@ -24,15 +26,16 @@ from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
 from batchinf.prompts.row_sampling import check_sampling_columns
+from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.files import InputLocation
 from batchinf.source.find import NoInputError
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
-from batchinf.source.rows import NewRows, Source, open_source
+from batchinf.source.rows import NewRows, Source, first_rows, open_source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_named, task_of
 
 _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
@@ -77,11 +80,12 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
         model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
-        spec, origins = _resolved(file.spec, model, state)
+        spec, origins = _with_defaults(file.spec, model, state)
+        task = task_of(spec)
+        spec = task.resolve(model)
         check_prompts(spec, model)
         _check_heads(spec, model)
-        reads_prompt_logits = task_of(spec).reads_prompt_logits
-        adapters = resolve_adapters(spec, model, began_as.get("lora"), reads_prompt_logits=reads_prompt_logits)
+        adapters = resolve_adapters(spec, model, began_as.get("lora"), reads_prompt_logits=task.reads_prompt_logits)
         folder = job_folder(file.spec.output.path, file.slice)
         limit = None
         if state is not None:
@@ -136,7 +140,7 @@ def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
 
 def with_length(file: SpecFile, length: Any) -> SpecFile:
     """The spec with this number in place of `auto` for `engine.max_model_len`; as it is if `length` is no number."""
-    if not file.spec.has_auto_length or not isinstance(length, int):
+    if not isinstance(length, int) or not file.spec.has_auto_length:
         return file
     spec = file.spec.model_copy(update={"engine": {**file.spec.engine, "max_model_len": length}})
     return replace(file, spec=spec)
@@ -159,20 +163,20 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})
 
 
-def _resolved(spec: JobSpec, model: Model, state: State | None) -> tuple[JobSpec, dict[str, str]]:
+def _with_defaults(spec: JobSpec, model: Model, state: State | None) -> tuple[JobSpec, dict[str, str]]:
     """The spec with what the model and the folder's job decide, and where each value of the sampling comes from."""
     sampling = spec.sampling
     origins: dict[str, str] = {}
-    if task_of(spec).takes_generation_config:
+    if task_named(spec.task).takes_generation_config:
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, spec.engine))
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
-    spec = task_of(spec.model_copy(update={"sampling": sampling})).resolve(model)
+    where = spec.input
     if state is not None:
         stored = state.header.spec["input"]
-        where = recognised(spec.input, COLUMNS) if stored["format"] == OpenAIBatch.name else spec.input
-        spec = spec.model_copy(update={"input": with_tools(where, [stored.get("tools_column")])})
-    return spec, origins
+        where = recognised(where, COLUMNS) if stored["format"] == OpenAIBatch.name else where
+        where = with_tools(where, [stored.get("tools_column")])
+    return spec.model_copy(update={"sampling": sampling, "input": where}), origins
 
 
 def _check_heads(spec: JobSpec, model: Model) -> None:
@@ -186,29 +190,48 @@ def _check_heads(spec: JobSpec, model: Model) -> None:
         )
 
 
+def over_first_rows(prepared: PreparedJob) -> PreparedJob:
+    """The new job, checked against the first rows of its input; without rows, it is returned as it is."""
+    file = prepared.file
+    where = file.spec.input.where
+    with placing(file):
+        rows = first_rows(location_of(file.spec))
+    if rows is None:
+        return prepared
+    try:
+        prepared = over_rows(prepared, rows)
+        if where is not None:
+            Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
+    except (SpecError, PredicateError):
+        # Later rows may be other ones: the scan decides, and replicas wait for it.
+        return replace(prepared, has_rows=False)
+    return prepared
+
+
 def over_rows(prepared: PreparedJob, rows: Sequence[Mapping[str, object]]) -> PreparedJob:
     """The job over an input with such rows. Raises SpecError if they lack what the spec needs."""
     if not any(rows):  # none of them can be read; later ones may be
         return prepared
     with placing(prepared.file):
-        spec = _with_columns(prepared, {name: None for row in rows for name in row})
-        if spec.input.is_batch_file:
-            check_batch_models(spec, rows)
-        return replace(prepared, spec=spec)
+        prepared = _with_columns(prepared, {name: None for row in rows for name in row})
+        if prepared.spec.input.is_batch_file:
+            check_batch_models(prepared.spec, rows)
+        return prepared
 
 
-def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> JobSpec:
-    """The spec with its `input` resolved. Raises SpecError if the input lacks a column."""
+def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> PreparedJob:
+    """The job with the `input` of its spec resolved. Raises SpecError if the input lacks a column."""
     names = list(columns)
     state = prepared.state
     # A job that has begun keeps its tools, or none.
     where = recognised(prepared.spec.input, names)
     spec = prepared.spec.model_copy(update={"input": with_tools(where, names) if state is None else where})
-    task = task_of(spec)
-    task.check_input()
-    check_columns(spec, names, task.input_columns)
+    spec = _with_backend(spec, {} if state is None else state.header.identity)
+    prepared = replace(prepared, spec=spec)
+    prepared.task.check_input()
+    check_columns(spec, names, prepared.task.input_columns)
     check_order(spec)
-    return _with_backend(spec, {} if state is None else state.header.identity)
+    return prepared
 
 
 # -- with the input ----------------------------------------------------------------------------------------------------
@@ -227,7 +250,7 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             with contextlib.closing(source):
                 [first] = source.read(0, 1)
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
-        spec = _with_columns(prepared, source.schema.names)
+        spec = _with_columns(prepared, source.schema.names).spec
         check_sampling_columns(spec.sampling, source.schema)
         refuse_unstorable(spec, source.schema)
         if spec.input.id_column is not None and (state is None or prepared.new == "take"):
@@ -235,9 +258,7 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
         if state is None and spec.input.is_batch_file:
             rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
             check_batch_models(spec, [row.values for row in rows])
-        if state is None:  # the output of a begun job keeps its columns
-            task_of(spec).output_schema(carried_fields(spec, source.schema))
-        return Job(
+        job = Job(
             file=file,
             spec=spec,
             origins=prepared.origins,
@@ -247,14 +268,17 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             identity=prepared.identity_of(spec, source.fingerprints[0]),
             adapters=prepared.adapters,
         )
+        if state is None:  # the output of a begun job keeps its columns
+            job.task.output_schema(carried_fields(spec, source.schema))
+        return job
 
 
 def _taken(file: SpecFile, state: State | None) -> tuple[str, ...]:
     """Fingerprints of the input that the job has taken in. A new slice has that of the other slices."""
     if state is not None:
         return state.source_fingerprints
-    cut = read_cut(file.spec.output.path) if file.slice is not None else None
-    return () if cut is None else (str(cut.identity.get("input", "")),)
+    began_as = _began_as(file, None)
+    return (str(began_as.get("input", "")),) if began_as else ()
 
 
 def location_of(spec: JobSpec) -> InputLocation:

@@ -15,8 +15,7 @@ from batchinf.job.choose import CheckLock, Say, begin_choice, check_slice, choos
 from batchinf.job.job import Job, begun_at
 from batchinf.job.scratch import scratch_database
 from batchinf.manifest.state import State
-from batchinf.prompts.builder import Outline, PromptBuilder
-from batchinf.prompts.encoder import load_tokenizer
+from batchinf.prompts.builder import Outline
 from batchinf.records import Int64Array
 from batchinf.schedule.positions import Choice, positions_name, read_positions, write_positions
 from batchinf.spec.job import JobSpec
@@ -157,9 +156,10 @@ def in_order(
     # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
     # position again. Seeds and prompts depend only on positions, so the order changes no value.
     order = choice.order(job.folder)
-    outlines = _Outlines(job, state)
+    builder = job.prompt_builder(begun_at(job, None if state is None else state.header))
     keyed = (
-        (rows, [_key(outline, choice.ordered_by) for outline in outlines.of(rows)]) for rows in order.pieces(_AT_ONCE)
+        (rows, [_key(builder.outline(row), choice.ordered_by) for row in job.source.read_rows(rows, builder.columns)])
+        for rows in order.pieces(_AT_ONCE)
     )
     rows_in_order = sort_rows(job.folder, keyed, *(WAVES_AND_HANDS if choice.ordered_by == "longest" else ()))
     stored = write_positions(job.folder, choice.number, rows_in_order, job.source.num_rows, check_lock=check_lock)
@@ -198,20 +198,6 @@ def _key(outline: Outline, ordered_by: str) -> bytes | None:
     # A row without its own limit may be the longest of all.
     longest = _MOST_TOKENS if outline.max_tokens is None else min(outline.max_tokens, _MOST_TOKENS)
     return (_MOST_TOKENS - longest).to_bytes(4, "big")
-
-
-class _Outlines:
-    """Reads rows and makes the outlines of their prompts, by which they are ordered."""
-
-    def __init__(self, job: Job, state: State | None) -> None:
-        tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-        begun = begun_at(job, None if state is None else state.header)
-        self._builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size, begun)
-        self._source = job.source
-
-    def of(self, rows: Int64Array) -> list[Outline]:
-        """The outlines of the rows at these positions, which are ascending."""
-        return [self._builder.outline(row) for row in self._source.read_rows(rows, self._builder.columns)]
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------
@@ -262,10 +248,11 @@ def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
 def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
     """Beginnings of the sampled rows' prompts, by run. A small input is sampled whole."""
     order = choice.order(job.folder)
-    outlines = _Outlines(job, None)
+    builder = job.prompt_builder(begun_at(job, None))
     runs = []
     for start, stop in sampled_runs(choice.num_rows):
-        beginnings = (line.beginning for rows in order.pieces(_AT_ONCE, start, stop) for line in outlines.of(rows))
+        pieces = (job.source.read_rows(rows, builder.columns) for rows in order.pieces(_AT_ONCE, start, stop))
+        beginnings = (builder.outline(row).beginning for rows in pieces for row in rows)
         runs.append([beginning for beginning in beginnings if beginning is not None])
     return runs
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from batchinf.base.errors import RowError, UserError
-from batchinf.base.reasons import reason
+from batchinf.base.text import reason
 from batchinf.job.job import Job, begun_at, max_model_len
-from batchinf.prompts.encoder import load_tokenizer
 
 MOST_SAMPLED = 1000
 # Rows to read together. In an input with large row groups, one row takes as long as these.
@@ -40,8 +39,7 @@ def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
         positions = range(job.source.num_rows)  # the rows of one slice may be bad by themselves
     if job.spec.max_error_rate == 1:
         return
-    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, None))
+    builder = job.prompt_builder(begun_at(job, None))
     counts: Counter[tuple[str, str]] = Counter()
     firsts: dict[tuple[str, str], tuple[int, RowError]] = {}
     for sampled in sample_rows(positions, 0):

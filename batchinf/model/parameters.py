@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from batchinf.base.child import NoAnswerError, ask
 from batchinf.base.errors import ModelError
+from batchinf.base.process import NoAnswerError, ask
 from batchinf.base.text import one_line
 from batchinf.model import files as model_files
 

@@ -40,15 +40,11 @@ class ByteQueue(Generic[Item]):
 
     @property
     def is_full(self) -> bool:
-        """Whether `put` would wait."""
+        """Whether `put_all` would wait."""
         return len(self._items) >= self._max_items or self._num_bytes >= self._max_bytes
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def put(self, item: Item, num_bytes: int) -> bool:
-        """Wait for room and append. False if the queue is closed; the item is then dropped."""
-        return self.put_all([(item, num_bytes)])
 
     def put_all(self, items: Iterable[tuple[Item, int]]) -> bool:
         """Append items with their sizes, each once there is room. False if closed; the rest is then dropped."""
@@ -165,27 +161,19 @@ class FailedRow:
     results: tuple[Result, ...]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Feeder(threading.Thread):
-    """Feeds leases in the order in which they were assigned."""
+    """Feeds leases in the order in which they were assigned. Call `expect` or `settle` before it starts."""
 
-    def __init__(
-        self,
-        *,
-        source: Source,
-        task: Task,
-        open_lease: Callable[[Lease], OpenLease],
-        ready: ByteQueue[PendingRequest],
-        fail: Callable[[FailedRow], None],
-        emit: Callable[[Event], None],
-    ) -> None:
-        """`expect` or `settle` must be called before it starts."""
+    source: Source
+    task: Task
+    open_lease: Callable[[Lease], OpenLease]
+    ready: ByteQueue[PendingRequest]
+    fail: Callable[[FailedRow], None]
+    emit: Callable[[Event], None]
+
+    def __post_init__(self) -> None:
         super().__init__(name="feeder", daemon=True)
-        self._source = source
-        self._task = task
-        self._open_lease = open_lease
-        self._ready = ready
-        self._fail = fail
-        self._emit = emit
         self._limits: tuple[Callable[[], PromptBuilder], int] | None = None
         self._assigned: deque[Lease] = deque()
         self._opening: Key | None = None
@@ -222,14 +210,14 @@ class Feeder(threading.Thread):
                 self._opening = None if self._opening in revoked else self._opening
                 self._drop([key for key in self._prepared if key in revoked])
         if has_begun:
-            self._emit(Revoked(back))
+            self.emit(Revoked(back))
 
     def _drop(self, keys: Iterable[Key]) -> list[Lease]:
         """Drop the requests made from these leases. Returns the leases."""
         dropped = [self._prepared.pop(key) for key in keys]
         for opened in dropped:
             opened.is_given_back = True
-        self._ready.drop(lambda pending: pending.lease.is_given_back)
+        self.ready.drop(lambda pending: pending.lease.is_given_back)
         return [opened.lease for opened in dropped]
 
     def expect(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
@@ -258,7 +246,7 @@ class Feeder(threading.Thread):
     def _note_begun(self, opened: OpenLease, track: Callable[[OpenLease], None]) -> None:
         # Before `track`, which may close the shard at once: the coordinator then deletes what is left in the journal.
         num_recovered = 0 if opened.lease.is_stored else opened.num_results
-        self._emit(LeaseBegun(opened.key, num_recovered, opened.num_counted, opened.damaged))
+        self.emit(LeaseBegun(opened.key, num_recovered, opened.num_counted, opened.damaged))
         track(opened)
 
     def start_once(self) -> None:
@@ -272,7 +260,7 @@ class Feeder(threading.Thread):
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
-        self._ready.close()
+        self.ready.close()
 
     def run(self) -> None:
         """Feed until stopped. An exception is kept for the worker to raise."""
@@ -298,7 +286,7 @@ class Feeder(threading.Thread):
     def _open(self, lease: Lease) -> OpenLease | None:
         """Open a lease; it begins if the engine is up. None if it was given back meanwhile."""
         faults.point("feeder.begin")
-        opened = self._open_lease(lease)
+        opened = self.open_lease(lease)
         with self._changed:
             if self._opening is None:
                 return None
@@ -323,7 +311,7 @@ class Feeder(threading.Thread):
                 if self._is_stopping:
                     return
                 time.sleep(_TRIAL_POLL_S)
-            self._emit(Tried(rows))
+            self.emit(Tried(rows))
 
     def _try_row(self, row: int, trial: Trial) -> list[threading.Event]:
         """Feed one row of a trial. For a probe, returns events that are set once its requests have finished."""
@@ -335,10 +323,11 @@ class Feeder(threading.Thread):
             return []
         probes = []
         builder, max_model_len = self._known_limits()
-        for prompt in builder.build(self._source.read(row, row + 1, builder.columns), max_model_len):
+        for prompt in builder.build(self.source.read(row, row + 1, builder.columns), max_model_len):
             for pending, num_bytes in self._expand(opened, prompt, max_model_len):
                 probes.append(threading.Event())
-                self._ready.put(replace(pending, request=_probe(pending.request), probe=probes[-1]), num_bytes)
+                probe = replace(pending, request=_probe(pending.request), probe=probes[-1])
+                self.ready.put_all([(probe, num_bytes)])
         return probes
 
     def _holder(self, row: int) -> OpenLease | None:
@@ -368,10 +357,10 @@ class Feeder(threading.Thread):
         for prompt in prompts:
             ready += self._expand(opened, prompt, max_model_len)
             if len(ready) >= _PUT_ITEMS:
-                if not self._ready.put_all(ready):
+                if not self.ready.put_all(ready):
                     return
                 ready = []
-        self._ready.put_all(ready)
+        self.ready.put_all(ready)
 
     def _known_limits(self) -> tuple[PromptBuilder, int]:
         assert self._limits is not None
@@ -381,20 +370,20 @@ class Feeder(threading.Thread):
     def _read(self, row_index: Int64Array, columns: Sequence[str]) -> list[Row]:
         """These rows, in this order. They are read in the order of the source."""
         in_source = np.argsort(row_index, kind="stable")
-        read = self._source.read_rows(row_index[in_source], columns)
+        read = self.source.read_rows(row_index[in_source], columns)
         rows = dict(zip(in_source.tolist(), read, strict=True))
         return [rows[i] for i in range(len(row_index))]
 
     def _expand(self, opened: OpenLease, prompt: Prompt, max_model_len: int) -> Iterator[tuple[PendingRequest, int]]:
         """The requests that a row still has to run, with their sizes in bytes."""
-        requests = self._task.expand(prompt, max_model_len)
+        requests = self.task.expand(prompt, max_model_len)
         if prompt.adapter is not None:
             requests = [replace(request, adapter=prompt.adapter) for request in requests]
         error = prompt.error
         if error is None and prompt.row_index in self._condemned:
             error = RowError("engine_death", self._condemned[prompt.row_index])
         if error is not None:
-            self._fail(FailedRow(opened, failed(prompt, len(requests), error, opened.lease.attempts)))
+            self.fail(FailedRow(opened, failed(prompt, len(requests), error, opened.lease.attempts)))
             return
         num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
         for request in requests:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -28,7 +29,6 @@ from batchinf.job.open import open_job_input
 from batchinf.model.content import Unchanged, adapter_files
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.replica.feeder import Feeder
-from batchinf.replica.forks import FirstFork, forks_engine_core, forks_workers
 from batchinf.replica.messages import (
     DISK_ERROR,
     STARTING_ENGINE,
@@ -50,8 +50,15 @@ from batchinf.replica.messages import (
     Trial,
     Work,
 )
-from batchinf.replica.pipeline import EngineLimits, Pipeline, expected_limits, scripted_length
-from batchinf.replica.worker import InFlightRecord, Worker, window
+from batchinf.replica.worker import (
+    EngineLimits,
+    InFlightRecord,
+    Pipeline,
+    Worker,
+    expected_limits,
+    scripted_length,
+    window,
+)
 from batchinf.schedule.positions import RunOrder
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
@@ -287,6 +294,56 @@ def _says_more(progress: Progress, before: Progress) -> bool:
         return report.engine.num_running, report.engine.num_waiting, report.num_rows + report.num_unstored
 
     return of(progress) != of(before)
+
+
+# -- vLLM's forks ------------------------------------------------------------------------------------------------------
+
+
+def forks_engine_core() -> bool:
+    """Whether vLLM will fork its engine core from this process, by its environment variables."""
+    is_apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
+    return is_apart and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork") == "fork"
+
+
+def forks_workers(num_devices: int) -> bool:
+    """Whether vLLM will fork its workers, one after the other, from this process, which has the engine core in it."""
+    is_inside = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
+    return is_inside and num_devices > 1 and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork") == "fork"
+
+
+class FirstFork:
+    """Calls that wait for the first fork of this process, or for `release` where several forks are to come."""
+
+    def __init__(self, *, is_expected: bool, are_several: bool = False) -> None:
+        """is_expected: one fork is to come. are_several: more than one. If none is to come, calls do not wait."""
+        self._is_over = not (is_expected or are_several)
+        self._waiting: deque[Callable[[], object]] = deque()
+        if are_several:
+            os.register_at_fork(after_in_child=self._forget)
+        elif is_expected:
+            os.register_at_fork(after_in_parent=self.release, after_in_child=self._forget)
+
+    def after(self, call: Callable[[], object]) -> None:
+        """Run `call` once there has been a fork; at once if that has happened. Called from any thread."""
+        self._waiting.append(call)
+        if self._is_over:
+            self.release()
+
+    def release(self) -> None:
+        """Wait no longer: there has been a fork, or none comes."""
+        self._is_over = True
+        while True:
+            try:
+                call = self._waiting.popleft()
+            except IndexError:  # another thread may have taken the last one
+                return
+            call()
+
+    def _forget(self) -> None:
+        # The calls belong to the parent, even if the child is forked in turn.
+        self._waiting.clear()
+        # Tokenizers read it at each call. With "true" they would wait for threads that only the parent has.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def last_words(error: BaseException) -> Failed:

@@ -1,23 +1,44 @@
-"""Keeps one engine full, without a barrier between leases, and records which rows are in it.
+"""Drives one engine: the pipeline of feeder, engine and writer, and the record of the rows in the engine.
 
-The record is memory of the backend and outlives the replica. If the engine or the replica dies, the rows in it are
-suspected. An entry takes less than a microsecond and no disk access.
+Requests enter without a barrier between leases, so that the engine stays full. All but the writer is made before the
+engine is up, so that prompts are tokenised while it starts. The record is memory of the backend and outlives the
+replica: if the engine or the replica dies, the rows in it are suspected. An entry takes less than a microsecond and no
+disk access.
 """
 
+import functools
 import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
+from concurrent.futures import Future
+from dataclasses import dataclass
 from mmap import mmap
 
 import numpy as np
+import pyarrow as pa
 
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
+from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
-from batchinf.records import Completion, Request
+from batchinf.job.job import carried_columns
+from batchinf.manifest.columns import Columns
+from batchinf.manifest.names import retry_of
+from batchinf.output.journal import Journal
+from batchinf.output.open_lease import OpenLease
+from batchinf.output.parts import PartTarget, write_part
+from batchinf.output.replace import write_replacement
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.records import Completion, EngineInfo, Lease, Part, Request
+from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
-from batchinf.replica.messages import InFlightRequest, Progress
-from batchinf.replica.writer import Finished, Writer
+from batchinf.replica.messages import Event, InFlightRequest, Progress
+from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
+from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
+from batchinf.source.rows import Source
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import Task
 
 # row_index, then 0 for a free slot or 2 * (order of entering) + (1 once a token came out).
 _SLOT = struct.Struct("<qq")
@@ -105,34 +126,30 @@ _WINDOW = 1.2
 _IDLE_S = 0.05
 
 
+@dataclass(kw_only=True, eq=False)
 class Worker:
     """Drives an engine until it is stopped. `run` blocks; everything else may be called from other threads."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        ready: ByteQueue[PendingRequest],
-        finished: ByteQueue[Finished | FailedRow],
-        feeder: Feeder,
-        writer: Writer,
-        in_flight: InFlightRecord,
-        counts_output: bool = True,
-    ) -> None:
-        """in_flight: where to note which rows are in the engine. counts_output: what it generates is of use."""
-        self._engine = engine
-        self._ready = ready
-        self._finished = finished
-        self._feeder = feeder
-        self._writer = writer
-        self._in_flight = in_flight
+    engine: Engine
+    ready: ByteQueue[PendingRequest]
+    finished: ByteQueue[Finished | FailedRow]
+    feeder: Feeder
+    writer: Writer
+    in_flight: InFlightRecord
+    """Where to note which rows are in the engine."""
+    counts_output: bool = True
+    """What the engine generates is of use."""
+
+    def __post_init__(self) -> None:
+        info = self.engine.info
         self._slots: dict[tuple[int, int], int] = {}
-        self._window = window(engine.info.max_num_seqs)
+        self._window = window(info.max_num_seqs)
         self._pending: dict[tuple[int, int], PendingRequest] = {}
         self._deadline: float | None = None
         self._steps = 0
         self._tokens = TokenCount(
-            counts_output=counts_output, pipeline_parallel_size=engine.info.settings.get("pipeline_parallel_size", 1)
+            counts_output=self.counts_output,
+            pipeline_parallel_size=info.settings.get("pipeline_parallel_size", 1),
         )
         self._busy_s = 0.0
         self._num_finished = 0
@@ -143,11 +160,11 @@ class Worker:
         """Journal, admit nothing more, finish running requests for at most `drain_s` seconds, and let `run` return."""
         deadline = time.monotonic() + drain_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-        self._writer.tick_soon()
-        self._feeder.stop()
+        self.writer.tick_soon()
+        self.feeder.stop()
 
     def progress(self) -> Progress:
-        totals = self._writer.totals
+        totals = self.writer.totals
         num_prompt_tokens, num_output_tokens = self._tokens.latest
         return Progress(
             num_rows=totals.num_rows,
@@ -157,8 +174,8 @@ class Worker:
             steps=self._steps,
             in_flight=len(self._pending),
             stalled_by_disk_s=round(self._stalled_by_disk_s, 3),
-            engine=self._engine.stats(),
-            num_waiting=len(self._ready),
+            engine=self.engine.stats(),
+            num_waiting=len(self.ready),
             num_answered=totals.num_answered,
             busy_s=round(self._busy_s, 3),
             num_unstored=max(0, self._num_finished - totals.num_requests),
@@ -166,12 +183,12 @@ class Worker:
 
     def begin(self) -> None:
         """Let leases begin. Called before `run`, on the thread that revokes leases."""
-        self._feeder.begin(self._writer.track)
+        self.feeder.begin(self.writer.track)
 
     def run(self) -> None:
         """Work until stopped. Raises EngineDeadError, after finished requests are stored."""
-        self._feeder.start_once()
-        self._writer.start()
+        self.feeder.start_once()
+        self.writer.start()
         try:
             while not self._is_over():
                 self._turn()
@@ -180,46 +197,46 @@ class Worker:
                 raise
             # A signal to the whole process tree has ended the engine too. Nothing is left to drain.
         finally:
-            self._feeder.stop()
-            self._writer.finish()
+            self.feeder.stop()
+            self.writer.finish()
         self._raise_from_threads()
 
     def _is_over(self) -> bool:
         if self._deadline is None:
             return False
-        return time.monotonic() >= self._deadline or self._engine.num_unfinished() == 0
+        return time.monotonic() >= self._deadline or self.engine.num_unfinished() == 0
 
     def _turn(self) -> None:
         self._raise_from_threads()
         if self._deadline is None:
             self._admit()
-        if self._engine.num_unfinished():
+        if self.engine.num_unfinished():
             began = time.monotonic()
-            finished = self._engine.step()
+            finished = self.engine.step()
             self._busy_s += time.monotonic() - began
             self._store(finished)
             self._steps += 1
             # An engine may report a first token late, when the request has finished already.
-            begun = [request for request in self._engine.begun() if request.key in self._pending]
+            begun = [request for request in self.engine.begun() if request.key in self._pending]
             for request in begun:
-                self._in_flight.note_output(self._slots[request.key])
-            self._tokens.step(begun, finished, self._engine.stats().num_running)
+                self.in_flight.note_output(self._slots[request.key])
+            self._tokens.step(begun, finished, self.engine.stats().num_running)
 
     def _admit(self) -> None:
-        num_unfinished = self._engine.num_unfinished()
-        if self._finished.is_full:
+        num_unfinished = self.engine.num_unfinished()
+        if self.finished.is_full:
             self._note_stall(num_unfinished < self._window)
             if not num_unfinished:
-                self._finished.wait_until_room(_IDLE_S)
+                self.finished.wait_until_room(_IDLE_S)
             return
         self._note_stall(False)
         idle_s = 0.0 if num_unfinished else _IDLE_S
         # The feeder sleeps while the engine is filled. When it was awake, it held the interpreter so often that the
         # engine ran 13 of 1,229 requests alone for half a second.
-        for pending in self._ready.take(max(0, self._window - num_unfinished), idle_s, shuts=True):
+        for pending in self.ready.take(max(0, self._window - num_unfinished), idle_s, shuts=True):
             if not pending.lease.is_given_back:
                 self._add(pending)
-        self._ready.open()
+        self.ready.open()
 
     def _note_stall(self, is_stalled: bool) -> None:
         """Count the time in which the engine has room, but admission waits for the disk."""
@@ -231,11 +248,11 @@ class Worker:
     def _add(self, pending: PendingRequest) -> None:
         request = pending.request
         # Recorded first, because `add` may kill the engine.
-        self._slots[request.key] = self._in_flight.enter(request.row_index)
+        self._slots[request.key] = self.in_flight.enter(request.row_index)
         try:
-            self._engine.add(request)
+            self.engine.add(request)
         except RequestRefused as refusal:
-            self._in_flight.leave(self._slots.pop(request.key))
+            self.in_flight.leave(self._slots.pop(request.key))
             if pending.probe is not None:
                 pending.probe.set()
                 return
@@ -246,7 +263,7 @@ class Worker:
                 refusal.error,
                 attempts=pending.lease.lease.attempts,
             )
-            self._finished.offer_all([(FailedRow(pending.lease, (result,)), 0)])
+            self.finished.offer_all([(FailedRow(pending.lease, (result,)), 0)])
             return
         self._pending[request.key] = pending
 
@@ -258,16 +275,16 @@ class Worker:
         for completion in completions:
             key = completion.request.key
             pending = self._pending.pop(key)
-            self._in_flight.leave(self._slots.pop(key))
+            self.in_flight.leave(self._slots.pop(key))
             if pending.probe is None:
                 items.append((Finished(pending, completion), num_bytes(completion)))
             else:
                 pending.probe.set()
         self._num_finished += len(items)
-        self._finished.offer_all(items)
+        self.finished.offer_all(items)
 
     def _raise_from_threads(self) -> None:
-        error = self._feeder.error or self._writer.error
+        error = self.feeder.error or self.writer.error
         if error is not None:
             raise error
 
@@ -284,3 +301,207 @@ def num_bytes(completion: Completion) -> int:
         if logprobs is not None:
             total += logprobs.token_ids.nbytes + logprobs.logprobs.nbytes + logprobs.ranks.nbytes
     return total
+
+
+# -- the pipeline around the engine ------------------------------------------------------------------------------------
+
+# vLLM's default on devices of 70 GiB and more; on others it is 256.
+_LIKELY_SEQS = 1024
+# A row that fails before it reaches the engine, with its message.
+_FAILED_ROW_BYTES = 1 << 10
+# Bounds of the queue before the engine and of the queue before the writer.
+_READY_BYTES = 64 << 20
+_FINISHED_BYTES = 96 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The limits of an engine that the pipeline has to know."""
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    """A likely value if the spec has none. No output depends on it."""
+
+
+def expected_limits(
+    spec: JobSpec, max_model_len: int | None, vocab_size: int | None, tokenizer: Sized
+) -> EngineLimits | None:
+    """The limits that the engine will probably have; None if they cannot be known before it starts.
+
+    max_model_len, vocab_size: from the model's config.
+    """
+    if spec.scripted is not None:
+        return EngineLimits(scripted_length(spec), len(tokenizer), spec.scripted.max_num_seqs)
+    length = spec.engine.get("max_model_len", max_model_len)
+    if not isinstance(length, int) or length <= 0 or vocab_size is None:  # -1: vLLM fits it to the memory
+        return None
+    max_num_seqs = spec.engine.get("max_num_seqs")
+    if not isinstance(max_num_seqs, int) or max_num_seqs <= 0:
+        max_num_seqs = _LIKELY_SEQS
+    return EngineLimits(length, vocab_size, max_num_seqs)
+
+
+def scripted_length(spec: JobSpec) -> int:
+    """The `max_model_len` of a scripted engine."""
+    length = spec.length_limit(None)
+    assert length is not None, "the scripted engine has a length of its own"
+    return length
+
+
+@dataclass(kw_only=True, eq=False)
+class Pipeline:
+    """The feeder, the queues and the decoder around an engine, made before the engine is up."""
+
+    task: Task
+    source: Source
+    tokenizer: object
+    folder: Folder
+    incarnation: str
+    metadata: Mapping[str, str]
+    """For each part's Parquet metadata, beside the engine's versions."""
+    emit: Callable[[Event], None]
+    order: RunOrder | None = None
+    """None: rows run in the order of their positions."""
+    begun_at: str | None = None
+    may_store: Callable[[], object] = lambda: None
+    """Waits until results may be durable."""
+    columns: Columns | None = None
+    """Those of the job's files; None: all that the task has."""
+
+    def __post_init__(self) -> None:
+        self._spec = self.task.spec
+        self._carried = carried_columns(self._spec)
+        fields = [self.source.schema.field(name) for name in self._carried]
+        self._columns = self.columns or Columns.of_new_job(self.task, fields)
+        self._journal = Journal(self.folder, self.incarnation, self._columns.journal_schema, self._before_segment)
+        self._retry = retry_of(self.incarnation)
+        self._chosen = stored_positions(self.folder, self._retry, where=RETRY_FOLDER) if self._retry else None
+        self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
+        self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
+        self.feeder = Feeder(
+            source=self.source,
+            task=self.task,
+            open_lease=self._open_lease,
+            ready=self._ready,
+            fail=self._fail,
+            emit=self.emit,
+        )
+        self._detokenizer_claim = threading.Lock()
+        self._detokenizer: Future[Detokenizer | None] = Future()
+
+    def start_early(
+        self, limits: EngineLimits, after_fork: Callable[[Callable[[], object]], object] = lambda start: start()
+    ) -> None:
+        """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it.
+
+        after_fork: calls its argument once threads may run.
+        """
+        self._ready.resize(window(limits.max_num_seqs) + _num_ready(limits.max_num_seqs))
+        self.feeder.expect(self._prompts_by(limits.vocab_size), limits.max_model_len)
+        after_fork(threading.Thread(target=self._start, name="start", daemon=True).start)
+
+    def _start(self) -> None:
+        """Make the detokenizer, which takes 1 s for a large vocabulary, and then start the feeder."""
+        self._make_detokenizer()
+        self.feeder.start_once()
+        # Arrow imports pandas with the first array that it makes of NumPy's: 0.3 s for which the first part would wait.
+        pa.array(np.empty(0, np.int32))
+
+    def _make_detokenizer(self) -> None:
+        if not self._detokenizer_claim.acquire(blocking=False):
+            return
+        try:
+            self._detokenizer.set_result(Detokenizer(self.tokenizer) if self.task.makes_text else None)
+        except BaseException as error:
+            self._detokenizer.set_exception(error)
+
+    def complete(self, engine: Engine, expected: EngineLimits | None, in_flight: InFlightRecord) -> Worker:
+        """The worker. expected: the limits that the feeder has used; if the engine's differ, it starts anew."""
+        info = engine.info
+        self._ready.resize(_num_ready(info.max_num_seqs))
+        prompts = self._prompts_by(info.vocab_size)
+        if expected is None:
+            self.feeder.expect(prompts, info.max_model_len)
+        elif (expected.max_model_len, expected.vocab_size) != (info.max_model_len, info.vocab_size):
+            self.feeder.settle(prompts, info.max_model_len)
+        self._make_detokenizer()  # does nothing if the feeder was started early
+        writer = Writer(
+            finished=self._finished,
+            task=self.task,
+            answers=answers_of(self._spec, self.tokenizer, self._detokenizer.result()),
+            write_part=self._write_by(info),
+            emit=self.emit,
+            checkpoint_interval_s=self._spec.checkpoint_interval_s,
+            room=WIDE if self.task.has_wide_results else USUAL,
+        )
+        return Worker(
+            engine=engine,
+            ready=self._ready,
+            finished=self._finished,
+            feeder=self.feeder,
+            writer=writer,
+            in_flight=in_flight,
+            counts_output=self.task.draws_tokens,
+        )
+
+    def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
+        return functools.partial(self.task.prompt_builder, self.tokenizer, vocab_size, self.begun_at)
+
+    def _open_lease(self, lease: Lease) -> OpenLease:
+        rows = ShardRows(lease.start, lease.stop) if self.order is None else self.order.of(lease)
+        chosen = None if self._chosen is None else self._chosen.chosen(rows)
+        opened = OpenLease(lease, self.task, self._journal, chosen=chosen, rows=rows)
+        opened.recover()
+        return opened
+
+    def _fail(self, row: FailedRow) -> None:
+        self._finished.put_all([(row, _FAILED_ROW_BYTES * len(row.results))])
+
+    def _before_segment(self) -> None:
+        # The writer waits here. Its queue fills up, and admission waits.
+        self.may_store()
+        self.source.keep_digests()
+
+    def _write_by(self, info: EngineInfo) -> Callable[[OpenLease], Part]:
+        versions = {f"batchinf.version.{name}": text for name, text in info.versions.items()}
+        write_file = write_replacement if self._retry else write_part
+        target = PartTarget(
+            folder=self.folder,
+            source=self.source,
+            carried=tuple(self._carried),
+            columns=self._columns,
+            metadata={**self.metadata, **versions, "batchinf.device": info.device},
+            incarnation=self.incarnation,
+        )
+
+        def write(shard: OpenLease) -> Part:
+            self.may_store()
+            return write_file(target, shard)
+
+        return write
+
+
+def _num_ready(max_num_seqs: int) -> int:
+    """Requests that wait before a full engine."""
+    return max(16, window(max_num_seqs) // 2)
+
+
+def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None) -> Answers:
+    """The reader of completions. Imports vLLM only for reasoning parsers, regexes and grammars.
+
+    The scripted engine ignores regexes and grammars. detokenizer: None for tasks without text.
+    """
+    split = None
+    matcher_of = None
+    if detokenizer is not None and spec.model.reasoning_parser is not None:
+        from batchinf.engines.vllm.structures import reasoner_of
+
+        split = reasoner_of(spec, tokenizer).split
+    structures = spec.sampling.structured_outputs or {}
+    if detokenizer is not None and spec.scripted is None and structures.keys() & {"regex", "grammar"}:
+        from batchinf.engines.vllm.arguments import structures_backend
+        from batchinf.engines.vllm.structures import matcher
+
+        matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))
+    return Answers(spec, tokenizer, detokenizer, split=split, matcher=matcher_of)

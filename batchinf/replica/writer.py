@@ -16,7 +16,7 @@ from batchinf.base import faults
 from batchinf.output.batches import count_errors
 from batchinf.output.open_lease import OpenLease
 from batchinf.records import Completion, Part, Result
-from batchinf.replica.answers import Answer, Answers, NoAnswers
+from batchinf.replica.answers import Answer, Answers
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
 from batchinf.replica.messages import Event, Key, LeaseStored, ShardClosed
 from batchinf.tasks.base import Task
@@ -37,7 +37,7 @@ class Room:
     """Parts written at one time."""
 
 
-_USUAL = Room(max_bytes=96 << 20, num_closers=1)
+USUAL = Room(max_bytes=96 << 20, num_closers=1)
 
 
 # For results of 256 KB each. A shard has a few hundred of them, and two or three shards are open at once. With this
@@ -80,32 +80,24 @@ class WriterTotals:
     """Requests that the engine finished."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Writer(threading.Thread):
     """Takes finished requests from a queue; each finished shard that it holds whole becomes a staged part."""
 
-    def __init__(
-        self,
-        *,
-        finished: ByteQueue[Finished | FailedRow],
-        task: Task,
-        answers: Answers | NoAnswers,
-        write_part: Callable[[OpenLease], Part],
-        emit: Callable[[Event], None],
-        checkpoint_interval_s: float,
-        room: Room | None = None,
-    ) -> None:
+    finished: ByteQueue[Finished | FailedRow]
+    task: Task
+    answers: Answers
+    write_part: Callable[[OpenLease], Part]
+    emit: Callable[[Event], None]
+    checkpoint_interval_s: float
+    room: Room = USUAL
+
+    def __post_init__(self) -> None:
         super().__init__(name="writer", daemon=True)
-        self._finished = finished
-        self._task = task
-        self._answers = answers
-        self._write_part = write_part
-        self._emit = emit
-        self._interval_s = checkpoint_interval_s
-        self._next_tick = time.monotonic() + checkpoint_interval_s
+        self._next_tick = time.monotonic() + self.checkpoint_interval_s
         self._open: dict[Key, OpenLease] = {}
         self._lock = threading.Lock()
-        self._room = room or _USUAL
-        self._closer = ThreadPoolExecutor(self._room.num_closers, thread_name_prefix="closer")
+        self._closer = ThreadPoolExecutor(self.room.num_closers, thread_name_prefix="closer")
         self._closing: list[Closing] = []
         self._is_stopping = False
         self.totals = WriterTotals()
@@ -125,7 +117,7 @@ class Writer(threading.Thread):
     def finish(self) -> None:
         """Store all that is in the queue, close finished shards, journal the rest, and end."""
         self._is_stopping = True
-        self._finished.close()
+        self.finished.close()
         self.join()
         self._closer.shutdown(wait=True)
         self._raise_closing()
@@ -144,21 +136,21 @@ class Writer(threading.Thread):
         # Read the flag before the queue: all that was in the queue when it was set is stored before the end.
         is_last = self._is_stopping
         wait_s = min(_GATHER_S, max(0.0, self._next_tick - time.monotonic()))
-        is_behind = self._closing_bytes() > self._room.max_bytes
+        is_behind = self._closing_bytes() > self.room.max_bytes
         if is_behind:
             # Take nothing: the queue fills up, and admission waits.
             items = []
             wait([closing.future for closing in self._closing], wait_s, FIRST_COMPLETED)
         else:
-            items = self._finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
+            items = self.finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
         if items:
             self._store(items)
         if time.monotonic() >= self._next_tick:
             started = time.monotonic()
             self._tick()
             self._keep_closing()
-            self._next_tick = started + self._interval_s - self._spare_s(time.monotonic() - started)
-        elif self._unjournalled_bytes() > self._room.max_bytes:
+            self._next_tick = started + self.checkpoint_interval_s - self._spare_s(time.monotonic() - started)
+        elif self._unjournalled_bytes() > self.room.max_bytes:
             self._tick()
         self._close_finished()
         self._raise_closing()
@@ -168,7 +160,7 @@ class Writer(threading.Thread):
         faults.point("writer.store")
         items = [item for item in items if isinstance(item, Finished) or not item.lease.is_given_back]
         finished = [item for item in items if isinstance(item, Finished)]
-        answers = self._answers.read([item.completion for item in finished])
+        answers = self.answers.read([item.completion for item in finished])
         by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}
         for item, answer in zip(finished, answers, strict=True):
             lease = item.pending.lease
@@ -180,7 +172,7 @@ class Writer(threading.Thread):
         self.totals.num_requests += len(finished)
 
     def _add(self, lease: OpenLease, results: Sequence[Result]) -> None:
-        batch = self._task.encode(results)
+        batch = self.task.encode(results)
         num_before = lease.num_finished
         lease.add(batch)
         num_rows = lease.num_finished - num_before
@@ -205,7 +197,7 @@ class Writer(threading.Thread):
 
     def _spare_s(self, tick_s: float) -> float:
         """Seconds by which the next tick begins early, so that its results are durable at the end of the interval."""
-        return min(2 * tick_s, self._interval_s / 2) + min(_GATHER_S, self._interval_s / 10)
+        return min(2 * tick_s, self.checkpoint_interval_s / 2) + min(_GATHER_S, self.checkpoint_interval_s / 10)
 
     def _keep_closing(self) -> None:
         """Journal finished shards whose parts are still being written. Otherwise a crash costs more on a slow disk."""
@@ -235,14 +227,14 @@ class Writer(threading.Thread):
         lease.tick()
         lease.close()
         faults.point("writer.stored_lease")
-        self._emit(LeaseStored(lease.key, lease.num_counted, dict(lease.counted_errors)))
+        self.emit(LeaseStored(lease.key, lease.num_counted, dict(lease.counted_errors)))
 
     def _close(self, shard: OpenLease) -> None:
         faults.point("writer.close")
-        part = self._write_part(shard)
+        part = self.write_part(shard)
         shard.close()
         faults.point("writer.closed")
-        self._emit(ShardClosed(part, shard.num_counted, dict(shard.counted_errors)))
+        self.emit(ShardClosed(part, shard.num_counted, dict(shard.counted_errors)))
 
     def _raise_closing(self) -> None:
         done = [closing for closing in self._closing if closing.future.done()]

@@ -9,7 +9,8 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.coordinator.progress import commonest, failure_lines, is_hopeless
+from batchinf.coordinator.coordinator import is_hopeless
+from batchinf.coordinator.ending import commonest, failure_lines
 from batchinf.manifest.state import read_state
 
 WORD = "word "

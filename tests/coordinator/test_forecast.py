@@ -8,7 +8,7 @@ import pytest
 
 import jobs
 from batchinf.base.text import size_text, time_text
-from batchinf.coordinator.progress import _idle_s
+from batchinf.coordinator.ending import _idle_s
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.state import State
 

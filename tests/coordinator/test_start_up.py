@@ -21,6 +21,7 @@ from batchinf.model.memory import fit_of
 from batchinf.records import EngineInfo
 from batchinf.replica.messages import Launch, Ready
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
 
 
 def make_fleet(folder: pathlib.Path, *, is_cache_warm: bool) -> Fleet:
@@ -107,7 +108,7 @@ def launcher(folder: pathlib.Path, model: pathlib.Path, **engine: int) -> Launch
     settings = EngineSettings(spec, fit_of(found, spec, None, ""))
     return Launcher(
         backend=LocalBackend(),
-        spec=spec,
+        task=task_of(spec),
         model=found,
         adapters=(),
         folder=Folder(folder),

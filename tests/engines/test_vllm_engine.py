@@ -24,8 +24,7 @@ import jobs
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request
-from batchinf.replica.answers import Answers
-from batchinf.replica.detokenizer import Detokenizer
+from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.worker import TokenCount
 from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.spec.sampling import SamplingSpec

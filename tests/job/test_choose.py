@@ -21,7 +21,6 @@ import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.storage import Folder
 from batchinf.job import choose as choosing
-from batchinf.job import exclude as excluding
 from batchinf.job.job import max_model_len
 from batchinf.job.open import open_job
 from batchinf.manifest.lock import LockLost
@@ -216,7 +215,7 @@ def test_excluded_rows_are_those_whose_value_is_in_a_set(
     own: str, theirs: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No value is cast to another: 2^64 - 1 is not -1, and no long text is cut."""
-    monkeypatch.setattr(excluding, "_MOST_BYTES", 200)
+    monkeypatch.setattr(choosing, "_MOST_BYTES", 200)
     chance = random.Random(f"{own} {theirs}")
     types = [pa.type_for_alias(name.split("[")[0]) for name in (own, theirs)]
 

@@ -22,8 +22,7 @@ from batchinf.engines.installed import (
 )
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request, Result
-from batchinf.replica.answers import Answer, Answers
-from batchinf.replica.detokenizer import Detokenizer
+from batchinf.replica.answers import Answer, Answers, Detokenizer
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec

@@ -13,8 +13,8 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from batchinf.records import Completion, Request
-from batchinf.replica import detokenizer
-from batchinf.replica.detokenizer import Detokenizer
+from batchinf.replica import answers
+from batchinf.replica.answers import Detokenizer
 from batchinf.spec.sampling import SamplingSpec
 
 TEXTS = [
@@ -188,7 +188,7 @@ def test_clean_text_is_decoded_in_batches(name: str, monkeypatch: pytest.MonkeyP
     prompt, output = (backend.encode(text).ids for text in TEXTS[:2])
     case = Case(prompt, output, "length")
     wanted = stream(backend, prompt, output, True)
-    monkeypatch.setattr(detokenizer, "_replay", None)
+    monkeypatch.setattr(answers, "_replay", None)
     sampling = SamplingSpec()
     assert Detokenizer(PreTrainedTokenizerFast(tokenizer_object=backend)).decode(
         [completion(case, sampling)], sampling

@@ -18,10 +18,9 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Lease
-from batchinf.replica.forks import forks_engine_core
+from batchinf.replica.incarnation import forks_engine_core
 from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
-from batchinf.replica.pipeline import EngineLimits, Pipeline, expected_limits
-from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
+from batchinf.replica.worker import RECORD_BYTES, EngineLimits, InFlightRecord, Pipeline, expected_limits
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -258,7 +257,7 @@ def test_the_feeder_waits_for_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not forks_engine_core()
     script = """
 import os, subprocess, threading
-from batchinf.replica.forks import FirstFork
+from batchinf.replica.incarnation import FirstFork
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 fork = FirstFork(is_expected=True)

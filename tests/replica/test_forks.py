@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from batchinf.replica.forks import FirstFork, forks_workers
+from batchinf.replica.incarnation import FirstFork, forks_workers
 
 
 def fork() -> None:

@@ -17,7 +17,7 @@ from jsonschema.validators import validator_for
 
 import jobs
 from batchinf.records import Completion, Request
-from batchinf.replica.structure_checks import StructureChecks
+from batchinf.replica.answers import StructureChecks
 from batchinf.spec.answer_schemas import objection
 from batchinf.spec.sampling import SamplingSpec
 

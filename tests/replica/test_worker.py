@@ -21,7 +21,8 @@ from batchinf.job.open import open_job_input
 from batchinf.output.journal import Journal
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Lease, Prompt, Request
-from batchinf.replica import incarnation, pipeline, writer
+from batchinf.replica import incarnation, writer
+from batchinf.replica import worker as worker_module
 from batchinf.replica.feeder import FailedRow, failed
 from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, TokenCount, Worker, window
@@ -90,7 +91,7 @@ class Bench:
         name = f"000001.{len(list(self.folder.path('.').glob('life-*'))) + 1:04d}"
         self.folder.path(f"life-{name}").touch()
         self.in_flight = InFlightRecord(bytearray(RECORD_BYTES[0]))
-        line = pipeline.Pipeline(
+        line = worker_module.Pipeline(
             task=self.task,
             source=self.source,
             tokenizer=self.tokenizer,
@@ -221,7 +222,7 @@ def test_the_feeder_rests_while_the_engine_is_filled(bench: Callable[..., Bench]
 
     def slowly(request: Request) -> None:
         time.sleep(0.005)
-        is_full.append(one.worker._ready.is_full)
+        is_full.append(one.worker.ready.is_full)
         add(request)
 
     one.engine.add = slowly  # type: ignore[method-assign]
@@ -345,12 +346,12 @@ def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
 def test_admission_waits_for_the_disk(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(worker_module, "_FINISHED_BYTES", 4_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench()
     waiting: list[int] = []
     step = one.engine.step
-    one.engine.step = lambda: (waiting.append(len(one.worker._finished)), step())[1]  # type: ignore[method-assign]
+    one.engine.step = lambda: (waiting.append(len(one.worker.finished)), step())[1]  # type: ignore[method-assign]
     one.assign((0, NUM_ROWS))
     one.run(1)
     assert one.worker.progress().stalled_by_disk_s > 0.3
@@ -361,15 +362,15 @@ def test_admission_waits_for_the_disk(
 def test_admission_waits_for_parts_that_are_slow_to_write(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 4_000)
+    monkeypatch.setattr(worker_module, "_FINISHED_BYTES", 4_000)
     monkeypatch.setattr(writer, "_USUAL", writer.Room(max_bytes=4_000, num_closers=1))
     fault("parts.before_fsync:1=sleep 0.7,parts.before_fsync:2=sleep 0.7")
     one = bench()
     # The bound alone journals here, not the clock: a shard that was journalled just before it closed holds nothing.
-    one.worker._writer._interval_s, one.worker._writer._next_tick = 60.0, float("inf")
+    one.worker.writer.checkpoint_interval_s, one.worker.writer._next_tick = 60.0, float("inf")
     closing: list[int] = []
     step = one.engine.step
-    one.engine.step = lambda: (closing.append(one.worker._writer._closing_bytes()), step())[1]  # type: ignore[method-assign]
+    one.engine.step = lambda: (closing.append(one.worker.writer._closing_bytes()), step())[1]  # type: ignore[method-assign]
     one.assign(*evenly(NUM_ROWS, 10))
     one.run(NUM_ROWS // 10)
     assert one.worker.progress().stalled_by_disk_s > 0.3
@@ -381,13 +382,13 @@ def test_admission_waits_for_parts_that_are_slow_to_write(
 def test_bad_rows_do_not_pile_up_in_memory(
     bench: Callable[..., Bench], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_FINISHED_BYTES", 1_000_000)
+    monkeypatch.setattr(worker_module, "_FINISHED_BYTES", 1_000_000)
     fault("journal.before_fsync=sleep 1.0")
     one = bench([{"prompt": ""}] * 10_000)
     one.assign((0, 10_000))
     one.start()
     sizes: list[int] = []
-    one.wait_for(lambda: sizes.append(len(one.worker._finished)) or one.of(ShardClosed))
+    one.wait_for(lambda: sizes.append(len(one.worker.finished)) or one.of(ShardClosed))
     one.stop()
     assert max(sizes) <= 1_100
     assert len(one.rows()) == 10_000
@@ -449,7 +450,7 @@ def test_a_shard_that_the_journal_holds_whole_is_closed_at_once(
     fault("")
     two = bench()
     [shard] = two.assign((0, 20))
-    two.worker._writer._close_finished = lambda: None  # type: ignore[method-assign]
+    two.worker.writer._close_finished = lambda: None  # type: ignore[method-assign]
     two.start()
     two.wait_for(lambda: len(two.journalled(shard)) == 20)
     two.stop()
@@ -518,8 +519,8 @@ def test_an_engine_that_dies_of_the_stop_is_no_error(bench: Callable[..., Bench]
 def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: Callable[..., Bench]) -> None:
     # The last result and the end come together, right after the writer has found its queue empty.
     one = bench()
-    store, queue = one.worker._writer, one.worker._finished
-    opened = one.feeder._open_lease(Lease(0, 0, 1))
+    store, queue = one.worker.writer, one.worker.finished
+    opened = one.feeder.open_lease(Lease(0, 0, 1))
     store.track(opened)
     prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
     row, take = FailedRow(opened, failed(prompt, 1, prompt.error, 1)), queue.take
@@ -528,7 +529,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     def take_and_end(*arguments: Any) -> list[Any]:
         taken = take(*arguments)
         if not ending:
-            queue.put(row, 0)
+            queue.put_all([(row, 0)])
             ending.append(threading.Thread(target=store.finish))
             ending[0].start()
             jobs.wait_until(lambda: store._is_stopping)

@@ -82,8 +82,10 @@ class EngineSettings:
     def engine(self) -> dict[str, Any]:
         """Engine arguments for the next start."""
         engine = {**self._chosen, **self._spec.engine, **self._lowered}
+        if "compilation_config" not in self._chosen:
+            return engine
         limit = "max_num_seqs" if task_of(self._spec).draws_tokens else "max_num_batched_tokens"
-        if "compilation_config" in self._chosen and limit in self._lowered:
+        if limit in self._lowered:
             # Graphs for batches that do not occur any more would only take memory.
             graphs = self._chosen["compilation_config"]
             sizes = graphs["cudagraph_capture_sizes"]
