@@ -32,8 +32,7 @@ from batchinf.arguments import (
 from batchinf.base.errors import BatchinfError, Interrupted, UserError, out_of_memory_message
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
-from batchinf.base.terminal import wrapped
-from batchinf.base.text import names_in, plain, to_json
+from batchinf.base.text import names_in, plain, to_json, wrapped
 from batchinf.version import __version__
 
 app = App(

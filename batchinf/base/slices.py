@@ -21,8 +21,7 @@ from typing import Any
 from batchinf.base import faults
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.places import check_is_here
-from batchinf.base.record import NewerRecord, decode_record, encode_record
-from batchinf.base.storage import Folder, reason
+from batchinf.base.storage import Folder, NewerRecord, decode_record, encode_record, reason
 from batchinf.base.text import name_type, near_path
 
 CUT_VERSION = 1

@@ -9,13 +9,14 @@ import contextlib
 import errno
 import io
 import itertools
+import json
 import os
 import pathlib
 import shutil
 import stat
 import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import IO, Any
 
@@ -387,6 +388,8 @@ def _lacks_inodes(path: str) -> bool:
     return False
 
 
+# -- what begins a binary file, and records ----------------------------------------------------------------------------
+
 _MAGIC = b"batchinf"
 _VERSION = 1
 # Magic, format version, the four fields, 8 bytes to spare; then the xxh3-64 of all these.
@@ -418,3 +421,30 @@ class FileHeader:
             return None
         magic, version, *values = _STRUCT.unpack(fields)
         return cls(*values) if (magic, version) == (_MAGIC, _VERSION) else None
+
+
+class NewerRecord(ValueError):
+    """The file was written by a newer batchinf."""
+
+
+def encode_record(version: int, content: Mapping[str, object]) -> bytes:
+    """The bytes of a small JSON file: `{"version": 1, "checksum": "…", "content": {…}}`."""
+    return json.dumps({"version": version, "checksum": _checksum(content), "content": content}).encode()
+
+
+def decode_record(data: bytes, version: int) -> dict[str, Any]:
+    """The content of a file. Raises NewerRecord, or ValueError if it is damaged or of an older version."""
+    record = json.loads(data)
+    if not isinstance(record, dict):
+        raise ValueError("not a record")
+    stored_version = record.get("version")
+    if isinstance(stored_version, int) and stored_version > version:
+        raise NewerRecord
+    content = record.get("content")
+    if stored_version != version or not isinstance(content, dict) or record.get("checksum") != _checksum(content):
+        raise ValueError("damaged, or of an older version")
+    return content
+
+
+def _checksum(content: object) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Text for error messages and reports: values, names and other programs' errors in one short line."""
+"""Text for people: values, names and errors in one short line, lines that fit a terminal, reasons of failed rows."""
 
 import contextlib
 import dataclasses
@@ -7,8 +7,9 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TextIO, TypeVar
 
 _SHOWN_NAMES = 20
 _FEW_NAMES = 10
@@ -159,3 +160,84 @@ def short_count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{suffix}"
     return f"{number:.0f}"
+
+
+# -- a terminal --------------------------------------------------------------------------------------------------------
+
+# A line that begins with it is part of a text, such as a prompt, and is shown as it is.
+QUOTE = "│ "
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Cells of a terminal's line; 80 if it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
+
+
+def wrapped(line: str, stream: TextIO) -> str:
+    """The line, broken between words if the stream is a terminal, which would cut words. Elsewhere it stays whole."""
+    if not stream.isatty():
+        return line
+    from rich.cells import cell_len, chop_cells
+
+    width = terminal_width(stream)
+    if cell_len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip(" "))]
+    if line.startswith(QUOTE, len(indent)):
+        start = indent + QUOTE
+        return "\n".join(start + piece for piece in chop_cells(line[len(start) :], max(1, width - len(start))))
+    first, *words = line.strip(" ").split(" ")
+    lines = [indent + first]
+    for word in words:
+        if cell_len(lines[-1]) + 1 + cell_len(word) > width:
+            lines[-1] = lines[-1].rstrip(" ")
+            lines.append(f"{indent}  {word}")
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)
+
+
+# -- reasons of failed rows --------------------------------------------------------------------------------------------
+
+# DuckDB reads it too.
+VARYING = r"""got (?:'[^']*'|"[^"]*")|[0-9][0-9,.]*"""
+COMPARED_CHARS = 400
+_SHOWN_OF_A_TYPE = 3
+
+
+class ErrorGroup(Protocol):
+    """Error rows of one type and one reason."""
+
+    @property
+    def error_type(self) -> str: ...
+    @property
+    def num_rows(self) -> int: ...
+
+
+_Group = TypeVar("_Group", bound=ErrorGroup)
+
+
+def reason(message: str) -> str:
+    """The message, but equal for rows that failed for one reason."""
+    return re.sub(VARYING, "#", message[:COMPARED_CHARS])
+
+
+def most_frequent(groups: Iterable[_Group]) -> tuple[list[_Group], list[str]]:
+    """At most three groups of each type, the most frequent first; then a line for each type with the rest."""
+    num_groups = Counter[str]()
+    num_rows = Counter[str]()  # of the groups that are not shown
+    shown: list[_Group] = []
+    for group in sorted(groups, key=lambda group: -group.num_rows):
+        num_groups[group.error_type] += 1
+        if num_groups[group.error_type] <= _SHOWN_OF_A_TYPE:
+            shown.append(group)
+        else:
+            num_rows[group.error_type] += group.num_rows
+    rest = []
+    for error_type, number in num_rows.most_common():
+        num_others = num_groups[error_type] - _SHOWN_OF_A_TYPE
+        reasons = "another reason" if num_others == 1 else f"{num_others:,} other reasons"
+        rest.append(f"{number:,} × {error_type} for {reasons}")
+    return shown, rest

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError, RowError
-from batchinf.base.reasons import reason
+from batchinf.base.text import reason
 from batchinf.prompts.encoder import show
 from batchinf.records import Prompt, Request, Span
 from batchinf.source.rows import Source

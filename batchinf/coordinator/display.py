@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from batchinf.base.terminal import terminal_width, wrapped
-from batchinf.base.text import duration, plain, short_count
+from batchinf.base.text import duration, plain, short_count, terminal_width, wrapped
 from batchinf.fleet.status import JobStatus
 
 _LINE_EVERY_S = 30.0

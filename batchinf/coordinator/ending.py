@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.errors import ErrorRateExceeded
-from batchinf.base.reasons import most_frequent
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, counted, size_text, time_taken
+from batchinf.base.text import clip, counted, most_frequent, size_text, time_taken
 from batchinf.coordinator.progress import Failure, commonest, forecast
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.manifest.state import State

@@ -10,9 +10,8 @@ import pyarrow as pa
 
 from batchinf.base.errors import BatchinfError, OutputError, RowError
 from batchinf.base.parquet import open_part
-from batchinf.base.reasons import reason
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, size_text, time_text
+from batchinf.base.text import clip, reason, size_text, time_text
 from batchinf.job.job import Job, begun_at
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from batchinf.base.errors import RowError, UserError
-from batchinf.base.reasons import reason
+from batchinf.base.text import reason
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.prompts.encoder import load_tokenizer
 

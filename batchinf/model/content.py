@@ -15,8 +15,7 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, ModelError
-from batchinf.base.record import decode_record, encode_record
-from batchinf.base.storage import disk_error
+from batchinf.base.storage import decode_record, disk_error, encode_record
 from batchinf.base.text import counted
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model

@@ -22,9 +22,8 @@ import pyarrow.compute as pc
 from batchinf.base.database import open_duckdb
 from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute, joined_schema, open_part
-from batchinf.base.reasons import COMPARED_CHARS, VARYING
 from batchinf.base.storage import Folder
-from batchinf.base.text import choice_name, clip, list_names
+from batchinf.base.text import COMPARED_CHARS, VARYING, choice_name, clip, list_names
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.journal import Journal, list_shards

@@ -18,8 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base import faults
-from batchinf.base.record import decode_record, encode_record
-from batchinf.base.storage import Folder, create, naming
+from batchinf.base.storage import Folder, create, decode_record, encode_record, naming
 from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp
 
 CACHE_VERSION = 2

@@ -11,7 +11,7 @@ from tqdm.utils import disp_len
 
 import batchinf
 import jobs
-from batchinf.base.terminal import QUOTE, wrapped
+from batchinf.base.text import QUOTE, wrapped
 from batchinf.coordinator import display as shown
 from batchinf.coordinator.display import ProgressDisplay, figures, fit, status_line
 from batchinf.fleet.status import JobStatus, ReplicaStatus

@@ -20,7 +20,7 @@ import tempfile
 import traceback
 from typing import Any
 
-from batchinf.base.record import decode_record, encode_record
+from batchinf.base.storage import decode_record, encode_record
 from batchinf.source.cache import CACHE_VERSION
 
 FOLDERS = pathlib.Path(__file__).resolve().parent

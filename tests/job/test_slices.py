@@ -13,9 +13,8 @@ import pytest
 
 import jobs
 from batchinf.base.errors import OutputError, SpecError
-from batchinf.base.record import encode_record
 from batchinf.base.slices import CUT_VERSION, Cut, Slice, job_folders, read_cut, write_cut
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, encode_record
 from batchinf.commands.head import read_head
 
 # Sampled, so that a seed that is not the whole job's shows.

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from batchinf.base.reasons import most_frequent
-from batchinf.base.text import counted, one_line, short_count
+from batchinf.base.text import counted, most_frequent, one_line, short_count
 from batchinf.commands.shown_rows import LengthRange, PromptLengths, ScoredText, ShownRow, ShownSampling
 from batchinf.prompts.row_sampling import setting
 
