@@ -62,6 +62,10 @@ class InputFile:
         """Three numbers. If all are unchanged, the content is unchanged."""
         return stamp(self.path)
 
+    def settled_stamp(self) -> Stamp:
+        """The stamp as it is now; see the function."""
+        return settled_stamp(self.path)
+
     def open(self) -> io.BufferedReader:
         """The file's bytes. Raises InputError if it cannot be read."""
         try:

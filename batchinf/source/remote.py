@@ -51,7 +51,7 @@ class RemoteFile(InputFile):
         info = self.info if _version(self.info) is not None else self._fresh_info()
         return _stamp(info)
 
-    def fresh_stamp(self) -> Stamp:
+    def settled_stamp(self) -> Stamp:
         """The stamp as it is now; `stamp` may be as old as the listing."""
         return _stamp(self._fresh_info())
 
