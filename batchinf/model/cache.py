@@ -99,7 +99,7 @@ class KvCache:
         layers = tuple(tuple(replace(it, item_bytes=min(1, it.item_bytes)) for it in layer) for layer in self.layers)
         return KvCache(layers, "fp8")
 
-    def _stages(self, pipeline_parallel_size: int) -> Iterator[list[LayerCache]]:
+    def stages(self, pipeline_parallel_size: int) -> Iterator[list[LayerCache]]:
         """The caches on each stage of a pipeline."""
         start = 0
         for size in stage_sizes(len(self.layers), pipeline_parallel_size):
@@ -112,29 +112,8 @@ class KvCache:
 
     def sequence_bytes(self, num_tokens: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
         """Of one sequence, on the device with the most."""
-        stages = self._stages(pipeline_parallel_size)
+        stages = self.stages(pipeline_parallel_size)
         return max(sum(it.sequence_bytes(num_tokens, tensor_parallel_size) for it in caches) for caches in stages)
-
-    def pools(
-        self,
-        num_tokens: int,
-        *,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        in_flight_tokens: int = 0,
-        block_tokens: int = BLOCK_TOKENS,
-    ) -> "list[Pool]":
-        """The blocks of vLLM's allocator that one sequence of `num_tokens` takes on each stage.
-
-        in_flight_tokens: that a window layer keeps beyond its window, because they are being computed.
-        """
-        return [
-            _pool(
-                caches, num_tokens, tensor_parallel_size, in_flight_tokens=in_flight_tokens, block_tokens=block_tokens
-            )
-            for caches in self._stages(pipeline_parallel_size)
-            if caches
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +134,14 @@ class Pool:
         return num_bytes // self.block_bytes / self.num_blocks
 
 
-def _pool(
+def pool_of(
     caches: list[LayerCache], num_tokens: int, tensor_parallel_size: int, *, in_flight_tokens: int, block_tokens: int
 ) -> Pool:
-    """Groups of layers and the blocks that each takes, as `get_kv_cache_groups` in vLLM's v1/core/kv_cache_utils.py."""
+    """The blocks of vLLM's allocator that one sequence of `num_tokens` takes on a stage with these caches.
+
+    Groups of layers and the blocks of each are those of `get_kv_cache_groups` in vLLM's v1/core/kv_cache_utils.py.
+    in_flight_tokens: that a window layer keeps beyond its window, because they are being computed.
+    """
     attention = [it for it in caches if it.state is None]
     pages = [it.token_bytes(tensor_parallel_size) for it in attention]
     states = [it.state.num_bytes(tensor_parallel_size) for it in caches if it.state is not None]
@@ -185,27 +168,24 @@ def _pool(
 
 
 def kv_cache_of(
-    config: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    model_dtype: str,
-    kv_cache_dtype: str,
-    *,
-    mamba_ssm_cache_dtype: str = "auto",
+    config: Mapping[str, Any], whole: Mapping[str, Any], model_dtype: str, engine: Mapping[str, Any]
 ) -> KvCache:
     """The KV cache by a model's config. config: the text section of the `whole` one. Raises UnknownSizeError.
 
-    kv_cache_dtype: vLLM's argument; `auto`: as the checkpoint chooses, else the model's type. mamba_ssm_cache_dtype:
-    vLLM's argument, of the states of recurrent layers; `auto`: as the config says, else the model's type.
+    engine: vLLM's arguments. If `kv_cache_dtype` is `auto`, the type is as the checkpoint chooses, else the model's. If
+    `mamba_ssm_cache_dtype` is, the states of recurrent layers have the type that the config says, else the model's.
     """
     if whole.get("is_encoder_decoder"):
         raise UnknownSizeError(f"{whole.get('model_type', 'this model')} has an encoder and a decoder")
-    dtype = (_checkpoint_dtype(whole) if kv_cache_dtype == "auto" else kv_cache_dtype) or model_dtype
+    asked_dtype = str(engine.get("kv_cache_dtype", "auto"))
+    dtype = (_checkpoint_dtype(whole) if asked_dtype == "auto" else asked_dtype) or model_dtype
     if dtype not in ITEM_BYTES:
         raise UnknownSizeError(f"kv_cache_dtype {dtype} is of a size of its own")
     num_layers = _needed(config, "num_hidden_layers n_layer num_layers n_layers", "the number of layers")
-    if mamba_ssm_cache_dtype == "auto":
-        mamba_ssm_cache_dtype = _state_dtype(config) or model_dtype
-    sizes = _ItemBytes(ITEM_BYTES[dtype], ITEM_BYTES[model_dtype], ITEM_BYTES.get(mamba_ssm_cache_dtype, 4))
+    state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
+    if state_dtype == "auto":
+        state_dtype = _state_dtype(config) or model_dtype
+    sizes = _ItemBytes(ITEM_BYTES[dtype], ITEM_BYTES[model_dtype], ITEM_BYTES.get(state_dtype, 4))
     kinds = _kinds(config, num_layers)
     num_cached = num_layers - (_first(config, "num_kv_shared_layers") or 0)
     layers = [_layer(config, kind, sizes) if number < num_cached else () for number, kind in enumerate(kinds)]

@@ -18,6 +18,7 @@ from batchinf.model.cache import (
     kv_cache_of,
     num_attention_heads,
     num_kv_heads,
+    pool_of,
 )
 from batchinf.model.identity import Model, text_section
 from batchinf.model.parameters import Part, Tensor, described, stored
@@ -146,14 +147,14 @@ class Fit:
         """The KV cache of one sequence, as vLLM allocates it."""
         if self.needs.kv_cache is None:
             return None
-        return self.needs.kv_cache.pools(
-            num_tokens,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            # With asynchronous scheduling two batches are in flight.
-            in_flight_tokens=2 * self.limits["max_num_batched_tokens"],
-            block_tokens=self.engine.get("block_size") or BLOCK_TOKENS,
-        )
+        # With asynchronous scheduling two batches are in flight.
+        in_flight = 2 * self.limits["max_num_batched_tokens"]
+        size = self.engine.get("block_size") or BLOCK_TOKENS
+        return [
+            pool_of(caches, num_tokens, self.tensor_parallel_size, in_flight_tokens=in_flight, block_tokens=size)
+            for caches in self.needs.kv_cache.stages(self.pipeline_parallel_size)
+            if caches
+        ]
 
     @property
     def sequence_bytes(self) -> int | None:
@@ -226,9 +227,7 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     try:
         if shapes.why_not_built and not shapes.stored and not _is_plain(shapes.config):
             raise UnknownSizeError(shapes.why_not_built)
-        cache_dtype = str(engine.get("kv_cache_dtype", "auto"))
-        state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
-        kv_cache = kv_cache_of(shapes.config, model.config, dtype, cache_dtype, mamba_ssm_cache_dtype=state_dtype)
+        kv_cache = kv_cache_of(shapes.config, model.config, dtype, engine)
     except UnknownSizeError as error:
         unknown.append(f"KV cache: {error}")
     return Needs(

@@ -221,7 +221,7 @@ def test_the_batch_limits_are_those_of_the_installed_vllm() -> None:
 
 def fit(shape: str = "llama-3.1-8b", **fields: Any) -> Fit:
     config = SHAPES[shape]
-    kv_cache = kv_cache_of(config, config, "bfloat16", "auto")
+    kv_cache = kv_cache_of(config, config, "bfloat16", {})
     weights = {"llama-3.1-8b": 16_060_522_496, "llama-3.3-70b": 141_107_412_992}[shape]
     base = {"device_bytes": H100_BYTES, "device_name": "NVIDIA H100 80GB HBM3", "max_model_len": 131_072}
     return Fit(Needs(Weights.of_total(weights), kv_cache), **{**base, **fields})
