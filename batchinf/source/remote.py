@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -41,10 +41,7 @@ class RemoteFile(InputFile):
     """Its path within `system`."""
     info: Mapping[str, Any] = field(compare=False)
     """Its entry in the listing."""
-
-    @property
-    def is_remote(self) -> bool:
-        return True
+    is_remote: ClassVar[bool] = True
 
     def stamp(self) -> Stamp:
         """The size, a number for the version, and 0; `UNKNOWN` for what is not known. See `InputFile`."""
