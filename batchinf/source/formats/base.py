@@ -105,7 +105,6 @@ class Reader(Protocol):
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """Rows with the file's own values. `columns`: None means all; columns that a row lacks are absent."""
-        ...
 
     def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
         """Rows with the types of the source; null if a record is broken or lacks the column.
@@ -113,11 +112,9 @@ class Reader(Protocol):
         lost: gets the rows with a value that these types cannot hold; the value is then null, or text with other
         characters in it. None: raise InputError for such a value, but not for text.
         """
-        ...
 
     def close(self) -> None:
         """Close the file; the reader is not used afterwards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -420,9 +420,4 @@ class OpenAIBatch(InputFormat):
 
     name = "openai"
     read_as = JsonLines.name
-    columns = ("custom_id", "method", "url", "body")
-
-    @classmethod
-    def has_its_columns(cls, columns: Iterable[str]) -> bool:
-        """Whether an input with these columns is a batch file."""
-        return set(cls.columns) <= set(columns)
+    columns = ("custom_id", "method", "url", "body")  # an input that has them all is a batch file
