@@ -85,7 +85,7 @@ class Repeated(Results):
 
 def measure(out: pathlib.Path, name: str, *, is_shuffled: bool) -> None:
     Repeated.is_shuffled = is_shuffled
-    export.Results = Repeated  # type: ignore[misc]
+    export.Results = Repeated  # type: ignore[attr-defined]
     begun = time.monotonic()
     path = out.parent / "exported"
     done = export.export_job(str(out), export.ExportRequest(path=str(path), to=name))
@@ -93,10 +93,8 @@ def measure(out: pathlib.Path, name: str, *, is_shuffled: bool) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     size = path.stat().st_size
     path.unlink()
-    print(
-        f"{name:14} {done.num_rows:>12,} rows {done.num_rows / seconds:>10,.0f} rows/s {peak:>8,.0f} MiB {size:>14,} bytes",
-        flush=True,
-    )
+    rate = done.num_rows / seconds
+    print(f"{name:14} {done.num_rows:>12,} rows {rate:>10,.0f} rows/s {peak:>8,.0f} MiB {size:>14,} bytes", flush=True)
 
 
 if __name__ == "__main__":

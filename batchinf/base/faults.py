@@ -2,9 +2,9 @@
 
 `BATCHINF_FAULTS="parts.before_rename:3=kill,journal.write=sleep 5"` kills the process with SIGKILL the third time it
 passes `parts.before_rename`, and sleeps 5 s the first time it passes `journal.write`; `:*` means every time.
-`die` raises the error of a dying engine. `hold FILE` writes the process id to FILE and waits until FILE is deleted, so
-that a test can kill any process at that moment. `oom KIND` fails like an engine that is out of memory, with vLLM's
-error texts: KIND is free, cache, length or start when the engine starts, or step.
+`die` raises the error of a dying engine, and `die FILE` one with the text in FILE. `refuse FILE` raises the error of
+an engine that cannot start. `hold FILE` writes the process id to FILE and waits until FILE is deleted, so that a test
+can kill any process at that moment.
 `BATCHINF_FAULTS_ONCE=FOLDER` makes each fault without `:*` strike once over all processes and restarts.
 """
 
@@ -15,22 +15,6 @@ import time
 
 from batchinf.base.errors import EngineDeadError, EngineStartError
 
-# Error texts of vLLM 0.32 and torch on a device of 80 GiB.
-_TORCH = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
-    "of which 1.05 GiB is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
-)
-_OUT_OF_MEMORY = {
-    "free": "ValueError: Free memory on device cuda:0 (64.25/79.11 GiB) on startup is less than desired GPU memory "
-    "utilization (0.92, 72.78 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
-    "cache": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
-    "initializing the engine (this flag also controls CPU memory reservation on the CPU backend, despite its name).",
-    "length": "ValueError: To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is "
-    "needed, which is larger than the available KV cache memory (9.5 GiB). Based on the available memory, the "
-    "estimated maximum model length is 77824. Try increasing `gpu_memory_utilization` (which also controls CPU memory)",
-    "start": _TORCH,
-    "step": _TORCH,
-}
 _passages: dict[str, int] = {}
 
 
@@ -72,15 +56,13 @@ def _act(name: str, action: str) -> None:
     elif verb == "hold":
         _hold(pathlib.Path(argument))
     elif verb == "die":
-        raise EngineDeadError(f"the fault {name} ended the engine")
-    elif verb == "oom":
-        if argument == "step":
-            raise EngineDeadError(f"vLLM's engine died in a step: {_OUT_OF_MEMORY[argument]}")
-        raise EngineStartError(f"vLLM could not start: {_OUT_OF_MEMORY[argument]}")
+        raise EngineDeadError(pathlib.Path(argument).read_text() if argument else f"the fault {name} ended the engine")
+    elif verb == "refuse":
+        raise EngineStartError(pathlib.Path(argument).read_text())
     elif verb == "raise":
         raise OSError(int(argument), os.strerror(int(argument)))
     else:
-        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO, die, oom KIND"
+        allowed = "kill [SIGNAL], sleep S, hold FILE, raise ERRNO, die [FILE], refuse FILE"
         raise ValueError(f"BATCHINF_FAULTS: unknown action {action!r}; allowed: {allowed}")
 
 

@@ -132,9 +132,3 @@ class Question:
 def _text(file: Any) -> str:
     file.seek(0)
     return str(file.read().decode(errors="replace")).strip()
-
-
-def ask(module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Ask a `Question` and wait for its answer. Raises NoAnswerError."""
-    with Question(module, question, timeout_s, environment) as running:
-        return running.answer()

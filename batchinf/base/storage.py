@@ -170,10 +170,7 @@ class Folder:
 
     def list(self, folder: str, prefix: str | tuple[str, ...] = "") -> list[str]:
         """Names (not paths) in `folder` that begin with a prefix, sorted, without half-written files."""
-        with contextlib.suppress(FileNotFoundError):
-            names = os.listdir(self.path(folder))
-            return sorted(name for name in names if name.startswith(prefix) and not name.startswith(_TEMPORARY))
-        return []
+        return sorted(entry.name for entry in self._entries(folder) if entry.name.startswith(prefix))
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Size in bytes of each file in `folder`, without half-written ones."""
@@ -387,6 +384,8 @@ def _lacks_inodes(path: str) -> bool:
         return status.f_files > 0 and status.f_favail == 0
     return False
 
+
+# -- what begins a binary file, and records ----------------------------------------------------------------------------
 
 _MAGIC = b"batchinf"
 _VERSION = 1

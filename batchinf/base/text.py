@@ -1,4 +1,4 @@
-"""Text for error messages and reports: values, names and other programs' errors in one short line."""
+"""Text for people: values, names and errors in one short line, lines that fit a terminal, reasons of failed rows."""
 
 import contextlib
 import dataclasses

@@ -157,7 +157,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         answers = [name for name in free if name.lower() in _ANSWERS.lower().split()]
         answers = [name for name in answers if columns.are_answers(name, choices)]
         answer = _first([*columns.integers(), *answers], _ANSWERS)
-    is_batch = OpenAIBatch.has_its_columns(names)
+    is_batch = set(OpenAIBatch.columns) <= set(names)
     not_kept = {text, choices, *ids, *columns.lists()}
     short = [name for name in names if name not in not_kept and columns.mean_length(name) <= _MOST_KEPT_CHARS]
     if not labels:

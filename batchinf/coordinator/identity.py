@@ -47,7 +47,7 @@ class IdentityGate:
 
     def admit(self, fleet: Fleet, replica: FleetReplica) -> None:
         """Check, for a replica whose engine is up, that no file has changed since before the engine loaded it."""
-        self.contents.check_unchanged()
+        self.contents.unchanged.check()
         if self.is_open:
             fleet.send(replica, Identified())
         elif not self._has_said:

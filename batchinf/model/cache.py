@@ -6,15 +6,15 @@ state of one size for each sequence (Mamba, linear attention).
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchinf.model.weights import stage_sizes
+from batchinf.model.weights import UnknownSizeError, stage_sizes
 
 BLOCK_TOKENS = 16  # vLLM's default on CUDA devices
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1,
-               "fp8_e5m2": 1, "fp8_inc": 1}  # fmt: skip
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "fp8": 1, "fp8_e4m3": 1,
+              "fp8_e5m2": 1, "fp8_inc": 1}  # fmt: skip
 # Families whose latent attention vLLM caches as one compressed row (`is_deepseek_mla` in model_arch_config_convertor).
 _LATENT = frozenset(
     """deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite kimi_k2 kimi_linear longcat_flash
@@ -32,10 +32,6 @@ _WINDOW_KEYS = {
     "window": "sliding_window sliding_window_size local_attention",
     "chunk": "attention_chunk_size",
 }
-
-
-class UnknownCacheError(Exception):
-    """The KV cache of a model is not known by its config; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,47 +99,21 @@ class KvCache:
         layers = tuple(tuple(replace(it, item_bytes=min(1, it.item_bytes)) for it in layer) for layer in self.layers)
         return KvCache(layers, "fp8")
 
-    def _stages(self, pipeline_parallel_size: int) -> Iterator[list[LayerCache]]:
+    def stages(self, pipeline_parallel_size: int) -> Iterator[list[LayerCache]]:
         """The caches on each stage of a pipeline."""
         start = 0
         for size in stage_sizes(len(self.layers), pipeline_parallel_size):
             yield [cache for layer in self.layers[start : start + size] for cache in layer]
             start += size
 
-    def _fullest(self, pipeline_parallel_size: int, bytes_of: Callable[[LayerCache], int]) -> int:
-        return max(sum(map(bytes_of, caches)) for caches in self._stages(pipeline_parallel_size))
-
-    def bytes_per_token(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
-        """Of one more token of a long sequence, on the device with the most."""
-        return self._fullest(
-            pipeline_parallel_size,
-            lambda it: 0 if it.window is not None or it.state is not None else it.token_bytes(tensor_parallel_size),
-        )
+    def bytes_per_token(self) -> int:
+        """Of one more token of a long sequence, on one device."""
+        return sum(cache.token_bytes() for layer in self.layers for cache in layer if cache.window is None)
 
     def sequence_bytes(self, num_tokens: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
         """Of one sequence, on the device with the most."""
-        return self._fullest(pipeline_parallel_size, lambda it: it.sequence_bytes(num_tokens, tensor_parallel_size))
-
-    def pools(
-        self,
-        num_tokens: int,
-        *,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        in_flight_tokens: int = 0,
-        block_tokens: int = BLOCK_TOKENS,
-    ) -> "list[Pool]":
-        """The blocks of vLLM's allocator that one sequence of `num_tokens` takes on each stage.
-
-        in_flight_tokens: that a window layer keeps beyond its window, because they are being computed.
-        """
-        return [
-            _pool(
-                caches, num_tokens, tensor_parallel_size, in_flight_tokens=in_flight_tokens, block_tokens=block_tokens
-            )
-            for caches in self._stages(pipeline_parallel_size)
-            if caches
-        ]
+        stages = self.stages(pipeline_parallel_size)
+        return max(sum(it.sequence_bytes(num_tokens, tensor_parallel_size) for it in caches) for caches in stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +134,14 @@ class Pool:
         return num_bytes // self.block_bytes / self.num_blocks
 
 
-def _pool(
+def pool_of(
     caches: list[LayerCache], num_tokens: int, tensor_parallel_size: int, *, in_flight_tokens: int, block_tokens: int
 ) -> Pool:
-    """Groups of layers and the blocks that each takes, as `get_kv_cache_groups` in vLLM's v1/core/kv_cache_utils.py."""
+    """The blocks of vLLM's allocator that one sequence of `num_tokens` takes on a stage with these caches.
+
+    Groups of layers and the blocks of each are those of `get_kv_cache_groups` in vLLM's v1/core/kv_cache_utils.py.
+    in_flight_tokens: that a window layer keeps beyond its window, because they are being computed.
+    """
     attention = [it for it in caches if it.state is None]
     pages = [it.token_bytes(tensor_parallel_size) for it in attention]
     states = [it.state.num_bytes(tensor_parallel_size) for it in caches if it.state is not None]
@@ -194,34 +168,29 @@ def _pool(
 
 
 def kv_cache_of(
-    config: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    model_dtype: str,
-    kv_cache_dtype: str,
-    *,
-    mamba_ssm_cache_dtype: str = "auto",
+    config: Mapping[str, Any], whole: Mapping[str, Any], model_dtype: str, engine: Mapping[str, Any]
 ) -> KvCache:
-    """The KV cache by a model's config. config: the text section of the `whole` one. Raises UnknownCacheError.
+    """The KV cache by a model's config. config: the text section of the `whole` one. Raises UnknownSizeError.
 
-    kv_cache_dtype: vLLM's argument; `auto`: as the checkpoint chooses, else the model's type. mamba_ssm_cache_dtype:
-    vLLM's argument, of the states of recurrent layers; `auto`: as the config says, else the model's type.
+    engine: vLLM's arguments. If `kv_cache_dtype` is `auto`, the type is as the checkpoint chooses, else the model's. If
+    `mamba_ssm_cache_dtype` is, the states of recurrent layers have the type that the config says, else the model's.
     """
     if whole.get("is_encoder_decoder"):
-        raise UnknownCacheError(f"{whole.get('model_type', 'this model')} has an encoder and a decoder")
-    dtype = (_checkpoint_dtype(whole) if kv_cache_dtype == "auto" else kv_cache_dtype) or model_dtype
-    if dtype not in _ITEM_BYTES:
-        raise UnknownCacheError(f"kv_cache_dtype {dtype} is of a size of its own")
-    num_layers = _first(config, "num_hidden_layers n_layer num_layers n_layers")
-    if num_layers is None:
-        raise UnknownCacheError("the config does not give the number of layers")
-    if mamba_ssm_cache_dtype == "auto":
-        mamba_ssm_cache_dtype = _state_dtype(config) or model_dtype
-    sizes = _ItemBytes(_ITEM_BYTES[dtype], _ITEM_BYTES[model_dtype], _ITEM_BYTES.get(mamba_ssm_cache_dtype, 4))
+        raise UnknownSizeError(f"{whole.get('model_type', 'this model')} has an encoder and a decoder")
+    asked_dtype = str(engine.get("kv_cache_dtype", "auto"))
+    dtype = (_checkpoint_dtype(whole) if asked_dtype == "auto" else asked_dtype) or model_dtype
+    if dtype not in ITEM_BYTES:
+        raise UnknownSizeError(f"kv_cache_dtype {dtype} is of a size of its own")
+    num_layers = _needed(config, "num_hidden_layers n_layer num_layers n_layers", "the number of layers")
+    state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
+    if state_dtype == "auto":
+        state_dtype = _state_dtype(config) or model_dtype
+    sizes = _ItemBytes(ITEM_BYTES[dtype], ITEM_BYTES[model_dtype], ITEM_BYTES.get(state_dtype, 4))
     kinds = _kinds(config, num_layers)
     num_cached = num_layers - (_first(config, "num_kv_shared_layers") or 0)
     layers = [_layer(config, kind, sizes) if number < num_cached else () for number, kind in enumerate(kinds)]
     if not any(layers):
-        raise UnknownCacheError("the config gives no layer that keeps anything")
+        raise UnknownSizeError("the config gives no layer that keeps anything")
     return KvCache(tuple(layers), dtype)
 
 
@@ -254,16 +223,12 @@ def _layer(config: Mapping[str, Any], kind: str, sizes: _ItemBytes) -> tuple[Lay
         return (_latent(config, sizes.attention),)
     if kind == "full":
         return (_attention(config, sizes.attention),)
-    window = _first(config, _WINDOW_KEYS[kind])
-    if window is None:
-        raise UnknownCacheError("the config does not give the size of its window")
+    window = _needed(config, _WINDOW_KEYS[kind], "the size of its window")
     return (replace(_attention(config, sizes.attention), kind=kind, window=window),)
 
 
 def _latent(config: Mapping[str, Any], item_bytes: int) -> LayerCache:
-    rope = config.get("qk_rope_head_dim")
-    if not isinstance(rope, int):
-        raise UnknownCacheError("the config does not give qk_rope_head_dim")
+    rope = _needed(config, "qk_rope_head_dim")
     plain = LayerCache("latent", num_heads=1, width=config["kv_lora_rank"] + rope, item_bytes=item_bytes)
     if not config.get("index_topk"):
         return plain
@@ -276,7 +241,7 @@ def _attention(config: Mapping[str, Any], item_bytes: int) -> LayerCache:
     num_heads = num_kv_heads(config)
     head_dim = head_dim_of(config)
     if num_heads is None or head_dim is None:
-        raise UnknownCacheError("the config does not give layers, heads and their size")
+        raise UnknownSizeError("the config does not give layers, heads and their size")
     return LayerCache("full", num_heads=num_heads, width=2 * head_dim, item_bytes=item_bytes)
 
 
@@ -299,7 +264,7 @@ def _common_kind(config: Mapping[str, Any], family: str) -> str:
     """The kind of all layers, by a config that does not name any."""
     has_lists = any(isinstance(config.get(key), list) for key in ("num_key_value_heads", "num_attention_heads"))
     if has_lists or any(map(config.get, _OTHER_CACHES)):
-        raise UnknownCacheError(f"{family or 'this model'} does not keep every token in every layer")
+        raise UnknownSizeError(f"{family or 'this model'} does not keep every token in every layer")
     # Qwen2 configs name a window that is not used.
     is_full = not config.get("sliding_window") or config.get("use_sliding_window", True) is False
     return "full" if is_full else "window"
@@ -324,7 +289,7 @@ def _kind_of(name: str, family: str) -> str:
         return "both"
     kind = _KINDS.get(name) or _KINDS.get(name.lower())
     if kind is None:
-        raise UnknownCacheError(f"layers of type {name} are not known")
+        raise UnknownSizeError(f"layers of type {name} are not known")
     return kind
 
 
@@ -367,10 +332,10 @@ def _mamba_state(config: Mapping[str, Any], hidden: int, sizes: _ItemBytes) -> L
     return replace(state, num_groups=num_groups, group_bytes=group_items * sizes.convolution)
 
 
-def _needed(config: Mapping[str, Any], keys: str) -> int:
+def _needed(config: Mapping[str, Any], keys: str, words: str = "") -> int:
     number = _first(config, keys)
     if number is None:
-        raise UnknownCacheError(f"the config does not give {keys.split()[0]}")
+        raise UnknownSizeError(f"the config does not give {words or keys.split()[0]}")
     return number
 
 

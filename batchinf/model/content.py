@@ -18,8 +18,9 @@ from batchinf.base.errors import DriftError, ModelError
 from batchinf.base.storage import decode_record, disk_error, encode_record
 from batchinf.base.text import counted
 from batchinf.model import files as model_files
+from batchinf.model.files import ADAPTER_CONFIG
 from batchinf.model.identity import Model
-from batchinf.model.lora import ADAPTER_CONFIG, Adapter, adapter_places
+from batchinf.model.lora import Adapter, adapter_places
 from batchinf.spec.job import ModelSpec
 
 # Size, times of the last change of content and of inode, in nanoseconds, and inode number.
@@ -121,7 +122,8 @@ class Contents:
         local = [adapter for adapter in adapters if pathlib.Path(places[adapter.name]).is_dir()]
         small = _small_files(model, spec, local)
         self._paths = small | _large_files(model, spec, local)
-        self._unchanged = Unchanged(self._paths.values())
+        # Of the files before engines begin to load them.
+        self.unchanged = Unchanged(self._paths.values())
         self.digests: dict[str, str] = {}
         for name, path in self._paths.items():
             digest = _digest(path, self._stamp(path)) if name in small else _kept(path, self._stamp(path))
@@ -135,7 +137,7 @@ class Contents:
         self._thread: threading.Thread | None = None
 
     def _stamp(self, path: pathlib.Path) -> Stamp:
-        return self._unchanged.stamps[path]
+        return self.unchanged.stamps[path]
 
     @property
     def is_known(self) -> bool:
@@ -155,10 +157,6 @@ class Contents:
         self._is_closed.set()
         if self._thread is not None:
             self._thread.join(5.0)  # a file system may hang
-
-    def check_unchanged(self) -> None:
-        """Raise DriftError if a file is not as it was before engines began to load it."""
-        self._unchanged.check()
 
     def differences(self, before: Mapping[str, str]) -> list[str]:
         """Lines about the files that differ from those that a job began with, as far as their digests are known.

@@ -14,7 +14,7 @@ import os
 import pathlib
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekke
 
 # Takes the place of a load format for the folder of a LoRA adapter, whose files are found in vLLM's order.
 ADAPTER = "LoRA adapter"
+ADAPTER_CONFIG = "adapter_config.json"
 
 # Pattern of the weight files, and the index that names them if there are several.
 _SAFETENSORS = ("*.safetensors", "model.safetensors.index.json")
@@ -169,12 +170,7 @@ def _problem(path: pathlib.Path) -> str | None:
     return None if size >= whole else f"is cut short ({size:,} of {whole:,} bytes)"
 
 
-def digest(lines: Iterable[str]) -> str:
-    """32 hexadecimal digits over lines of text."""
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-
-
-def describe_files(folder: pathlib.Path, patterns: tuple[str, ...]) -> Iterator[str]:
+def _describe_files(folder: pathlib.Path, patterns: tuple[str, ...]) -> Iterator[str]:
     """A line with name and digest for each file that matches, sorted by name."""
     for path in matching(folder, patterns):
         yield f"{path.relative_to(folder).as_posix()} {hashlib.blake2b(path.read_bytes()).hexdigest()}"
@@ -185,7 +181,7 @@ def matching(folder: pathlib.Path, patterns: tuple[str, ...]) -> list[pathlib.Pa
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def describe_weights(folder: pathlib.Path, load_format: str) -> Iterator[str]:
+def _describe_weights(folder: pathlib.Path, load_format: str) -> Iterator[str]:
     """A line for each weight file: its name and a digest of its header and of a few bytes of its tensors.
 
     Headers alone do not tell the checkpoints of a training run apart.
@@ -233,28 +229,32 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One commit of a repository in the cache, perhaps not all of it."""
+class Place:
+    """Where a model, a tokenizer or an adapter is: a folder of the user, or a commit in the hub's cache."""
 
+    name: str
+    """As the spec has it."""
     folder: pathlib.Path
-    is_online: bool
-    """The hub can give the rest."""
+    commit: str | None = None
+    """None for a folder of the user."""
+    is_online: bool = False
+    """The hub can give files that the folder lacks."""
 
-    @property
-    def commit(self) -> str:
-        """The commit's hash."""
-        return self.folder.name
+    def fingerprint(self, patterns: tuple[str, ...], load_format: str) -> str:
+        """`id@commit` of a hub id; of a folder 32 hexadecimal digits over the files that match, and the weights."""
+        if self.commit is not None:
+            return f"{self.name}@{self.commit}"
+        lines = [*_describe_files(self.folder, patterns), *_describe_weights(self.folder, load_format)]
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
-    """The folder that a field of the spec names; None for a hub id. Raises ModelError for a name that is neither.
-
-    config: the file that such a folder holds beside the weights, for the message.
-    """
+def _local_folder(field: str, name: str, load_format: str = "") -> pathlib.Path | None:
+    """The folder that a field of the spec names; None for a hub id. Raises ModelError for a name that is neither."""
     folder = pathlib.Path(name)
     if folder.is_dir():
         return folder.absolute()
     if folder.is_file():
+        config = ADAPTER_CONFIG if load_format == ADAPTER else "config.json"
         raise ModelError(f"{field}: '{name}' is a file; give the folder that holds {config} and the weights")
     if name.startswith(("/", ".")) or name.count("/") > 1:
         hint = near_path(name) or "; a Hugging Face id would be 'org/name'"
@@ -264,7 +264,7 @@ def local_folder(field: str, name: str, config: str) -> pathlib.Path | None:
 
 def check_name(field: str, name: str) -> None:
     """Raise ModelError for a name that is neither that of a folder nor an id that the hub allows. Asks no server."""
-    if local_folder(field, name, "config.json") is None:
+    if _local_folder(field, name) is None:
         _check_id(field, name)
 
 
@@ -278,24 +278,27 @@ def _check_id(field: str, name: str) -> None:
         raise ModelError(f"{field}: '{name}' is neither a folder here nor a Hugging Face id (org/name)") from error
 
 
-def find(field: str, name: str, revision: str | None, is_whole: Callable[[pathlib.Path], bool]) -> Snapshot:
-    """The commit of `revision` by the hub's answer or, if the hub does not answer, by the cache.
+def find(field: str, name: str, revision: str | None, load_format: str) -> Place:
+    """The folder of this name or, for a hub id, the commit of `revision`: by the hub's answer, else by the cache.
 
-    The hub is not asked about a commit hash whose cached folder `is_whole`. field: of the spec, for messages. Raises
-    ModelError.
+    The hub is not asked about a commit hash whose cached folder has all weights of `load_format`. field: of the spec,
+    for messages. Raises ModelError.
     """
     from huggingface_hub import errors
 
+    if (folder := _local_folder(field, name, load_format)) is not None:
+        return Place(name, folder)
     _check_id(field, name)
     cached = _cached(name, revision)
-    if cached is not None and cached.name == revision and is_whole(cached):
-        return Snapshot(cached, is_online=False)
+    if cached is not None and cached.name == revision and not weight_problems(cached, load_format):
+        return Place(name, cached, cached.name)
     try:
-        return Snapshot(_fetch_small_files(name, revision), is_online=True)
+        fetched = _fetch_small_files(name, revision)
     except (OSError, errors.HTTPError, ValueError) as error:  # type: ignore[attr-defined]
         if cached is None:
             raise ModelError(f"{field}: {_why_not(name, revision, error)}") from error
-        return Snapshot(cached, is_online=False)
+        return Place(name, cached, cached.name)
+    return Place(name, fetched, fetched.name, is_online=True)
 
 
 def fetch(field: str, name: str, commit: str, patterns: tuple[str, ...]) -> None:
@@ -312,7 +315,7 @@ def fetch(field: str, name: str, commit: str, patterns: tuple[str, ...]) -> None
 def _cached(name: str, revision: str | None) -> pathlib.Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    for file in ("config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json"):
+    for file in ("config.json", "tokenizer_config.json", "tokenizer.json", ADAPTER_CONFIG):
         path = try_to_load_from_cache(name, file, revision=revision)
         if isinstance(path, str):
             return pathlib.Path(path).parent

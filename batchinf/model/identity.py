@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.base.text import name_type
 from batchinf.model import files as model_files
+from batchinf.model.files import Place
 from batchinf.spec.job import ModelSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -57,17 +58,6 @@ class Model:
     """The folder of the config."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a model or a tokenizer is."""
-
-    name: str
-    folder: pathlib.Path
-    commit: str | None = None
-    is_online: bool = False
-    """The hub can give files that the folder lacks."""
-
-
 def resolve(spec: ModelSpec, began_as: str = "") -> Model:
     """Find the model and its tokenizer and read their configs. `check_weights` checks the weights.
 
@@ -75,11 +65,12 @@ def resolve(spec: ModelSpec, began_as: str = "") -> Model:
     began_as: the fingerprint that a job began with. Its commits are used, wherever the branches point now.
     Raises ModelError.
     """
-    model_commit, tokenizer_commit = _commits(began_as, spec)
-    place = _locate("model.name", spec.name, revision=spec.revision, load_format=spec.load_format, commit=model_commit)
+    of_model, _, of_tokenizer = began_as.partition(_TOKENIZER)
+    commit = commit_of(spec.name, of_model)
+    place = _locate("model.name", spec.name, revision=spec.revision, load_format=spec.load_format, commit=commit)
     tokenizer = place
     if spec.tokenizer is not None:
-        tokenizer = _locate("model.tokenizer", spec.tokenizer, commit=tokenizer_commit)
+        tokenizer = _locate("model.tokenizer", spec.tokenizer, commit=commit_of(spec.tokenizer, of_tokenizer))
     _check_tokenizer(tokenizer)
     config = _read_config(place)
     generation_config = place.folder / "generation_config.json"
@@ -122,51 +113,35 @@ def _remedy(model: Model, problems: str) -> str:
 
 def _locate(
     field: str, name: str, *, revision: str | None = None, load_format: str = "dummy", commit: str | None
-) -> _Place:
-    if (folder := model_files.local_folder(field, name, "config.json")) is not None:
-        if revision is not None:
-            raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
-        return _Place(name, folder)
+) -> Place:
     try:
-        snapshot = model_files.find(
-            field, name, commit or revision, lambda it: not model_files.weight_problems(it, load_format)
-        )
+        place = model_files.find(field, name, commit or revision, load_format)
     except ModelError as error:
         if commit is None:
             raise
         raise ModelError(f"{error}. The job began with this commit: restore it, or start a new job") from error
-    return _Place(name, snapshot.folder, snapshot.commit, snapshot.is_online)
+    if place.commit is None and revision is not None:
+        raise ModelError(f"model.revision: got '{revision}', but '{name}' is a folder here and has no revisions")
+    return place
 
 
-def _fingerprint(place: _Place, tokenizer: _Place, spec: ModelSpec) -> str:
+def _fingerprint(place: Place, tokenizer: Place, spec: ModelSpec) -> str:
     """`id@commit` of a hub id; of a folder 32 hexadecimal digits over the files that decide the output."""
     code = ("*.py",) if spec.trust_remote_code else ()
     names = model_files.CONFIG_FILES + model_files.TOKENIZER_FILES + code
-    fingerprint = _identify(place, names, spec.load_format)
+    fingerprint = place.fingerprint(names, spec.load_format)
     if tokenizer is place:
         return fingerprint
-    return f"{fingerprint}{_TOKENIZER}{_identify(tokenizer, model_files.TOKENIZER_FILES + code, 'dummy')}"
+    return f"{fingerprint}{_TOKENIZER}{tokenizer.fingerprint(model_files.TOKENIZER_FILES + code, 'dummy')}"
 
 
-def _commits(fingerprint: str, spec: ModelSpec) -> tuple[str | None, str | None]:
-    """The commits of model and tokenizer in a fingerprint, if it names the hub ids of the spec."""
-    model, _, tokenizer = fingerprint.partition(_TOKENIZER)
-    return _commit_of(spec.name, model), _commit_of(spec.tokenizer, tokenizer)
-
-
-def _commit_of(hub_id: str | None, fingerprint: str) -> str | None:
+def commit_of(hub_id: str, fingerprint: str) -> str | None:
+    """The commit in a fingerprint, if it names this hub id."""
     name, _, commit = fingerprint.rpartition("@")
     return commit if name == hub_id else None
 
 
-def _identify(place: _Place, names: tuple[str, ...], load_format: str) -> str:
-    if place.commit is not None:
-        return f"{place.name}@{place.commit}"
-    files = model_files.describe_files(place.folder, names)
-    return model_files.digest([*files, *model_files.describe_weights(place.folder, load_format)])
-
-
-def _read_config(place: _Place) -> dict[str, Any]:
+def _read_config(place: Place) -> dict[str, Any]:
     path = place.folder / "config.json"
     if not path.is_file():
         raise ModelError(f"model.name: '{place.name}' has no config.json; give a model in the Hugging Face format")
@@ -180,7 +155,7 @@ def _read_config(place: _Place) -> dict[str, Any]:
     return config
 
 
-def _check_tokenizer(place: _Place) -> None:
+def _check_tokenizer(place: Place) -> None:
     """Raise ModelError if there clearly is none. Transformers would need 10 s and three lines to say so."""
     config = place.folder / "tokenizer_config.json"
     if not config.is_file():

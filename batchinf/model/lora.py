@@ -8,8 +8,8 @@ from typing import Any
 
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files as model_files
-from batchinf.model.files import ADAPTER
-from batchinf.model.identity import Model, text_section
+from batchinf.model.files import ADAPTER, ADAPTER_CONFIG, Place
+from batchinf.model.identity import Model, commit_of, text_section
 from batchinf.spec.job import JobSpec, ModelSpec
 
 
@@ -29,7 +29,6 @@ class Adapter:
 
 
 FIELD = "model.lora"
-ADAPTER_CONFIG = "adapter_config.json"
 # The name of the one adapter of all rows, which has none in the spec.
 UNNAMED = "lora"
 # vLLM's MaxLoRARanks from 0.26 to 0.33: the allowed values of `max_lora_rank`.
@@ -73,16 +72,16 @@ def resolve_adapters(
     Raises ModelError or SpecError in one line that begins with the field.
     """
     adapters = []
-    for name, place in adapter_places(spec.model).items():
+    for name, folder_or_id in adapter_places(spec.model).items():
         what = f"{FIELD}: " if isinstance(spec.model.lora, str) else f"{FIELD}: adapter '{name}': "
         began = began_as.get(name) if isinstance(began_as, Mapping) else began_as
-        folder, fingerprint = _locate(what, place, began if isinstance(began, str) else "")
-        rank = _check(what, folder, model)
-        modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(folder)}))
+        place = _locate(what, folder_or_id, began if isinstance(began, str) else "")
+        rank = _check(what, place.folder, model)
+        modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(place.folder)}))
         if "lm_head" in modules and reads_prompt_logits:
             raise ModelError(f"{what}it changes lm_head, and vLLM then gives no logprobs of prompts")
-        fingerprint = fingerprint or _fingerprint(folder)
-        adapters.append(Adapter(name, str(folder), rank=rank, fingerprint=fingerprint, modules=modules))
+        fingerprint = place.fingerprint((ADAPTER_CONFIG,), ADAPTER)
+        adapters.append(Adapter(name, str(place.folder), rank=rank, fingerprint=fingerprint, modules=modules))
     _check_ranks(adapters, spec.engine.get("max_lora_rank"))
     return tuple(adapters)
 
@@ -118,22 +117,13 @@ def halves(folder: pathlib.Path) -> Iterator[Half]:
                 yield Half(tensor, match["module"], match["half"], tuple(described["shape"]))
 
 
-def _locate(what: str, place: str, began_as: str) -> tuple[pathlib.Path, str]:
-    """The adapter's folder, and `id@commit` of a hub id, else ''."""
+def _locate(what: str, name: str, began_as: str) -> Place:
+    """name: of a folder or a hub id. began_as: the fingerprint that a job began with."""
     field = what.removesuffix(": ")
-    if (folder := model_files.local_folder(field, place, ADAPTER_CONFIG)) is not None:
-        return folder, ""
-    name, _, commit = began_as.rpartition("@")
-    revision = commit if name == place else None
-    snapshot = model_files.find(field, place, revision, lambda it: not model_files.weight_problems(it, ADAPTER))
-    if model_files.weight_problems(snapshot.folder, ADAPTER):
-        model_files.fetch(field, place, snapshot.commit, ("adapter_config.json", "adapter_model.*"))
-    return snapshot.folder, f"{place}@{snapshot.commit}"
-
-
-def _fingerprint(folder: pathlib.Path) -> str:
-    files = model_files.describe_files(folder, (ADAPTER_CONFIG,))
-    return model_files.digest([*files, *model_files.describe_weights(folder, ADAPTER)])
+    place = model_files.find(field, name, commit_of(name, began_as), ADAPTER)
+    if place.commit is not None and model_files.weight_problems(place.folder, ADAPTER):
+        model_files.fetch(field, name, place.commit, (ADAPTER_CONFIG, "adapter_model.*"))
+    return place
 
 
 def _check(what: str, folder: pathlib.Path, model: Model) -> int:

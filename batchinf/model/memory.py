@@ -12,16 +12,17 @@ from typing import Any
 from batchinf.base.errors import ModelError
 from batchinf.model.cache import (
     BLOCK_TOKENS,
+    ITEM_BYTES,
     KvCache,
     Pool,
-    UnknownCacheError,
     kv_cache_of,
     num_attention_heads,
     num_kv_heads,
+    pool_of,
 )
 from batchinf.model.identity import Model, text_section
 from batchinf.model.parameters import Part, Tensor, described, stored
-from batchinf.model.weights import UnknownWeightsError, Weights, indexed_bytes, quantization_of, weigh
+from batchinf.model.weights import UnknownSizeError, Weights, indexed_bytes, quantization_of, weigh
 from batchinf.spec.job import JobSpec, ModelSpec
 
 # `Task.default_batch_limits`: engine arguments by vocabulary size and device bytes (None on a CPU).
@@ -41,7 +42,6 @@ GIB = 1 << 30
 # What a step takes beside weights and cache, at least: activations, CUDA graphs, the sampler, CUDA's own memory.
 RESERVE_BYTES = 2 * GIB
 
-_TYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 # Families without defaults in their classes that matter here, and with full attention unless the config says more.
 _PLAIN = frozenset("llama mistral qwen2 qwen3 mixtral qwen3_moe".split())
 _PLAIN_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -143,38 +143,24 @@ class Fit:
         sampler = limits["max_num_seqs"] * (vocab_size_of(self.needs.config) or 0) * 10
         return max(RESERVE_BYTES, activations, sampler)
 
-    @property
-    def bytes_per_token(self) -> int | None:
-        """KV cache of one more token of a long sequence on one device."""
-        if self.needs.kv_cache is None:
-            return None
-        return self.needs.kv_cache.bytes_per_token(self.tensor_parallel_size, self.pipeline_parallel_size)
-
     def _pools(self, num_tokens: int) -> list[Pool] | None:
         """The KV cache of one sequence, as vLLM allocates it."""
         if self.needs.kv_cache is None:
             return None
-        return self.needs.kv_cache.pools(
-            num_tokens,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            # With asynchronous scheduling two batches are in flight.
-            in_flight_tokens=2 * self.limits["max_num_batched_tokens"],
-            block_tokens=self.engine.get("block_size") or BLOCK_TOKENS,
-        )
+        # With asynchronous scheduling two batches are in flight.
+        in_flight = 2 * self.limits["max_num_batched_tokens"]
+        size = self.engine.get("block_size") or BLOCK_TOKENS
+        return [
+            pool_of(caches, num_tokens, self.tensor_parallel_size, in_flight_tokens=in_flight, block_tokens=size)
+            for caches in self.needs.kv_cache.stages(self.pipeline_parallel_size)
+            if caches
+        ]
 
     @property
     def sequence_bytes(self) -> int | None:
         """KV cache of one sequence of `max_model_len` on one device. With less, vLLM does not start."""
         pools = None if self.max_model_len is None else self._pools(self.max_model_len)
         return None if pools is None else max(pool.sequence_bytes for pool in pools)
-
-    @property
-    def least_bytes(self) -> int | None:
-        """Weights and one sequence on one device."""
-        if self.weight_bytes is None or self.sequence_bytes is None:
-            return None
-        return self.weight_bytes + self.sequence_bytes
 
     def left_bytes(self, gpu_memory_utilization: float) -> int | None:
         """vLLM's share less the weights: room for KV cache and activations. May be negative."""
@@ -206,9 +192,10 @@ class Fit:
 
     def least_utilization(self, reserve_bytes: int = 0) -> float | None:
         """The smallest gpu_memory_utilization, in hundredths, that holds weights and one sequence; may be above 1."""
-        if self.least_bytes is None or not self.device_bytes:
+        if self.weight_bytes is None or self.sequence_bytes is None or not self.device_bytes:
             return None
-        return math.ceil((self.least_bytes + reserve_bytes) / self.device_bytes * 100) / 100
+        least_bytes = self.weight_bytes + self.sequence_bytes
+        return math.ceil((least_bytes + reserve_bytes) / self.device_bytes * 100) / 100
 
     def fits(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> bool | None:
         """Whether the weights and one sequence of `max_model_len` fit."""
@@ -235,15 +222,13 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     weights = kv_cache = None
     try:
         weights = _weights(model, spec, shapes)
-    except UnknownWeightsError as error:
+    except UnknownSizeError as error:
         unknown.append(f"weights: {error}")
     try:
         if shapes.why_not_built and not shapes.stored and not _is_plain(shapes.config):
-            raise UnknownCacheError(shapes.why_not_built)
-        cache_dtype = str(engine.get("kv_cache_dtype", "auto"))
-        state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
-        kv_cache = kv_cache_of(shapes.config, model.config, dtype, cache_dtype, mamba_ssm_cache_dtype=state_dtype)
-    except UnknownCacheError as error:
+            raise UnknownSizeError(shapes.why_not_built)
+        kv_cache = kv_cache_of(shapes.config, model.config, dtype, engine)
+    except UnknownSizeError as error:
         unknown.append(f"KV cache: {error}")
     return Needs(
         weights,
@@ -296,7 +281,7 @@ def _counts(tensors: Sequence[Tensor]) -> dict[Part, int]:
 def _quantization_name(model: Model, spec: ModelSpec) -> str:
     try:
         quantization = quantization_of(model.config, spec.quantization)
-    except UnknownWeightsError:
+    except UnknownSizeError:
         return "unknown"
     return "" if quantization is None else quantization.name
 
@@ -310,7 +295,7 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def _weights(model: Model, spec: ModelSpec, shapes: _Shapes) -> Weights:
-    """Of the weight files; else their index, if they are quantized; else counted. Raises UnknownWeightsError."""
+    """Of the weight files; else their index, if they are quantized; else counted. Raises UnknownSizeError."""
     num_layers = shapes.config.get("num_hidden_layers") or shapes.config.get("n_layer")
     is_tied = bool(shapes.config.get("tie_word_embeddings"))
     is_quantized = bool(model.config.get("quantization_config"))
@@ -323,8 +308,8 @@ def _weights(model: Model, spec: ModelSpec, shapes: _Shapes) -> Weights:
     tensors = shapes.stored or shapes.built
     if not tensors:
         why_not = shapes.why_not_built or "the config does not say enough"
-        raise UnknownWeightsError(f"they are not here, and {why_not}")
-    item_bytes = _TYPE_BYTES[weight_dtype(model.config, spec)]
+        raise UnknownSizeError(f"they are not here, and {why_not}")
+    item_bytes = ITEM_BYTES[weight_dtype(model.config, spec)]
     return weigh(tensors, num_layers, item_bytes, quantization_of(model.config, spec.quantization), is_tied=is_tied)
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from batchinf.base.errors import ModelError
-from batchinf.base.process import NoAnswerError, ask
+from batchinf.base.process import NoAnswerError, Question
 from batchinf.base.text import one_line
 from batchinf.model import files as model_files
 
@@ -194,7 +194,8 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     try:
         # Without devices, torch never makes a CUDA context.
         environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        answer = ask("batchinf.model.parameters", question, _WAIT_S, environment)
+        with Question("batchinf.model.parameters", question, _WAIT_S, environment) as running:
+            answer = running.answer()
     except NoAnswerError as error:
         raise ModelError(f"the model's parameters could not be counted: {error}") from None
     if "error" in answer:

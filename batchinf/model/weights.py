@@ -70,8 +70,8 @@ def _matches(pattern: str, tensor: Tensor) -> bool:
     return f".{pattern}." in f".{name}."
 
 
-class UnknownWeightsError(Exception):
-    """The size of the weights is not known; the message says why."""
+class UnknownSizeError(Exception):
+    """The size of the weights or of the KV cache is not known; the message says why."""
 
 
 # Types that vLLM makes of 16-bit weights when it loads them, by the spec's `model.quantization`.
@@ -98,7 +98,7 @@ for _kind in ("awq", "gptq"):
 def quantization_of(config: Mapping[str, Any], method: str | None) -> Quantization | None:
     """The quantization of a config's checkpoint, else the one that vLLM applies when it loads; None: none.
 
-    method: the spec's `model.quantization`. Raises UnknownWeightsError.
+    method: the spec's `model.quantization`. Raises UnknownSizeError.
     """
     section = config.get("quantization_config") or config.get("compression_config")
     if isinstance(section, Mapping) and section:
@@ -107,7 +107,7 @@ def quantization_of(config: Mapping[str, Any], method: str | None) -> Quantizati
     if method is None:
         return None
     if method not in _ON_LOADING:
-        raise UnknownWeightsError(f"quantization {method} is of a size of its own")
+        raise UnknownSizeError(f"quantization {method} is of a size of its own")
     return _ON_LOADING[method]
 
 
@@ -128,7 +128,7 @@ def _of_checkpoint(section: Mapping[str, Any]) -> Quantization:
     for name, bits, group_size in (("int4", 4, 128), ("int8", 8, None), ("float8", 8, None)):
         if method == "torchao" and name in words:
             return Quantization(f"torchao {name}", bits, group_size, scale_bytes=2)
-    raise UnknownWeightsError(f"the checkpoint's quantization {method or 'without a name'} is of a size of its own")
+    raise UnknownSizeError(f"the checkpoint's quantization {method or 'without a name'} is of a size of its own")
 
 
 def _of_groups(method: str, section: Mapping[str, Any]) -> Quantization:
@@ -155,7 +155,7 @@ def _compressed(section: Mapping[str, Any]) -> Quantization:
     groups = [group.get("weights") for group in (section.get("config_groups") or {}).values()]
     weights = next(filter(None, groups), None)
     if weights is None:
-        raise UnknownWeightsError("the checkpoint's compressed-tensors config has no group with weights")
+        raise UnknownSizeError("the checkpoint's compressed-tensors config has no group with weights")
     bits = int(weights["num_bits"])
     strategy = weights.get("strategy")
     size = weights.get("group_size")

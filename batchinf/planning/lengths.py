@@ -20,8 +20,7 @@ from batchinf.model.cache import BLOCK_TOKENS
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
-from batchinf.source.rows import Row
-from batchinf.source.sample import is_scanned_quickly, sample_input
+from batchinf.source.rows import Row, is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, Task

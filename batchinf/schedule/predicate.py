@@ -183,8 +183,8 @@ class Predicate:
                 f"\"language = 'en'\"; columns: {columns}"
             )
         return PredicateError(
-            f"{self._option}: got {self.text!r}: {reason}; must be `{ERRORS_WORD}` or an expression in SQL over the output's "
-            f"columns, such as \"finish_reason = 'length'\"; columns: {columns}"
+            f"{self._option}: got {self.text!r}: {reason}; must be `{ERRORS_WORD}` or an expression in SQL over the "
+            f"output's columns, such as \"finish_reason = 'length'\"; columns: {columns}"
         )
 
 

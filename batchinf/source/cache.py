@@ -68,7 +68,7 @@ class FileEntry:
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
-    """By role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (see `BlockDigests`), `lines` (a
+    """By role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (see `CheckedBytes`), `lines` (a
     decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
     `content` (a copy of a remote file), `columns` (those beyond the first 4,096; see `further_line`)."""
     num_bytes: int
@@ -225,26 +225,19 @@ class Scratch:
         self.fetched = ((0, copy.tell(), digest.intdigest()),)
         return InputFile(file.name, os.fspath(self._cache.path(self._temporary("content"))))
 
-    def drop(self, role: str) -> None:
-        """Discard a file."""
-        self._files.pop(role).close()
-        self._cache.delete(self._temporary(role))
-
-    @property
-    def roles(self) -> set[str]:
-        """The roles of the files that are not empty."""
-        return {role for role, stream in self._files.items() if stream.tell()}
-
     def publish(self, content_hash: str, ranges: Sequence[ReadRange] = ()) -> dict[str, Artifact]:
         """Make the non-empty files durable. Their names have a hash of the input's content, so they never change.
+
+        The copy of a remote file is not kept beside its spool.
 
         ranges: that were read, if `content_hash` does not cover them.
         """
         if ranges:
             content_hash = xxhash.xxh3_128_hexdigest(json.dumps([content_hash, sorted(ranges)]).encode())
         artifacts = {}
+        is_spooled = "rows" in self._files and self._files["rows"].tell() > 0
         for role, stream in self._files.items():
-            if not stream.tell():
+            if not stream.tell() or (role == "content" and is_spooled):
                 continue
             with naming(self._cache.root):
                 stream.flush()

@@ -5,6 +5,7 @@ the digests of their blocks, which the scan keeps; Parquet with the digests of t
 which `ReadDigests` keeps; other files as a whole.
 """
 
+import io
 import os
 import threading
 import uuid
@@ -80,33 +81,7 @@ class Watch:
 
 # -- lines: a digest for each block ------------------------------------------------------------------------------------
 
-DIGEST_BYTES = 1 << 20  # of a block; the last one is shorter
-
-
-class BlockDigests:
-    """Writes the xxh3-64 of each block of what it is given."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._digest = xxhash.xxh3_64()
-        self._num_missing = DIGEST_BYTES  # bytes until the block is full
-
-    def update(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            piece = rest[: self._num_missing]
-            rest = rest[len(piece) :]
-            self._digest.update(piece)
-            self._num_missing -= len(piece)
-            if not self._num_missing:
-                self.end()
-
-    def end(self) -> None:
-        """Write the digest of the last block."""
-        if self._num_missing < DIGEST_BYTES:
-            self._file.write(self._digest.digest())
-            self._digest = xxhash.xxh3_64()
-            self._num_missing = DIGEST_BYTES
+DIGEST_BYTES = BLOCK_BYTES  # the scan writes the xxh3-64 of each block that it reads; the last one is shorter
 
 
 class CheckedBytes:
@@ -116,7 +91,7 @@ class CheckedBytes:
     """
 
     def __init__(self, name: str, path: str, digests: bytes | None, *, trusted: Stamp, num_bytes: int) -> None:
-        """digests: as `BlockDigests` wrote them; None for a copy in the cache. num_bytes: that were scanned."""
+        """digests: of the blocks; None for a copy in the cache. num_bytes: that were scanned."""
         self._name = name
         self._digests = digests
         self._trusted = trusted
@@ -300,44 +275,29 @@ def _digest(file: IO[bytes], offset: int, num_bytes: int) -> int:
     return digest.intdigest()
 
 
-class DigestedFile:
-    """A file for pyarrow that digests what is read of it. It has the methods of Python's files that pyarrow calls."""
-
-    closed = False
+class DigestedFile(io.FileIO):
+    """A file for pyarrow that digests what is read of it."""
 
     def __init__(self, path: str, *, joins: bool = False) -> None:
         """joins: ranges that follow each other count as one, as if a column chunk is read in pieces."""
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        super().__init__(path)
         self._joins = joins
-        self._place = 0
         self._ranges: dict[int, tuple[int, xxhash.xxh3_64]] = {}  # by the end: first byte and digest
 
-    def read(self, num_bytes: int) -> bytes:
-        data = os.pread(self._file.fileno(), num_bytes, self._place)
-        start = self._place
+    def read(self, num_bytes: int | None = -1) -> bytes:
+        start = self.tell()
+        data = super().read(num_bytes) or b""
+        end = start + len(data)
         digest = xxhash.xxh3_64()
         if self._joins and start in self._ranges:
             start, digest = self._ranges.pop(start)
         digest.update(data)
-        self._place += len(data)
-        if self._place > start:
-            self._ranges[self._place] = start, digest
+        if end > start:
+            self._ranges[end] = start, digest
         return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        size = os.fstat(self._file.fileno()).st_size
-        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: size}[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
 
     def taken(self) -> tuple[ReadRange, ...]:
         """The ranges that were read since the last call."""
         ranges = self._ranges
         self._ranges = {}
         return tuple((start, end - start, digest.intdigest()) for end, (start, digest) in ranges.items())
-
-    def close(self) -> None:
-        self._file.close()
-        self.closed = True

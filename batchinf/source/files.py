@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import pyarrow as pa
 import xxhash
@@ -53,14 +53,16 @@ class InputFile:
     """Relative, for error messages."""
     path: str
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether its content has to be fetched. Such a file is read once, from beginning to end."""
-        return False
+    is_remote: ClassVar[bool] = False
+    """Whether its content has to be fetched. Such a file is read once, from beginning to end."""
 
     def stamp(self) -> Stamp:
         """Three numbers. If all are unchanged, the content is unchanged."""
         return stamp(self.path)
+
+    def settled_stamp(self) -> Stamp:
+        """The stamp as it is now; see the function."""
+        return settled_stamp(self.path)
 
     def open(self) -> io.BufferedReader:
         """The file's bytes. Raises InputError if it cannot be read."""

@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -41,17 +41,14 @@ class RemoteFile(InputFile):
     """Its path within `system`."""
     info: Mapping[str, Any] = field(compare=False)
     """Its entry in the listing."""
-
-    @property
-    def is_remote(self) -> bool:
-        return True
+    is_remote: ClassVar[bool] = True
 
     def stamp(self) -> Stamp:
         """The size, a number for the version, and 0; `UNKNOWN` for what is not known. See `InputFile`."""
         info = self.info if _version(self.info) is not None else self._fresh_info()
         return _stamp(info)
 
-    def fresh_stamp(self) -> Stamp:
+    def settled_stamp(self) -> Stamp:
         """The stamp as it is now; `stamp` may be as old as the listing."""
         return _stamp(self._fresh_info())
 

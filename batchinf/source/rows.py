@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import os
 import pathlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +20,7 @@ from batchinf.source.cache import further_columns, read_record, schema_of, write
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import find_files, is_dataset
-from batchinf.source.formats.base import FileFormat, Reader, Recent, Record, SourceFile, spans
+from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
 from batchinf.source.formats.huggingface import open_dataset
 from batchinf.source.formats.registry import file_format
 from batchinf.source.remote import find_remote, is_url
@@ -33,12 +35,14 @@ from batchinf.source.versions import (
     latest_ranges,
     load_versions,
     next_version,
-    record_path,
+    record_name,
     refuse_changes,
     save_version,
 )
 
 OPEN_FILES = 16  # at once
+_MANY_BYTES = 64 << 20  # a scan of less takes about as long as a sample
+_SAMPLED_RUNS = 128
 # What to do with files and rows that came after the job took its input in. `ignore` does not look at `input.path` if
 # the known files are unchanged; `leave` checks that they are all there.
 NewRows = Literal["refuse", "ignore", "leave", "take"]
@@ -85,7 +89,7 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
     digests = ReadDigests(cache)
     versions = load_versions(cache, taken[-1]) if taken else None
     if versions is None and len(set(taken)) > 1:
-        path = record_path(cache, taken[-1])
+        path = cache.path(record_name(taken[-1]))
         raise InputError(f"{path} is gone or damaged; it says where each row is, so restore it")
     if versions is None:
         format, files = _find(input)
@@ -108,13 +112,54 @@ def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
     None if it would cost more than milliseconds: for URLs and datasets. Empty for a file that cannot be read; the scan
     says why. Raises `InputError` if there is no file.
     """
-    if is_url(input.path) or is_dataset(input):
+    if _is_far(input):
         return None
     format, files = find_files(input)
     try:
         return format.first_rows(files[0])
     except (InputError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return ()
+
+
+def _is_far(input: InputLocation) -> bool:
+    """Whether no local files can be looked at before the scan."""
+    return is_url(input.path) or is_dataset(input)
+
+
+def is_scanned_quickly(input: InputLocation) -> bool:
+    """Whether the input is so small and so near that its scan takes about as long as a sample."""
+    return not _is_far(input) and sum(file.stamp()[0] for file in find_files(input)[1]) < _MANY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class InputSample:
+    """A small copy of a large input, so that `plan` and the choice of degrees need not wait for the scan."""
+
+    path: str
+    """Of the folder with the copy, an input of the same format."""
+    num_rows: int
+    """Of the whole input, about."""
+
+
+def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | None:
+    """Copy rows from all parts of an input into `folder`; None if the input is small, or has to be scanned.
+
+    Raises InputError if there is nothing to read.
+    """
+    if _is_far(input):
+        return None
+    format, files = find_files(input)
+    sizes = [file.stamp()[0] for file in files]
+    if sum(sizes) < _MANY_BYTES:
+        return None
+    num_rows = 0.0
+    for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
+        runs = max(1, round(_SAMPLED_RUNS * size / sum(sizes)))
+        rows_of_file = format.sample(file, runs, number, folder / f"{number:06}{format.endings[0]}")
+        if rows_of_file is None:
+            return None
+        num_rows += rows_of_file
+    return InputSample(os.fspath(folder), round(num_rows))
 
 
 def _find(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
@@ -154,11 +199,7 @@ def _again(
 
 
 def _assembled(
-    scanner: Scanner,
-    versions: Sequence[InputVersion],
-    scanned: Mapping[int, ScannedFile],
-    *,
-    named: Sequence[str],
+    scanner: Scanner, versions: Sequence[InputVersion], scanned: Mapping[int, ScannedFile], *, named: Sequence[str]
 ) -> "Source":
     format = scanner.format
     digests = scanner.digests
@@ -234,7 +275,8 @@ class Source:
     ) -> None:
         """runs: for each opener's reader, the first row to read and the one after the last. digests: of the readers."""
         self._digests = digests
-        self._readers = Recent[int, Reader](OPEN_FILES, lambda i: openers[i](), lambda reader: reader.close())
+        self._openers = openers
+        self._readers = OrderedDict[int, Reader]()  # by number, the one that was used last at the end
         self._offsets = [start for start, _ in runs]
         self._firsts = [0, *itertools.accumulate(stop - start for start, stop in runs)]
         self._turn = threading.Lock()
@@ -289,7 +331,15 @@ class Source:
             raise IndexError(f"rows {start} to {stop} of {self.num_rows}")
         for i, first, last in spans(self._firsts, start, stop):
             offset = self._offsets[i]
-            yield self._readers.get(i), offset + first, offset + last
+            yield self._reader(i), offset + first, offset + last
+
+    def _reader(self, i: int) -> Reader:
+        if i not in self._readers:
+            while len(self._readers) >= OPEN_FILES:
+                self._readers.popitem(last=False)[1].close()
+            self._readers[i] = self._openers[i]()
+        self._readers.move_to_end(i)
+        return self._readers[i]
 
     def keep_digests(self) -> None:
         """Make the digests of all that was read durable. Call it before anything durable is made of the rows.
@@ -302,7 +352,8 @@ class Source:
     def close(self) -> None:
         """Close the files; the source is not read afterwards."""
         with self._turn:
-            self._readers.clear()
+            while self._readers:
+                self._readers.popitem()[1].close()
 
 
 def _runs(positions: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -11,9 +11,9 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
 from batchinf.source.digests import ReadDigests, Watch, changed
-from batchinf.source.files import InputFile, Stamp, open_input, settled_stamp
+from batchinf.source.files import InputFile, open_input
 from batchinf.source.formats.base import FileFormat
-from batchinf.source.remote import UNKNOWN, RemoteFile
+from batchinf.source.remote import UNKNOWN
 from batchinf.source.types import refuse_twins
 
 SAVE_BYTES = 1 << 30  # of input: an interrupted scan of many files resumes from the last save
@@ -79,8 +79,8 @@ class Scanner:
             return None
         if not self.format.hashes_all and not self.digests.has(entry.content):
             return None  # nothing of it was read, so it may be any file
-        size, mtime_ns, inode = stamp = _stamp_now(file)
-        if size != entry.size or not self.format.is_same(file, entry, self.digests) or _stamp_now(file) != stamp:
+        size, mtime_ns, inode = stamp = file.settled_stamp()
+        if size != entry.size or not self.format.is_same(file, entry, self.digests) or file.settled_stamp() != stamp:
             return None
         return replace(entry, path=file.path, mtime_ns=mtime_ns, inode=inode)
 
@@ -88,7 +88,7 @@ class Scanner:
         """Scan a file. Raises InputError if it is damaged or changes meanwhile."""
         if not file.is_remote:
             open_input(file).close()
-        before = _stamp_now(file)
+        before = file.settled_stamp()
         size, mtime_ns, inode = stamp = file.stamp()
         with Scratch(self.cache, file, self.format.name) as scratch:
             try:
@@ -98,10 +98,8 @@ class Scanner:
                     raise
                 raise self._damaged(file, error) from error
             refuse_twins(findings.schema.names, file.name)
-            if _stamp_now(file) != before:
+            if file.settled_stamp() != before:
                 raise InputError(f"{file.name} changed while it was read; start again once it is complete")
-            if {"content", "rows"} <= scratch.roles:
-                scratch.drop("content")
             ranges = (*findings.ranges, *scratch.fetched)
             artifacts = scratch.publish(findings.hash, ranges)
         # The same for each process that scans the same content, and another one for content that replaces it.
@@ -165,7 +163,3 @@ class Scanner:
     def _damaged(self, file: InputFile, error: Exception) -> InputError:
         reason = " ".join(str(error).split())[:500].encode(errors="backslashreplace").decode()
         return InputError(f"{file.name} cannot be read as {self.format.name}: {reason}; is it damaged?")
-
-
-def _stamp_now(file: InputFile) -> Stamp:
-    return file.fresh_stamp() if isinstance(file, RemoteFile) else settled_stamp(file.path)

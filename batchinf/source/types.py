@@ -6,7 +6,7 @@ A type is None if no Arrow type holds all values unchanged. `MixedTypes` says wh
 import enum
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -46,15 +46,18 @@ def odd_value(field: pa.Field) -> str:
 def extension_of(field: pa.Field) -> str | None:
     """The name of the extension type that a column has in its file, at any depth; its rows are read without it."""
     name = (field.metadata or {}).get(_EXTENSION_KEY)
-    return _extension_in(field.type) if name is None else str(name.decode())
+    if name is not None:
+        return str(name.decode())
+    extensions = (type for type in _and_inner(field.type) if isinstance(type, pa.BaseExtensionType))
+    return next((str(type.extension_name) for type in extensions), None)
 
 
-def _extension_in(type: pa.DataType) -> str | None:
-    if isinstance(type, pa.BaseExtensionType):
-        return str(type.extension_name)
-    if isinstance(type, pa.DictionaryType):
-        return _extension_in(type.value_type)
-    return next(filter(None, (_extension_in(type.field(i).type) for i in range(type.num_fields))), None)
+def _and_inner(type: pa.DataType) -> Iterator[pa.DataType]:
+    """The type, and those within it at any depth."""
+    yield type
+    is_dictionary = isinstance(type, pa.DictionaryType)
+    for inner in [type.value_type] if is_dictionary else [type.field(i).type for i in range(type.num_fields)]:
+        yield from _and_inner(inner)
 
 
 def _plain_field(field: pa.Field, type: pa.DataType) -> pa.Field:
@@ -110,15 +113,15 @@ def settled_schema(schemas: Iterable[tuple[str, pa.Schema]], mixed: MixedTypes) 
 
 
 def _settled_field(name: str, type: pa.DataType | None, mixed: MixedTypes, odd: str) -> pa.Field:
-    if mixed is MixedTypes.JSON and (type is None or _has_empty_struct(type)):
+    # Parquet cannot hold a struct without fields.
+    if mixed is MixedTypes.JSON and (type is None or any(map(_is_empty_struct, _and_inner(type)))):
         return _json_field(name, odd or "a mapping without keys")
     leaves = _SETTLED if mixed is MixedTypes.REFUSED else {**_SETTLED, _NARROW: pa.int64()}
     return pa.field(name, pa.string() if type is None else _plain(type, leaves))
 
 
-def _has_empty_struct(type: pa.DataType) -> bool:  # Parquet cannot hold one
-    children = [type.field(i).type for i in range(type.num_fields)]
-    return (pa.types.is_struct(type) and not children) or any(map(_has_empty_struct, children))
+def _is_empty_struct(type: pa.DataType) -> bool:
+    return bool(pa.types.is_struct(type)) and not type.num_fields
 
 
 def _merge(a: pa.DataType | None, b: pa.DataType | None, *, by_value: bool = False) -> pa.DataType | None:
@@ -270,7 +273,7 @@ def _json_or(name: str, type: pa.DataType | None, odd: str = "") -> pa.Field:
 
 def _merge_values(known: pa.DataType, values: Iterable[object]) -> pa.DataType | None:
     settled = _merge(known, _settle(values))
-    return None if settled is None or _num_fields(settled) > MAX_NESTED else settled
+    return None if settled is None or sum(1 for _ in _and_inner(settled)) > MAX_NESTED else settled
 
 
 def _first_odd(known: pa.DataType, values: Sequence[object], rows: Sequence[int]) -> str:
@@ -308,10 +311,6 @@ def _by_name(records: Iterable[Mapping[str, object]]) -> Mapping[str, list[objec
         for name, value in record.items():
             columns[name].append(value)
     return columns
-
-
-def _num_fields(type: pa.DataType) -> int:
-    return 1 + sum(_num_fields(type.field(i).type) for i in range(type.num_fields))
 
 
 def is_utf8(text: str) -> bool:

@@ -76,7 +76,7 @@ class InputVersion:
 
 def save_version(cache: Folder, version: InputVersion) -> None:
     """Write a version's record unless it is there."""
-    name = _name(version.fingerprint)
+    name = record_name(version.fingerprint)
     record = json.loads(json.dumps(asdict(version)))
     if read_record(cache, name) == record:
         return
@@ -91,7 +91,7 @@ def load_versions(cache: Folder, fingerprint: str) -> list[InputVersion] | None:
     versions: list[InputVersion] = []
     before: str | None = fingerprint
     while before is not None:
-        record = read_record(cache, _name(before))
+        record = read_record(cache, record_name(before))
         try:
             added = tuple(FileRange(**added) for added in record["added"])
             versions.append(InputVersion(record["before"], record["format"], record["schema"], added))
@@ -121,18 +121,14 @@ def versions_at_once(cache: Folder, fingerprint: str) -> list[str] | None:
     return fingerprints or None
 
 
-def record_path(cache: Folder, fingerprint: str) -> str:
-    """The path of a version's record."""
-    return str(cache.path(_name(fingerprint)))
-
-
 def latest_ranges(versions: Sequence[InputVersion]) -> list[FileRange]:
     """Each file's last range, by the files' numbers. It has the hash of the latest known content."""
     latest = {added.file: added for version in versions for added in version.added}
     return [latest[file] for file in range(len(latest))]
 
 
-def _name(fingerprint: str) -> str:
+def record_name(fingerprint: str) -> str:
+    """The file of a version's record."""
     return f"{VERSIONS_FOLDER}/{fingerprint}.json"
 
 
@@ -149,6 +145,9 @@ _LOOKED_AT_BYTES = 1 << 16
 class FileComparison:
     """The files of a version, by number, compared with the files that are there now."""
 
+    scanner: Scanner
+    free: dict[str, ScannedFile] = field(default_factory=dict)
+    """Files by name that are not yet known to be one of the version's."""
     unchanged: dict[int, ScannedFile] = field(default_factory=dict)
     """Perhaps renamed."""
     grown: dict[int, ScannedFile] = field(default_factory=dict)
@@ -164,6 +163,57 @@ class FileComparison:
     def usable(self) -> dict[int, ScannedFile]:
         """The known files that have all rows of the version."""
         return {**self.unchanged, **self.grown}
+
+    def scan(self, files: Sequence[InputFile]) -> None:
+        """Add files to the free ones."""
+        entries = self.scanner.scan(files)
+        self.free |= {file.name: (file, entry) for file, entry in zip(files, entries, strict=True)}
+
+    def match(self, known: Sequence[FileRange], *, by_name: bool) -> list[FileRange]:
+        """Find the free files that have the content of known ones. Returns the other known ones.
+
+        A file that was scanned again may be matched with a known one of which nothing was read, but only after all
+        others.
+        """
+        digests = self.scanner.digests
+        names = defaultdict[str, list[str]](list)
+        for name in sorted(self.free):
+            names[self.free[name][1].hash].append(name)
+        unmatched: list[FileRange] = []
+        for old in known if by_name else sorted(known, key=lambda old: not digests.has(old.content)):
+            alike = [name for name in names[old.hash] if name in self.free and (name == old.name or not by_name)]
+            for name in sorted(alike, key=lambda name: name != old.name):
+                file, entry = self.free[name]
+                is_same = entry.content == old.content
+                if not is_same and (not by_name or digests.has(old.content)):
+                    is_same = digests.is_same(old.content, self.scanner.local_copy(file, entry).path)
+                if is_same:
+                    self.unchanged[old.file] = self.free.pop(name)[0], replace(entry, content=old.content)
+                    break
+            else:
+                unmatched.append(old)
+        return sorted(unmatched, key=lambda old: old.file)
+
+    def compare_by_name(self, old: FileRange) -> None:
+        """Compare a known file, whose content is not there any more, with the file of its name."""
+        if old.name not in self.free:
+            self.gone.append(old.name)
+        elif not _has_grown(self.scanner, old, *self.free[old.name]):
+            self.changed.append(old.name)
+        else:
+            file, entry = self.free.pop(old.name)
+            # It may have grown by blank lines only.
+            place = self.grown if entry.num_rows > old.stop_row else self.unchanged
+            place[old.file] = file, entry
+
+    def save_contents(self) -> None:
+        """Store which contents were found again, so that they are not compared once more."""
+        cache = self.scanner.cache
+        entries = {file.name: entry for file, entry in self.unchanged.values()}
+        known = load_entries(cache)
+        if any(name in known and known[name].content != entry.content for name, entry in entries.items()):
+            with locked(cache):
+                save_entries(cache, {**load_entries(cache), **entries})
 
 
 def from_cache(known: Sequence[FileRange], cache: Folder) -> dict[int, ScannedFile] | None:
@@ -195,37 +245,24 @@ def compare_files(
     scanner: Scanner, known: Sequence[FileRange], files: Sequence[InputFile], *, scans_new: bool
 ) -> FileComparison:
     """Compare files with those of a version: first by name and content, then by content alone."""
-    compared = FileComparison()
+    compared = FileComparison(scanner)
     names = {old.name for old in known}
     unknown = [file for file in files if file.name not in names]
-    free = _scanned(scanner, [file for file in files if file.name in names])
-    unmatched = _match(scanner, known, free, compared, by_name=True)
+    compared.scan([file for file in files if file.name in names])
+    unmatched = compared.match(known, by_name=True)
     if unmatched or scans_new:
-        free.update(_scanned(scanner, unknown))
-        unmatched = _match(scanner, unmatched, free, compared, by_name=False)
-    _save_contents(compared, scanner.cache)
+        compared.scan(unknown)
+        unmatched = compared.match(unmatched, by_name=False)
+    compared.save_contents()
     for old in unmatched:
-        _compare_by_name(scanner, old, free, compared)
+        compared.compare_by_name(old)
     names = {*compared.changed, *(file.name for file, _ in compared.usable.values())}
     compared.unknown = [file for file in files if file.name not in names]
     if scans_new:
-        compared.new = [free[file.name] for file in compared.unknown]
+        compared.new = [compared.free[file.name] for file in compared.unknown]
     elif len(compared.unknown) <= _LOOKED_AT:
         compared.unknown = [file for file in compared.unknown if not _is_empty(scanner, file)]
     return compared
-
-
-def _compare_by_name(scanner: Scanner, old: FileRange, free: dict[str, ScannedFile], compared: FileComparison) -> None:
-    """Compare a known file, whose content is not there any more, with the file of its name."""
-    if old.name not in free:
-        compared.gone.append(old.name)
-    elif not _has_grown(scanner, old, *free[old.name]):
-        compared.changed.append(old.name)
-    else:
-        file, entry = free.pop(old.name)
-        # It may have grown by blank lines only.
-        place = compared.grown if entry.num_rows > old.stop_row else compared.unchanged
-        place[old.file] = file, entry
 
 
 def _is_empty(scanner: Scanner, file: InputFile) -> bool:
@@ -237,51 +274,6 @@ def _is_empty(scanner: Scanner, file: InputFile) -> bool:
     except (BatchinfError, OSError):  # such as a damaged file: only --extend has to read it
         return False
     return entry.num_rows == 0
-
-
-def _scanned(scanner: Scanner, files: Sequence[InputFile]) -> dict[str, ScannedFile]:
-    return {file.name: (file, entry) for file, entry in zip(files, scanner.scan(files), strict=True)}
-
-
-def _match(
-    scanner: Scanner,
-    known: Sequence[FileRange],
-    free: dict[str, ScannedFile],
-    compared: FileComparison,
-    *,
-    by_name: bool,
-) -> list[FileRange]:
-    """Move the files that have the content of known ones from `free` to `compared`. Returns the other known ones.
-
-    A file that was scanned again may be matched with a known one of which nothing was read, but only after all others.
-    """
-    digests = scanner.digests
-    names = defaultdict[str, list[str]](list)
-    for name in sorted(free):
-        names[free[name][1].hash].append(name)
-    unmatched: list[FileRange] = []
-    for old in known if by_name else sorted(known, key=lambda old: not digests.has(old.content)):
-        alike = [name for name in names[old.hash] if name in free and (name == old.name or not by_name)]
-        for name in sorted(alike, key=lambda name: name != old.name):
-            file, entry = free[name]
-            is_same = entry.content == old.content
-            if not is_same and (not by_name or digests.has(old.content)):
-                is_same = digests.is_same(old.content, scanner.local_copy(file, entry).path)
-            if is_same:
-                compared.unchanged[old.file] = free.pop(name)[0], replace(entry, content=old.content)
-                break
-        else:
-            unmatched.append(old)
-    return sorted(unmatched, key=lambda old: old.file)
-
-
-def _save_contents(compared: FileComparison, cache: Folder) -> None:
-    """Store which contents were found again, so that they are not compared once more."""
-    entries = {file.name: entry for file, entry in compared.unchanged.values()}
-    known = load_entries(cache)
-    if any(name in known and known[name].content != entry.content for name, entry in entries.items()):
-        with locked(cache):
-            save_entries(cache, {**load_entries(cache), **entries})
 
 
 def _has_grown(scanner: Scanner, old: FileRange, file: InputFile, entry: FileEntry) -> bool:

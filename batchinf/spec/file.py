@@ -14,12 +14,7 @@ from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
 from batchinf.spec.explain import did_you_mean, elsewhere_in_spec, explain, fields_of
-from batchinf.spec.job import (
-    ENGINE_ARGUMENTS_ELSEWHERE,
-    PATH_FIELDS,
-    SECRET_NAME,
-    JobSpec,
-)
+from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, SECRET_NAME, JobSpec
 from batchinf.spec.yaml_text import MAX_SPEC_BYTES, MAX_YAML_DEPTH, YamlReader, dump_yaml, got
 
 # Limit for all `{file: path}` together. job.yaml has their content, and must be short enough to be read as a spec.

@@ -154,23 +154,24 @@ class InputSpec(Section):
         return path
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
+    def _fit_together(self) -> Self:
         forms = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
         if len(forms) > 1:
             raise wrong(f"got {forms[1]} beside {forms[0]}; give one of them", forms[1])
-        return self
-
-    @model_validator(mode="after")
-    def _tools(self) -> Self:
         if self.tools_column is not None and self.messages_column is None:
             raise wrong("got it without messages_column; must be given beside the column of the conversations that "
                         "have these tools", "tools_column")  # fmt: skip
+        if self.is_chat:
+            self._check_chat()
+        if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
+            raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
+        for field in ("split", "name", "revision"):
+            if self.format not in (None, HuggingFace.name) and getattr(self, field) is not None:
+                raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
+                             f"(format {HuggingFace.name}) has a {field}: leave it out", field)  # fmt: skip
         return self
 
-    @model_validator(mode="after")
-    def _chat(self) -> Self:
-        if not self.is_chat:
-            return self
+    def _check_chat(self) -> None:
         asked = next(field for field in CHAT_FIELDS if getattr(self, field) is not None)
         if self.apply_chat_template is not None:
             raise wrong(f"got false beside {asked}, which applies the chat template; give one of them",
@@ -188,7 +189,6 @@ class InputSpec(Section):
                 "got true with continue_final_message; the model continues the final message or begins a new turn: "
                 "give one of them"
             ), "add_generation_prompt")  # fmt: skip
-        return self
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -200,20 +200,6 @@ class InputSpec(Section):
                 instead = f"use {KWARGS_ELSEWHERE[name]} instead" if KWARGS_ELSEWHERE[name] else "leave it out"
                 raise wrong(f"it is no variable of a chat template; {instead}", name)
         return kwargs
-
-    @model_validator(mode="after")
-    def _excludes_by_id(self) -> Self:
-        if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
-            raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
-        return self
-
-    @model_validator(mode="after")
-    def _hub_only(self) -> Self:
-        for field in ("split", "name", "revision"):
-            if self.format not in (None, HuggingFace.name) and getattr(self, field) is not None:
-                raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
-                             f"(format {HuggingFace.name}) has a {field}: leave it out", field)  # fmt: skip
-        return self
 
     @property
     def is_batch_file(self) -> bool:

@@ -302,12 +302,6 @@ class JobSpec(Section):
             return {**data, "model": {"name": data["model"]}}
         return data
 
-    @model_validator(mode="after")
-    def _fits_the_task(self) -> Self:
-        for section in _task_sections:
-            section.check(self)
-        return self
-
     @field_validator("engine")
     @classmethod
     def _plain_engine(cls, engine: dict[str, Any]) -> dict[str, Any]:
@@ -327,13 +321,11 @@ class JobSpec(Section):
         return engine
 
     @model_validator(mode="after")
-    def _devices_of_this_host(self) -> Self:
+    def _fit_together(self) -> Self:
+        for section in _task_sections:
+            section.check(self)
         if self.backend == "ray" and self.parallel.devices is not None:
             raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters(self) -> Self:
         lora = self.model.lora
         column = self.input.adapter_column
         if column is not None and not isinstance(lora, dict):
@@ -442,11 +434,11 @@ class FieldDoc:
     """Dotted, as in `sampling.max_tokens`; `input.messages[]` stands for each item of a list."""
     allowed: str
     """The allowed values in words, without null."""
-    is_required: bool
-    default: Any
-    resume: Resume | None
-    """None for a section."""
     meaning: str
+    is_required: bool = False
+    default: Any = None
+    resume: Resume | None = None
+    """None for a section."""
     takes_null: bool = False
 
 
@@ -490,9 +482,6 @@ def _document(section: type[Section], prefix: str, schemas: dict[str, Any]) -> I
             yield FieldDoc(
                 name=f"{field}[]",
                 allowed=_fields_in_words(item),
-                is_required=False,
-                default=None,
-                resume=None,
                 meaning=" ".join((item.__doc__ or "").split()),
             )
             yield from _document(item, f"{field}[].", schemas)

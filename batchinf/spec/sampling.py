@@ -103,21 +103,13 @@ class SamplingSpec(Section):
         return {"json": _schema_text(value)} if kind == "json" else structure
 
     @model_validator(mode="after")
-    def _greedy_is_one(self) -> Self:
+    def _fit_together(self) -> Self:
         if self.temperature == 0 and self.n > 1:
             raise wrong(f"got {self.n} with temperature 0; greedy samples are all equal: set n to 1, "
                          "or a temperature above 0", "n")  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _chosen_or_top(self) -> Self:
         if self.logprob_token_ids and self.logprobs:
             raise wrong(f"got {self.logprobs} with logprob_token_ids; the engine gives the likeliest tokens or the "
                          "chosen ones: leave out one of them", "logprobs")  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _least_below_most(self) -> Self:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise wrong(f"got {self.min_tokens} with max_tokens {self.max_tokens}; must not be above it", "min_tokens")
         return self

@@ -15,9 +15,9 @@ import transformers
 from batchinf.base.errors import UserError
 from batchinf.base.text import error_message
 from batchinf.model import files as model_files
-from batchinf.model.files import ADAPTER
+from batchinf.model.files import ADAPTER, ADAPTER_CONFIG
 from batchinf.model.identity import Model
-from batchinf.model.lora import ADAPTER_CONFIG, TENSOR_NAME, Adapter
+from batchinf.model.lora import TENSOR_NAME, Adapter
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredVectors

@@ -270,3 +270,10 @@ def test_what_no_option_gives_is_asked_on_a_terminal(
     assert spec.get("task", "label") == answers[0]
     assert words is None or spec["sampling"]["structured_outputs"] == {"choice": words}
     assert ("the words of the column 'gold'" in done.stdout) == (said == "")
+
+
+def test_a_batch_file_is_known_by_its_columns(tmp_path: pathlib.Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p"}, "note": "a text"}
+    assert look_at(str(rows_file(tmp_path, [line]))).is_batch
+    del line["body"]
+    assert not look_at(str(rows_file(tmp_path, [line]))).is_batch

@@ -21,7 +21,7 @@ from batchinf.commands.plan import PlanOptions, make_plan
 from batchinf.commands.text.plan_chart import plan_chart
 from batchinf.model.memory import GIB
 from batchinf.source.files import InputLocation
-from batchinf.source.sample import sample_input
+from batchinf.source.rows import sample_input
 
 
 def planned(*arguments: str) -> dict[str, Any]:

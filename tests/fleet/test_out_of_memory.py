@@ -39,6 +39,7 @@ FREE = (
     "ValueError: Free memory on device cuda:0 (60.25/79.18 GiB) on startup is less than desired GPU memory utilization "
     "(0.92, 72.85 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
 )
+FREE_64 = FREE.replace("60.25/79.18", "64.25/79.11").replace("72.85", "72.78")
 FREE_CPU = (
     "ValueError: Available memory on node 0 (10.5/62.79 GiB) on startup is less than desired CPU memory utilization "
     "(0.92, 57.77 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the fraction of CPU memory "
@@ -67,6 +68,10 @@ TORCH = (
     "allocated memory 76.90 GiB is allocated by PyTorch, and 301.02 MiB is reserved by PyTorch but unallocated. If "
     "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
     "fragmentation."
+)
+TORCH_IN_STEP = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
+    "of which 1.05 GiB is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
 )
 LOAD = (
     "(EngineCore pid=9) ERROR 11-21 [gpu_model_runner.py:5147] Failed to load model - not enough GPU memory. Try "
@@ -216,7 +221,7 @@ def test_the_batch_limits_are_those_of_the_installed_vllm() -> None:
 
 def fit(shape: str = "llama-3.1-8b", **fields: Any) -> Fit:
     config = SHAPES[shape]
-    kv_cache = kv_cache_of(config, config, "bfloat16", "auto")
+    kv_cache = kv_cache_of(config, config, "bfloat16", {})
     weights = {"llama-3.1-8b": 16_060_522_496, "llama-3.3-70b": 141_107_412_992}[shape]
     base = {"device_bytes": H100_BYTES, "device_name": "NVIDIA H100 80GB HBM3", "max_model_len": 131_072}
     return Fit(Needs(Weights.of_total(weights), kv_cache), **{**base, **fields})
@@ -560,9 +565,22 @@ def once(tmp_path: pathlib.Path) -> str:
     return str(tmp_path / "once")
 
 
+@pytest.fixture
+def dies(tmp_path: pathlib.Path) -> str:
+    """The fault of an engine that runs out of memory in a step."""
+    (tmp_path / "step").write_text(f"vLLM's engine died in a step: {TORCH_IN_STEP}")
+    return f"die {tmp_path / 'step'}"
+
+
+def refuses(folder: pathlib.Path, text: str) -> str:
+    """The fault of an engine that cannot start."""
+    (folder / "start").write_text(f"vLLM could not start: {text}")
+    return f"replica.start=refuse {folder / 'start'}"
+
+
 def test_a_start_without_memory_is_tried_once_more_lower(tmp_path: pathlib.Path, once: str) -> None:
     path = jobs.spec_of(tmp_path, max_restarts=0)
-    done = jobs.finish(path, faults="replica.start=oom start", BATCHINF_FAULTS_ONCE=once)
+    done = jobs.finish(path, faults=refuses(tmp_path, TORCH_IN_STEP), BATCHINF_FAULTS_ONCE=once)
     [step] = jobs.events_of(tmp_path / "out", "oom_step_down")
     assert step["from"] == {"max_num_seqs": 256, "gpu_memory_utilization": 0.92}
     assert step["to"] == step["lowered"] == {"max_num_seqs": 128, "gpu_memory_utilization": 0.87}
@@ -572,7 +590,7 @@ def test_a_start_without_memory_is_tried_once_more_lower(tmp_path: pathlib.Path,
 
 
 def test_a_start_without_memory_is_tried_no_more_than_that(tmp_path: pathlib.Path) -> None:
-    done = jobs.run("run", jobs.spec_of(tmp_path), faults="replica.start=oom free")
+    done = jobs.run("run", jobs.spec_of(tmp_path), faults=refuses(tmp_path, FREE_64))
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ")
@@ -585,10 +603,10 @@ def test_a_start_without_memory_is_tried_no_more_than_that(tmp_path: pathlib.Pat
     assert sorted(starts_of(tmp_path / "out")) == [0, 0, 1, 1]
 
 
-def test_memory_that_runs_out_in_a_step_costs_no_row(tmp_path: pathlib.Path, once: str) -> None:
+def test_memory_that_runs_out_in_a_step_costs_no_row(tmp_path: pathlib.Path, once: str, dies: str) -> None:
     # Each of the two passages ends an engine; neither counts as a restart.
     path = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}, max_restarts=0)
-    jobs.finish(path, faults="engine.step:20=oom step,engine.step:60=oom step", BATCHINF_FAULTS_ONCE=once)
+    jobs.finish(path, faults=f"engine.step:20={dies},engine.step:60={dies}", BATCHINF_FAULTS_ONCE=once)
     steps = jobs.events_of(tmp_path / "out", "oom_step_down")
     assert [step["to"] for step in steps] == [{"gpu_memory_utilization": 0.87}, {"gpu_memory_utilization": 0.82}]
     assert starts_of(tmp_path / "out") == [0, 0, 0]
@@ -596,22 +614,23 @@ def test_memory_that_runs_out_in_a_step_costs_no_row(tmp_path: pathlib.Path, onc
 
 
 @pytest.mark.slow
-def test_a_resume_goes_on_with_the_lowered_settings(tmp_path: pathlib.Path, once: str) -> None:
+def test_a_resume_goes_on_with_the_lowered_settings(tmp_path: pathlib.Path, once: str, dies: str) -> None:
     # One replica, which has run out of memory long before ten parts are there.
     path = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1})
-    faults = "engine.step:20=oom step,coordinator.after_publish:10=kill"
+    faults = f"engine.step:20={dies},coordinator.after_publish:10=kill"
     killed = jobs.run("run", path, faults=faults, BATCHINF_FAULTS_ONCE=once)
     assert killed.returncode == -signal.SIGKILL
     [step] = jobs.events_of(tmp_path / "out", "oom_step_down")
-    done = jobs.finish(path, faults="engine.step:21=oom step", BATCHINF_FAULTS_ONCE=once)
+    done = jobs.finish(path, faults=f"engine.step:21={dies}", BATCHINF_FAULTS_ONCE=once)
     assert "continuing with engine.gpu_memory_utilization 0.87" in done.stderr
     assert [event["from"] for event in jobs.events_of(tmp_path / "out", "oom_step_down")] == [step["from"], step["to"]]
     assert tuple(jobs.rows_of(tmp_path / "out")) == jobs.unhurt()
 
 
-@pytest.mark.parametrize("fault", ["replica.start=oom cache", "engine.step:20=oom step"])
-def test_on_oom_fail_ends_the_job(fault: str, tmp_path: pathlib.Path) -> None:
-    done = jobs.run("run", jobs.spec_of(tmp_path, on_oom="fail"), faults=fault)
+@pytest.mark.parametrize("at_start", [True, False])
+def test_on_oom_fail_ends_the_job(at_start: bool, tmp_path: pathlib.Path, dies: str) -> None:
+    faults = refuses(tmp_path, CACHE) if at_start else f"engine.step:20={dies}"
+    done = jobs.run("run", jobs.spec_of(tmp_path, on_oom="fail"), faults=faults)
     assert done.returncode == 2
     assert "on_oom is fail" in done.stderr.strip().splitlines()[-1]
     assert jobs.events_of(tmp_path / "out", "oom_step_down") == []
@@ -644,10 +663,10 @@ def test_a_sequence_that_real_vllm_cannot_hold_is_explained(tmp_path: pathlib.Pa
 
 
 @pytest.mark.slow
-def test_real_vllm_is_started_with_the_lowered_settings(tmp_path: pathlib.Path, once: str) -> None:
+def test_real_vllm_is_started_with_the_lowered_settings(tmp_path: pathlib.Path, once: str, dies: str) -> None:
     pytest.importorskip("vllm")
     path = real_job(tmp_path, {"max_model_len": 512, "max_num_seqs": 8})
-    jobs.finish(path, faults="engine.step:5=oom step", BATCHINF_FAULTS_ONCE=once)
+    jobs.finish(path, faults=f"engine.step:5={dies}", BATCHINF_FAULTS_ONCE=once)
     ready = [event["settings"]["engine_arguments"] for event in jobs.events_of(tmp_path / "out", "ready")]
     assert [arguments.get("gpu_memory_utilization") for arguments in ready] == [None, 0.87]
     assert jobs.table_of(tmp_path / "out").num_rows == 12

@@ -25,7 +25,7 @@ from batchinf.tasks.registry import task_of
 from benchmarks.shapes import SHAPES
 
 CONFIG = SHAPES["qwen3-0.6b"]
-CACHE = kv_cache_of(CONFIG, CONFIG, "bfloat16", "auto")
+CACHE = kv_cache_of(CONFIG, CONFIG, "bfloat16", {})
 SMALL = Fit(Needs(Weights.of_total(2 * GIB), CACHE, config=CONFIG), 140 * GIB, "NVIDIA H200", max_model_len=4096)
 LARGE = dataclasses.replace(SMALL, needs=Needs(Weights.of_total(15 * GIB), None))
 SCORE: dict[str, Any] = {"task": "score", "input": {"text_column": "text"}}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchinf.model.cache import KvCache, kv_cache_of
+from batchinf.model.cache import KvCache, kv_cache_of, pool_of
 from batchinf.model.identity import text_section
 from batchinf.model.weights import stage_sizes
 
@@ -161,7 +161,7 @@ def ours(name: str, state_dtype: str) -> KvCache:
     from batchinf.model.parameters import described
 
     config = {**text_section(described(CONFIGS[name]).config), **CONFIGS[name]}
-    return kv_cache_of(config, CONFIGS[name], "bfloat16", "auto", mamba_ssm_cache_dtype=state_dtype)
+    return kv_cache_of(config, CONFIGS[name], "bfloat16", {"mamba_ssm_cache_dtype": state_dtype})
 
 
 SPECS = {
@@ -203,7 +203,8 @@ def test_ranks_have_the_heads_that_vllm_gives_them(name: str, asked: tuple[dict[
 def test_a_gigabyte_holds_as_many_sequences_as_vllm_says(name: str, asked: tuple[dict[str, Any], list[Any]]) -> None:
     theirs = asked[0][name]
     cache = ours(name, theirs["state_dtype"])
-    [pool] = cache.pools(LENGTH, in_flight_tokens=theirs["in_flight"], block_tokens=theirs["block_size"])
+    [caches] = cache.stages(1)
+    pool = pool_of(caches, LENGTH, 1, in_flight_tokens=theirs["in_flight"], block_tokens=theirs["block_size"])
     # vLLM counts whole blocks, also where all layers are alike.
     assert pool.capacity(AVAILABLE) == pytest.approx(theirs["capacity"], rel=1e-3)
 

@@ -211,16 +211,16 @@ def test_links_are_followed(tmp_path: pathlib.Path) -> None:
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path: pathlib.Path) -> None:
     model, weights = everything(tmp_path), tmp_path / "model" / "model-00002-of-00002.safetensors"
     found = contents(model)
-    found.check_unchanged()
+    found.unchanged.check()
     os.utime(weights)
     with pytest.raises(DriftError, match=r"model-00002-of-00002\.safetensors was changed while the job ran"):
-        found.check_unchanged()
+        found.unchanged.check()
     found.start()
     with pytest.raises(DriftError, match=r"model-00002-of-00002\.safetensors was changed while the job ran"):
         jobs.wait_until(lambda: found.is_known, 30)
     weights.unlink()
     with pytest.raises(DriftError, match="was changed"):
-        found.check_unchanged()
+        found.unchanged.check()
 
 
 def test_a_file_that_cannot_be_read(tmp_path: pathlib.Path) -> None:

@@ -103,7 +103,7 @@ def test_the_sample_model_is_counted_alike_by_config_and_by_file() -> None:
 def test_bytes_of_a_cached_token(config: dict[str, Any], tensor: int, pipeline: int, expected: int) -> None:
     kv_cache = needs_of(config).kv_cache
     assert kv_cache is not None
-    assert kv_cache.bytes_per_token(tensor, pipeline) == expected
+    assert kv_cache.sequence_bytes(1, tensor, pipeline) == expected
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_what_fits_is_what_can_be_added_up(name: str, degrees: tuple[int, int], 
     weights = found.weight_bytes
     kv_cache = needs_of(SHAPES[name]).kv_cache
     assert kv_cache is not None
-    each = kv_cache.bytes_per_token(*degrees)
+    each = kv_cache.sequence_bytes(1, *degrees)
     for share in (0.2, 0.5, 0.9):
         pool, tokens = H100_BYTES * share, found.most_tokens(share)
         assert tokens is not None
@@ -242,7 +242,7 @@ def test_known_models_on_known_devices() -> None:
 @pytest.mark.parametrize("needs", [Needs(None, ONE_LAYER), Needs(Weights.of_total(10), None)])
 def test_where_something_is_unknown_nothing_is_claimed(needs: Needs) -> None:
     found = Fit(needs, H100_BYTES, max_model_len=1000)
-    assert (found.most_tokens(0.9), found.least_utilization(), found.fits(0.9), found.least_bytes) == (None,) * 4
+    assert (found.most_tokens(0.9), found.least_utilization(), found.fits(0.9)) == (None,) * 3
     assert Fit(Needs(Weights.of_total(10), ONE_LAYER), None, max_model_len=10).fits(0.9) is None
 
 

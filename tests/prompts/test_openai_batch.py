@@ -6,7 +6,6 @@ import pytest
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.openai import BatchReader, BatchRequest
-from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.spec.job import JobSpec
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
@@ -174,8 +173,3 @@ def test_no_logprobs_in_the_job() -> None:
     assert found == RowError(
         "unsupported_request", "body.logprobs: asks for 0, but the job stores other columns: set sampling.logprobs"
     )
-
-
-def test_a_batch_is_known_by_its_columns() -> None:
-    assert OpenAIBatch.has_its_columns(["body", "custom_id", "url", "method"])
-    assert not OpenAIBatch.has_its_columns(["custom_id", "url", "method"])

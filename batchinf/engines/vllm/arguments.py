@@ -18,8 +18,9 @@ from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
+from batchinf.model.files import ADAPTER_CONFIG
 from batchinf.model.identity import derive_max_model_len
-from batchinf.model.lora import ADAPTER_CONFIG, Adapter, rank_for
+from batchinf.model.lora import Adapter, rank_for
 from batchinf.model.memory import on_cpu, vocab_size_of
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec

@@ -19,8 +19,8 @@ from batchinf.source.formats.base import (
     FileFormat,
     Reader,
     SourceFile,
-    check_batch,
     check_num_rows,
+    checked,
     map_int64,
     spans,
 )
@@ -40,7 +40,6 @@ class Arrow(FileFormat):
     name = "arrow"
     endings = (".arrow", ".feather", ".ipc")
     mixed_types = MixedTypes.REFUSED
-    may_be_compressed = False
     is_scanned_in_order = False
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
@@ -57,7 +56,7 @@ class Arrow(FileFormat):
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             if not _is_mapped(reader, mapped):  # compressed: one row would cost its whole batch
                 return FileFindings(digest, spool(batches, schema, scratch), schema)
-            counts = [_checked(batch).num_rows for batch in batches]
+            counts = [checked(batch).num_rows for batch in batches]
             check_num_rows(file.name, sum(counts), counts)
             firsts = np.cumsum([0, *counts]).astype("<i8")
             scratch.create("batches").write(firsts.tobytes())
@@ -72,11 +71,6 @@ class Arrow(FileFormat):
 
     def reader(self, source_file: SourceFile) -> Reader:
         return ArrowReader(source_file)
-
-
-def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    check_batch(batch)
-    return batch
 
 
 def _is_mapped(reader: pa.RecordBatchFileReader, mapped: pa.MemoryMappedFile) -> bool:
@@ -106,7 +100,7 @@ def spool(batches: Iterable[pa.RecordBatch], schema: pa.Schema, scratch: Scratch
 
 
 def _small_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for batch in map(_checked, batches):
+    for batch in map(checked, batches):
         step = min(BATCH_ROWS, max(1, 4 * BATCH_BYTES // _longest_dictionary_value(batch)))
         for start in range(0, batch.num_rows, step):
             columns = zip(batch.slice(start, step).columns, schema, strict=True)

@@ -4,10 +4,9 @@ import abc
 import bisect
 import itertools
 import pathlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,24 +14,24 @@ import pyarrow as pa
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
-from batchinf.source import files
 from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
 from batchinf.source.digests import ReadDigests
-from batchinf.source.files import InputFile, ReadRange
+from batchinf.source.files import InputFile, ReadRange, content_hash
 from batchinf.source.types import Lost, MixedTypes, cast_column, cast_each, is_text
 
 SAMPLED_ROWS = 16  # of a run of `FileFormat.sample`
 MAX_ROWS = 2**40  # of one file; a footer that claims more is damaged
 
 
-def check_batch(batch: pa.RecordBatch) -> None:
-    """Raise `pa.ArrowException` if the batch is not safe to read. Text that is not UTF-8 passes."""
+def checked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch. Raises `pa.ArrowException` if it is not safe to read. Text that is not UTF-8 passes."""
     try:
         batch.validate(full=True)
     except pa.ArrowInvalid:
         batch.validate()
         for column in batch.columns:
             column.cast(_as_bytes(column.type)).validate(full=True)
+    return batch
 
 
 def _as_bytes(type: pa.DataType) -> pa.DataType:
@@ -106,7 +105,6 @@ class Reader(Protocol):
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """Rows with the file's own values. `columns`: None means all; columns that a row lacks are absent."""
-        ...
 
     def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
         """Rows with the types of the source; null if a record is broken or lacks the column.
@@ -114,11 +112,9 @@ class Reader(Protocol):
         lost: gets the rows with a value that these types cannot hold; the value is then null, or text with other
         characters in it. None: raise InputError for such a value, but not for text.
         """
-        ...
 
     def close(self) -> None:
         """Close the file; the reader is not used afterwards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +147,8 @@ class FileFormat(InputFormat, abc.ABC):
 
     endings: ClassVar[tuple[str, ...]]  # of file names, in lower case, with the dot
     mixed_types: ClassVar[MixedTypes]  # what a column of different types becomes
-    # Whether the file may be compressed as a whole; see `COMPRESSIONS`.
-    may_be_compressed: ClassVar[bool] = True
-    # Whether the scan reads a file from beginning to end. If not, a remote file is first copied to the cache.
+    # Whether the scan reads a file from beginning to end, also if it is compressed as a whole; see `COMPRESSIONS`. If
+    # not, a remote file is first copied to the cache.
     is_scanned_in_order: ClassVar[bool] = True
     # Whether `FileFindings.hash` covers each byte. If not, the ranges that were read count; see `ReadDigests`.
     hashes_all: ClassVar[bool] = True
@@ -181,13 +176,9 @@ class FileFormat(InputFormat, abc.ABC):
         not those of the scan; see `Watch`.
         """
 
-    def content_hash(self, file: InputFile) -> str | None:
-        """The hash that `scan` would find; None if that costs as much as the scan."""
-        return files.content_hash(file)
-
     def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
-        """Whether a local file has the content of an entry."""
-        return self.content_hash(file) == entry.hash
+        """Whether a file has the content of an entry. False for a remote file if that costs as much as the scan."""
+        return content_hash(file) == entry.hash
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
@@ -308,33 +299,6 @@ def spans(firsts: Sequence[int] | npt.NDArray[np.int64], start: int, stop: int) 
         if start < end:
             yield i, start - int(firsts[i]), end - int(firsts[i])
         start = end
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Recent(Generic[K, V]):
-    """A cache of the values that were used last; others are closed, and made again on demand."""
-
-    def __init__(self, size: int, make: Callable[[K], V], close: Callable[[V], None]) -> None:
-        self._size = size
-        self._make = make
-        self._close = close
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K) -> V:
-        """The value of `key`, made if it is not cached."""
-        if key not in self._values:
-            while len(self._values) >= self._size:
-                self._close(self._values.popitem(last=False)[1])
-            self._values[key] = self._make(key)
-        self._values.move_to_end(key)
-        return self._values[key]
-
-    def clear(self) -> None:
-        while self._values:
-            self._close(self._values.popitem()[1])
 
 
 def map_int64(cache: Folder, artifact: Artifact | None) -> npt.NDArray[np.int64]:

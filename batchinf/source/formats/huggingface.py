@@ -16,7 +16,7 @@ from batchinf.source.cache import locked, read_record, write_record
 from batchinf.source.digests import Watch, changed
 from batchinf.source.files import InputFile, InputLocation, Stamp, content_hash, settled_stamp, stamp
 from batchinf.source.formats.arrow import copied
-from batchinf.source.formats.base import ColumnarReader, InputFormat, check_batch
+from batchinf.source.formats.base import ColumnarReader, InputFormat, checked
 from batchinf.source.types import MixedTypes, settled_schema
 
 _SAVED_RECORD = "saved.json"  # in the cache folder: the stamps of the files that were checked
@@ -33,44 +33,41 @@ def check_saved(path: str, cache: Folder) -> dict[str, list[Any]]:
         return [[str(file.relative_to(root)), *look(str(file))] for file in files]
 
     try:
-        files = [file for folder in _splits(root) for file in _data_files(folder)]
+        files = list(_data_files(root))
         known = read_record(cache, _SAVED_RECORD).get("files", [])
         settled = stamps(settled_stamp)
-        if [entry[:-1] for entry in known] == settled:
-            return _by_path(files, known)
-        for file in files:
-            _look_through(file)
-        known = [[*entry, _digest(str(file))] for file, entry in zip(files, settled, strict=True)]
-        if settled != stamps(stamp):
-            raise changed(path)
+        is_known = [entry[:-1] for entry in known] == settled
+        if not is_known:
+            for file in files:
+                _look_through(file)
+            known = [[*entry, _digest(str(file))] for file, entry in zip(files, settled, strict=True)]
+            if settled != stamps(stamp):
+                raise changed(path)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
         raise InputError(f"{path} cannot be loaded as a Hugging Face dataset: {reason}; is it damaged?") from error
+    if not is_known:
+        _keep(cache, _SAVED_RECORD, {"files": known})
+    return {os.path.realpath(file): entry[1:] for file, entry in zip(files, known, strict=True)}
+
+
+def _keep(cache: Folder, name: str, record: Mapping[str, object]) -> None:
     cache.make()
     with locked(cache):
-        write_record(cache, _SAVED_RECORD, {"files": known})
-    return _by_path(files, known)
-
-
-def _by_path(files: Sequence[pathlib.Path], known: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    return {os.path.realpath(file): [*entry[1:]] for file, entry in zip(files, known, strict=True)}
+        write_record(cache, name, record)
 
 
 def _digest(path: str) -> str:
     return content_hash(InputFile(os.path.basename(path), path))
 
 
-def _splits(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    if not (root / "dataset_dict.json").is_file():
-        yield root
-        return
-    for name in _object(root / "dataset_dict.json")["splits"]:
-        yield root / _inside(name)
-
-
-def _data_files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    for file in _object(folder / "state.json")["_data_files"]:
-        yield folder / _inside(file["filename"])
+def _data_files(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The Arrow files of a dataset, or of all splits."""
+    splits = root / "dataset_dict.json"
+    folders = [root / _inside(name) for name in _object(splits)["splits"]] if splits.is_file() else [root]
+    for folder in folders:
+        for file in _object(folder / "state.json")["_data_files"]:
+            yield folder / _inside(file["filename"])
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:
@@ -92,7 +89,7 @@ def _look_through(file: pathlib.Path) -> None:
         raise ValueError(f"{file.name} is missing, or no file")
     with pa.memory_map(os.fspath(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
         for batch in stream:
-            check_batch(batch)
+            checked(batch)
 
 
 _RECORD = "dataset.json"  # in the cache folder: the Arrow files of a dataset of the hub
@@ -117,15 +114,18 @@ def is_saved(path: str) -> bool:
 class DatasetReader(ColumnarReader):
     """A dataset, read from its memory-mapped Arrow table."""
 
-    def __init__(self, name: str, dataset: Any, fingerprint: str, files: Sequence[Sequence[Any]]) -> None:
-        """files: path, stamp and digest of each Arrow file; none if the dataset is in memory."""
+    def __init__(self, name: str, dataset: Any, about: str, files: Sequence[Sequence[Any]]) -> None:
+        """files: path, stamp and digest of each Arrow file; none if the dataset is in memory.
+
+        The fingerprint covers `about` and each byte of the files, but no path.
+        """
         self.schema = settled_schema([(name, dataset.features.arrow_schema)], MixedTypes.REFUSED)
         super().__init__(self.schema, self.schema)
         self.num_rows: int = dataset.num_rows
-        self.fingerprint = fingerprint
         self._dataset = dataset.with_format("arrow")
         self._name = name
         digests = [file[-1] for file in files]
+        self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([about, digests]).encode())
         paths = [file[0] for file in files]
         trusted = [(file[1], file[2], file[3]) for file in files]
         self._watch = Watch(name, paths, trusted, lambda: list(map(_digest, paths)) == digests)
@@ -140,8 +140,7 @@ def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
         checked = check_saved(path, cache)
         dataset = _load(input)
         files = [[file, *checked[os.path.realpath(file)]] for file in _files(dataset)]
-        about = f"{dataset.num_rows} {dataset.features}"
-        return DatasetReader(input.path, dataset, _fingerprint(about, files), files)
+        return DatasetReader(input.path, dataset, f"{dataset.num_rows} {dataset.features}", files)
     return _open_hub_dataset(input, cache)
 
 
@@ -168,11 +167,6 @@ def _load(input: InputLocation) -> Any:
     return saved[split]
 
 
-def _fingerprint(about: str, files: Sequence[Sequence[Any]]) -> str:
-    """Covers each byte of the Arrow files, but no path."""
-    return xxhash.xxh3_128_hexdigest(json.dumps([about, [file[-1] for file in files]]).encode())
-
-
 def _open_hub_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
     """The dataset. Its fingerprint covers repository, commit, configuration and split, and the Arrow files.
 
@@ -193,10 +187,8 @@ def _open_hub_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
     files = [[*stamped, digests.get(stamped) or _digest(stamped[0])] for stamped in stamps]
     record = {"asked": asked, "num_rows": dataset.num_rows, "about": about, "files": files}
     if record != known:
-        cache.make()
-        with locked(cache):
-            write_record(cache, _RECORD, record)
-    return DatasetReader(input.path, dataset, _fingerprint(str(about), files), files)
+        _keep(cache, _RECORD, record)
+    return DatasetReader(input.path, dataset, str(about), files)
 
 
 def _files(dataset: Any) -> list[str]:

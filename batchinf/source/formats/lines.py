@@ -1,6 +1,5 @@
 """Formats with one row per line: JSON lines, OpenAI batch files and text."""
 
-import abc
 import contextlib
 import itertools
 import json
@@ -20,7 +19,7 @@ import xxhash
 from batchinf.base.storage import Folder
 from batchinf.base.text import shorten
 from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, FileFindings, Scratch, further_line
-from batchinf.source.digests import BlockDigests, CheckedBytes, changed
+from batchinf.source.digests import CheckedBytes, changed
 from batchinf.source.files import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
@@ -87,7 +86,7 @@ def index_lines(
     offsets = scratch.create("offsets")
     blanks = scratch.create("blanks")
     copy = scratch.create("lines") if file.is_remote or compression(file) else None
-    block_digests = None if copy else BlockDigests(scratch.create("digests"))
+    digests = None if copy else scratch.create("digests")
     digest = xxhash.xxh3_128()
     num_rows = 0
     size = 0
@@ -101,8 +100,8 @@ def index_lines(
             digest.update(block)
             if copy:
                 copy.write(block)
-            if block_digests:
-                block_digests.update(block)
+            if digests:
+                digests.write(xxhash.xxh3_64_digest(block))
             yield block
 
     for offset, run in _whole_lines(content()):
@@ -112,8 +111,6 @@ def index_lines(
         if run is not None:
             on_lines(run, num_rows)
         num_rows += int(is_row.sum())
-    if block_digests:
-        block_digests.end()
     offsets.write(np.array([size], "<i8").tobytes())
     return digest.hexdigest(), num_rows, size
 
@@ -188,10 +185,18 @@ def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[n
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-class LineReader(abc.ABC):
-    """Rows by the offsets of their lines. A format adds how to split a block into lines and how to parse a line."""
+class _LineReader:
+    """Rows by the offsets of their lines."""
 
-    def __init__(self, source_file: SourceFile) -> None:
+    def __init__(
+        self,
+        source_file: SourceFile,
+        split: Callable[[bytes], list[bytes]],
+        parse: Callable[[bytes], dict[str, object]],
+    ) -> None:
+        """split: the lines of whole rows, one for each row. parse: a row's values; ValueError says why it has none."""
+        self._split = split
+        self._parse = parse
         file = source_file.file
         entry = source_file.entry
         cache = source_file.cache
@@ -237,14 +242,6 @@ class LineReader(abc.ABC):
         if len(lines) != stop - start:
             raise changed(self._name)
         yield from lines
-
-    @abc.abstractmethod
-    def _split(self, data: bytes) -> list[bytes]:
-        """The lines of whole rows, one for each row."""
-
-    @abc.abstractmethod
-    def _parse(self, line: bytes) -> dict[str, object]:
-        """A row's values by column; ValueError says why the line is no row."""
 
     def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
         """See `Reader`. The types hold all values but text with lone surrogates."""
@@ -328,15 +325,7 @@ class JsonLines(LineFormat):
         return _records(_split_lines(run)[:_FIRST_LINES])
 
     def reader(self, source_file: SourceFile) -> Reader:
-        return _JsonReader(source_file)
-
-
-class _JsonReader(LineReader):
-    def _split(self, data: bytes) -> list[bytes]:
-        return _split_lines(data)
-
-    def _parse(self, line: bytes) -> dict[str, object]:
-        return _parse_json(line)
+        return _LineReader(source_file, _split_lines, _parse_json)
 
 
 def _split_lines(run: bytes) -> list[bytes]:
@@ -412,18 +401,18 @@ class TextLines(LineFormat):
         return [{_COLUMN: None}]
 
     def reader(self, source_file: SourceFile) -> Reader:
-        return _TextReader(source_file)
+        return _LineReader(source_file, _split_text, _parse_text)
 
 
-class _TextReader(LineReader):
-    def _split(self, data: bytes) -> list[bytes]:
-        return data.removesuffix(b"\n").split(b"\n")
+def _split_text(data: bytes) -> list[bytes]:
+    return data.removesuffix(b"\n").split(b"\n")
 
-    def _parse(self, line: bytes) -> dict[str, object]:
-        try:
-            return {_COLUMN: line.removeprefix(BYTE_ORDER_MARK).removesuffix(b"\r").decode()}
-        except UnicodeDecodeError as error:
-            raise ValueError(not_utf8(error)) from None
+
+def _parse_text(line: bytes) -> dict[str, object]:
+    try:
+        return {_COLUMN: line.removeprefix(BYTE_ORDER_MARK).removesuffix(b"\r").decode()}
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from None
 
 
 class OpenAIBatch(InputFormat):
@@ -431,9 +420,4 @@ class OpenAIBatch(InputFormat):
 
     name = "openai"
     read_as = JsonLines.name
-    columns = ("custom_id", "method", "url", "body")
-
-    @classmethod
-    def has_its_columns(cls, columns: Iterable[str]) -> bool:
-        """Whether an input with these columns is a batch file."""
-        return set(cls.columns) <= set(columns)
+    columns = ("custom_id", "method", "url", "body")  # an input that has them all is a batch file

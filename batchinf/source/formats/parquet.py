@@ -1,6 +1,6 @@
 """Parquet. Files of small row groups are read directly. Others are spooled, because one row costs its row group."""
 
-import contextlib
+import functools
 import itertools
 import json
 import os
@@ -25,7 +25,6 @@ from batchinf.source.formats.base import (
     ColumnarReader,
     FileFormat,
     Reader,
-    Recent,
     SourceFile,
     check_num_rows,
     spans,
@@ -44,7 +43,6 @@ class Parquet(FileFormat):
     name = "parquet"
     endings = (".parquet", ".pq")
     mixed_types = MixedTypes.REFUSED
-    may_be_compressed = False
     is_scanned_in_order = False
     hashes_all = False
 
@@ -65,13 +63,13 @@ class Parquet(FileFormat):
     def reader(self, source_file: SourceFile) -> Reader:
         return ArrowReader(source_file) if _is_spooled(source_file.entry) else _ParquetReader(source_file)
 
-    def content_hash(self, file: InputFile) -> str | None:
-        """See `FileFormat`. Of a remote file, the footer costs as many requests as the whole file."""
-        return None if file.is_remote else _footer_hash(file)
-
     def is_same(self, file: InputFile, entry: FileEntry, digests: ReadDigests) -> bool:
-        """See `FileFormat`. Reads the footer, and again what was read before."""
-        return self.content_hash(file) == entry.hash and digests.is_same(entry.content, file.path)
+        """See `FileFormat`. Reads the footer, and again what was read before.
+
+        Of a remote file, the footer costs as many requests as the whole file.
+        """
+        is_known = not file.is_remote and _footer_hash(file) == entry.hash
+        return is_known and digests.is_same(entry.content, file.path)
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """See `FileFormat`. Another process reads the footers, which takes half a second and a second read of each."""
@@ -118,8 +116,7 @@ class Parquet(FileFormat):
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
         batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-        opened = DigestedFile(file.path, joins=True)
-        with contextlib.closing(opened):
+        with DigestedFile(file.path, joins=True) as opened:
             num_rows = spool(_batches(opened, metadata, batch_rows), schema, scratch)
         check_num_rows(file.name, metadata.num_rows, [num_rows])
         return opened.taken()
@@ -218,6 +215,11 @@ class _Stream:
             first += len(piece)
 
 
+def _no_columns(group: int) -> dict[str, pa.ChunkedArray]:
+    """Of a row group of which nothing was read yet."""
+    return {}
+
+
 class _ParquetReader(ColumnarReader):
     """A file of small row groups. It caches the columns that were read of the last few groups.
 
@@ -242,7 +244,7 @@ class _ParquetReader(ColumnarReader):
         self._watch = Watch(file.name, [file.path], [trusted], is_same)
         digests.watch(entry.content, self._watch)
         self._opened: list[Stamp] = []
-        self._groups = Recent[int, dict[str, pa.ChunkedArray]](CACHED_GROUPS, lambda i: {}, lambda columns: None)
+        self._held = functools.lru_cache(CACHED_GROUPS)(_no_columns)
         self._streams = dict[str, _Stream]()
         self._wide_rows = dict[tuple[int, str], int | None]()
         self._watch.read(self._open)
@@ -316,7 +318,7 @@ class _ParquetReader(ColumnarReader):
             yield batch
 
     def _group(self, i: int, columns: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        held = self._groups.get(i)
+        held = self._held(i)
         if missing := [name for name in columns if name not in held]:
             read, ranges = self._watch.read(lambda: self._read(i, missing))
             if not self._digests.note(self._content, ranges):
@@ -330,7 +332,7 @@ class _ParquetReader(ColumnarReader):
         return self._file.read_row_group(i, columns, use_threads=False), self._bytes.taken()
 
     def close(self) -> None:
-        self._groups.clear()
+        self._held.cache_clear()
         self._streams.clear()
         self._file.close()
         self._bytes.close()

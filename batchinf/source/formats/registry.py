@@ -42,7 +42,7 @@ def format_by_ending(path: str) -> FileFormat | None:
     if ending not in COMPRESSED:
         return _BY_ENDING.get(ending)
     format = _BY_ENDING.get(os.path.splitext(stem)[1])
-    return format if format is not None and format.may_be_compressed else None
+    return format if format is not None and format.is_scanned_in_order else None
 
 
 def read_as(name: str | None) -> str | None:
