@@ -172,7 +172,7 @@ def whole_shards(folder: Folder, state: State) -> list[tuple[int, int]]:
             index = parse(name)
             if index is not None and index not in found:
                 shard = shard_at(state.extents, index)
-                if verify_part(folder, f"{where}/{name}", shard, state.header.fingerprint, deep=True):
+                if verify_part(folder, f"{where}/{name}", shard, state.header.fingerprint):
                     found[index] = shard
     return [(shard.start, shard.stop) for shard in found.values()]
 

@@ -33,7 +33,7 @@ from batchinf.job.job import Job
 from batchinf.job.open import open_job
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
-from batchinf.output.proof import expected_statements
+from batchinf.output.proof import expected_entries
 from batchinf.records import Part, PartCounts, Shard
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.spec.file import dump_spec, read_spec
@@ -124,8 +124,8 @@ def make_part(folder: Folder, job_id: str, shard: Shard, name: str) -> Part:
         digest=f"{shard.index:032x}",
         **dataclasses.asdict(counts),
     )
-    stated = expected_statements(job_id, shard, shard.start, part)
-    schema = pa.schema([], metadata={f"batchinf.{name}": value for name, value in stated.items()})
+    entries = expected_entries(job_id, shard, shard.start, part)
+    schema = pa.schema([], metadata=entries)
     path = folder.path(name)
     pq.write_table(schema.empty_table(), path)
     return dataclasses.replace(part, num_bytes=path.stat().st_size)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.tasks.compare import delta
-from batchinf.tasks.stored import StoredLogprobs, StoredVectors
+from batchinf.tasks.verification import StoredLogprobs, StoredVectors
 
 # Ranks of a position's likeliest tokens are compared for at most this many tokens.
 _MOST_RANKED = 64

@@ -263,6 +263,8 @@ def diff_jobs(a: str, b: str, *, on: str | None = None, to: str | None = None, n
     first = Results(a)
     second = Results(b)
     task = _common_task(first, second)
+    if task.comparison is None:
+        raise OutputError(f"{first.folder} is of task {task.name}, whose outputs cannot be compared")
     comparison = task.comparison(first, second, num_examples)
     key = join_key(first, second, on)
     with tempfile.TemporaryDirectory() as scratch:

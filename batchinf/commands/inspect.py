@@ -21,7 +21,7 @@ from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.registry import stored_task
-from batchinf.tasks.stored import TOKEN_COLUMNS
+from batchinf.tasks.verification import TOKEN_COLUMNS
 
 # Columns with a value for each token of the output or the prompt.
 _OF_TOKENS = {f"{prefix}{name}" for prefix in ("", "prompt_") for name in ("token_ids", *TOKEN_COLUMNS)}

@@ -20,8 +20,7 @@ from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
-from batchinf.tasks.verification import Verification
+from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
 
 if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
@@ -96,6 +95,8 @@ def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
         raise UserError("the job was run by the scripted engine: there is no model to verify")
     with opened(file, file.spec.output.path) as (job, state):
         _check_drift(job, state)
+        if job.task.verification is None:
+            raise UserError(f"task {job.task.name} cannot be verified")
         verification = job.task.verification(job.spec)
         _check(job, verification, results)
         places = choose_places(results, options.num_rows, options.seed)
@@ -103,7 +104,7 @@ def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
         prompts = _prompts(job, state, sorted({row.values["row_index"] for row in rows}))
     for row in rows:
         _check_prompt(prompts[row.values["row_index"]], row.values)
-    comparison = _Comparison(verification.reference(_reference_wanted(job, state, options)), _mode(job) == "raw_logits")
+    comparison = _Comparison(verification.reference(_reference_wanted(job, state, options)))
     task = task_of(job.spec)
     length = max_model_len(job) or _LONG
     # Rows of one adapter together, because merging an adapter takes long.
@@ -220,9 +221,8 @@ def _check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
 class _Comparison:
     """The deviations of all rows that were compared so far."""
 
-    def __init__(self, reference: "Reference", are_logits: bool) -> None:
+    def __init__(self, reference: "Reference") -> None:
         self.reference = reference
-        self._are_logits = are_logits
         self.deviations: dict[str, LogprobDeviations | VectorDeviations] = {}
         self.worst: list[RowDeviation] = []
 
@@ -240,12 +240,12 @@ class _Comparison:
         if isinstance(stored, StoredVectors):
             vectors = self.deviations.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))
             assert isinstance(vectors, VectorDeviations)
-            index, deviation = vectors.add(stored, self.reference.vectors(stored, adapter, self._are_logits))
+            index, deviation = vectors.add(stored, self.reference.vectors(stored, adapter))
             place = None if stored.positions is None else int(stored.positions[index])
         else:
             logprobs = self.deviations.setdefault(stored.kind, LogprobDeviations())
             assert isinstance(logprobs, LogprobDeviations)
-            scores = self.reference.scores(stored, adapter, self._are_logits)
+            scores = self.reference.scores(stored, adapter)
             place, deviation = logprobs.add(stored, scores.values, scores.best)
         return {"kind": stored.kind, "place": place, "max_abs_delta": deviation}
 
@@ -257,6 +257,7 @@ def _reference_wanted(job: Job, state: State, options: VerifyOptions) -> Referen
         adapters=job.adapters,
         dtype=options.dtype,
         device=options.device,
+        are_logits=_mode(job) == "raw_logits",
         pooling_type=pooling_type.rpartition(".")[2].upper(),
     )
 

@@ -4,7 +4,10 @@ Only files with names of our own pattern are touched. No row can be lost here: a
 """
 
 import datetime
+import hashlib
 import shutil
+
+import xxhash
 
 from batchinf.base.storage import Folder
 from batchinf.fleet.status import JobStatus
@@ -16,8 +19,7 @@ from batchinf.manifest.state import State
 from batchinf.output import journal
 from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
-from batchinf.output.replace import replaces, with_retry
-from batchinf.output.seal import digest_of
+from batchinf.output.replace import replaces
 from batchinf.records import Part
 from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
@@ -123,7 +125,7 @@ def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
 def _digest(folder: Folder, name: str) -> str | None:
     try:
         with folder.path(name).open("rb", buffering=0) as file:
-            return digest_of(file)[1].hex()
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError:
         return None
 
@@ -134,10 +136,9 @@ def _whole(job: Job, state: State, name: str, index: int) -> Part | None:
         return None
     shard = shard_at(state.extents, index)
     rows = RunOrder(job.folder, state.extents).of(shard)
-    part = verify_part(job.folder, name, shard, job.fingerprint, rows=rows, deep=True)
+    part = verify_part(job.folder, name, shard, job.fingerprint, rows=rows)
     if part is None or job_of(job.folder, name) != state.header.job_id:
         return None
-    part = with_retry(job.folder, name, part)
     if part.retry and part.retry not in state.retries:
         return None
     if index not in state.parts:

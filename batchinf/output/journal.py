@@ -7,22 +7,23 @@ bits go unnoticed.
 
 import contextlib
 import ctypes
+import hashlib
 import io
 import mmap
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
 from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
 from batchinf.manifest.names import retry_of
-from batchinf.output.batches import count_errors, joined
-from batchinf.output.seal import HashingWriter, digest_of
+from batchinf.output.batches import joined
+from batchinf.output.seal import HashingWriter
 from batchinf.records import Part
 
 _libc = ctypes.CDLL(None)
@@ -33,16 +34,11 @@ _INCARNATION = re.compile(r"[A-Za-z0-9._-]+")
 RESULT_KEYS = ("row_index", "request_index", "num_requests")
 
 
-class _DamagedError(Exception):
-    """A segment is torn, altered, from another job, or of a later format version."""
-
-
 class Segment:
     """One whole segment. Its file is mapped on first access and costs neither memory nor a file descriptor."""
 
-    def __init__(self, folder: Folder, name: str, num_rows: int) -> None:
+    def __init__(self, folder: Folder, name: str) -> None:
         self.name = name
-        self.num_rows = num_rows
         self._path = folder.path(f"{_FOLDER}/{name}")
         self._table: pa.Table | None = None
         self._mapped: pa.Buffer | None = None
@@ -62,10 +58,6 @@ class Segment:
         table = self.table()
         row_index, request_index, num_requests = (table.column(name).to_numpy() for name in RESULT_KEYS)
         return row_index, request_index, num_requests
-
-    def errors(self) -> "Counter[str]":
-        """Numbers of results with an error, by the error's type."""
-        return count_errors(self.table().column("error_type"))
 
     def let_go(self) -> None:
         """Release the pages that were read, which count as this process's memory. They are read again on access."""
@@ -115,7 +107,7 @@ class Journal:
                     stream.write_batch(batch)
             file.seek(0)
             file.write(FileHeader(shard, payload.num_bytes, table.num_rows, payload.digest()).encode())
-        return Segment(self._folder, name, table.num_rows)
+        return Segment(self._folder, name)
 
     def forget(self, segment: Segment) -> None:
         """Delete a segment whose results are in a part."""
@@ -132,7 +124,7 @@ class Journal:
                 segments.append(self._checked(shard, name))
             except FileNotFoundError:
                 continue
-            except (_DamagedError, pa.ArrowException, OSError):
+            except (ValueError, pa.ArrowException, OSError):
                 damaged.append(name)
         return RecoveredJournal(tuple(segments), tuple(damaged))
 
@@ -159,15 +151,15 @@ class Journal:
         path = self._folder.path(f"{_FOLDER}/{name}")
         with path.open("rb", buffering=0) as file:
             num_rows = _check_bytes(shard, file)
-        segment = Segment(self._folder, name, num_rows)
+        segment = Segment(self._folder, name)
         # The bytes are undamaged now. If something still differs, another job wrote the segment.
         table = segment.table()
         if not table.schema.equals(self.schema) or table.num_rows != num_rows:
-            raise _DamagedError("its columns are not this job's")
+            raise ValueError("its columns are not this job's")
         # A foreign segment may have bad offsets, which Arrow follows without a check.
         table.validate(full=True)
         if any(table.column(name).null_count for name in RESULT_KEYS if name in table.column_names):
-            raise _DamagedError("a result without its key")
+            raise ValueError("a result without its key")
         segment.close()
         return segment
 
@@ -209,10 +201,11 @@ def _listed(folder: Folder, prefix: str | tuple[str, ...] = "") -> Iterator[tupl
 
 
 def _check_bytes(shard: int, file: io.FileIO) -> int:
-    """Check every byte of a segment and return its number of results. Holds 1 MiB at a time."""
+    """Check every byte of a segment and return its number of results. Raises ValueError if one is not as written."""
     header = FileHeader.decode(file.read(HEADER_BYTES))
     if header is None or header.number != shard:
-        raise _DamagedError("its header is torn, altered, of another format version or another shard's")
-    if digest_of(file) != (header.first, header.digest):
-        raise _DamagedError("its payload is torn or altered")
+        raise ValueError("its header is torn, altered, of another format version or another shard's")
+    digest = hashlib.file_digest(file, xxhash.xxh3_128).digest()
+    if (file.tell() - HEADER_BYTES, digest) != (header.first, header.digest):
+        raise ValueError("its payload is torn or altered")
     return header.second

@@ -92,20 +92,15 @@ class OpenLease:
 
     def is_finished(self, row_index: int) -> bool:
         """Whether there are results for all requests of this row, or the row is not to run."""
-        local = self.rows.local(row_index)
-        return self.are_finished(local, local + 1)
-
-    def are_finished(self, first: int, last: int) -> bool:
-        """Whether all rows with local indices `first` to `last` (exclusive) are finished."""
-        return bool(np.all(self._are_finished(slice(first, last))))
+        return bool(self._are_finished(self.rows.local(row_index)))
 
     def unfinished(self, local: Int64Array) -> Int64Array:
         """The rows among these, by local index, that are not finished."""
         return local[~self._are_finished(local)]
 
-    def _are_finished(self, rows: slice | Int64Array) -> BoolArray:
-        is_begun = self._first_request[rows] >= 0
-        is_finished: BoolArray = is_begun & (self._num_done[rows] == self.num_requests[rows])
+    def _are_finished(self, local: int | Int64Array) -> BoolArray:
+        is_begun = self._first_request[local] >= 0
+        is_finished: BoolArray = is_begun & (self._num_done[local] == self.num_requests[local])
         return is_finished
 
     def recover(self) -> None:

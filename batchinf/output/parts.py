@@ -22,7 +22,7 @@ from batchinf.manifest.names import staging_name
 from batchinf.output.batches import groups, joined, row_bytes
 from batchinf.output.counts import count_rows, number_columns
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.seal import UNSEALED, SealingWriter, is_sealed
+from batchinf.output.seal import UNSEALED, SealingWriter, read_sealed
 from batchinf.prompts import encoder
 from batchinf.records import COUNT_NAMES, Int64Array, Part, PartCounts, Shard
 from batchinf.schedule.positions import ShardRows
@@ -31,6 +31,7 @@ from batchinf.source.rows import Source
 PART_VERSION = 1  # a change raises `FORMAT_VERSION` too
 _COUNTS = TypeAdapter(PartCounts)
 _PREFIX = "batchinf."
+RETRY_KEY = f"{_PREFIX}retry"  # number of the part's last retry
 
 UNSTORABLE = "unstorable_value"  # the error type of a row whose id or kept column cannot be stored as it is
 
@@ -88,8 +89,8 @@ def write_part(
             for table in map(pa.concat_tables, groups(tables if merge is None else merge(tables), row_group_bytes)):
                 counts += count_rows(table, shard.task, numbers)
                 writer.write_table(table, row_group_size=max(1, table.num_rows))
-            statements = _statements(shard.lease, shard.rows) | count_entries(counts)
-            writer.add_key_value_metadata({**target.metadata, **statements, **UNSEALED})
+            entries = {**target.metadata, **_place_entries(shard.lease, shard.rows), **count_entries(counts)}
+            writer.add_key_value_metadata({**entries, **UNSEALED})
             sink.hold()
         target.source.keep_digests()
         sink.seal()
@@ -111,14 +112,24 @@ def stated_counts(entries: Mapping[str, str]) -> PartCounts:
     return _COUNTS.validate_python({name: from_json(entries[f"{_PREFIX}{name}"]) for name in names})
 
 
-def _statements(shard: Shard, rows: ShardRows) -> dict[str, str]:
+def shard_entries(shard: Shard, first_row: int) -> dict[str, str]:
+    """The entries of a part's footer that name its shard."""
     return {
         f"{_PREFIX}format_version": str(PART_VERSION),
         f"{_PREFIX}shard": str(shard.index),
-        f"{_PREFIX}first_row": str(rows.first),
+        f"{_PREFIX}first_row": str(first_row),
         f"{_PREFIX}num_source_rows": str(shard.num_rows),
-        **({} if rows.is_consecutive else {f"{_PREFIX}last_row": str(rows.last)}),
     }
+
+
+def _place_entries(shard: Shard, rows: ShardRows) -> dict[str, str]:
+    last_row = {} if rows.is_consecutive else {f"{_PREFIX}last_row": str(rows.last)}
+    return shard_entries(shard, rows.first) | last_row
+
+
+def footer_entries(footer: pq.FileMetaData) -> dict[str, str]:
+    """The key-value metadata of a Parquet file. Raises ValueError if it is no text."""
+    return {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
 
 
 def _output(target: PartTarget, shard: OpenLease, merged: "_Merged") -> Iterator[pa.Table]:
@@ -244,34 +255,25 @@ class _Merged:
 
 
 def verify_part(
-    folder: Folder, name: str, shard: Shard, fingerprint: str, *, rows: ShardRows | None = None, deep: bool
+    folder: Folder, name: str, shard: Shard, fingerprint: str, *, rows: ShardRows | None = None
 ) -> Part | None:
     """The record of the part at `name` (`staging/...` or `parts/...`), or None if it is damaged or not this job's.
 
-    The footer must be readable and name the job, the shard and its rows (None: `start` to `stop`). deep: check each
-    byte, too.
+    Each byte is checked. The footer must name the job, the shard and its rows (None: `start` to `stop`).
     """
     path = folder.path(name)
     try:
-        with pa.memory_map(str(path)) as file:
-            data = memoryview(file.read_buffer())
-        if deep and not is_sealed(data):
-            return None
+        data = read_sealed(path)
         footer = pq.read_metadata(absolute(path))
-        counts = _counts_of(footer, shard, rows or ShardRows(shard.start, shard.stop), fingerprint)
+        entries = footer_entries(footer)
+        counts = stated_counts(entries)
+        retry = int(entries.get(RETRY_KEY, 0))
     except (pa.ArrowException, OSError, ValueError, KeyError):
         return None
-    if counts is None:
+    places = _place_entries(shard, rows or ShardRows(shard.start, shard.stop))
+    if not {**places, f"{_PREFIX}fingerprint": fingerprint}.items() <= entries.items():
+        return None
+    if counts.num_rows != footer.num_rows:
         return None
     digest = xxhash.xxh3_128_hexdigest(data)
-    return _part(counts, shard=shard.index, file=path.name, num_bytes=len(data), digest=digest)
-
-
-def _counts_of(footer: pq.FileMetaData, shard: Shard, rows: ShardRows, fingerprint: str) -> PartCounts | None:
-    """The counts of a part; None if the footer is not of this job and these rows."""
-    stated = {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
-    expected = {**_statements(shard, rows), f"{_PREFIX}fingerprint": fingerprint}
-    if any(stated.get(key) != value for key, value in expected.items()):
-        return None
-    counts = stated_counts(stated)
-    return counts if counts.num_rows == footer.num_rows else None
+    return _part(counts, shard=shard.index, file=path.name, num_bytes=len(data), digest=digest, retry=retry)

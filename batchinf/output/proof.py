@@ -24,7 +24,7 @@ from batchinf.base.text import list_names
 from batchinf.manifest.lines import BASIC_COUNTS
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.parts import PART_VERSION
+from batchinf.output.parts import shard_entries
 from batchinf.output.seal import footer_is_sealed
 from batchinf.records import Part, Shard
 from batchinf.schedule.positions import RunOrder, ShardRows
@@ -64,8 +64,8 @@ def changed_parts(folder: Folder, state: State) -> list[int]:
         place = shard_at(state.extents, shard)
         if sizes.get(name) != line.num_bytes:
             return False
-        expected = expected_statements(state.header.job_id, place, order.first_row(place), line)
-        return _has_statements(folder.path(f"parts/{name}"), expected)
+        expected = expected_entries(state.header.job_id, place, order.first_row(place), line)
+        return _has_entries(folder.path(f"parts/{name}"), expected)
 
     shards = sorted(state.parts)
     chunks = [shards[start : start + _CHUNK] for start in range(0, len(shards), _CHUNK)]
@@ -76,7 +76,7 @@ def changed_parts(folder: Folder, state: State) -> list[int]:
     return lost
 
 
-def _has_statements(path: pathlib.Path, expected: Mapping[str, str]) -> bool:
+def _has_entries(path: pathlib.Path, expected: Mapping[str, str]) -> bool:
     try:
         footer = read_footer(path)
     except (FileNotFoundError, _NotPartError):
@@ -107,21 +107,15 @@ def other_owner(folder: Folder, state: State, shards: Sequence[int]) -> str | No
 def job_of(folder: Folder, name: str) -> str | None:
     """The job id in a part's footer; None if the file is no part."""
     try:
-        return _stated(read_footer(folder.path(name)), "job_id")
+        return _stated(read_footer(folder.path(name)), "batchinf.job_id")
     except (_NotPartError, OSError):
         return None
 
 
-def expected_statements(job_id: str, shard: Shard, first_row: int, line: Part) -> dict[str, str]:
-    """The expected footer entries of the part that `line` names, without the prefix `batchinf.`."""
-    numbers = {
-        "shard": shard.index,
-        "first_row": first_row,
-        "num_source_rows": shard.num_rows,
-        **{name: getattr(line, name) for name in BASIC_COUNTS},
-        "format_version": PART_VERSION,
-    }
-    return {"job_id": job_id, **{name: str(number) for name, number in numbers.items()}}
+def expected_entries(job_id: str, shard: Shard, first_row: int, line: Part) -> dict[str, str]:
+    """The expected entries in the footer of the part that `line` names."""
+    counts = {f"batchinf.{name}": str(getattr(line, name)) for name in BASIC_COUNTS}
+    return {"batchinf.job_id": job_id, **shard_entries(shard, first_row), **counts}
 
 
 # -- the footer as bytes: parsing it takes 160 µs, ten times as long ---------------------------------------------------
@@ -151,13 +145,13 @@ def _encoded(name: str, value: str) -> bytes:
 
 @functools.cache
 def _encoded_key(name: str) -> bytes:
-    key = f"batchinf.{name}".encode()
+    key = name.encode()
     return b"\x18%c%b\x18" % (len(key), key)
 
 
 def _stated(footer: bytes, name: str) -> str | None:
     # The last match: the metadata comes after the statistics, which depend on the data.
-    values = re.findall(rb"\x18.batchinf\.%b\x18.([0-9A-Za-z]*)\x00" % name.encode(), footer, re.DOTALL)
+    values = re.findall(rb"\x18.%b\x18.([0-9A-Za-z]*)\x00" % re.escape(name.encode()), footer, re.DOTALL)
     return values[-1].decode() if values else None
 
 
@@ -192,7 +186,7 @@ class PartsOfJob:
         path = self.folder.path(f"parts/{part_name(shard.index)}")
         rows = self.order.of(shard)
         try:
-            if plain := _plain_flaw(path, expected_statements(self.job_id, shard, rows.first, line), line):
+            if plain := _plain_flaw(path, expected_entries(self.job_id, shard, rows.first, line), line):
                 return Flaw(plain, is_plain=True)
             what = _number_flaw(path, line, shard.num_rows * self.num_samples)
             if is_deep and what is None:
@@ -216,16 +210,16 @@ class PartsOfJob:
         return f"does not have the columns with which the job began: {what}"
 
 
-def _plain_flaw(path: pathlib.Path, statements: Mapping[str, str], line: Part) -> str | None:
+def _plain_flaw(path: pathlib.Path, entries: Mapping[str, str], line: Part) -> str | None:
     num_bytes = path.stat().st_size
     size_flaw = f"has {num_bytes:,} bytes, but {line.num_bytes:,} were written" if num_bytes != line.num_bytes else None
     try:
         footer = read_footer(path)
     except _NotPartError as error:
         return size_flaw or f"is altered: {error}"
-    for name, value in statements.items():
+    for name, value in entries.items():
         if _encoded(name, value) not in footer:
-            return _statement_flaw(name, _stated(footer, name), value, size_flaw)
+            return _entry_flaw(name.removeprefix("batchinf."), _stated(footer, name), value, size_flaw)
     return size_flaw
 
 
@@ -236,7 +230,7 @@ def _number_flaw(path: pathlib.Path, line: Part, expected: int) -> str | None:
     return None
 
 
-def _statement_flaw(name: str, stated: str | None, expected: str, size_flaw: str | None) -> str:
+def _entry_flaw(name: str, stated: str | None, expected: str, size_flaw: str | None) -> str:
     if stated is None:
         return size_flaw or "is altered: its footer does not say which part it is"
     if name == "job_id":

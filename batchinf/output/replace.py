@@ -19,14 +19,11 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.names import part_name
 from batchinf.output.open_lease import OpenLease
-from batchinf.output.parts import PIECE_BYTES, PartTarget, write_part
-from batchinf.output.seal import is_sealed
+from batchinf.output.parts import PIECE_BYTES, RETRY_KEY, PartTarget, footer_entries, write_part
+from batchinf.output.seal import read_sealed
 from batchinf.records import Part
 from batchinf.schedule.positions import ShardRows
 
-Int32Array = npt.NDArray[np.int32]
-
-RETRY_KEY = "batchinf.retry"  # number of the part's last retry
 _REPLACES_KEY = "batchinf.replaces"
 _SEAL_KEY = "batchinf.seal"
 _SECOND_BOS_KEY = "batchinf.num_second_bos"
@@ -51,19 +48,13 @@ def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
     return dataclasses.replace(part, retry=retry, num_kept=old.num_kept, num_kept_errors=old.num_kept_errors)
 
 
-def with_retry(folder: Folder, name: str, part: Part) -> Part:
-    """The record of a verified part with its last retry, from the metadata of the file at `name`."""
-    return dataclasses.replace(part, retry=int(_metadata(folder, name).get(RETRY_KEY, 0)))
-
-
 def replaces(folder: Folder, staged: str, part: str) -> bool:
     """Whether a staged file was made from the part that is now at `part`."""
     return _metadata(folder, staged).get(_REPLACES_KEY) == _metadata(folder, part).get(_SEAL_KEY, "")
 
 
 def _metadata(folder: Folder, name: str) -> dict[str, str]:
-    stored = pq.read_metadata(absolute(folder.path(name))).metadata or {}
-    return {key.decode(): value.decode() for key, value in stored.items()}
+    return footer_entries(pq.read_metadata(absolute(folder.path(name))))
 
 
 class OldPart:
@@ -77,9 +68,9 @@ class OldPart:
         self._chosen = chosen
         self.num_kept = self.num_kept_errors = 0
         stored = {}
-        with contextlib.suppress(pa.ArrowException, ValueError), pa.memory_map(str(self._path)) as file:
-            if is_sealed(memoryview(file.read_buffer())):
-                stored = _metadata(folder, name)
+        with contextlib.suppress(pa.ArrowException, ValueError):
+            read_sealed(self._path)
+            stored = _metadata(folder, name)
         if not stored:
             raise OutputError(
                 f"{self._path} is damaged, and its other rows cannot be kept: move it away and run the same command "
@@ -94,14 +85,7 @@ class OldPart:
 
         tables: only chosen rows, sorted. Holds a few pieces at a time and counts the old rows that it keeps.
         """
-        old = _Rows(self._kept())
-        new = _Rows(self._counted_on(tables))
-        while old.has_more and new.has_more:
-            # No row is in both streams, so all rows up to the smaller end are complete.
-            last = min(old.last_row, new.last_row)
-            yield _in_order(old.take(last), new.take(last))
-        yield from old.rest()
-        yield from new.rest()
+        return _merged(self._kept(), self._counted_on(tables))
 
     def _read(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         with open_part(self._path, page_checksum_verification=True, memory_map=True) as file:
@@ -124,8 +108,8 @@ class OldPart:
         for table in tables:
             rows = self._rows.locals(table.column("row_index").to_numpy())
             place = table.schema.get_field_index("attempts")
-            attempts: Int32Array = table.column("attempts").to_numpy() + before[rows]
-            yield table.set_column(place, table.schema.field(place), pa.array(attempts, pa.int32()))
+            attempts = pa.array(table.column("attempts").to_numpy() + before[rows], pa.int32())
+            yield table.set_column(place, table.schema.field(place), attempts)
 
 
 def piece_rows(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> int:
@@ -143,54 +127,34 @@ def row_bytes_in(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> fl
     return float(num_bytes / max(1, metadata.num_rows))
 
 
-class _Rows:
-    """A stream of tables sorted by `row_index`. The output rows of one row may be in several tables."""
+def _merged(*streams: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The rows of two streams of tables, each sorted by `row_index`, in order. No `row_index` is in both.
 
-    def __init__(self, tables: Iterator[pa.Table]) -> None:
-        self._tables = tables
-        self._table: pa.Table | None = None
-        self._fill()
+    The output rows of one row may be in several tables of a stream.
+    """
+    filled = [(table for table in stream if table.num_rows) for stream in streams]
+    old, new = (next(stream, None) for stream in filled)
+    while old is not None and new is not None:
+        # No row is in both streams, so all rows up to the smaller end are complete.
+        last = min(_row_index(old)[-1], _row_index(new)[-1])
+        num_old, num_new = (np.searchsorted(_row_index(table), last, side="right") for table in (old, new))
+        yield _in_order(old.slice(0, num_old), new.slice(0, num_new))
+        old = old.slice(num_old) if num_old < old.num_rows else next(filled[0], None)
+        new = new.slice(num_new) if num_new < new.num_rows else next(filled[1], None)
+    for table, stream in zip((old, new), filled, strict=True):
+        if table is not None:
+            yield table
+        yield from stream
 
-    def _fill(self) -> None:
-        while self._table is None or self._table.num_rows == 0:
-            self._table = next(self._tables, None)
-            if self._table is None:
-                return
 
-    @property
-    def has_more(self) -> bool:
-        return self._table is not None
-
-    @property
-    def last_row(self) -> int:
-        """The last `row_index` of the current table."""
-        return int(self._rows[-1])
-
-    @property
-    def _rows(self) -> npt.NDArray[np.int64]:
-        assert self._table is not None
-        rows: npt.NDArray[np.int64] = self._table.column("row_index").to_numpy()
-        return rows
-
-    def take(self, last: int) -> pa.Table:
-        """Remove and return the rows up to `last` from the current table."""
-        assert self._table is not None
-        place = int(np.searchsorted(self._rows, last, side="right"))
-        taken = self._table.slice(0, place)
-        self._table = self._table.slice(place)
-        self._fill()
-        return taken
-
-    def rest(self) -> Iterator[pa.Table]:
-        while self._table is not None:
-            yield self._table
-            self._table = None
-            self._fill()
+def _row_index(table: pa.Table) -> npt.NDArray[np.int64]:
+    rows: npt.NDArray[np.int64] = table.column("row_index").to_numpy()
+    return rows
 
 
 def _in_order(old: pa.Table, new: pa.Table) -> pa.Table:
     if not (old.num_rows and new.num_rows):
         return old if old.num_rows else new
     both = pa.concat_tables([old, new])
-    order = np.argsort(both.column("row_index").to_numpy(), kind="stable")
+    order = np.argsort(_row_index(both), kind="stable")
     return both.take(pa.array(order))

@@ -1,23 +1,12 @@
 """Checksums of files: writers that hash what they write, and the seal by which a part shows that each byte is right."""
 
 import io
+import pathlib
 import re
 from typing import IO, Any
 
+import pyarrow as pa
 import xxhash
-
-_READ_BYTES = 1 << 20
-
-
-def digest_of(file: io.FileIO) -> tuple[int, bytes]:
-    """Number and xxh3-128 of the bytes from here to the end of a file. Holds 1 MiB at a time."""
-    digest = xxhash.xxh3_128()
-    buffer = bytearray(_READ_BYTES)
-    total = 0
-    while num_bytes := file.readinto(buffer):
-        digest.update(memoryview(buffer)[:num_bytes])
-        total += num_bytes
-    return total, digest.digest()
 
 
 class HashingWriter(io.RawIOBase):
@@ -80,14 +69,21 @@ class SealingWriter(HashingWriter):
         self.write(end[: place.start] + whole.hexdigest().encode() + end[place.stop :])
 
 
-def is_sealed(data: memoryview) -> bool:
-    """Whether a Parquet file's bytes match its seal. Raises ValueError without a seal."""
+def read_sealed(path: pathlib.Path) -> memoryview:
+    """The bytes of a Parquet file, memory-mapped. Raises ValueError if they do not match its seal, or have none."""
+    with pa.memory_map(str(path)) as file:
+        data = memoryview(file.read_buffer())
     start = max(0, len(data) - 8 - int.from_bytes(data[-8:-4], "little"))
-    return footer_is_sealed(xxhash.xxh3_128(data[:start]), bytes(data[start:]))
+    if not footer_is_sealed(xxhash.xxh3_128(data[:start]), bytes(data[start:])):
+        raise ValueError(f"{path} is not as it was written")
+    return data
 
 
 def footer_is_sealed(digest: "xxhash.xxh3_128", footer: bytes) -> bool:
-    """`is_sealed` for a file that is read piece by piece. digest: of the bytes before the footer; it is not changed."""
+    """Whether the seal in a footer is right. digest: of the bytes before the footer; it is not changed.
+
+    Raises ValueError without a seal.
+    """
     place = _seal_place(footer)
     digest = digest.copy()
     digest.update(footer[: place.start] + UNSEALED["batchinf.seal"].encode() + footer[place.stop :])

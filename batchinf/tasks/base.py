@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -16,8 +17,8 @@ from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
 from batchinf.tasks.columns import Fields, leaf_of, repeat, result_schema, shared_columns, without_requests
-from batchinf.tasks.compare import Comparison, no_comparison
-from batchinf.tasks.verification import NoVerification, Verification
+from batchinf.tasks.compare import Comparison
+from batchinf.tasks.verification import Verification
 
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # No dictionary encoding: nearly every value is different.
@@ -88,10 +89,10 @@ class Task(abc.ABC):
     """Of `output.max_output_bytes`; None: no limit."""
     row_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of a row's results with names that other tasks use for those of tokens."""
-    comparison: ClassVar[Comparison] = no_comparison
-    """How `diff` compares two jobs of the task."""
-    verification: ClassVar[type[Verification]] = NoVerification
-    """What `verify` compares of its rows."""
+    comparison: ClassVar[Comparison | None] = None
+    """How `diff` compares two jobs of the task; None: their outputs cannot be compared."""
+    verification: ClassVar[type[Verification] | None] = None
+    """What `verify` compares of its rows; None: they cannot be verified."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
@@ -160,6 +161,31 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """All requests of a row, in the order of `request_index`. At least one, even if the prompt has an error."""
+
+    def drawing_request(
+        self,
+        prompt: Prompt,
+        index: int,
+        max_model_len: int,
+        *,
+        logprob_token_ids: tuple[int, ...] | None = None,
+        rows: RowsWanted | None = None,
+    ) -> Request:
+        """A request whose output tokens are stored.
+
+        `max_tokens` is the user's, even if `max_model_len` leaves less; without one, all that fits.
+        """
+        sampling = prompt.sampling or self.spec.sampling
+        return Request(
+            row_index=prompt.row_index,
+            request_index=index,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            max_tokens=sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids)),
+            seed=None if sampling.temperature == 0 else seed_of(sampling.seed, prompt.row_index, index),
+            logprob_token_ids=logprob_token_ids,
+            rows=rows,
+        )
 
     def warm_up_request(self) -> Request:
         """A small request like those of the job: with the same logprobs, and with a seed if the job samples."""
@@ -344,6 +370,16 @@ class Task(abc.ABC):
     def _name(self, column: str) -> str:
         """The name of a kept column in the output."""
         return self._new_names.get(column, column)
+
+
+def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
+    """A request's own seed, in [0, 2**63).
+
+    With 31 bits, one row of 1,000 samples in 4,300 would have two equal seeds. A seed is not negative, because vLLM
+    takes -1 for no seed. vLLM stores seeds as int64; CUDA generators use all bits, CPU generators the low 32.
+    """
+    digest = hashlib.blake2b(f"{job_seed},{row_index},{request_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _is_split(path: str, item: pa.DataType) -> bool:

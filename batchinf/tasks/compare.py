@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.errors import OutputError
 from batchinf.base.ragged import Ragged, to_ragged
 from batchinf.records import BoolArray
 
@@ -147,11 +146,6 @@ class Comparison(Protocol):
     """Begins the comparison of two jobs of a task. Raises OutputError if they cannot be compared."""
 
     def __call__(self, a: JobOutput, b: JobOutput, num_examples: int) -> Changes: ...
-
-
-def no_comparison(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
-    """The `Comparison` of a task whose jobs cannot be compared."""
-    raise OutputError(f"{a.folder} is of task {a.spec['task']}, whose outputs cannot be compared")
 
 
 class Deltas:

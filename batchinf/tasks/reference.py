@@ -20,10 +20,10 @@ from batchinf.model.identity import Model
 from batchinf.model.lora import TENSOR_NAME, Adapter
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredVectors
+from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredVectors
 
 # Positions whose logprobs are computed at once: 128 MB in float32 for 128,256 tokens, besides the logits of all.
-POSITIONS_AT_ONCE = 256
+_POSITIONS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Reference:
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
         """spec: resolved. Raises UserError if transformers cannot load the model."""
         model = wanted.model
-        self._spec = spec
         self._adapters = {adapter.name: adapter for adapter in wanted.adapters}
         self._changed: dict[str, torch.Tensor] = {}
         self._current: str | None = None
         self._device = wanted.device
+        self._are_logits = wanted.are_logits
         transformers.utils.logging.disable_progress_bar()
         self.description = f"transformers {transformers.__version__} in {wanted.dtype} on {wanted.device}"
         try:
@@ -71,8 +71,8 @@ class Reference:
     def _check_loaded(self, model: Model, info: dict[str, Any]) -> None:
         """Raise UserError if a needed part of the model was not loaded."""
 
-    def scores(self, stored: StoredLogprobs, adapter: str | None, are_logits: bool) -> Scores:
-        """Logprobs of the tokens whose logprobs are stored, by teacher forcing. are_logits: return logits instead."""
+    def scores(self, stored: StoredLogprobs, adapter: str | None) -> Scores:
+        """Logprobs of the tokens whose logprobs are stored, by teacher forcing."""
         self.merge(adapter)
         num_positions = len(stored.tokens)
         ids = torch.tensor([stored.token_ids[: stored.first + num_positions - 1]], device=self._device)
@@ -80,22 +80,40 @@ class Reference:
         best = []
         with torch.inference_mode():
             logits = self.logits(ids, num_positions)
-            for start in range(0, num_positions, POSITIONS_AT_ONCE):
-                positions = slice(start, start + POSITIONS_AT_ONCE)
-                rows = logits[positions].float()
-                if not are_logits:
-                    rows = rows.log_softmax(-1)
+            for start in range(0, num_positions, _POSITIONS_AT_ONCE):
+                positions = slice(start, start + _POSITIONS_AT_ONCE)
+                rows = self._values(logits[positions])
                 tokens = torch.from_numpy(stored.tokens[positions]).to(rows.device)
                 values.append(rows.gather(1, tokens).cpu().numpy())
                 best.append(rows.argmax(-1).cpu().numpy())
         return Scores(np.concatenate(values), np.concatenate(best))
 
-    def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
+    def vectors(self, stored: StoredVectors, adapter: str | None) -> Iterator[FloatArray]:
         """The same vectors as `stored`, computed again: [n, width] in order, in several pieces. Raises UserError.
 
-        are_logits: for vectors over the vocabulary, logits instead of logprobs.
+        By default these are vectors over the vocabulary.
         """
-        raise NotImplementedError
+        self.merge(adapter)
+        positions = stored.positions
+        assert positions is not None
+        width = stored.values.shape[1]
+        first = int(positions.min())
+        last = int(positions.max())
+        ids = torch.tensor([stored.token_ids[: last + 1]], device=self._device)
+        with torch.inference_mode():
+            logits = self.logits(ids, last + 1 - first)
+            columns: slice | torch.Tensor = slice(width)
+            if stored.vocabulary is None:
+                check_width(width, min(width, logits.shape[1]))
+            else:
+                columns = torch.tensor(stored.vocabulary, device=logits.device)
+            for start in range(0, len(positions), _POSITIONS_AT_ONCE):
+                places = torch.from_numpy(positions[start : start + _POSITIONS_AT_ONCE] - first).to(logits.device)
+                yield self._values(logits[places])[:, columns].cpu().numpy()
+
+    def _values(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of some positions, or their log-softmax if that is wanted, in float32."""
+        return logits.float() if self._are_logits else logits.float().log_softmax(-1)
 
     def logits(self, ids: torch.Tensor, num_positions: int) -> torch.Tensor:
         """[num_positions, vocab_size], for the last positions."""

@@ -26,7 +26,7 @@ from batchinf.spec.job import JobSpec
 from batchinf.tasks.generate.compare import TextVerification
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.compare import ScoreVerification
-from batchinf.tasks.stored import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
+from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 
 NUM_ROWS = 12
 
@@ -330,7 +330,9 @@ def reference_of(spec: JobSpec, pooling_type: str) -> Any:
     wanted = ReferenceWanted(
         model=resolve(spec.model), adapters=(), dtype="float32", device="cpu", pooling_type=pooling_type
     )
-    return task_of(spec).verification(spec).reference(wanted)
+    verification = task_of(spec).verification
+    assert verification is not None
+    return verification(spec).reference(wanted)
 
 
 def pooling_job(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
@@ -381,7 +383,7 @@ def test_embeddings_behind_a_dense_layer_and_vectors_of_another_width(tmp_path: 
     spec = pooling_job(jobs.MODEL, "embed")
     reference = reference_of(spec, "CLS")
     with pytest.raises(UserError, match=r"^the job's rows have 64 numbers each, transformers' 128: they cannot be ver"):
-        next(reference.vectors(stored, None, False))
+        next(reference.vectors(stored, None))
     folder = tmp_path / "model"
     shutil.copytree(jobs.MODEL, folder)
     (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')

@@ -51,7 +51,7 @@ def num_journalled(out: pathlib.Path) -> int:
     state = jobs.state_of(out)
     task = task_of(JobSpec.model_validate(state.header.spec))
     journal = Journal(Folder(out), "test", task.result_schema)
-    return sum(s.num_rows for shard in range(len(state.committed)) for s in journal.recover(shard).segments)
+    return sum(s.table().num_rows for shard in range(len(state.committed)) for s in journal.recover(shard).segments)
 
 
 def is_at_work(out: pathlib.Path) -> bool:

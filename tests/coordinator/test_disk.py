@@ -356,7 +356,7 @@ def test_a_crash_while_a_part_is_written_slowly(tmp_path: pathlib.Path) -> None:
 def num_journalled(out: pathlib.Path, shard: int) -> int:
     state = jobs.state_of(out)
     journal = Journal(Folder(out), "test", task_of(JobSpec.model_validate(state.header.spec)).result_schema)
-    return sum(segment.num_rows for segment in journal.recover(shard).segments)
+    return sum(segment.table().num_rows for segment in journal.recover(shard).segments)
 
 
 @pytest.mark.slow

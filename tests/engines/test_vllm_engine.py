@@ -28,9 +28,9 @@ from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.worker import TokenCount
 from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.base import seed_of
 from batchinf.tasks.generate.task import Generate
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.seed import seed_of
 
 vllm = pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams  # noqa: E402

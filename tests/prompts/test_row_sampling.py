@@ -23,8 +23,8 @@ from batchinf.source.types import JSON_MARK
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, field_docs, json_schema
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
+from batchinf.tasks.base import seed_of
 from batchinf.tasks.generate.task import Generate
-from batchinf.tasks.seed import seed_of
 
 STOP = "must be a list of texts, or text; leave empty texts out, or give null for the job's own"
 WHOLE = "must be a whole number, at least 1 and at most 2147483647"

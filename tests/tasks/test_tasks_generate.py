@@ -17,9 +17,9 @@ from batchinf.records import Completion, Prompt, Result, TokenLogprobs
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec, OutputSpec, ScriptedSpec
 from batchinf.spec.sampling import SamplingSpec
+from batchinf.tasks.base import seed_of
 from batchinf.tasks.generate.task import Generate
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.seed import seed_of
 
 MAX_MODEL_LEN = 64
 

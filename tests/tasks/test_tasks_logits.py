@@ -22,8 +22,7 @@ from batchinf.records import Prompt, Result
 from batchinf.replica.worker import num_bytes
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, ScriptedSpec
-from batchinf.tasks.logits.prompts import with_positions
-from batchinf.tasks.logits.task import Logits
+from batchinf.tasks.logits.task import Logits, with_positions
 
 WIDTH = 1000
 BASE: dict[str, Any] = {"model": "m", "task": "logits", "input": {"path": "-"}, "output": {"path": "-"}}

@@ -27,8 +27,7 @@ from batchinf.tasks.compare import (
     value_changes,
     value_pairs,
 )
-from batchinf.tasks.stored import TOKEN_COLUMNS, StoredLogprobs, StoredRow, stored_logprobs
-from batchinf.tasks.verification import Verification
+from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 _MOST_LABELS = 12
 _LABEL_CHARS = 16

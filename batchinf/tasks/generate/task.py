@@ -21,7 +21,6 @@ from batchinf.tasks.columns import (
     strings,
 )
 from batchinf.tasks.generate.compare import TextChanges, TextVerification
-from batchinf.tasks.seed import seed_of
 
 
 class Generate(Task):
@@ -88,20 +87,10 @@ class Generate(Task):
         ]
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """n requests. `max_tokens` is the user's, even if `max_model_len` leaves less; without one, all that fits."""
         sampling = prompt.sampling or self._sampling
-        is_greedy = sampling.temperature == 0
+        chosen = sampling.logprob_token_ids or None
         return [
-            Request(
-                row_index=prompt.row_index,
-                request_index=index,
-                prompt_token_ids=prompt.token_ids,
-                sampling=sampling,
-                max_tokens=sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids)),
-                seed=None if is_greedy else seed_of(sampling.seed, prompt.row_index, index),
-                logprob_token_ids=sampling.logprob_token_ids or None,
-            )
-            for index in range(sampling.n)
+            self.drawing_request(prompt, index, max_model_len, logprob_token_ids=chosen) for index in range(sampling.n)
         ]
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:

@@ -1,18 +1,14 @@
 """Compares logits: of two jobs for `diff`, and of a job and its reference for `verify`."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from batchinf.base.errors import OutputError
 from batchinf.records import Prompt, Request
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.compare import JobOutput
 from batchinf.tasks.logits.section import logits_of
-from batchinf.tasks.stored import ReferenceWanted, StoredRow, StoredVectors, vectors_at_positions
 from batchinf.tasks.vector_changes import VectorChanges
-from batchinf.tasks.verification import Verification
-
-if TYPE_CHECKING:
-    from batchinf.tasks.reference import Reference
+from batchinf.tasks.verification import StoredRow, StoredVectors, Verification, stored_vectors
 
 
 class LogitsChanges(VectorChanges):
@@ -38,21 +34,14 @@ class LogitsVerification(Verification):
 
     columns = ("positions", "token_ids")
 
-    @property
-    def vector_columns(self) -> tuple[str, ...]:
-        return (logits_of(self.spec).values,)
-
-    @property
-    def is_half(self) -> bool:
-        return super().is_half or logits_of(self.spec).dtype == "float16"
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self._logits = logits_of(spec)
+        self.vector_columns = (self._logits.values,)
+        self.is_half = self.is_half or self._logits.dtype == "float16"
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
         [request] = requests
         # The last output token has no row after it.
         token_ids = [*request.prompt_token_ids, *(row.values.get("token_ids") or ())[:-1]]
-        yield from vectors_at_positions(row, token_ids, has_direction=False)
-
-    def reference(self, wanted: ReferenceWanted) -> "Reference":
-        from batchinf.tasks.logits.reference import LogitsReference
-
-        return LogitsReference(self.spec, wanted)
+        return stored_vectors(row, token_ids, vocabulary=self._logits.token_ids or None)

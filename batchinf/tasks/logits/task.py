@@ -8,10 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import RowError, SpecError
+from batchinf.base.text import name_type
 from batchinf.model.identity import Model
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import check_token_ids, load_tokenizer
 from batchinf.records import Completion, Prompt, Request, Result, RowsWanted
+from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, ShownColumns, Task
@@ -28,9 +31,7 @@ from batchinf.tasks.columns import (
     vector_lists,
 )
 from batchinf.tasks.logits.compare import LogitsChanges, LogitsVerification
-from batchinf.tasks.logits.prompts import LogitsPrompts
 from batchinf.tasks.logits.section import SECTION, LogitsSpec, logits_of
-from batchinf.tasks.seed import seed_of
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
 # Assumed if the size of the vocabulary is unknown.
@@ -41,6 +42,49 @@ _STEP_BYTES = 2 << 30
 _MAX_NUM_SEQS = 256
 # Assumed number of positions of a row that names them in a column.
 _LIKELY_POSITIONS = 4
+
+
+class LogitsPrompts(PromptBuilder):
+    """Rows → prompts, with their positions if a column has them."""
+
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
+        super().__init__(spec, tokenizer, vocab_size, begun_at)
+        self._column = logits_of(spec).positions_column
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """See `PromptBuilder`; also the column of positions."""
+        positions = () if self._column is None else (self._column,)
+        return tuple(dict.fromkeys([*super().columns, *positions]))
+
+    def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts with their positions. A prompt with an error keeps the error."""
+        column = self._column
+        if column is None:
+            return prompts
+        return [
+            prompt if prompt.error is not None else with_positions(prompt, column, row.values.get(column))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+
+def with_positions(prompt: Prompt, column: str, value: object) -> Prompt:
+    """The prompt with the positions in `value`, or with the error why they are none."""
+    num_tokens = len(prompt.token_ids)
+    if not isinstance(value, list | tuple) or not value:
+        got = "an empty list" if isinstance(value, list | tuple) else name_type(value)
+        return _failed(prompt, f"got {got} in column '{column}'; expected a list of positions")
+    for position in value:
+        if isinstance(position, bool) or not isinstance(position, int):
+            return _failed(prompt, f"got {name_type(position)} among the positions in column '{column}'")
+        if not -num_tokens <= position < num_tokens:
+            most = f"the prompt has {num_tokens:,} tokens, so that {num_tokens - 1:,} is the last"
+            return _failed(prompt, f"got position {position} in column '{column}'; {most}")
+    return replace(prompt, positions=tuple(position % num_tokens for position in value))
+
+
+def _failed(prompt: Prompt, message: str) -> Prompt:
+    return replace(prompt, error=RowError("invalid_positions", message))
 
 
 class Logits(Task):
@@ -181,12 +225,9 @@ class Logits(Task):
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request. The row after the prompt's last token is that of the first output token, so one is generated."""
         rows = replace(self.vocabulary_rows, positions=self._positions(prompt))
-        if not self._is_generated:
-            return [Request(prompt.row_index, 0, prompt.token_ids, _GREEDY, rows=rows)]
-        sampling = prompt.sampling or self.spec.sampling
-        max_tokens = sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids))
-        seed = None if sampling.temperature == 0 else seed_of(sampling.seed, prompt.row_index, 0)
-        return [Request(prompt.row_index, 0, prompt.token_ids, sampling, max_tokens=max_tokens, seed=seed, rows=rows)]
+        if self._is_generated:
+            return [self.drawing_request(prompt, 0, max_model_len, rows=rows)]
+        return [Request(prompt.row_index, 0, prompt.token_ids, _GREEDY, rows=rows)]
 
     def _positions(self, prompt: Prompt) -> Sequence[int] | None:
         num_tokens = len(prompt.token_ids)

@@ -27,8 +27,7 @@ from batchinf.tasks.compare import (
     value_pairs,
 )
 from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_answers
-from batchinf.tasks.stored import TOKEN_COLUMNS, StoredLogprobs, StoredRow, stored_logprobs
-from batchinf.tasks.verification import Verification
+from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 _SUMS = ("logprob_sum", "logprob_mean")
 _CHOICE_SUMS = "choice_logprob_sums"

@@ -40,9 +40,27 @@ class ModelConfig:
         return None
 
 
-def width_of(config: ModelConfig, projected: int | None = None) -> int:
-    """Numbers in one of the model's vectors. projected: those after its last dense layer, if it has one."""
-    width = projected or config.number(_WIDTH_KEYS)
+def resolved_fields(spec: JobSpec, model: Model) -> dict[str, Any]:
+    """The fields of the section `pooling` that depend on the model. Raises SpecError."""
+    config = ModelConfig.of(spec, model)
+    pooling = pooling_of(spec)
+    if spec.task in ("classify", "reward"):
+        labels = pooling.labels or _labels_of(config)
+        _check_head(config, spec.task)
+        return {"labels": labels} if spec.task == "classify" else {"width": pooling.width or len(labels)}
+    if spec.task == "hidden_states":
+        width = pooling.width or _width_of(config)
+        _check_layers(config, spec)
+    else:
+        width = pooling.width or projected_width(model, spec) or _width_of(config)
+        if pooling.dimensions is not None:
+            _check_dimensions(config, pooling.dimensions, width)
+    return {"width": width}
+
+
+def _width_of(config: ModelConfig) -> int:
+    """Numbers in one of the model's vectors."""
+    width = config.number(_WIDTH_KEYS)
     if width is None:
         raise SpecError(
             "pooling.width: missing; the model's config does not say how many numbers a vector has: give that number"
@@ -65,7 +83,7 @@ def projected_width(model: Model, spec: JobSpec) -> int | None:
         return None
 
 
-def labels_of(config: ModelConfig) -> tuple[str, ...]:
+def _labels_of(config: ModelConfig) -> tuple[str, ...]:
     """The names of the model's classes, in order."""
     names = config.values.get("id2label")
     if isinstance(names, dict) and names:
@@ -77,7 +95,7 @@ def labels_of(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"LABEL_{number}" for number in range(config.number(("num_labels",)) or 2))
 
 
-def check_head(config: ModelConfig, task: str) -> None:
+def _check_head(config: ModelConfig, task: str) -> None:
     """Raise SpecError if the model has no classification head. task: its name, for the message."""
     architectures = config.values.get("architectures") or []
     has_none = bool(architectures) and all(str(name).endswith(_GENERATORS) for name in architectures)
@@ -88,7 +106,7 @@ def check_head(config: ModelConfig, task: str) -> None:
         )
 
 
-def check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
+def _check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
     """Raise SpecError if the model was not trained for vectors that are cut to this many numbers."""
     allowed = config.values.get("matryoshka_dimensions")
     if not (config.values.get("is_matryoshka") or allowed):
@@ -101,7 +119,7 @@ def check_dimensions(config: ModelConfig, dimensions: int, width: int) -> None:
         raise SpecError(f"pooling.dimensions: got {dimensions}; must be {which}")
 
 
-def check_layers(config: ModelConfig, spec: JobSpec) -> None:
+def _check_layers(config: ModelConfig, spec: JobSpec) -> None:
     """Raise SpecError for layers that the model does not have or vLLM cannot return."""
     pooling = pooling_of(spec)
     layers = pooling.layers

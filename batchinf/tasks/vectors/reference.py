@@ -12,9 +12,9 @@ from batchinf.model.identity import Model
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.reference import Reference, check_width
-from batchinf.tasks.stored import ReferenceWanted, StoredVectors
 from batchinf.tasks.vectors.model_config import projected_width
-from batchinf.tasks.vectors.section import pooling_of
+from batchinf.tasks.vectors.section import is_activated, pooling_of
+from batchinf.tasks.verification import ReferenceWanted, StoredVectors
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")
 # Config keys with which cross-encoders of sentence-transformers name their own activation.
@@ -42,7 +42,7 @@ class _StatesReference(Reference):
         # transformers applies the final norm to the last layer's states in its own `hidden_states`.
         self._before_norm = [output[0] if isinstance(output, tuple) else output]
 
-    def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
+    def vectors(self, stored: StoredVectors, adapter: str | None) -> Iterator[FloatArray]:
         """See `Reference.vectors`: in one piece."""
         self.merge(adapter)
         ids = torch.tensor([stored.token_ids], device=self._device)
@@ -121,10 +121,10 @@ class HeadReference(Reference):
 
     auto = "AutoModelForSequenceClassification"
 
-    def __init__(self, spec: JobSpec, wanted: ReferenceWanted, *, is_active: bool) -> None:
-        """is_active: apply softmax or sigmoid. Raises UserError for settings of vLLM that transformers' heads lack."""
+    def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
+        """Raises UserError for settings of vLLM that transformers' heads lack."""
         model = wanted.model
-        self._is_active = is_active
+        self._is_activated = is_activated(spec)
         settings = {
             "pooling.pooling_type": pooling_of(spec).pooling_type,
             "engine.pooler_config": spec.engine.get("pooler_config"),
@@ -132,7 +132,7 @@ class HeadReference(Reference):
         for name, value in settings.items():
             if value is not None:
                 raise UserError(f"{name} is {value}, which transformers' head does not take: it cannot be verified")
-        if is_active and any(model.config.get(name) for name in _OWN_ACTIVATIONS):
+        if self._is_activated and any(model.config.get(name) for name in _OWN_ACTIVATIONS):
             raise UserError(
                 f"'{model.name}' names an activation of its own, which transformers does not apply; a job with "
                 "pooling.use_activation: false can be verified"
@@ -147,12 +147,12 @@ class HeadReference(Reference):
                 "cannot be verified"
             )
 
-    def vectors(self, stored: StoredVectors, adapter: str | None, are_logits: bool) -> Iterator[FloatArray]:
+    def vectors(self, stored: StoredVectors, adapter: str | None) -> Iterator[FloatArray]:
         """See `Reference.vectors`: one vector."""
         self.merge(adapter)
         with torch.inference_mode():
             logits = self._model(input_ids=torch.tensor([stored.token_ids], device=self._device)).logits.float()
-            outputs = logits if not self._is_active else self._activated(logits)
+            outputs = self._activated(logits) if self._is_activated else logits
         check_width(stored.values.shape[1], outputs.shape[1])
         yield outputs.cpu().numpy()
 
@@ -164,3 +164,12 @@ class HeadReference(Reference):
         if kind == "multi_label_classification" or logits.shape[-1] < 2:
             return logits.sigmoid()
         return logits.softmax(-1)
+
+
+# By the name of the task.
+REFERENCES: dict[str, type[Reference]] = {
+    "embed": EmbedReference,
+    "classify": HeadReference,
+    "reward": HeadReference,
+    "hidden_states": HiddenStatesReference,
+}

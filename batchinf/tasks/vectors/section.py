@@ -54,6 +54,26 @@ def pooling_of(spec: JobSpec) -> PoolingSpec:
     return section
 
 
+def number_columns(spec: JobSpec) -> tuple[str, ...]:
+    """The output columns with the model's numbers."""
+    layers = pooling_of(spec).layers
+    match spec.task:
+        case "embed":
+            return ("embedding",)
+        case "classify":
+            return ("probabilities" if is_activated(spec) else "logits",)
+        case "reward":
+            return ("reward",)
+    return ("hidden_states",) if layers is None else tuple(f"hidden_states_{layer}" for layer in layers)
+
+
+def is_activated(spec: JobSpec) -> bool:
+    """Whether a softmax, a sigmoid or the model's activation is applied to its output; for `embed`, the length of 1."""
+    pooling = pooling_of(spec)
+    default = pooling.normalize if spec.task == "embed" else spec.task == "classify"
+    return default if pooling.use_activation is None else pooling.use_activation
+
+
 def _check(spec: JobSpec) -> None:
     """Raise a validator's error for the first field that the spec's task does not use."""
     task = spec.task

@@ -16,18 +16,15 @@ from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import LIKELY_TOKENS, PoolingWanted, ShownColumns, Task
 from batchinf.tasks.columns import ITEM, Fields, concatenate, float_type, id_lists, list_of, strings, vector_lists
-from batchinf.tasks.vectors import model_config
 from batchinf.tasks.vectors.compare import (
     ClassifyChanges,
-    ClassifyVerification,
     EmbedChanges,
-    EmbedVerification,
     HiddenStatesChanges,
-    HiddenStatesVerification,
+    PooledVerification,
     RewardChanges,
-    RewardVerification,
 )
-from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, pooling_of
+from batchinf.tasks.vectors.model_config import resolved_fields
+from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, is_activated, number_columns, pooling_of
 
 Values = npt.NDArray[Any]
 
@@ -36,6 +33,7 @@ class Pooled(Task):
     """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request."""
 
     section = SECTION
+    verification = PooledVerification
     takes_generation_config = False
     output_room = 0
     pooling_tasks: ClassVar[tuple[str, ...]]
@@ -47,10 +45,6 @@ class Pooled(Task):
         self.dtype = np.dtype(self._pooling.dtype)
         self.width = self._pooling.vector_width
 
-    @abc.abstractmethod
-    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        """The fields of the section that depend on the model's config. Raises SpecError."""
-
     @property
     def pooling(self) -> PoolingWanted:
         pooling_type = self._pooling.pooling_type
@@ -58,15 +52,10 @@ class Pooled(Task):
             tasks=self.pooling_tasks,
             convert=self.pooling_tasks[0],
             width=self.width,
-            use_activation=self.use_activation,
+            use_activation=is_activated(self.spec),
             dimensions=self._pooling.dimensions,
             seq_pooling_type=None if pooling_type is None else pooling_type.upper(),
         )
-
-    @property
-    def use_activation(self) -> bool:
-        """Whether vLLM applies the head's activation, or normalizes a vector."""
-        return bool(self._pooling.use_activation)
 
     @abc.abstractmethod
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
@@ -77,7 +66,7 @@ class Pooled(Task):
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`: widths and labels."""
-        update = self.resolved_fields(model_config.ModelConfig.of(self.spec, model))
+        update = resolved_fields(self.spec, model)
         return self.spec.model_copy(update={SECTION.name: self._pooling.model_copy(update=update)})
 
     def check_input(self) -> None:
@@ -142,16 +131,7 @@ class Embed(Pooled):
 
     name = "embed"
     comparison = EmbedChanges
-    verification = EmbedVerification
     pooling_tasks = ("embed",)
-
-    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        pooling = self._pooling
-        projected = None if pooling.width else model_config.projected_width(config.model, self.spec)
-        width = pooling.width or model_config.width_of(config, projected)
-        if pooling.dimensions is not None:
-            model_config.check_dimensions(config, pooling.dimensions, width)
-        return {"width": width}
 
     def describe(self) -> str:
         length = "of length 1" if self._pooling.normalize else "as it is"
@@ -159,10 +139,6 @@ class Embed(Pooled):
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=False, is_embedded=True)
-
-    @property
-    def use_activation(self) -> bool:
-        return self._pooling.normalize
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
         values = super().scripted_values(request, draw)
@@ -189,35 +165,24 @@ class Classify(Pooled):
 
     name = "classify"
     comparison = ClassifyChanges
-    verification = ClassifyVerification
     pooling_tasks = ("classify",)
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._labels = np.array(self._pooling.labels or (), np.object_)
-        self._is_active = self._pooling.use_activation is not False
-        self._column = "probabilities" if self._is_active else "logits"
-
-    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        labels = self._pooling.labels or model_config.labels_of(config)
-        model_config.check_head(config, self.name)
-        return {"labels": labels}
+        [self._column] = number_columns(spec)
 
     def describe(self) -> str:
         labels = self._pooling.labels or ()
         more = ", …" if len(labels) > 8 else ""
         return f"task classify: {self._column} of {self.width:,} labels: {', '.join(labels[:8])}{more}"
 
-    @property
-    def use_activation(self) -> bool:
-        return self._is_active
-
     def width_error(self, got: int) -> SpecError:
         return SpecError(f"pooling.labels: got {self.width} classes, but the model has {got}; name each of them")
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
         values = super().scripted_values(request, draw)
-        if not self._is_active:
+        if not is_activated(self.spec):
             return values
         shares: FloatArray = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
         return shares
@@ -241,14 +206,8 @@ class Reward(Pooled):
 
     name = "reward"
     comparison = RewardChanges
-    verification = RewardVerification
     # Some reward models give a number for each token; only the last token's counts.
     pooling_tasks = ("classify", "token_classify")
-
-    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        labels = model_config.labels_of(config)
-        model_config.check_head(config, self.name)
-        return {"width": self._pooling.width or len(labels)}
 
     def describe(self) -> str:
         return f"task reward: {'a number' if self.width == 1 else f'{self.width:,} numbers'} for each row"
@@ -271,22 +230,15 @@ class HiddenStates(Pooled):
 
     name = "hidden_states"
     comparison = HiddenStatesChanges
-    verification = HiddenStatesVerification
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
-        layers = self._pooling.layers
-        self._names = ["hidden_states"] if layers is None else [f"hidden_states_{layer}" for layer in layers]
+        self._names = number_columns(spec)
         self._has_all = self._pooling.positions == "all"
 
     @property
     def shown_columns(self) -> ShownColumns:
-        return ShownColumns(tuple(self._names))
-
-    def resolved_fields(self, config: model_config.ModelConfig) -> dict[str, Any]:
-        width = self._pooling.width or model_config.width_of(config)
-        model_config.check_layers(config, self.spec)
-        return {"width": width}
+        return ShownColumns(self._names)
 
     def describe(self) -> str:
         pooling = self._pooling
