@@ -408,11 +408,10 @@ def _check(
 ) -> None:
     """Find missing and damaged files of a job: parts, manifest and journal. The job may be running."""
     from batchinf.commands.check import check_job
-    from batchinf.commands.text.check import check_lines, raise_if_wrong
 
     report = check_job(out, is_deep=deep, repair=repair)
-    _show(report, check_lines(report), as_json)
-    raise_if_wrong(report)
+    _show(report, report.lines(), as_json)
+    report.raise_if_wrong()
 
 
 @app.command("diff", epilog="Example: batchinf diff out/base out/other --out changes.parquet")
