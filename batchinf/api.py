@@ -24,11 +24,9 @@ from batchinf.base.places import check_caches, check_is_here
 from batchinf.base.slices import Slice, folder_name
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
-from batchinf.commands.plan import PlanOptions, make_plan
-from batchinf.commands.status import job_status
-from batchinf.commands.text.plan import PlanReport
-from batchinf.commands.text.status import StatusReport
-from batchinf.commands.text.validate import ValidateFinding, ValidateReport
+from batchinf.commands.findings import ValidateFinding, ValidateReport
+from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
+from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate import RowsToShow, validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary

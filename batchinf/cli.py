@@ -183,7 +183,6 @@ def _validate(
 ) -> None:
     """Check spec, input, model and prompts, and show rows as they will run. Needs no engine and no GPU."""
     from batchinf import api
-    from batchinf.commands.text.validate import finding_lines
 
     report = api.validate(
         spec,
@@ -192,7 +191,7 @@ def _validate(
         rows=rows or (),
         random=is_random,
         seed=seed,
-        found=None if as_json else lambda finding: _print(finding_lines(finding)),
+        found=None if as_json else lambda finding: _print(finding.lines()),
     )
     if as_json:
         _show(report, (), as_json)
@@ -231,7 +230,7 @@ def _plan(
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.commands.text.plan_chart import check_file, write_chart
+    from batchinf.commands.plan_chart import check_file, write_chart
 
     if plot is not None:
         check_file(plot)
@@ -308,7 +307,7 @@ def _status(
     from batchinf.commands.status import job_status
 
     if is_watched:
-        from batchinf.commands.text.watch import watch, why_ended
+        from batchinf.commands.watch import watch, why_ended
 
         report = watch(out, as_json=as_json)
         _show(report, [*report.lines(), *why_ended(report)], as_json)
@@ -331,8 +330,7 @@ def _head(
     ] = False,
 ) -> None:
     """Show the first finished rows as a table, while the job runs or after."""
-    from batchinf.commands.head import read_head
-    from batchinf.commands.text.head import head_table, nothing_line
+    from batchinf.commands.head import head_table, nothing_line, read_head
 
     wanted = names_in(",".join(columns or ()))
     found = read_head(out, num_rows, columns=wanted, only_errors=only_errors)
@@ -341,7 +339,7 @@ def _head(
     elif as_json:
         _print_json(to_json(row, ensure_ascii=False) for row in found.rows)
     else:
-        from batchinf.commands.text.screen import console
+        from batchinf.commands.screen import console
 
         screen = console()
         for item in head_table(found, wanted, screen.width):
@@ -370,8 +368,8 @@ def _inspect(
     if as_json:
         _show(report, (), as_json)
         return
-    from batchinf.commands.text.inspect import row_items
-    from batchinf.commands.text.screen import console
+    from batchinf.commands.inspect import row_items
+    from batchinf.commands.screen import console
     from batchinf.report.row_page import write_page
 
     if html is not None:
@@ -440,10 +438,9 @@ def _diff(
 ) -> None:
     """Compare two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
     from batchinf.commands.diff import diff_jobs
-    from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, on=on, to=to, num_examples=num_rows)
-    _show(report, diff_lines(report), as_json)
+    _show(report, report.lines(), as_json)
 
 
 @app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -464,13 +461,12 @@ def _verify(
 ) -> None:
     """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
     from batchinf import api
-    from batchinf.commands.text.compare import raise_if_beyond, verify_lines
     from batchinf.commands.verify import VerifyOptions, verify_job
 
     options = VerifyOptions(num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
     report = verify_job(api.read_checked(spec, set_ or ()), options)
-    _show(report, verify_lines(report), as_json)
-    raise_if_beyond(report)
+    _show(report, report.lines(), as_json)
+    report.raise_if_beyond()
 
 
 @app.command("slurm", epilog="Example: batchinf slurm job.yaml --gpus a100:4 --time 12:00:00 --submit")

@@ -16,8 +16,7 @@ import numpy as np
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
-from batchinf.commands.shown_rows import LengthCounts, PromptLengths, ShownRow, find_row, random_rows, shown_row
-from batchinf.commands.text.validate import (
+from batchinf.commands.findings import (
     InputFound,
     ModelFound,
     OutputFound,
@@ -29,6 +28,8 @@ from batchinf.commands.text.validate import (
     TaskFound,
     ValidateFinding,
 )
+from batchinf.commands.prompt_lengths import LengthCounts, PromptLengths
+from batchinf.commands.shown_rows import ShownRow, find_row, random_rows, shown_row
 from batchinf.coordinator.start import with_known_numbers
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -214,8 +215,8 @@ def _prompt_findings(
         shown = random_rows(positions, to_show.num_rows, to_show.seed)
         yield RowsDrawn(to_show.seed)
     for position in shown:
-        is_run = position in positions
-        yield _shown_row(job, builder, position, tokenizer=tokenizer, is_run=is_run, is_named=bool(named))
+        row = _shown_row(job, builder, position, tokenizer)
+        yield dataclasses.replace(row, is_run=position in positions, is_named=bool(named))
     return lengths
 
 
@@ -259,9 +260,7 @@ def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]
     yield f"warning: {which}; `run` scores them, and their answer is null. {first}"
 
 
-def _shown_row(
-    job: Job, builder: PromptBuilder, position: int, *, tokenizer: object, is_run: bool, is_named: bool
-) -> ShownRow:
+def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: object) -> ShownRow:
     id_column = job.spec.input.id_column
     columns = list(dict.fromkeys([*builder.columns, *([id_column] if id_column else [])]))
     [row] = job.source.read(position, position + 1, columns)
@@ -277,8 +276,6 @@ def _shown_row(
         tokenizer=tokenizer,
         job_sampling=job.spec.sampling if job.task.draws_tokens else None,
         max_model_len=max_model_len(job),
-        is_run=is_run,
-        is_named=is_named,
     )
 
 

@@ -13,8 +13,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, reason, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
-from batchinf.commands.status import job_status, read_job
-from batchinf.commands.text.status import JobTotals, StatusReport
+from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec

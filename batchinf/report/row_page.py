@@ -4,8 +4,15 @@ import pathlib
 
 from batchinf.base.errors import UserError
 from batchinf.base.storage import PAGE_MARK, reason, write_named
-from batchinf.commands.inspect import InspectedSample, InspectReport
-from batchinf.commands.text.inspect import probability, sample_title, share, shown_fields, token_text
+from batchinf.commands.inspect import (
+    InspectedSample,
+    InspectReport,
+    probability,
+    sample_title,
+    share,
+    shown_fields,
+    token_text,
+)
 from batchinf.report.template import template
 
 

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 import batchinf
 import jobs
-from batchinf.commands.inspect import inspect_row
-from batchinf.commands.text.inspect import shown_fields
+from batchinf.commands.inspect import inspect_row, shown_fields
 from batchinf.report.row_page import row_page
 
 

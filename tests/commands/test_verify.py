@@ -16,8 +16,7 @@ from adapters import make_adapter
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
 from batchinf.commands import begun_job, verify
-from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, spearman
-from batchinf.commands.text.compare import table_lines
+from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, spearman, table_lines
 from batchinf.commands.verify import VerifyOptions
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span

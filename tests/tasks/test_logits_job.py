@@ -11,7 +11,6 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import UserError, VerificationFailed
-from batchinf.commands.text.compare import raise_if_beyond, verify_lines
 from batchinf.commands.verify import VerifyOptions, verify_job
 from batchinf.spec.file import read_spec
 
@@ -71,12 +70,12 @@ def check_verified(spec: pathlib.Path) -> None:
     row = table["row_index"][at].as_py()
     assert (worst.row_index, worst.kind, worst.place) == (row, "logits", row)
     assert worst.max_abs_delta == pytest.approx(0.01, abs=1e-3)
-    shown = [*verify_lines(altered)]
+    shown = [*altered.lines()]
     assert f"worst rows: row {row}, logits at token {row}: " in shown[4]
     with pytest.raises(
         VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 0\.001; see the rows"
     ):
-        raise_if_beyond(altered)
+        altered.raise_if_beyond()
     moved = [positions and [positions[1], 99] for positions in table["positions"].to_pylist()]
     place = table.schema.get_field_index("positions")
     pq.write_table(table.set_column(place, table.field("positions"), pa.array(moved, table["positions"].type)), path)

@@ -8,7 +8,7 @@ from typing import Any
 from batchinf.base.chart import CHART_MARK, svg_of
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.storage import has_mark, reason, refuse_foreign, write_named
-from batchinf.commands.text.plan import GpuPlan, PlanReport
+from batchinf.commands.plan import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
 from batchinf.planning.choose import shape_text
 

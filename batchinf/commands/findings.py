@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchinf.commands.shown_rows import PromptLengths, ShownRow
-from batchinf.commands.text.shown_rows import length_lines, row_lines
+from batchinf.commands.prompt_lengths import PromptLengths
+from batchinf.commands.shown_rows import ShownRow
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import Fit, needs_lines
 from batchinf.prompts.row_sampling import setting
@@ -189,19 +189,6 @@ ValidateFinding = (
 )  # fmt: skip
 
 
-def finding_lines(finding: ValidateFinding) -> Iterator[str]:
-    """The lines for one finding."""
-    match finding:
-        case PromptLengths():
-            yield ""
-            yield from length_lines(finding)
-        case ShownRow():
-            yield ""
-            yield from row_lines(finding)
-        case _:
-            yield from finding.lines()
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class ValidateReport:
     """All findings. `print`, and a notebook, show their lines."""
@@ -246,7 +233,7 @@ class ValidateReport:
         first = (self.spec, self.model, self.input, *chosen, self.task, *self.remarks, self.prompt_lengths)
         drawn = () if self.seed is None else (RowsDrawn(self.seed),)
         for finding in (*first, *drawn, *self.rows, self.output):
-            yield from finding_lines(finding)
+            yield from finding.lines()
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from batchinf.base.text import clip, plain, to_json
-from batchinf.commands.status import job_status
-from batchinf.commands.text.screen import console
-from batchinf.commands.text.status import JobState, StatusReport
+from batchinf.commands.screen import console
+from batchinf.commands.status import JobState, StatusReport, job_status
 from batchinf.coordinator.display import beside_bar, figures, fit, status_line
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
