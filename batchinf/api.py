@@ -11,6 +11,7 @@ A spec is the path of a YAML file, a mapping with the same fields, or a `JobSpec
 """
 
 import contextlib
+import io
 import json
 import os
 import random as random_numbers
@@ -260,22 +261,16 @@ def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = N
 
 
 class _Display(ProgressDisplay):
-    """Calls a function with the progress, or prints nothing."""
+    """Calls a function with the progress in place of a bar, or prints nothing."""
 
     def __init__(self, progress: Callable[[JobStatus], None] | None, quiet: bool) -> None:
-        super().__init__(sys.stderr)
+        super().__init__(io.StringIO() if quiet else sys.stderr, is_quiet=quiet)
         self._progress = progress
-        self._prints_nothing = quiet
         self._has_failed = False
-
-    def say(self, line: str) -> None:
-        if not self._prints_nothing:
-            super().say(line)
 
     def show(self, status: JobStatus) -> None:
         if self._progress is None:
-            if not self._prints_nothing:
-                super().show(status)
+            super().show(status)
         elif not self._has_failed:
             # If it raises, the job is ended, and shows its end: not with another call.
             self._has_failed = True

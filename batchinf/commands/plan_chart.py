@@ -1,13 +1,12 @@
 """The plot of `batchinf plan --plot`."""
 
-import contextlib
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from batchinf.base.chart import CHART_MARK, svg_of
-from batchinf.base.errors import OutputError, UserError
-from batchinf.base.storage import has_mark, reason, refuse_foreign, write_named
+from batchinf.base.errors import UserError
+from batchinf.base.storage import has_mark, naming_option, refuse_foreign, write_named
 from batchinf.commands.plan import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
 from batchinf.planning.choose import shape_text
@@ -24,23 +23,15 @@ def check_file(file: str) -> None:
     """Raise UserError unless a plot may have this name: a drawing of the user, or the spec, would be lost."""
     if not file.lower().endswith(".svg"):
         raise UserError(f"--plot: got '{file}'; the plot is SVG, so give a name that ends with .svg")
-    with _writing(file):
+    with naming_option(file, "--plot"):
         refuse_foreign(pathlib.Path(file), lambda there: has_mark(there, CHART_MARK))
 
 
 def write_chart(report: PlanReport, file: str) -> None:
     """Write the plot as SVG. Raises OutputError if the file cannot be written."""
     svg = plan_chart(report).encode()
-    with _writing(file):
+    with naming_option(file, "--plot"):
         write_named(pathlib.Path(file), svg, CHART_MARK)
-
-
-@contextlib.contextmanager
-def _writing(file: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"cannot write {file}: {reason(error)}; name another file with --plot") from error
 
 
 def plan_chart(report: PlanReport) -> str:

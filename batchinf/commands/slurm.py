@@ -18,7 +18,7 @@ import jinja2
 
 from batchinf.base.errors import OutputError, SpecError, UserError
 from batchinf.base.slices import MAX_SLICES, Slice, check_place
-from batchinf.base.storage import reason, write_named
+from batchinf.base.storage import naming_option, write_named
 from batchinf.base.text import clip
 from batchinf.spec.file import SpecFile
 
@@ -261,13 +261,11 @@ def _is_one_word(text: str) -> bool:
 def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
     """Write a script, and make the folder of its logs, without which Slurm cannot start the job.
 
-    Raises UserError instead of replacing a file that this command has not written, such as the job's spec.
+    Raises OutputError instead of replacing a file that this command has not written, such as the job's spec.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with naming_option(path, "--script"):
         write_named(path, text.encode(), SCRIPT_MARK)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {reason(error)}; name another file with --script") from error
     folder_of(file).mkdir(parents=True, exist_ok=True)
 
 

@@ -125,9 +125,7 @@ def replicas_chart(timeline: Timeline, width: int) -> str:
                 "axis": {"title": "replica", "grid": False, "labelOverlap": False, "titlePadding": 10},
             },
             "x": _number(
-                "start",
-                scale={"domain": [0, timeline.work_s / size], "nice": False},
-                axis=_time_axis(unit, width),
+                "start", scale={"domain": [0, timeline.work_s / size], "nice": False}, axis=_time_axis(unit, width)
             ),
             "x2": {"field": "stop"},
             "color": _colors("phase", colors, {"orient": "top", "columns": 3 if width < 400 else 5}),

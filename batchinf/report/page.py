@@ -1,6 +1,5 @@
 """Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
 
-import contextlib
 import datetime
 import functools
 import math
@@ -11,15 +10,15 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
-from batchinf.base.storage import PAGE_MARK, Folder, has_mark, reason, refuse_foreign, write_named
+from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
 from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.report import charts
+from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
-from batchinf.report.template import template
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
 from batchinf.tasks.registry import task_named, task_of
 from batchinf.version import __version__
@@ -37,20 +36,12 @@ def write_report(out: str, file: str | None = None) -> pathlib.Path:
     """
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
     mark = b"" if file is None else PAGE_MARK
-    with _writing(path):
+    with naming_option(path, "-o"):
         refuse_foreign(path, lambda there: has_mark(there, mark))  # before the charts are drawn
     html = report_page(out).encode()
-    with _writing(path):
+    with naming_option(path, "-o"):
         write_named(path, html, mark)
     return path
-
-
-@contextlib.contextmanager
-def _writing(path: pathlib.Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {reason(error)}; name another file with -o") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import batchinf
 import jobs
 from batchinf.commands.inspect import inspect_row, shown_fields
-from batchinf.report.row_page import row_page
+from batchinf.report.html import row_page
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,14 @@
-"""A row of `inspect` as one HTML file: fills the page `row.html`."""
+"""The templates of the HTML pages, and the page of one row for `inspect`. A page has no scripts or connections."""
 
+import importlib.resources
 import pathlib
+from typing import Any
+
+import jinja2
 
 from batchinf.base.errors import UserError
 from batchinf.base.storage import PAGE_MARK, reason, write_named
+from batchinf.base.text import plain
 from batchinf.commands.inspect import (
     InspectedSample,
     InspectReport,
@@ -13,7 +18,24 @@ from batchinf.commands.inspect import (
     shown_fields,
     token_text,
 )
-from batchinf.report.template import template
+
+
+def template(name: str) -> jinja2.Template:
+    """The page `name` of this package. All values are escaped: HTML, control characters and marks of direction."""
+    environment = jinja2.Environment(
+        autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    environment.filters["utc"] = lambda at: f"{at[:19].replace('T', ' ')} UTC"
+    return environment.from_string(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def _visible(value: Any) -> Any:
+    return plain(value) if type(value) is str else value
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if isinstance(number, int) or abs(number) >= 1000 else f"{number:.4g}"
 
 
 def row_page(report: InspectReport) -> str:
