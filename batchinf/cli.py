@@ -480,7 +480,7 @@ def _slurm(
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, submitted_lines, write_script
+    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, unsubmitted_lines, write_script
 
     file = read_checked(spec, set_ or ())
     options = SlurmOptions(
@@ -490,8 +490,7 @@ def _slurm(
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, options), file)
-    submitted = submit(path, file, options) if submits else None
-    _print(submitted_lines(path, submitted, file, options))
+    _print(submit(path, file, options) if submits else unsubmitted_lines(path, file, options))
 
 
 @app.command("schema", epilog="Example: batchinf schema > batchinf.schema.json")

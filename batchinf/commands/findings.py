@@ -84,6 +84,9 @@ class Setting:
     origin: str
     """The source of its value: `spec`, `generation_config` or `default`."""
 
+    def __str__(self) -> str:
+        return setting(self.name, self.value)
+
 
 @dataclass(frozen=True, slots=True)
 class TaskFound:
@@ -102,17 +105,13 @@ class TaskFound:
         if self.stores:
             yield self.stores
         if self.sampling is not None:
-            set_fields = [f"{_shown(field)} ({field.origin})" for field in self.sampling if field.origin != "default"]
+            set_fields = [f"{field} ({field.origin})" for field in self.sampling if field.origin != "default"]
             yield from _wrapped("sampling: ", set_fields or ["nothing is given"])
-            defaults = [_shown(field) for field in self.sampling if field.origin == "default"]
+            defaults = [str(field) for field in self.sampling if field.origin == "default"]
             yield from _wrapped("  by default ", defaults)
         if self.row_sampling:
             columns = ", ".join(f"{field} in '{column}'" for field, column in self.row_sampling.items())
             yield f"each row's own sampling: {columns}; null is the job's"
-
-
-def _shown(field: Setting) -> str:
-    return setting(field.name, field.value)
 
 
 def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:

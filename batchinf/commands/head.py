@@ -14,11 +14,11 @@ from rich.text import Text
 
 from batchinf.base.errors import UserError
 from batchinf.base.parquet import open_part, readable_rows
-from batchinf.base.slices import Slice, job_folders, source_folder
+from batchinf.base.slices import Slice, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, counted, list_names
 from batchinf.commands.screen import cell
-from batchinf.commands.status import job_status, open_state, read_job
+from batchinf.commands.status import job_status, jobs_in
 from batchinf.job.job import carried_columns
 from batchinf.job.open import open_job_input
 from batchinf.manifest.names import part_name
@@ -55,9 +55,8 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
 
     If the rows have labels, `confidence` may be asked for, too: the probability of the label.
     """
-    jobs = job_folders(out)
-    opened = [open_state(out)] if jobs[0].slice is None else [(job.folder, read_job(job.folder)) for job in jobs]
-    states = [(folder, state) for folder, state in opened if state is not None]
+    found = jobs_in(out)
+    states = [(job.folder, state) for job, state in found if state is not None]
     if not states:
         return Head(rows=(), columns=())
     spec = stored_spec(states[0][1].header.spec)
@@ -77,7 +76,7 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
         columns=tuple(names),
         kept=tuple(spec.output.keep_columns.values()),
         shown=shown,
-        num_rows=_total([state for _, state in opened], only_errors),
+        num_rows=_total([state for _, state in found], only_errors),
     )
 
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jinja2
@@ -69,15 +69,6 @@ class SlurmOptions:
         if match is None:
             raise SpecError(f"--gpus: got {clip(self.gpus)!r}; must be a number or type:number, such as 4 or a100:4")
         return int(match[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """A job in Slurm's queue."""
-
-    job_id: str
-    log: str
-    """The file that the job writes; `%a` stands for the number of a slice."""
 
 
 def folder_of(file: SpecFile) -> pathlib.Path:
@@ -279,8 +270,15 @@ def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
     return None
 
 
-def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Submitted:
-    """Submit a script if `sbatch --test-only` accepts it. Raises UserError with sbatch's words."""
+def unsubmitted_lines(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterator[str]:
+    """What the user does with a script that was only written."""
+    yield f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf"
+    if (error := _place_error(file, options)) is not None:
+        yield f"warning: {error}"
+
+
+def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterator[str]:
+    """Submit a script if `sbatch --test-only` accepts it, and say so. Raises UserError with sbatch's words."""
     if shutil.which("sbatch") is None:
         raise UserError(
             f"--submit: there is no sbatch here; run `sbatch {path}` on a machine of the cluster, in the folder "
@@ -291,7 +289,10 @@ def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Submitt
     _sbatch(path, "--test-only")
     # On a federation of clusters sbatch prints `id;cluster`.
     job_id = _sbatch(path, "--parsable").strip().partition(";")[0]
-    return Submitted(job_id, f"{folder_of(file)}/{job_id}{'_%a' if options.num_slices is not None else ''}.log")
+    # In a log's name, `%a` stands for the number of a slice.
+    log = f"{folder_of(file)}/{job_id}{'_%a' if options.num_slices is not None else ''}.log"
+    yield f"wrote {path}"
+    yield f"submitted job {job_id}; its log: {log}; its state: batchinf status {file.spec.output.path}"
 
 
 def _sbatch(path: pathlib.Path, option: str) -> str:
@@ -300,20 +301,3 @@ def _sbatch(path: pathlib.Path, option: str) -> str:
         errors = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.split("\n") if line.strip())
         raise UserError(f"sbatch {option} refuses {path}: {clip(errors, 500)}")
     return done.stdout
-
-
-def submitted_lines(
-    path: pathlib.Path, submitted: Submitted | None, file: SpecFile, options: SlurmOptions
-) -> Sequence[str]:
-    """What the command says at its end."""
-    if submitted is None:
-        error = _place_error(file, options)
-        return [
-            f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf",
-            *([] if error is None else [f"warning: {error}"]),
-        ]
-    return [
-        f"wrote {path}",
-        f"submitted job {submitted.job_id}; its log: {submitted.log}; its state: batchinf status "
-        f"{file.spec.output.path}",
-    ]

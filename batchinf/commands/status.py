@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, job_folders, read_cut
-from batchinf.base.storage import Folder
+from batchinf.base.slices import JobFolder, read_cut
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.speed_text import expected_line, speed_lines
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder, not_begun_message
-from batchinf.manifest.state import State, read_state
+from batchinf.manifest.state import State, read_jobs
 from batchinf.manifest.versions import stored_spec
 from batchinf.output.counts import non_finite_lines, rules_out_tokens
 from batchinf.output.journal import num_results
@@ -277,15 +276,23 @@ def _last_sign(replica: ReplicaStatus) -> str:
 
 def job_status(out: str) -> StatusReport:
     """The state of the job in an output folder. Raises OutputError without a job."""
-    folders = job_folders(out)
-    if folders[0].slice is None:
-        job = _job_state(folders[0], open_state(out)[1])
-        return StatusReport(folder=out, num_slices=None, totals=job.totals, load=_load([job]), jobs=(job,))
-    states = [read_job(slice_folder.folder) for slice_folder in folders]
-    jobs = tuple(map(_job_state, folders, states))
-    begun = [state for state in states if state is not None]
-    totals = _slice_totals(out, begun) if begun else None
-    return StatusReport(folder=out, num_slices=len(folders), totals=totals, load=_load(jobs), jobs=jobs)
+    found = jobs_in(out)
+    jobs = tuple(_job_state(job, state) for job, state in found)
+    totals = jobs[0].totals
+    num_slices = None
+    if found[0][0].slice is not None:
+        num_slices = len(jobs)
+        begun = [state for _, state in found if state is not None]
+        totals = _slice_totals(out, begun) if begun else None
+    return StatusReport(folder=out, num_slices=num_slices, totals=totals, load=_load(jobs), jobs=jobs)
+
+
+def jobs_in(out: str) -> list[tuple[JobFolder, State | None]]:
+    """The job in an output folder, or its slices, with their states. Raises OutputError without a job."""
+    found = [*read_jobs(out)]
+    if found[0][0].slice is None and found[0][1] is None:
+        raise OutputError(not_begun_message(out))
+    return found
 
 
 def _load(jobs: Sequence[JobState]) -> Load | None:
@@ -427,16 +434,3 @@ def _retry(state: State) -> RetryProgress | None:
         num_parts=retry.num_shards,
         num_parts_replaced=num_replaced,
     )
-
-
-def open_state(out: str) -> tuple[Folder, State]:
-    """The folder and state of a job without slices. Raises OutputError without a job."""
-    folder = Folder(out)
-    if (state := read_job(folder)) is not None:
-        return folder, state
-    raise OutputError(not_begun_message(out))
-
-
-def read_job(folder: Folder) -> State | None:
-    """The state in a job's manifest; None before the job has begun."""
-    return read_state(folder) if folder.exists("manifest") else None

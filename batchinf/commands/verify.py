@@ -132,7 +132,15 @@ def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
         prompts = _prompts(job, state, sorted({row.values["row_index"] for row in rows}))
     for row in rows:
         _check_prompt(prompts[row.values["row_index"]], row.values)
-    reference = verification.reference(_reference_wanted(job, state, options))
+    pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
+    wanted = ReferenceWanted(
+        model=job.model,
+        adapters=job.adapters,
+        dtype=options.dtype,
+        device=options.device,
+        pooling_type=pooling_type.rpartition(".")[2].upper(),
+    )
+    reference = verification.reference(wanted)
     are_logits = _mode(job) == "raw_logits"
     task = task_of(job.spec)
     length = max_model_len(job) or _LONG
@@ -284,17 +292,6 @@ def _add(
         scores = reference.scores(stored, adapter, are_logits)
         place, deviation = logprobs.add(stored, scores.values, scores.best)
     return {"place": place, "max_abs_delta": deviation}
-
-
-def _reference_wanted(job: Job, state: State, options: VerifyOptions) -> ReferenceWanted:
-    pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
-    return ReferenceWanted(
-        model=job.model,
-        adapters=job.adapters,
-        dtype=options.dtype,
-        device=options.device,
-        pooling_type=pooling_type.rpartition(".")[2].upper(),
-    )
 
 
 def _reported(state: State, name: str) -> Any:

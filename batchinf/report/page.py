@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, job_folders
+from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
-from batchinf.commands.status import JobTotals, StatusReport, job_status, read_job
+from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.fleet.status import read_looks
-from batchinf.manifest.state import State
+from batchinf.manifest.state import State, read_jobs
 from batchinf.manifest.versions import stored_spec
 from batchinf.report import charts
 from batchinf.report.html import template
@@ -57,7 +57,7 @@ class Card:
 def report_page(out: str) -> str:
     """The page as HTML."""
     report = job_status(out)
-    begun = [(job, state) for job in job_folders(out) if (state := read_job(job.folder)) is not None]
+    begun = [(job, state) for job, state in read_jobs(out) if state is not None]
     totals = report.totals
     if not begun or totals is None:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
