@@ -28,7 +28,7 @@ from batchinf.base.text import name_type
 from batchinf.commands.findings import ValidateFinding, ValidateReport
 from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
 from batchinf.commands.status import StatusReport, job_status
-from batchinf.commands.validate import RowsToShow, validate_job
+from batchinf.commands.validate import validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.epoch import run_job
@@ -130,8 +130,8 @@ def validate(
     if random and seed is None:
         seed = random_numbers.randrange(100_000)
     findings = []
-    to_show = RowsToShow(num_rows, tuple(map(str, list_of(rows))), seed)
-    for finding in validate_job(read_checked(spec, overrides), to_show):
+    named = [str(row) for row in list_of(rows)]
+    for finding in validate_job(read_checked(spec, overrides), num_rows=num_rows, named=named, seed=seed):
         findings.append(finding)
         if found is not None:
             found(finding)

@@ -437,10 +437,10 @@ def _verify(
 ) -> None:
     """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
     from batchinf import api
-    from batchinf.commands.verify import VerifyOptions, verify_job
+    from batchinf.commands.verify import verify_job
 
-    options = VerifyOptions(num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
-    report = verify_job(api.read_checked(spec, set_ or ()), options)
+    file = api.read_checked(spec, set_ or ())
+    report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
     _show(report, report.lines(), as_json)
     report.raise_if_beyond()
 

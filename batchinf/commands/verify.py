@@ -36,19 +36,6 @@ _WORST = 5
 _LONG = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """The options of `batchinf verify`."""
-
-    num_rows: int = 64
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "cpu"
-    """Type and device of the reference."""
-    tolerance: float | None = None
-    """None: that of the engine's dtype."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowDeviation:
     """The deviation of one output row at its worst token."""
@@ -116,10 +103,21 @@ class VerifyReport:
             )
 
 
-def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
-    """Compare a sample of the job's rows. Raises UserError if they cannot be compared."""
-    if options.dtype not in TOLERANCES:
-        raise UserError(f"--dtype: got '{options.dtype}'; must be {', '.join(TOLERANCES)}")
+def verify_job(
+    file: SpecFile,
+    *,
+    num_rows: int = 64,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    tolerance: float | None = None,
+) -> VerifyReport:
+    """Compare a sample of the job's rows. Raises UserError if they cannot be compared.
+
+    dtype, device: of the reference. tolerance: None means that of the engine's dtype.
+    """
+    if dtype not in TOLERANCES:
+        raise UserError(f"--dtype: got '{dtype}'; must be {', '.join(TOLERANCES)}")
     results = Results(file.spec.output.path)
     if results.spec.get("scripted") is not None:
         raise UserError("the job was run by the scripted engine: there is no model to verify")
@@ -127,7 +125,7 @@ def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
         _check_drift(job, state)
         verification = job.task.verification(job.spec)
         _check(job, verification, results)
-        places = choose_places(results, options.num_rows, options.seed)
+        places = choose_places(results, num_rows, seed)
         rows = read_rows(results, places, verification)
         prompts = _prompts(job, state, sorted({row.values["row_index"] for row in rows}))
     for row in rows:
@@ -136,8 +134,8 @@ def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
     wanted = ReferenceWanted(
         model=job.model,
         adapters=job.adapters,
-        dtype=options.dtype,
-        device=options.device,
+        dtype=dtype,
+        device=device,
         pooling_type=pooling_type.rpartition(".")[2].upper(),
     )
     reference = verification.reference(wanted)
@@ -161,17 +159,18 @@ def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
         worst += sorted(of_row, key=_furthest)[:1]
     if not deviations:
         raise UserError("the drawn rows have no tokens to compare; draw more rows with -n")
-    dtype = str(_reported(state, "dtype") or job.spec.model.dtype)
-    tolerance = options.tolerance if options.tolerance is not None else _tolerance(job, state, verification, dtype)
+    engine_dtype = str(_reported(state, "dtype") or job.spec.model.dtype)
+    if tolerance is None:
+        tolerance = _tolerance(job, state, verification, engine_dtype)
     is_within = all(kind.worst <= tolerance and not kind.num_nan for kind in deviations.values())
     return VerifyReport(
         job=results.folder,
         reference=reference.description,
-        engine_dtype=dtype,
+        engine_dtype=engine_dtype,
         tolerance=tolerance,
         num_rows=len(rows),
         num_stored=results.num_rows,
-        seed=options.seed,
+        seed=seed,
         verdict="within" if is_within else "beyond",
         deviations=deviations,
         worst=tuple(sorted(worst, key=_furthest)[:_WORST]),
