@@ -33,6 +33,11 @@ from batchinf.tasks.registry import task_of
 
 CONFIDENCE = "confidence"
 _SHARDS_TO_LOOK_AT = 1000
+_TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
+# Widths in columns of the terminal. A column of longer values shares what the others leave.
+_SHORT = 20
+_LEAST = 24
+_GAP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +159,6 @@ class _Journalled:
         columns = [self._source.read_columns(index, index + 1, self._columns, {}) for index in indices]
         empty = self._source.read_columns(0, 0, self._columns)
         return self._recorded.output_rows(self._task, pa.concat_tables(columns or [empty]), results)
-
-
-_TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
-# Widths in columns of the terminal. A column of longer values shares what the others leave.
-_SHORT = 20
-_LEAST = 24
-_GAP = 2
 
 
 def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table | str]:

@@ -31,6 +31,11 @@ from batchinf.tasks.stored import TOKEN_COLUMNS
 
 # Columns with a value for each token of the output or the prompt.
 _OF_TOKENS = {f"{prefix}{name}" for prefix in ("", "prompt_") for name in ("token_ids", *TOKEN_COLUMNS)}
+# Texts that are longer are cut in the terminal; the page has them whole.
+_MOST_CHARS = 10_000
+_MOST_TOKENS = 500
+# Least probability → colour in the terminal. A likely token has none.
+_COLOURS = ((0.9, ""), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "bold red"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +227,6 @@ def _tokens(tokenizer: Any, row: Mapping[str, Any], prefix: str = "") -> Iterato
 
 def _at(values: Sequence[Any] | None, place: int) -> Any:
     return None if values is None or place >= len(values) else values[place]
-
-
-# Texts that are longer are cut in the terminal; the page has them whole.
-_MOST_CHARS = 10_000
-_MOST_TOKENS = 500
-# Least probability → colour in the terminal. A likely token has none.
-_COLOURS = ((0.9, ""), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "bold red"))
 
 
 def row_items(report: InspectReport) -> Iterator[RenderableType]:

@@ -27,6 +27,9 @@ from batchinf.tasks.registry import task_of
 # With short numbers they fit a terminal of 80.
 _HEADS: tuple[str, ...] = ("GPU", "GiB", "least", "weights", "cache", "seqs")
 _JOB_HEADS = ("tokens/s", "time", "GPU-h", "cost")
+_NODE = 8  # GPUs of a host, unless --gpus says more
+_START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
+_PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +247,6 @@ class PlanReport:
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
-
-
-_NODE = 8  # GPUs of a host, unless --gpus says more
-_START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
-_PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
 
 @dataclass(frozen=True, slots=True)
