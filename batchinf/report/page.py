@@ -15,12 +15,11 @@ from batchinf.base.text import clip, counted, duration, short_count, size_text, 
 from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.fleet.status import read_looks
 from batchinf.manifest.state import State, read_jobs
-from batchinf.manifest.versions import stored_spec
 from batchinf.report import charts
 from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
-from batchinf.tasks.registry import task_named, task_of
+from batchinf.tasks.registry import task_named
 from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
@@ -64,7 +63,7 @@ def report_page(out: str) -> str:
     history = timeline(
         {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
     )
-    rows = row_figures([(job.folder, state, task_of(stored_spec(state.header.spec))) for job, state in begun])
+    rows = row_figures([(job.folder, state) for job, state in begun])
     return template("page.html").render(
         title=clip(os.path.basename(os.path.normpath(out)), 80),
         folder=clip(os.path.abspath(out), 300),

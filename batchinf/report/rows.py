@@ -27,8 +27,11 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, clip, list_names
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
+from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import Journal, list_shards
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
+from batchinf.tasks.registry import task_of
 
 _SETTINGS = {"memory_limit": "1GB", "preserve_insertion_order": "false"}
 _NUM_BINS = 40
@@ -108,11 +111,12 @@ class RowFigures:
     """What was left out, for people to read."""
 
 
-def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
+def row_figures(jobs: Sequence[tuple[Folder, State]]) -> RowFigures:
     """The figures of a job, or of all its slices: of the rows in parts, and of those that are in no part yet."""
-    paths = [folder.path(f"parts/{part_name(shard)}") for folder, state, _ in jobs for shard in sorted(state.parts)]
-    journalled = [table for folder, state, task in jobs for table in _journalled(folder, state, task)]
-    spec = jobs[0][1].header.spec
+    spec = stored_spec(jobs[0][1].header.spec)
+    task = task_of(spec)
+    paths = [folder.path(f"parts/{part_name(shard)}") for folder, state in jobs for shard in sorted(state.parts)]
+    journalled = [table for folder, state in jobs for table in _journalled(folder, state, task)]
     try:
         return _figures(spec, paths, journalled)
     except (duckdb.Error, OutputError):
@@ -125,10 +129,9 @@ def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
         return replace(figures, notes=(note, *figures.notes))
 
 
-def _figures(spec: dict[str, Any], paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
-    kept = spec.get("output", {}).get("keep_columns") or ()
-    input_columns = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
-    choices = spec.get("input", {}).get("choices") or ()
+def _figures(spec: JobSpec, paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
+    input_columns = {*spec.output.keep_columns.values(), "id"}
+    choices = spec.input.choices or ()
     with tempfile.TemporaryDirectory() as scratch, open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
         return _Rows(connection, paths, journalled, input_columns=input_columns, choices=choices).figures()
 
@@ -173,10 +176,9 @@ class _Rows:
     def _create_view(self) -> None:
         selects = []
         if self._paths:
-            files = ", ".join("'" + glob.escape(absolute(path)).replace("'", "''") + "'" for path in self._paths)
-            selects.append(
-                f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}], union_by_name = true)"
-            )
+            files = [glob.escape(absolute(path)) for path in self._paths]
+            self._connection.read_parquet(files, union_by_name=True).create_view("parts")
+            selects.append(f"SELECT {', '.join(map(_quoted, self._types))} FROM parts")
         if self._journalled:
             names = [name for name in self._types if name in self._journalled[0].column_names]
             self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
