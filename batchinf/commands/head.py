@@ -248,14 +248,9 @@ def _dispensable(names: Sequence[str], head: Head, widths: Mapping[str, int]) ->
     ids = [name for name in head.kept if "id" in names and all(row.get(name) == row.get("id") for row in head.rows)]
     kept = [name for name in head.kept if name not in ids]
     results = [name for name in names if name not in head.kept and name not in ("id", "row_index", "sample_index")]
-    by_length = sorted(kept, key=lambda name: widths[name] > _SHORT)
-    num_short = sum(widths[name] <= _SHORT for name in kept)
-    return [
-        *by_length[:num_short],
-        *results[1:],
-        *by_length[num_short:],
-        *(name for name in names if name == "row_index" or name in ids),
-    ]
+    short = [name for name in kept if widths[name] <= _SHORT]
+    long = [name for name in kept if name not in short]
+    return [*short, *results[1:], *long, *(name for name in names if name == "row_index" or name in ids)]
 
 
 def _chosen(head: Head) -> list[str]:
