@@ -59,10 +59,12 @@ __all__ = [
     "validate",
 ]
 
-_NOT_EXTENDED = {
-    "--fresh": "--extend continues the job with new rows, --fresh starts a new job: give one of them",
-    "--retry": "--extend runs new rows, --retry runs finished rows again: use one after the other",
-    "--slice": "a slice takes no new rows: give them to a new job, with input.exclude",
+# Options that exclude each other, and why.
+_EXCLUDED = {
+    ("--fresh", "--retry"): "--fresh starts a new job, --retry runs finished rows again: give one of them",
+    ("--extend", "--fresh"): ("--extend continues the job with new rows, --fresh starts a new job: give one of them"),
+    ("--extend", "--retry"): "--extend runs new rows, --retry runs finished rows again: use one after the other",
+    ("--extend", "--slice"): "a slice takes no new rows: give them to a new job, with input.exclude",
 }
 
 
@@ -98,7 +100,10 @@ def run(
     more of them failed than `max_error_rate`.
     """
     _check_texts(retry=(retry, "`errors`, or an SQL expression"), slice=(slice, "text such as '3/8'"))
-    _check_together({"--fresh": fresh, "--retry": retry is not None, "--slice": bool(slice)}, extends=extend)
+    given = {"--fresh": fresh, "--retry": retry is not None, "--slice": bool(slice), "--extend": extend}
+    for (option, other), why in _EXCLUDED.items():
+        if given[option] and given[other]:
+            raise UserError(f"got {option} with {other}; {why}")
     parsed = None if slice is None else Slice.parse(slice)
     display = display or _Display(progress, quiet)
     with interruptible(stop):
@@ -237,17 +242,6 @@ def _check_texts(**texts: tuple[str | None, str]) -> None:
     for name, (value, words) in texts.items():
         if value is not None and not isinstance(value, str):
             raise UserError(f"{name}: got {name_type(value)}; must be {words}")
-
-
-def _check_together(options: Mapping[str, bool], *, extends: bool) -> None:
-    """Raise UserError for options that exclude each other. options: whether each one is given."""
-    if options["--fresh"] and options["--retry"]:
-        raise UserError(
-            "got --fresh with --retry; --fresh starts a new job, --retry runs finished rows again: give one of them"
-        )
-    for other, is_given in options.items() if extends else ():
-        if is_given:
-            raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
 
 
 def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = None) -> SpecFile:

@@ -5,7 +5,6 @@ DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a t
 
 import contextlib
 import glob
-import itertools
 import math
 import pathlib
 import tempfile
@@ -321,19 +320,18 @@ class _Rows:
         return tuple(histograms), (note,) if num_numbers > _MOST_NUMBERS else ()
 
     def _columns(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
-        for batch in itertools.chain(self._part_batches(names), self._journal_batches(names)) if names else ():
-            yield from zip(batch.schema.names, batch.columns, strict=True)
-
-    def _part_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """These columns of parts and journal, some rows at a time. A part may lack some of them."""
+        if not names:
+            return
         for path in _spread(self._paths):
             with open_part(path) as file:
                 present = [name for name in names if name in file.schema_arrow.names]
-                yield from file.iter_batches(_ROWS_AT_ONCE, columns=present)
-
-    def _journal_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=present):
+                    yield from zip(batch.schema.names, batch.columns, strict=True)
         for table in self._journalled:
             if set(names) <= set(table.column_names):
-                yield from table.select(names).to_batches(_ROWS_AT_ONCE)
+                for batch in table.select(names).to_batches(_ROWS_AT_ONCE):
+                    yield from zip(names, batch.columns, strict=True)
 
 
 class _Counts:
