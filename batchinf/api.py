@@ -62,7 +62,7 @@ __all__ = [
 # Options that exclude each other, and why.
 _EXCLUDED = {
     ("--fresh", "--retry"): "--fresh starts a new job, --retry runs finished rows again: give one of them",
-    ("--extend", "--fresh"): ("--extend continues the job with new rows, --fresh starts a new job: give one of them"),
+    ("--extend", "--fresh"): "--extend continues the job with new rows, --fresh starts a new job: give one of them",
     ("--extend", "--retry"): "--extend runs new rows, --retry runs finished rows again: use one after the other",
     ("--extend", "--slice"): "a slice takes no new rows: give them to a new job, with input.exclude",
 }
