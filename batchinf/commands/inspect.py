@@ -46,6 +46,11 @@ class Alternative:
     token_id: int
     logprob: float | None
 
+    @property
+    def share(self) -> str:
+        """The probability as text."""
+        return "–" if self.logprob is None else f"{probability(self.logprob):.1%}"
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -80,6 +85,23 @@ class InspectedSample:
     tokens: tuple[Token, ...]
     prompt_tokens: tuple[Token, ...]
     """With `prompt_logprobs` only."""
+
+    @property
+    def title(self) -> str:
+        """The heading of a row's only sample: a row that is scored, or has vectors, has no output of the model."""
+        return "output" if self.fields.get("num_output_tokens") else "result"
+
+    @property
+    def error(self) -> str | None:
+        error = self.fields.get("error_type")
+        return None if error is None else f"{error}: {self.fields.get('error_message')}"
+
+    def shown_fields(self) -> Iterator[tuple[str, Any]]:
+        """The columns that are shown beside the tokens."""
+        for name, value in self.fields.items():
+            is_shown = name == "text" and isinstance(value, str) and value in (self.decoded or "")
+            if value is not None and not is_shown and not name.startswith("error_"):
+                yield name, self.stopped_by if name == "stop_reason" else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,18 +267,13 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
         yield _cut(prompt)
     for number, sample in enumerate(report.samples):
         yield Text()
-        yield _title(sample_title(sample) if len(report.samples) == 1 else f"sample {number}")
+        yield _title(sample.title if len(report.samples) == 1 else f"sample {number}")
         yield from _sample_items(sample)
 
 
-def sample_title(sample: InspectedSample) -> str:
-    """The heading of a row's only sample: a row that is scored, or has vectors, has no output of the model."""
-    return "output" if sample.fields.get("num_output_tokens") else "result"
-
-
 def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
-    if sample.fields.get("error_type") is not None:
-        yield Text(plain(f"{sample.fields['error_type']}: {sample.fields.get('error_message')}"), "red")
+    if sample.error is not None:
+        yield Text(plain(sample.error), "red")
     if sample.decoded is not None:
         coloured = Text()
         for token in sample.tokens:
@@ -265,7 +282,7 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
         yield _cut(coloured if coloured.plain == plain(sample.decoded) else Text(plain(sample.decoded)))
         yield Text()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, value in shown_fields(sample):
+    for name, value in sample.shown_fields():
         table.add_row(Text(plain_line(name), "dim"), cell(value))
     yield table
     for title, tokens in (("prompt tokens", sample.prompt_tokens), ("tokens", sample.tokens)):
@@ -275,14 +292,6 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
             yield _token_table(tokens)
             if len(tokens) > _MOST_TOKENS:
                 yield Text(f"… and {len(tokens) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
-
-
-def shown_fields(sample: InspectedSample) -> Iterator[tuple[str, Any]]:
-    """The columns that are shown beside the tokens."""
-    for name, value in sample.fields.items():
-        is_shown = name == "text" and isinstance(value, str) and value in (sample.decoded or "")
-        if value is not None and not is_shown and not name.startswith("error_"):
-            yield name, sample.stopped_by if name == "stop_reason" else value
 
 
 def _token_table(tokens: Sequence[Token]) -> Table:
@@ -303,7 +312,7 @@ def _alternatives(token: Token) -> Text:
     alternatives = Text()
     for other in token.alternatives:
         alternatives.append(token_text(other.text), "bold" if other.token_id == token.token_id else "")
-        alternatives.append(f" {share(other.logprob)}   ", "dim")
+        alternatives.append(f" {other.share}   ", "dim")
     alternatives.rstrip()
     return alternatives
 
@@ -311,11 +320,6 @@ def _alternatives(token: Token) -> Text:
 def token_text(text: str) -> str:
     """A token with its spaces visible."""
     return plain_line(text, 40).replace(" ", "·")
-
-
-def share(logprob: float | None) -> str:
-    """The probability as text."""
-    return "–" if logprob is None else f"{probability(logprob):.1%}"
 
 
 def probability(logprob: float) -> float:

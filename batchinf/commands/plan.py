@@ -153,7 +153,11 @@ class GpuPlan:
     def option_lines(self) -> Iterator[str]:
         """The options, and what the job takes with the best one."""
         for option in self.options:
-            yield f"{'→' if option == self.chosen else ' '} {option_line(option)}"
+            figures = [f"{option.degrees.cache_tokens:,} tokens of cache"]
+            if option.prediction is not None:
+                figures += [f"{option.tokens_per_s:,.0f} tokens/s", time_taken(option.prediction.seconds)]
+            arrow = "→" if option == self.chosen else " "
+            yield f"{arrow} {shape_text(option.degrees, option.data)}: {', '.join(figures)}"
         cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
         yield f"  in all {duration(self.seconds)} with the start, {self.gpu_hours or 0:,.2f} GPU-hours{cost}"
 
@@ -183,15 +187,6 @@ class GpuPlan:
             return cells
         cost = () if self.cost is None else (f"{self.cost:,.2f}",)
         return (*cells, f"{self.chosen.tokens_per_s:,.0f}", duration(self.seconds), f"{self.gpu_hours:,.2f}", *cost)
-
-
-def option_line(option: Option) -> str:
-    """One line for an option of a job."""
-    degrees = option.degrees
-    figures = [f"{degrees.cache_tokens:,} tokens of cache"]
-    if option.prediction is not None:
-        figures += [f"{option.tokens_per_s:,.0f} tokens/s", time_taken(option.prediction.seconds)]
-    return f"{shape_text(degrees, option.data)}: {', '.join(figures)}"
 
 
 def _width(rows: Sequence[tuple[str, ...]], column: int) -> int:

@@ -9,15 +9,7 @@ import jinja2
 from batchinf.base.errors import UserError
 from batchinf.base.storage import PAGE_MARK, reason, write_named
 from batchinf.base.text import plain
-from batchinf.commands.inspect import (
-    InspectedSample,
-    InspectReport,
-    probability,
-    sample_title,
-    share,
-    shown_fields,
-    token_text,
-)
+from batchinf.commands.inspect import InspectReport, probability, token_text
 
 
 def template(name: str) -> jinja2.Template:
@@ -40,20 +32,7 @@ def _number(number: float) -> str:
 
 def row_page(report: InspectReport) -> str:
     """The row as one HTML file without scripts, with everything in it."""
-    return template("row.html").render(
-        report=report,
-        error_of=_error,
-        sample_title=sample_title,
-        shown_fields=shown_fields,
-        token_text=token_text,
-        probability=probability,
-        share=share,
-    )
-
-
-def _error(sample: InspectedSample) -> str:
-    error = sample.fields.get("error_type")
-    return "" if error is None else f"{error}: {sample.fields.get('error_message')}"
+    return template("row.html").render(report=report, token_text=token_text, probability=probability)
 
 
 def write_page(report: InspectReport, path: str) -> None:

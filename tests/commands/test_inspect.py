@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import batchinf
 import jobs
-from batchinf.commands.inspect import inspect_row, shown_fields
+from batchinf.commands.inspect import inspect_row
 from batchinf.report.html import row_page
 
 
@@ -100,7 +100,7 @@ def test_what_stopped_a_sample(out: pathlib.Path, tmp_path: pathlib.Path) -> Non
     text = batchinf.open(out).tokens()[place][-1]
     words = [f"the token {text!r} ({token_ids[-1]})", r"the text '\n\n'"]
     assert [sample.stopped_by for sample in report.samples] == words
-    assert [dict(shown_fields(sample))["stop_reason"] for sample in report.samples] == words
+    assert [dict(sample.shown_fields())["stop_reason"] for sample in report.samples] == words
     assert [sample.stopped_by for sample in inspect_row(str(tmp_path / "out"), "script").samples] == [None, None]
 
 
