@@ -63,7 +63,8 @@ def _init(
     out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
-    from batchinf.commands.init import StarterWanted, check_purpose, has_chat_template, labels_in, look_at, write
+    from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write
+    from batchinf.tasks.starters import StarterWanted
 
     purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check_purpose)
     look = functools.partial(look_at, labels=labels_in(labels or ""))
