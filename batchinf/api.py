@@ -99,7 +99,8 @@ def run(
     Raises UserError or one of its subclasses; Interrupted after a stop; ErrorRateExceeded if all rows are done, but
     more of them failed than `max_error_rate`.
     """
-    _check_texts(retry=(retry, "`errors`, or an SQL expression"), slice=(slice, "text such as '3/8'"))
+    _check_text("retry", retry, "`errors`, or an SQL expression")
+    _check_text("slice", slice, "text such as '3/8'")
     given = {"--fresh": fresh, "--retry": retry is not None, "--slice": bool(slice), "--extend": extend}
     for (option, other), why in _EXCLUDED.items():
         if given[option] and given[other]:
@@ -237,11 +238,10 @@ def open(out: str | os.PathLike[str]) -> Results:
     return Results(out)
 
 
-def _check_texts(**texts: tuple[str | None, str]) -> None:
-    """Raise UserError for a value that is no text. texts: by name, the value and how it is written."""
-    for name, (value, words) in texts.items():
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"{name}: got {name_type(value)}; must be {words}")
+def _check_text(name: str, value: str | None, words: str) -> None:
+    """Raise UserError for a value that is no text. words: how it is written."""
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{name}: got {name_type(value)}; must be {words}")
 
 
 def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = None) -> SpecFile:

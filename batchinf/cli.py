@@ -532,14 +532,14 @@ def main() -> NoReturn:
             traceback.print_exc()
         sys.exit(error.exit_code)
     except (OSError, MemoryError, RuntimeError) as error:
-        if (words := out_of_memory_message(error)) is not None:
-            print(f"error: {words}", file=sys.stderr)
-            sys.exit(UserError.exit_code)
-        if not isinstance(error, OSError):
-            raise
-        from batchinf.base.storage import disk_error
+        words = out_of_memory_message(error)
+        if words is None:
+            if not isinstance(error, OSError):
+                raise
+            from batchinf.base.storage import disk_error
 
-        print(f"error: {plain(disk_error(error))}", file=sys.stderr)
+            words = plain(disk_error(error))
+        print(f"error: {words}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
 
