@@ -46,11 +46,6 @@ if TYPE_CHECKING:
         validate,
     )
 
-_OF_API = (
-    "JobSpec", "JobStatus", "PlanReport", "Results", "StatusReport", "Summary", "TuneReport", "ValidateReport",
-    "open", "plan", "run", "status", "tune", "validate",
-)  # fmt: skip
-
 __all__ = [
     "BatchinfError",
     "DriftError",
@@ -83,12 +78,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is first used, so that `batchinf --help` stays fast.
-    if name not in _OF_API:
+    # The names of `batchinf.api` are imported when they are first used, so that `batchinf --help` stays fast.
+    if name not in __all__:
         raise AttributeError(f"module 'batchinf' has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module("batchinf.api"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_API})
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ A spec is the path of a YAML file, a mapping with the same fields, or a `JobSpec
 """
 
 import contextlib
+import io
 import json
 import os
 import random as random_numbers
@@ -24,12 +25,10 @@ from batchinf.base.places import check_caches, check_is_here
 from batchinf.base.slices import Slice, folder_name
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
-from batchinf.commands.plan import PlanOptions, make_plan
-from batchinf.commands.status import job_status
-from batchinf.commands.text.plan import PlanReport
-from batchinf.commands.text.status import StatusReport
-from batchinf.commands.text.validate import ValidateFinding, ValidateReport
-from batchinf.commands.validate import RowsToShow, validate_job
+from batchinf.commands.findings import ValidateFinding, ValidateReport
+from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
+from batchinf.commands.status import StatusReport, job_status
+from batchinf.commands.validate import validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.epoch import run_job
@@ -60,10 +59,12 @@ __all__ = [
     "validate",
 ]
 
-_NOT_EXTENDED = {
-    "--fresh": "--extend continues the job with new rows, --fresh starts a new job: give one of them",
-    "--retry": "--extend runs new rows, --retry runs finished rows again: use one after the other",
-    "--slice": "a slice takes no new rows: give them to a new job, with input.exclude",
+# Options that exclude each other, and why.
+_EXCLUDED = {
+    ("--fresh", "--retry"): "--fresh starts a new job, --retry runs finished rows again: give one of them",
+    ("--extend", "--fresh"): "--extend continues the job with new rows, --fresh starts a new job: give one of them",
+    ("--extend", "--retry"): "--extend runs new rows, --retry runs finished rows again: use one after the other",
+    ("--extend", "--slice"): "a slice takes no new rows: give them to a new job, with input.exclude",
 }
 
 
@@ -98,8 +99,12 @@ def run(
     Raises UserError or one of its subclasses; Interrupted after a stop; ErrorRateExceeded if all rows are done, but
     more of them failed than `max_error_rate`.
     """
-    _check_texts(retry=(retry, "`errors`, or an SQL expression"), slice=(slice, "text such as '3/8'"))
-    _check_together({"--fresh": fresh, "--retry": retry is not None, "--slice": bool(slice)}, extends=extend)
+    _check_text("retry", retry, "`errors`, or an SQL expression")
+    _check_text("slice", slice, "text such as '3/8'")
+    given = {"--fresh": fresh, "--retry": retry is not None, "--slice": bool(slice), "--extend": extend}
+    for (option, other), why in _EXCLUDED.items():
+        if given[option] and given[other]:
+            raise UserError(f"got {option} with {other}; {why}")
     parsed = None if slice is None else Slice.parse(slice)
     display = display or _Display(progress, quiet)
     with interruptible(stop):
@@ -131,8 +136,8 @@ def validate(
     if random and seed is None:
         seed = random_numbers.randrange(100_000)
     findings = []
-    to_show = RowsToShow(num_rows, tuple(map(str, list_of(rows))), seed)
-    for finding in validate_job(read_checked(spec, overrides), to_show):
+    named = [str(row) for row in list_of(rows)]
+    for finding in validate_job(read_checked(spec, overrides), num_rows=num_rows, named=named, seed=seed):
         findings.append(finding)
         if found is not None:
             found(finding)
@@ -233,22 +238,10 @@ def open(out: str | os.PathLike[str]) -> Results:
     return Results(out)
 
 
-def _check_texts(**texts: tuple[str | None, str]) -> None:
-    """Raise UserError for a value that is no text. texts: by name, the value and how it is written."""
-    for name, (value, words) in texts.items():
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"{name}: got {name_type(value)}; must be {words}")
-
-
-def _check_together(options: Mapping[str, bool], *, extends: bool) -> None:
-    """Raise UserError for options that exclude each other. options: whether each one is given."""
-    if options["--fresh"] and options["--retry"]:
-        raise UserError(
-            "got --fresh with --retry; --fresh starts a new job, --retry runs finished rows again: give one of them"
-        )
-    for other, is_given in options.items() if extends else ():
-        if is_given:
-            raise UserError(f"got --extend with {other}; {_NOT_EXTENDED[other]}")
+def _check_text(name: str, value: str | None, words: str) -> None:
+    """Raise UserError for a value that is no text. words: how it is written."""
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{name}: got {name_type(value)}; must be {words}")
 
 
 def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = None) -> SpecFile:
@@ -262,22 +255,16 @@ def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = N
 
 
 class _Display(ProgressDisplay):
-    """Calls a function with the progress, or prints nothing."""
+    """Calls a function with the progress in place of a bar, or prints nothing."""
 
     def __init__(self, progress: Callable[[JobStatus], None] | None, quiet: bool) -> None:
-        super().__init__(sys.stderr)
+        super().__init__(io.StringIO() if quiet else sys.stderr, is_quiet=quiet)
         self._progress = progress
-        self._prints_nothing = quiet
         self._has_failed = False
-
-    def say(self, line: str) -> None:
-        if not self._prints_nothing:
-            super().say(line)
 
     def show(self, status: JobStatus) -> None:
         if self._progress is None:
-            if not self._prints_nothing:
-                super().show(status)
+            super().show(status)
         elif not self._has_failed:
             # If it raises, the job is ended, and shows its end: not with another call.
             self._has_failed = True

@@ -135,6 +135,5 @@ Out = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a 
 
 
 SliceText = Annotated[
-    str | None,
-    typer.Option("--slice", metavar="i/N", help="Run only slice i of N, counted from 0, in OUT/slice-i."),
+    str | None, typer.Option("--slice", metavar="i/N", help="Run only slice i of N, counted from 0, in OUT/slice-i.")
 ]

@@ -54,17 +54,16 @@ def _init(
     purpose: Annotated[
         str | None, typer.Option("--for", metavar="WHAT", help=f"What the job is for: {_PURPOSES}.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="A Hugging Face id, or the model's folder.")] = None,
-    data: Annotated[str | None, typer.Option("--data", help="The rows: a file, a glob, a folder, a URL.")] = None,
+    model: Annotated[str | None, typer.Option(help="A Hugging Face id, or the model's folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="The rows: a file, a glob, a folder, a URL.")] = None,
     labels: Annotated[
-        str | None, typer.Option("--labels", metavar="A,B", help="With --for label: the words to choose from.")
+        str | None, typer.Option(metavar="A,B", help="With --for label: the words to choose from.")
     ] = None,
-    out: Annotated[
-        str | None, path_option("--out", help="The output folder; default: out/ and the spec's name.")
-    ] = None,
+    out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
-    from batchinf.commands.init import StarterWanted, check_purpose, has_chat_template, labels_in, look_at, write
+    from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write
+    from batchinf.tasks.starters import StarterWanted
 
     purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check_purpose)
     look = functools.partial(look_at, labels=labels_in(labels or ""))
@@ -111,23 +110,17 @@ def _run(
     retry: Annotated[
         str | None,
         typer.Option(
-            "--retry",
             metavar="WHICH",
             help="Run rows of a finished job again and replace them: `errors`, or an SQL expression over the output "
             "columns, such as \"finish_reason = 'length'\". --set may change fields of sampling.",
         ),
     ] = None,
     fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Rename the old output folder, if there is one, and start a new job."),
+        bool, typer.Option("--fresh", help="Rename the old output folder, if there is one, and start a new job.")
     ] = False,
     slice_: SliceText = None,
     extend: Annotated[
-        bool,
-        typer.Option(
-            "--extend",
-            help="Also run new files and rows of the input, and a raised input.limit.",
-        ),
+        bool, typer.Option("--extend", help="Also run new files and rows of the input, and a raised input.limit.")
     ] = False,
     is_quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Show only warnings, errors and the closing lines.")
@@ -177,12 +170,11 @@ def _validate(
         ),
     ] = None,
     is_random: Annotated[bool, typer.Option("--random", help="Show random rows, not the first ones.")] = False,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Show the rows of an earlier --random.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Show the rows of an earlier --random.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check spec, input, model and prompts, and show rows as they will run. Needs no engine and no GPU."""
     from batchinf import api
-    from batchinf.commands.text.validate import finding_lines
 
     report = api.validate(
         spec,
@@ -191,7 +183,7 @@ def _validate(
         rows=rows or (),
         random=is_random,
         seed=seed,
-        found=None if as_json else lambda finding: _print(finding_lines(finding)),
+        found=None if as_json else lambda finding: _print(finding.lines()),
     )
     if as_json:
         _show(report, (), as_json)
@@ -202,35 +194,29 @@ def _plan(
     target: PlanTarget,
     gpu: Annotated[
         list[str] | None,
-        typer.Option("--gpu", metavar="NAME", help="A GPU, such as h100-80 or h100-80:3g (MIG). May be repeated."),
+        typer.Option(metavar="NAME", help="A GPU, such as h100-80 or h100-80:3g (MIG). May be repeated."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1024, help="GPUs of each node.")] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=10_000, help="Number of nodes.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, max=1024, help="GPUs of each node.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Number of nodes.")] = 1,
     free: Annotated[
         float | None,
-        typer.Option("--free", min=0.1, max=10_000, metavar="GIB", help="Memory that others leave free on each GPU."),
+        typer.Option(min=0.1, max=10_000, metavar="GIB", help="Memory that others leave free on each GPU."),
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", min=1, metavar="TOKENS", help="Tokens of the longest sequence.")
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of the longest sequence.")
     ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", min=0, metavar="PRICE", help="Price of one GPU for an hour.")
-    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Price of one GPU for an hour.")] = None,
     output_tokens: Annotated[
         float | None,
-        typer.Option(
-            "--output-tokens", min=1, max=1e9, metavar="N", help="Tokens of an output on average; default: max_tokens."
-        ),
+        typer.Option(min=1, max=1e9, metavar="N", help="Tokens of an output on average; default: max_tokens."),
     ] = None,
-    plot: Annotated[
-        str | None, path_option("--plot", metavar="FILE.svg", help="Draw the degrees, or a model's memory.")
-    ] = None,
+    plot: Annotated[str | None, path_option(metavar="FILE.svg", help="Draw the degrees, or a model's memory.")] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.commands.text.plan_chart import check_file, write_chart
+    from batchinf.commands.plan_chart import check_file, write_chart
 
     if plot is not None:
         check_file(plot)
@@ -254,9 +240,7 @@ def _plan(
 def _tune(
     spec: SpecPath,
     set_: Overrides = None,
-    budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="Time of all trials, such as 15m or 2h.")
-    ] = "15m",
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time of all trials, such as 15m or 2h.")] = "15m",
     num_rows: Annotated[
         int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial of the first round.")
     ] = None,
@@ -268,9 +252,7 @@ def _tune(
             help="Try these values of a field, and only fields that are named so. May be repeated.",
         ),
     ] = None,
-    out: Annotated[
-        str | None, path_option("--out", metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")
-    ] = None,
+    out: Annotated[str | None, path_option(metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")] = None,
     writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -298,8 +280,7 @@ def _seconds(text: str, option: str) -> float:
 def _status(
     out: Out,
     is_watched: Annotated[
-        bool,
-        typer.Option("--watch", help="Refresh progress and replicas every second until the job ends."),
+        bool, typer.Option("--watch", help="Refresh progress and replicas every second until the job ends.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -307,7 +288,7 @@ def _status(
     from batchinf.commands.status import job_status
 
     if is_watched:
-        from batchinf.commands.text.watch import watch, why_ended
+        from batchinf.commands.watch import watch, why_ended
 
         report = watch(out, as_json=as_json)
         _show(report, [*report.lines(), *why_ended(report)], as_json)
@@ -321,8 +302,7 @@ def _head(
     out: Out,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
     columns: Annotated[
-        list[str] | None,
-        typer.Option("--columns", metavar="A,B", help="Show these columns. May be repeated."),
+        list[str] | None, typer.Option(metavar="A,B", help="Show these columns. May be repeated.")
     ] = None,
     only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
     as_json: Annotated[
@@ -330,8 +310,7 @@ def _head(
     ] = False,
 ) -> None:
     """Show the first finished rows as a table, while the job runs or after."""
-    from batchinf.commands.head import read_head
-    from batchinf.commands.text.head import head_table, nothing_line
+    from batchinf.commands.head import head_table, nothing_line, read_head
 
     wanted = names_in(",".join(columns or ()))
     found = read_head(out, num_rows, columns=wanted, only_errors=only_errors)
@@ -340,7 +319,7 @@ def _head(
     elif as_json:
         _print_json(to_json(row, ensure_ascii=False) for row in found.rows)
     else:
-        from batchinf.commands.text.screen import console
+        from batchinf.commands.screen import console
 
         screen = console()
         for item in head_table(found, wanted, screen.width):
@@ -394,8 +373,8 @@ def _inspect(
     wanted: Annotated[
         str | None, typer.Argument(metavar="ROW", help="The row's id, or its position from 0.", show_default=False)
     ] = None,
-    row: Annotated[str | None, typer.Option("--row", metavar="ID", help="The same as ROW.")] = None,
-    html: Annotated[str | None, path_option("--html", metavar="FILE", help="Write a page instead.")] = None,
+    row: Annotated[str | None, typer.Option(metavar="ID", help="The same as ROW.")] = None,
+    html: Annotated[str | None, path_option(metavar="FILE", help="Write a page instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
@@ -410,9 +389,9 @@ def _inspect(
     if as_json:
         _show(report, (), as_json)
         return
-    from batchinf.commands.text.inspect import row_items
-    from batchinf.commands.text.screen import console
-    from batchinf.report.row_page import write_page
+    from batchinf.commands.inspect import row_items
+    from batchinf.commands.screen import console
+    from batchinf.report.html import write_page
 
     if html is not None:
         write_page(report, html)
@@ -441,18 +420,16 @@ def _check(
     out: Out,
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
     repair: Annotated[
-        bool,
-        typer.Option("--repair", help="Move damaged files aside. The next run makes their rows again."),
+        bool, typer.Option("--repair", help="Move damaged files aside. The next run makes their rows again.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find missing and damaged files of a job: parts, manifest and journal. The job may be running."""
     from batchinf.commands.check import check_job
-    from batchinf.commands.text.check import check_lines, raise_if_wrong
 
     report = check_job(out, is_deep=deep, repair=repair)
-    _show(report, check_lines(report), as_json)
-    raise_if_wrong(report)
+    _show(report, report.lines(), as_json)
+    report.raise_if_wrong()
 
 
 @app.command("diff", epilog="Example: batchinf diff out/base out/other --out changes.parquet")
@@ -467,9 +444,7 @@ def _diff(
     on: Annotated[
         str | None,
         typer.Option(
-            "--on",
-            metavar="KEY",
-            help="Join rows by `row_index` or `id`. Default: `row_index` for equal inputs, else `id`.",
+            metavar="KEY", help="Join rows by `row_index` or `id`. Default: `row_index` for equal inputs, else `id`."
         ),
     ] = None,
     to: Annotated[
@@ -481,10 +456,9 @@ def _diff(
 ) -> None:
     """Compare two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
     from batchinf.commands.diff import diff_jobs
-    from batchinf.commands.text.compare import diff_lines
 
     report = diff_jobs(a, b, on=on, to=to, num_examples=num_rows)
-    _show(report, diff_lines(report), as_json)
+    _show(report, report.lines(), as_json)
 
 
 @app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -492,50 +466,46 @@ def _verify(
     spec: SpecPath,
     set_: Overrides = None,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random rows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random rows.")] = 0,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Type in which transformers computes: float32, bfloat16 or float16.")
+        str, typer.Option(help="Type in which transformers computes: float32, bfloat16 or float16.")
     ] = "float32",
-    device: Annotated[str, typer.Option("--device", help="Device of transformers, such as `cpu` or `cuda:0`.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of transformers, such as `cpu` or `cuda:0`.")] = "cpu",
     tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", min=0, help="Largest allowed difference. Default: by the engine's dtype."),
+        float | None, typer.Option(min=0, help="Largest allowed difference. Default: by the engine's dtype.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
     from batchinf import api
-    from batchinf.commands.text.compare import raise_if_beyond, verify_lines
-    from batchinf.commands.verify import VerifyOptions, verify_job
+    from batchinf.commands.verify import verify_job
 
-    options = VerifyOptions(num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
-    report = verify_job(api.read_checked(spec, set_ or ()), options)
-    _show(report, verify_lines(report), as_json)
-    raise_if_beyond(report)
+    file = api.read_checked(spec, set_ or ())
+    report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
+    _show(report, report.lines(), as_json)
+    report.raise_if_beyond()
 
 
 @app.command("slurm", epilog="Example: batchinf slurm job.yaml --gpus a100:4 --time 12:00:00 --submit")
 def _slurm(
     spec: SpecPath,
     set_: Overrides = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes; more than 1 runs Ray on them.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes; more than 1 runs Ray on them.")] = 1,
     array: Annotated[
-        int | None, typer.Option("--array", min=1, metavar="N", help="Run N slices as a job array, on a node each.")
+        int | None, typer.Option(min=1, metavar="N", help="Run N slices as a job array, on a node each.")
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
+        str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
     ] = None,
-    cpus: Annotated[
-        int | None, typer.Option("--cpus", min=1, help="CPU cores of each node. Default: 8 for each GPU.")
-    ] = None,
-    mem: Annotated[str | None, typer.Option("--mem", help="Memory of each node, such as 200G.")] = None,
-    time: Annotated[str | None, typer.Option("--time", help="Time limit, such as 12:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Partition of the nodes.")] = None,
-    account: Annotated[str | None, typer.Option("--account", help="Account that pays for the time.")] = None,
-    constraint: Annotated[str | None, typer.Option("--constraint", help="Features of the nodes.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores of each node. Default: 8 for each GPU.")] = None,
+    mem: Annotated[str | None, typer.Option(help="Memory of each node, such as 200G.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, such as 12:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account that pays for the time.")] = None,
+    constraint: Annotated[str | None, typer.Option(help="Features of the nodes.")] = None,
     modules: Annotated[list[str] | None, typer.Option("--module", help="A module to load. May be repeated.")] = None,
-    venv: Annotated[str | None, path_option("--venv", help="A virtual environment to activate.")] = None,
-    container: Annotated[str | None, typer.Option("--container", help="An Apptainer image with batchinf.")] = None,
+    venv: Annotated[str | None, path_option(help="A virtual environment to activate.")] = None,
+    container: Annotated[str | None, typer.Option(help="An Apptainer image with batchinf.")] = None,
     directives: Annotated[
         list[str] | None,
         typer.Option(
@@ -543,7 +513,7 @@ def _slurm(
         ),
     ] = None,
     script: Annotated[
-        str | None, path_option("--script", metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
+        str | None, path_option(metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
     ] = None,
     submits: Annotated[
         bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")
@@ -551,7 +521,7 @@ def _slurm(
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, submitted_lines, write_script
+    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, unsubmitted_lines, write_script
 
     file = read_checked(spec, set_ or ())
     options = SlurmOptions(
@@ -561,8 +531,7 @@ def _slurm(
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, options), file)
-    submitted = submit(path, file, options) if submits else None
-    _print(submitted_lines(path, submitted, file, options))
+    _print(submit(path, file, options) if submits else unsubmitted_lines(path, file, options))
 
 
 @app.command("schema", epilog="Example: batchinf schema > batchinf.schema.json")
@@ -603,14 +572,14 @@ def main() -> NoReturn:
             traceback.print_exc()
         sys.exit(error.exit_code)
     except (OSError, MemoryError, RuntimeError) as error:
-        if (words := out_of_memory_message(error)) is not None:
-            print(f"error: {words}", file=sys.stderr)
-            sys.exit(UserError.exit_code)
-        if not isinstance(error, OSError):
-            raise
-        from batchinf.base.storage import disk_error
+        words = out_of_memory_message(error)
+        if words is None:
+            if not isinstance(error, OSError):
+                raise
+            from batchinf.base.storage import disk_error
 
-        print(f"error: {plain(disk_error(error))}", file=sys.stderr)
+            words = plain(disk_error(error))
+        print(f"error: {words}", file=sys.stderr)
         sys.exit(UserError.exit_code)
     sys.exit(0)
 

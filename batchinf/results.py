@@ -29,11 +29,10 @@ import pyarrow.compute as pc
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import ParquetFile, absolute, joined_schema, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
-from batchinf.base.slices import JobFolder, folder_name, job_folders
-from batchinf.base.storage import Folder
+from batchinf.base.slices import folder_name
 from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
-from batchinf.manifest.state import State, read_state
+from batchinf.manifest.state import read_jobs
 from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
 from batchinf.records import PartCounts
@@ -52,8 +51,8 @@ class Results:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         """out: the job's output folder. Raises OutputError if there is no job in it."""
         self.folder = folder_name(out)
-        jobs = job_folders(self.folder)
-        begun = [*_begun(jobs)]
+        jobs = [*read_jobs(self.folder)]
+        begun = [(job.folder, state) for job, state in jobs if state is not None]
         states = [state for _, state in begun]
         if not states:
             raise OutputError(not_begun_message(self.folder))
@@ -242,13 +241,6 @@ class Results:
     def _type(self, column: str) -> pa.DataType:
         [name] = self._names([column])
         return self.schema.field(name).type
-
-
-def _begun(jobs: Sequence[JobFolder]) -> Iterator[tuple[Folder, State]]:
-    """The folders and states of the slices that have begun, or of the whole job."""
-    for job in jobs:
-        if job.folder.exists("manifest") and (state := read_state(job.folder)) is not None:
-            yield job.folder, state
 
 
 def _reader(type: pa.DataType) -> "Callable[[pa.Array], Ragged | npt.NDArray[Any]]":

@@ -24,7 +24,6 @@ from batchinf.base.storage import Folder
 from batchinf.commands.check import check_job
 from batchinf.commands.diff import diff_jobs
 from batchinf.commands.head import read_head
-from batchinf.commands.text.check import check_lines
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
 from batchinf.job.open import open_job_input
@@ -97,7 +96,7 @@ def rows_of(out: pathlib.Path) -> list[dict[str, Any]]:
 def assert_whole(out: pathlib.Path) -> None:
     """Every part is as it should be, and all have the columns with which the job began."""
     report = check_job(str(out), is_deep=True, repair=False)
-    assert [job.findings for job in report.jobs] == [()], [*check_lines(report)]
+    assert [job.findings for job in report.jobs] == [()], [*report.lines()]
     schema = jobs.state_of(out).header.columns.part_schema
     assert {str(pq.read_schema(path).remove_metadata()) for path in (out / "parts").iterdir()} == {str(schema)}
 
@@ -302,7 +301,7 @@ def test_a_part_with_other_columns_is_found(unpacked: Callable[[str], pathlib.Pa
     report = check_job(OUT, is_deep=True, repair=False)
     assert report.jobs[0].num_wrong == 13
     words = "does not have the columns with which the job began: it differs in stop_reason"
-    assert words in "\n".join(check_lines(report))
+    assert words in "\n".join(report.lines())
 
 
 # -- a version with other formats --------------------------------------------------------------------------------------

@@ -229,6 +229,15 @@ def write_named(path: pathlib.Path, data: bytes, mark: bytes = b"") -> None:
         file.write(data)
 
 
+@contextlib.contextmanager
+def naming_option(path: str | os.PathLike[str], option: str) -> Iterator[None]:
+    """Turn a disk error into an OutputError that says which option names another file."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {reason(error)}; name another file with {option}") from error
+
+
 def has_mark(path: pathlib.Path, mark: bytes) -> bool:
     """Whether the text is in the first lines of a file."""
     with path.open("rb") as file:

@@ -5,18 +5,17 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-from batchinf.base.slices import SOURCE_FOLDER, job_folders
+from batchinf.base.slices import SOURCE_FOLDER
 from batchinf.job.job import Job
 from batchinf.job.open import open_job
-from batchinf.manifest.state import State, read_state
+from batchinf.manifest.state import State, read_jobs
 from batchinf.spec.file import SpecFile
 
 
 @contextlib.contextmanager
 def opened(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
     """The job in an output folder, with all slices as one job, and the state of the first slice that has begun."""
-    states = (read_state(job.folder) for job in job_folders(folder) if job.folder.exists("manifest"))
-    state = next(state for state in states if state is not None)
+    state = next(state for _, state in read_jobs(folder) if state is not None)
     with tempfile.TemporaryDirectory() as scratch:
         source = pathlib.Path(folder, SOURCE_FOLDER)
         job = open_job(file, source if source.is_dir() else pathlib.Path(scratch), state, "leave")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
@@ -31,78 +31,6 @@ from batchinf.tasks.registry import task_of
 
 _KINDS = {"header", "extent", "files", "event", "snapshot", "counted_event"}
 _PARTS_TO_ASK = 100
-
-
-def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
-    """Write a new log for the lock's `epoch` and move the others to `damaged/`. Returns their names there.
-
-    Raises OutputError, without changes, if the lines about the job are lost or have another format.
-    """
-    logs = [name for _, name in list_logs(folder)]
-    lines = {name: list(_useful_lines(folder, name)) for name in logs}
-    owner = _owner(folder, lines)
-    state = State()
-    for log in lines.values():
-        if all(fields.get("job_id", owner) == owner for fields in log):
-            _apply(folder, state, log)
-    if not state.has_header or not state.extents:
-        raise OutputError(
-            f"{folder.path('manifest')} cannot be repaired: its lines about the job are damaged; restore it from a "
-            "backup, or give the job another output.path"
-        )
-    # The header and the extents are enough. The next run reads each part, and adopts it if it is whole and the job's.
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    state.events.append(EventLine("rebuilt", now, {"replaces": logs}))
-    state.event_counts["rebuilt"] += 1
-    data = encode_commits(snapshot_commits(state, logs))
-    if not folder.create_exclusive(f"manifest/{epoch:06d}.jsonl", data):
-        raise OutputError(f"another process has just started on {folder.root}; run the same command again")
-    return [folder.move_aside(name) for name in logs]
-
-
-def _useful_lines(folder: Folder, name: str) -> Iterator[Fields]:
-    for fields in whole_lines(folder, name):
-        check_version(folder, fields)
-        if fields.get("kind") in _KINDS:
-            yield fields
-
-
-def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
-    """The id of the job in the logs. If they are of several jobs, the one whose parts are in the folder."""
-    stated = {fields["job_id"] for log in lines.values() for fields in log if "job_id" in fields}
-    if len(stated) < 2:
-        return next(iter(stated), None)
-    names = itertools.islice(
-        (name for name in folder.list("parts") if parse_part_name(name) is not None), _PARTS_TO_ASK
-    )
-    owners = Counter(job_of(folder, f"parts/{name}") for name in names)
-    for owner, _ in owners.most_common():
-        if owner in stated:
-            return owner
-    raise OutputError(
-        f"{folder.path('manifest')} holds logs of several jobs, {', '.join(sorted(stated))}, and no part shows which "
-        "of them belongs here: move the other logs away"
-    )
-
-
-def _is_same(extent: Extent, fields: Fields) -> bool:
-    # `start` alone is not enough: an extent may have no rows, and the next one then has the same start.
-    return all(getattr(extent, name) == fields[name] for name in ("start", "num_rows", "first_row"))
-
-
-def _apply(folder: Folder, state: State, log: list[Fields]) -> None:
-    try:
-        for fields in log:
-            # A snapshot repeats extents.
-            if fields["kind"] != "extent" or not any(_is_same(extent, fields) for extent in state.extents):
-                state.apply(fields)
-    except (LookupError, ValueError) as error:
-        raise OutputError(
-            f"{folder.path('manifest')} cannot be repaired: a line about the division into shards is damaged; restore "
-            "it from a backup, or give the job another output.path"
-        ) from error
-
-
 _CHUNK = 1024
 # The longest time between the publication of a part and its manifest line.
 _SETTLE_S = 1.0
@@ -114,7 +42,28 @@ Problem = Literal[
 
     "part_unnamed", "journal_damaged", "spec_restored",
 ]  # fmt: skip
-_HARMLESS = ("part_unnamed", "journal_damaged", "spec_restored")
+_NOTES = {
+    "part_unnamed": "is not in the manifest: the next run adopts it if it is whole",
+    "journal_damaged": "is damaged; its results run again, unless a part has them",
+    "spec_restored": "was missing; it is written again",
+}
+# For each problem: what is wrong with the file, by the fields of its finding, and what the user can do.
+_WRONG = {
+    "manifest_without_job": ("lacks the lines about the job", "restore it from a backup"),
+    "manifest_incomplete": (
+        "says that the job is done, but shard {0.shard} of {0.num_shards:,} is missing in it",
+        "restore it from a backup, or delete its last line and run again",
+    ),
+    "manifest_of_other_job": (
+        "belongs to job {0.job_id}, but the parts belong to job {0.other_job_id}",
+        "restore the right manifest, or move the parts away",
+    ),
+    "selection_lost": (
+        "is gone or altered; it says which rows run and in which order", "run the job again: it chooses them again",
+    ),
+    "foreign_file": ("is not a part of this job, but readers would read it as one", "move it away"),
+    "spec_missing": ("is missing", "check --repair writes it again from the manifest"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +91,25 @@ class CheckFinding:
     @property
     def is_wrong(self) -> bool:
         """Whether the job is damaged, so that it is not whole."""
-        return self.problem not in _HARMLESS
+        return self.problem not in _NOTES
+
+    def line(self, *, is_running: bool) -> str:
+        if self.problem == "part_unnamed" and is_running:
+            return f"note: {self.file} is not in the manifest: being published"
+        if not self.is_wrong:
+            return f"note: {self.file} {_NOTES[self.problem]}"
+        if self.problem == "manifest_damaged":
+            return f"wrong: {self.detail}"
+        if self.problem == "part_damaged":
+            return f"wrong: {self.file} {self.detail}; {self._part_remedy()}run the job again: its rows run again"
+        what, remedy = _WRONG[self.problem]
+        return f"wrong: {self.file} {what.format(self)}; {remedy}"
+
+    def _part_remedy(self) -> str:
+        if self.moved_to is not None:
+            return f"moved to {self.moved_to}; "
+        # A resume does not notice such a flaw, so the part must be moved aside first.
+        return "check --deep --repair moves it aside; then " if self.needs_repair else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +146,41 @@ class JobCheck:
         """Whether the job is undamaged."""
         return self.error is None and not self.num_wrong
 
+    def lines(self, *, is_deep: bool) -> Iterator[str]:
+        if not self.has_begun:
+            yield "has not begun"
+        for finding in self.findings:
+            yield finding.line(is_running=self.activity == "running")
+        if self.is_checked:
+            how = "every byte" if is_deep else "sizes and footers; --deep reads every byte"
+            states = {"running": "at work", "stopped": "not done; run it again to go on"}
+            yield (
+                f"checked {self.num_parts_checked:,} of {self.num_parts:,} parts, {self.num_rows_committed:,} of "
+                f"{self.num_rows:,} output rows ({how}): {self.num_wrong:,} wrong, "
+                f"{len(self.findings) - self.num_wrong:,} notes; the job is {states.get(self.activity, self.activity)}"
+            )
+        if self.slice is not None and not self.is_whole:
+            yield self.verdict()
+
+    def verdict(self) -> str:
+        """Why the job is not whole, and what to do."""
+        if self.error is not None:
+            return self.error
+        if self.replaced_logs:
+            return (
+                f"{self.folder}: its damaged manifest was replaced; the old one is {', '.join(self.replaced_logs)}; "
+                "run the job again: whole parts are kept, all other rows run again"
+            )
+        if not self.is_checked:
+            return (
+                f"{self.folder}: nothing else can be checked without the manifest; check --repair makes a new one "
+                "from its undamaged lines"
+            )
+        num_moved = sum(finding.moved_to is not None for finding in self.findings)
+        moved = f", {num_moved:,} moved aside: run the job again" if num_moved else ""
+        things = "1 thing is" if self.num_wrong == 1 else f"{self.num_wrong:,} things are"
+        return f"{self.folder}: {things} wrong, see above{moved}"
+
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
@@ -191,6 +193,21 @@ class CheckReport:
     is_whole: bool
     jobs: tuple[JobCheck, ...]
     """One, or all slices in the order of their rows."""
+
+    def lines(self) -> Iterator[str]:
+        """A line for each finding, then a summary, for the job or for each of its slices."""
+        for job in self.jobs:
+            prefix = "" if job.slice is None else f"slice {job.slice}: "
+            yield from (prefix + line for line in job.lines(is_deep=self.is_deep))
+
+    def raise_if_wrong(self) -> None:
+        """Raise OutputError if something is wrong."""
+        if self.is_whole:
+            return
+        if self.jobs[0].slice is None:
+            raise OutputError(self.jobs[0].verdict())
+        num_wrong = sum(not job.is_whole for job in self.jobs)
+        raise OutputError(f"{num_wrong} of the {len(self.jobs)} slices in {self.folder} have problems: see above")
 
 
 def check_job(out: str, *, is_deep: bool, repair: bool) -> CheckReport:
@@ -234,7 +251,7 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
             finding = CheckFinding("manifest_damaged", "manifest/", str(error))
         else:
             if state is not None:
-                return dataclasses.replace(check, **_findings(folder, state, is_deep=is_deep, repair=repair))
+                return _checked(check, folder, state, is_deep=is_deep, repair=repair)
             finding = CheckFinding("manifest_without_job", "manifest/")
         return _rebuilt(dataclasses.replace(check, findings=(finding,)), folder, epoch)
 
@@ -260,8 +277,8 @@ def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
         return dataclasses.replace(check, error=str(error))
 
 
-def _findings(folder: Folder, state: State, *, is_deep: bool, repair: bool) -> dict[str, Any]:
-    """The fields of a `JobCheck` whose manifest can be read."""
+def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, repair: bool) -> JobCheck:
+    """The check of a job whose manifest can be read."""
     num_parts_checked = len(state.parts)
     task = task_of(stored_spec(state.header.spec))
     findings = [*_check_parts(folder, state, is_deep=is_deep, repair=repair)]
@@ -270,15 +287,16 @@ def _findings(folder: Folder, state: State, *, is_deep: bool, repair: bool) -> d
     findings += _check_coverage(state)
     findings += _check_spec(folder, state, repair)
     findings += _check_journal(folder, state)
-    return {
-        "is_checked": True,
-        "findings": tuple(findings),
-        "num_parts": total_shards(state.extents),
-        "num_parts_checked": num_parts_checked,
-        "num_rows": total_rows(state.extents) * task.num_rows_per_input,
-        "num_rows_committed": state.counts.num_rows,
-        "activity": "done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
-    }
+    return dataclasses.replace(
+        check,
+        is_checked=True,
+        findings=tuple(findings),
+        num_parts=total_shards(state.extents),
+        num_parts_checked=num_parts_checked,
+        num_rows=total_rows(state.extents) * task.num_rows_per_input,
+        num_rows_committed=state.counts.num_rows,
+        activity="done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
+    )
 
 
 def _check_parts(folder: Folder, state: State, *, is_deep: bool, repair: bool) -> Iterator[CheckFinding]:
@@ -371,3 +389,73 @@ def _check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
         if shard not in state.parts:
             for name in journal.recover(shard).damaged:
                 yield CheckFinding("journal_damaged", f"journal/{name}", shard=shard)
+
+
+def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
+    """Write a new log for the lock's `epoch` and move the others to `damaged/`. Returns their names there.
+
+    Raises OutputError, without changes, if the lines about the job are lost or have another format.
+    """
+    logs = [name for _, name in list_logs(folder)]
+    lines = {name: list(_useful_lines(folder, name)) for name in logs}
+    owner = _owner(folder, lines)
+    state = State()
+    for log in lines.values():
+        if all(fields.get("job_id", owner) == owner for fields in log):
+            _apply(folder, state, log)
+    if not state.has_header or not state.extents:
+        raise OutputError(
+            f"{folder.path('manifest')} cannot be repaired: its lines about the job are damaged; restore it from a "
+            "backup, or give the job another output.path"
+        )
+    # The header and the extents are enough. The next run reads each part, and adopts it if it is whole and the job's.
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    state.events.append(EventLine("rebuilt", now, {"replaces": logs}))
+    state.event_counts["rebuilt"] += 1
+    data = encode_commits(snapshot_commits(state, logs))
+    if not folder.create_exclusive(f"manifest/{epoch:06d}.jsonl", data):
+        raise OutputError(f"another process has just started on {folder.root}; run the same command again")
+    return [folder.move_aside(name) for name in logs]
+
+
+def _useful_lines(folder: Folder, name: str) -> Iterator[Fields]:
+    for fields in whole_lines(folder, name):
+        check_version(folder, fields)
+        if fields.get("kind") in _KINDS:
+            yield fields
+
+
+def _owner(folder: Folder, lines: dict[str, list[Fields]]) -> str | None:
+    """The id of the job in the logs. If they are of several jobs, the one whose parts are in the folder."""
+    stated = {fields["job_id"] for log in lines.values() for fields in log if "job_id" in fields}
+    if len(stated) < 2:
+        return next(iter(stated), None)
+    names = itertools.islice(
+        (name for name in folder.list("parts") if parse_part_name(name) is not None), _PARTS_TO_ASK
+    )
+    owners = Counter(job_of(folder, f"parts/{name}") for name in names)
+    for owner, _ in owners.most_common():
+        if owner in stated:
+            return owner
+    raise OutputError(
+        f"{folder.path('manifest')} holds logs of several jobs, {', '.join(sorted(stated))}, and no part shows which "
+        "of them belongs here: move the other logs away"
+    )
+
+
+def _is_same(extent: Extent, fields: Fields) -> bool:
+    # `start` alone is not enough: an extent may have no rows, and the next one then has the same start.
+    return all(getattr(extent, name) == fields[name] for name in ("start", "num_rows", "first_row"))
+
+
+def _apply(folder: Folder, state: State, log: list[Fields]) -> None:
+    try:
+        for fields in log:
+            # A snapshot repeats extents.
+            if fields["kind"] != "extent" or not any(_is_same(extent, fields) for extent in state.extents):
+                state.apply(fields)
+    except (LookupError, ValueError) as error:
+        raise OutputError(
+            f"{folder.path('manifest')} cannot be repaired: a line about the division into shards is damaged; restore "
+            "it from a backup, or give the job another output.path"
+        ) from error

@@ -1,12 +1,13 @@
 """How far stored logprobs and vectors are from the reference's, summed over rows; `verify` shows it as a table."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from batchinf.base.text import short_count
 from batchinf.tasks.compare import delta
 from batchinf.tasks.verification import StoredLogprobs, StoredVectors
 
@@ -14,6 +15,15 @@ from batchinf.tasks.verification import StoredLogprobs, StoredVectors
 _MOST_RANKED = 64
 # Ranks over a whole vocabulary are compared at this many positions of a row: one takes 20 ms for 128,256 tokens.
 _RANKED_ROWS = 16
+# The titles of a table's columns, with their widths. All columns together fit a terminal of 80.
+_Head = tuple[tuple[str, int], ...]
+_MEASURES: _Head = (("max |Δ|", 8), ("mean |Δ|", 8))
+_SHARES: _Head = (("top-1", 7), ("rank corr.", 10))
+_TOKEN_HEAD: _Head = (("tokens of", 9), ("positions", 9), *_MEASURES, ("max |Δ| of top k", 16), *_SHARES)
+_ROW_HEAD: _Head = (("rows of", 13), ("positions", 9), ("numbers", 7), *_MEASURES, *_SHARES)
+_VECTOR_HEAD: _Head = (
+    ("vectors of", 16), ("positions", 9), ("numbers", 7), *_MEASURES, ("relative Δ", 10), ("min cosine", 10),
+)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,3 +198,38 @@ def _centred_ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         row_ranks[:] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     ranks -= (values.shape[1] + 1) / 2
     return ranks
+
+
+def table_lines(by_kind: Mapping[str, LogprobDeviations | VectorDeviations]) -> Iterator[str]:
+    """A header, then a line for each kind of logprobs or each column of vectors."""
+    last: _Head = ()
+    for kind, deviations in by_kind.items():
+        head, cells = _head_and_cells(deviations)
+        if head != last:
+            yield _line(head, [name for name, _ in head])
+        last = head
+        yield _line(head, [kind, f"{deviations.num_positions:,}", *cells])
+
+
+def _head_and_cells(deviations: LogprobDeviations | VectorDeviations) -> tuple[_Head, list[str]]:
+    shares = [
+        f"{deviations.num_agreeing / deviations.num_ranked:.2%}" if deviations.num_ranked else "-",
+        f"{deviations.sum_correlation / deviations.num_correlated:.5f}" if deviations.num_correlated else "-",
+    ]
+    if isinstance(deviations, LogprobDeviations):
+        has_top = deviations.num_values > deviations.num_positions
+        top = f"{deviations.max_abs_delta_top:.2e}" if has_top else "-"
+        return _TOKEN_HEAD, [*_deltas(deviations, deviations.num_positions), top, *shares]
+    cells = [short_count(deviations.num_values), *_deltas(deviations, deviations.num_values - deviations.num_nan)]
+    if deviations.has_direction:
+        return _VECTOR_HEAD, [*cells, f"{deviations.max_relative:.2e}", f"{deviations.min_cosine:.7f}"]
+    return _ROW_HEAD, [*cells, *shares]
+
+
+def _deltas(deviations: Deviations, num_compared: int) -> list[str]:
+    return [f"{deviations.max_abs_delta:.2e}", f"{deviations.sum_abs_delta / max(1, num_compared):.2e}"]
+
+
+def _line(head: _Head, cells: Sequence[str]) -> str:
+    widths = [width for _, width in head]
+    return "  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))])

@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import glob
+import itertools
 import pathlib
 import re
 import tempfile
@@ -38,6 +39,9 @@ _ROWS_AT_ONCE = 4096
 # Bytes of each job's wide columns that are read at once. Parquet's reader takes about ten times as much memory. 32 MiB
 # are not faster.
 _WIDE_BYTES = 4 << 20
+# A long setting is cut to so many characters, of which so many are equal text before the first difference.
+_CHANGE_CHARS = 120
+_SAME_CHARS = 24
 
 
 def join_key(a: Results, b: Results, on: str | None) -> str:
@@ -222,6 +226,11 @@ class ComparedJob:
     torch: str | None
     device: str | None
 
+    def line(self) -> str:
+        engine = {"model": self.model, "vllm": self.vllm, "torch": self.torch, "device": self.device}
+        known = ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None)
+        return f"{self.folder}: {self.num_rows:,} rows{'' if self.is_done else ', not done'}, {known}"
+
 
 @dataclass(frozen=True, slots=True)
 class IdentityChange:
@@ -231,6 +240,16 @@ class IdentityChange:
     a: Any
     b: Any
     """The JSON values; None if a job does not have the field."""
+
+    def line(self) -> str:
+        """The setting in A and in B. Of long values, the text around the first difference."""
+        texts = [repr(self.a), repr(self.b)]
+        start = 0
+        if max(map(len, texts)) > _CHANGE_CHARS:
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+            start = max(0, len(list(same)) - _SAME_CHARS)
+        shown = (("…" if start else "") + clip(text[start:], _CHANGE_CHARS) for text in texts)
+        return f"  {self.name}: {' -> '.join(shown)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +267,36 @@ class DiffReport:
     changes: RowChanges
     written_to: str | None
     """The file with the compared rows; None if the user asked for none."""
+
+    def lines(self) -> Iterator[str]:
+        """How much has changed, then the two jobs, the other changes, and examples."""
+        changes = self.changes
+        yield from changes.own.headline(changes.num_changed, changes.num_both)
+        yield f"A {self.a.line()}"
+        yield f"B {self.b.line()}"
+        for change in self.identity_changes:
+            yield self._input_line() if change.name == "input" else change.line()
+        has_alone = self.num_only_a or self.num_only_b
+        alone = f"; {self.num_only_a:,} only in A, {self.num_only_b:,} only in B" if has_alone else ""
+        yield f"rows: {changes.num_both:,} in both, by {self.key}{alone}"
+        if num := changes.num_other_prompts:
+            yield f"prompts: {num:,} rows have other token ids: a changed template, tokenizer or input"
+        if changes.num_errors_only_a or changes.num_errors_only_b:
+            yield f"errors: {changes.num_errors_only_b:,} rows only in B, {changes.num_errors_only_a:,} only in A"
+        yield from changes.own.lines()
+        for row in changes.examples:
+            yield from changes.own.example_lines(self.key, row)
+        if self.written_to is not None:
+            yield f"{changes.num_both:,} rows in {self.written_to}"
+
+    def _input_line(self) -> str:
+        """The inputs of two jobs that have other content. Their fingerprints would say nothing to a reader."""
+        a = self.a
+        b = self.b
+        if a.input_path != b.input_path:
+            return f"  input: {a.input_path} ({a.num_input_rows:,} rows) -> {b.input_path} ({b.num_input_rows:,} rows)"
+        read = f"A has read {a.num_input_rows:,} rows of it, B {b.num_input_rows:,}"
+        return f"  input: {a.input_path} has changed from one job to the other; {read}"
 
 
 def diff_jobs(a: str, b: str, *, on: str | None = None, to: str | None = None, num_examples: int = 0) -> DiffReport:

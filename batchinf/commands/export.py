@@ -156,7 +156,8 @@ class _Files:
             raise UserError(f"-o: {name} is there already; give another name, or --overwrite")
         temporary = f"{name}.{os.getpid()}.tmp"
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-        stream = self._stack.enter_context(pathlib.Path(temporary).open("wb"))
+        stream = open(temporary, "wb")  # noqa: SIM115  # `__exit__` closes it
+        self._stack.callback(stream.close)
         self._begun.append((temporary, name, is_optional))
         return stream
 

@@ -25,8 +25,6 @@ from batchinf.source.types import is_text
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
 
-__all__ = ["StarterWanted", "has_chat_template", "labels_in", "look_at", "write"]
-
 # Names of columns, the likeliest first.
 _TEXTS = "prompt question instruction text content document body review comment sentence title input query message"
 _IDS = "id uid uuid guid key custom_id example_id row_id doc_id"
@@ -186,8 +184,7 @@ def _named(name: str, known: str) -> bool:
 
 def _first(names: Sequence[str], known: str) -> str | None:
     """The name that is known best."""
-    places = {word: place for place, word in enumerate(known.lower().split())}
-    return min((name for name in names if name.lower() in places), key=lambda name: places[name.lower()], default=None)
+    return next((name for word in known.lower().split() for name in names if name.lower() == word), None)
 
 
 def _are_labels(values: Sequence[Any]) -> bool:
@@ -244,7 +241,6 @@ def check_purpose(purpose: str) -> None:
 
 def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
     """Write the spec. Raises UserError if there is a file already, or if the data is for another purpose."""
-    check_purpose(purpose)
     text = write_spec(purpose, path, data, wanted)
     try:
         with open(path, "x", encoding="utf-8") as file:

@@ -3,20 +3,20 @@
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
-from batchinf.commands.shown_rows import histogram
-from batchinf.commands.text.plan import GpuPlan, JobPlan, ModelPlan, PlanReport
+from batchinf.base.text import counted, duration, short_count, size_text, time_taken
+from batchinf.commands.prompt_lengths import LengthRange, bar_lines, histogram
 from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import with_length
 from batchinf.model.identity import Model, resolve
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of
-from batchinf.planning.choose import Machine, best, options, reason_for
-from batchinf.planning.degrees import MOST_DEVICES, degrees_of, that_fit
+from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of, gib
+from batchinf.planning.choose import Machine, Option, best, options, reason_for, shape_text
+from batchinf.planning.degrees import MOST_DEVICES, Degrees, degrees_of, that_fit
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.planning.throughput import Workload, shape_of
@@ -24,9 +24,224 @@ from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
+# With short numbers they fit a terminal of 80.
+_HEADS: tuple[str, ...] = ("GPU", "GiB", "least", "weights", "cache", "seqs")
+_JOB_HEADS = ("tokens/s", "time", "GPU-h", "cost")
 _NODE = 8  # GPUs of a host, unless --gpus says more
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model's memory on one device. Sizes are in bytes; None if unknown."""
+
+    name: str
+    architectures: tuple[str, ...]
+    dtype: str
+    quantization: str
+    num_parameters: int
+    """0 if the parameters were not counted."""
+    weight_bytes: int | None
+    parts: tuple[tuple[str, int], ...]
+    """Bytes of the weights by part."""
+    cache_dtype: str
+    token_bytes: int | None
+    """Cache of one more token of a long sequence."""
+    context: int
+    """Tokens of the longest sequence."""
+    context_bytes: int | None
+    """Cache of one sequence of `context` tokens."""
+    unknown: tuple[str, ...]
+    """Why sizes are unknown."""
+
+    def lines(self) -> Iterator[str]:
+        kind = f"{self.quantization} and {self.dtype}" if self.quantization else self.dtype
+        parameters = f"{short_count(self.num_parameters)} parameters, " if self.num_parameters else ""
+        yield f"model {self.name}: {', '.join(self.architectures) or 'of unknown architecture'}; {parameters}{kind}"
+        if self.weight_bytes is not None:
+            yield f"  weights {size_text(self.weight_bytes)} = {gib(self.weight_bytes)}{self._parts_text()}"
+        if self.token_bytes is not None and self.context_bytes is not None:
+            yield (
+                f"  KV cache in {self.cache_dtype}: {gib(self.context_bytes)} for one sequence of {self.context:,} "
+                f"tokens; {self.token_bytes:,} bytes for each more"
+            )
+        for why in self.unknown:
+            yield f"  unknown: {why}"
+
+    def _parts_text(self) -> str:
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts if size)
+        return f" ({parts})" if parts else ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """A job's rows, from a sample of them."""
+
+    path: str
+    num_rows: int
+    is_estimated: bool
+    """Whether `num_rows` may be an estimate, because the input was not scanned."""
+    num_sampled: int
+    num_requests: int
+    histogram: tuple[LengthRange, ...]
+    """Prompt lengths in tokens."""
+    prompt: float
+    """Tokens of a prompt, on average."""
+    prompt_error: float
+    """Half of the 95 % interval of that mean, as a share of it."""
+    longest: int
+    """The most tokens of a prompt and its output together."""
+    output: float
+    """Tokens of a request's output, on average."""
+    output_from: str
+    """Where that number comes from, in words."""
+    output_bytes: int
+    """Output of all rows."""
+    free_bytes: int | None
+    """What is free on the disk."""
+    host_bytes: int
+    """Memory that a replica takes of the host, for each of its GPUs."""
+    max_model_len: int | None = None
+    """If it is `auto`, the number by the sampled rows; None: the model's own."""
+
+    def lines(self) -> Iterator[str]:
+        about = "about " if self.is_estimated else ""
+        more = "" if self.num_requests == self.num_rows else f", {about}{self.num_requests:,} requests"
+        read = (
+            "" if self.num_sampled == self.num_rows and not self.is_estimated else f"; {self.num_sampled:,} rows read"
+        )
+        yield f"input {self.path}: {about}{self.num_rows:,} rows{more}{read}"
+        yield "prompt lengths in tokens:"
+        yield from bar_lines(self.histogram)
+        error = f" ± {self.prompt_error:.1%}" if self.prompt_error else ""
+        yield f"  prompts of {self.prompt:,.0f} tokens{error} on average; prompt and output at most {self.longest:,}"
+        if self.output:
+            yield f"  outputs of {self.output:,.0f} tokens on average: {self.output_from}"
+        free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
+        yield f"  output about {size_text(self.output_bytes)}{free}; host memory {gib(self.host_bytes)} for each GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """A model, or a job, on GPUs of one kind."""
+
+    gpu: Gpu
+    num_gpus: int
+    """GPUs of all nodes."""
+    share: float
+    """gpu_memory_utilization, lower where other programs use a part of the memory."""
+    why_not: str | None
+    """Why the model cannot run on this kind at all; None if it can."""
+    needs: Degrees | None = None
+    """The least degrees on any number of GPUs."""
+    missing_bytes: int = 0
+    """What each GPU lacks at the largest legal degree of these GPUs."""
+    options: tuple[Option, ...] = ()
+    """All degrees that fit these GPUs."""
+    chosen: Option | None = None
+    """The best of the options."""
+    reason: str = ""
+    """Why it is the best, in a sentence."""
+    seconds: float | None = None
+    """Time of the job."""
+    gpu_hours: float | None = None
+    """GPU-hours of the job."""
+    cost: float | None = None
+    """Price of the job."""
+
+    def option_lines(self) -> Iterator[str]:
+        """The options, and what the job takes with the best one."""
+        for option in self.options:
+            figures = [f"{option.degrees.cache_tokens:,} tokens of cache"]
+            if option.prediction is not None:
+                figures += [f"{option.tokens_per_s:,.0f} tokens/s", time_taken(option.prediction.seconds)]
+            arrow = "→" if option == self.chosen else " "
+            yield f"{arrow} {shape_text(option.degrees, option.data)}: {', '.join(figures)}"
+        cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
+        yield f"  in all {duration(self.seconds)} with the start, {self.gpu_hours or 0:,.2f} GPU-hours{cost}"
+
+    def share_lines(self, num_rows: int) -> Iterator[str]:
+        """How many replicas the rows keep busy."""
+        if self.chosen is not None and (data := self.chosen.data) > 1:
+            busy = min(num_rows, data)
+            each = -(-num_rows // data)
+            rows = counted(num_rows, "row")
+            yield f"  {rows} keep {busy:,} of {data:,} replicas busy, with {each:,} or fewer for each"
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table of GPUs. A reason takes the place of the last columns."""
+        head = (self.gpu.name, f"{self.gpu.memory_bytes / GIB:.1f}")
+        if self.why_not is not None:
+            return (*head, "no", self.why_not)
+        needs = self.needs
+        if needs is None:
+            return (*head, "no", f"{gib(self.missing_bytes)} a GPU are missing" if self.missing_bytes else "unknown")
+        degree = f"{needs.num_devices}" if needs.pipeline == 1 else f"{needs.tensor} × {needs.pipeline}"
+        if self.chosen is None:
+            return (*head, degree, f"not on {self.num_gpus}: {gib(self.missing_bytes)} a GPU are missing")
+        shown = self.chosen.degrees
+        sequences = f"{shown.sequences:.1f}" if shown.sequences < 100 else short_count(shown.sequences)
+        cells = (*head, degree, gib(shown.weight_bytes), short_count(shown.cache_tokens), sequences)
+        if self.seconds is None or self.gpu_hours is None:
+            return cells
+        cost = () if self.cost is None else (f"{self.cost:,.2f}",)
+        return (*cells, f"{self.chosen.tokens_per_s:,.0f}", duration(self.seconds), f"{self.gpu_hours:,.2f}", *cost)
+
+
+def _width(rows: Sequence[tuple[str, ...]], column: int) -> int:
+    """The width of a column. A reason takes the place of the last columns, and may be longer than they are."""
+    return max(len(row[column]) for row in rows if len(row) > max(column, 4) or column < 3)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanReport:
+    """The whole plan. `print`, and a notebook, show its lines."""
+
+    model: ModelPlan
+    job: JobPlan | None
+    """None for a model."""
+    gpus: tuple[GpuPlan, ...]
+    notes: tuple[str, ...]
+    """What could not be looked at."""
+    choice: str
+    """Empty if nothing fits."""
+
+    def lines(self) -> Iterator[str]:
+        yield from self.model.lines()
+        if self.job is not None:
+            yield ""
+            yield from self.job.lines()
+        yield ""
+        yield from self._table()
+        if len(self.gpus) == 1 and self.gpus[0].seconds is not None:
+            yield ""
+            yield from self.gpus[0].option_lines()
+            if self.job is not None:
+                yield from self.gpus[0].share_lines(self.job.num_rows)
+        yield from self.notes
+        if self.choice:
+            yield ""
+            yield f"choice: {self.choice}"
+
+    def _table(self) -> Iterator[str]:
+        heads = _HEADS
+        if self.job is not None:
+            has_cost = any(plan.cost is not None for plan in self.gpus)
+            heads += _JOB_HEADS if has_cost else _JOB_HEADS[:-1]
+        rows = [heads, *(plan.cells() for plan in self.gpus)]
+        widths = [_width(rows, column) for column in range(len(heads))]
+        for row in rows:
+            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        if any(len(row) > 4 for row in rows[1:]):
+            size = f"{self.model.context:,} tokens"
+            yield (
+                "least: GPUs that hold the model; weights: of one GPU; cache: in tokens; seqs: sequences of "
+                f"{size} in it"
+            )
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,146 +1,30 @@
-"""The rows that `validate` shows, as they will run, and the prompt lengths of a sample of rows."""
+"""The rows that `validate` shows, as they will run."""
 
-import itertools
 import random
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import InputError, RowError
-from batchinf.base.text import reason
+from batchinf.base.text import counted
 from batchinf.prompts.encoder import show
+from batchinf.prompts.row_sampling import setting
 from batchinf.records import Prompt, Request, Span
 from batchinf.source.rows import Source
 from batchinf.spec.sampling import SamplingSpec
 
-_MOST_BARS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class LengthRange:
-    """Number of rows whose prompts have `shortest` to `longest` tokens."""
-
-    shortest: int
-    longest: int
-    num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptErrors:
-    """Rows of the sample that will have an error of one type for one reason, and the first of them."""
-
-    error_type: str
-    num_rows: int
-    first_row: int
-    first_message: str
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLengths:
-    """Prompt lengths in tokens, from a sample of `num_sampled` of the `num_rows` rows that run."""
-
-    num_rows: int
-    num_sampled: int
-    max_model_len: int | None
-    """None: unknown."""
-    histogram: tuple[LengthRange, ...]
-    """Of prompts without an error, ascending."""
-    p50: int | None
-    """None without such prompts, as are `p95` and `longest`."""
-    p95: int | None
-    longest: int | None
-    num_tokens: int
-    """Of all rows, estimated from the sample."""
-    num_tight: int
-    """Rows whose prompt leaves no room for `max_tokens`."""
-    num_truncated: int
-    """Prompts that were cut to fit."""
-    errors: tuple[PromptErrors, ...]
-    """The most frequent first."""
-
-
-@dataclass(slots=True)
-class LengthCounts:
-    """Counts the prompts of a sample."""
-
-    num_rows: int
-    """Rows that run."""
-    room: int | None
-    """The most tokens of prompt and output together; None: unknown."""
-    max_tokens: int | None
-    lengths: list[int] = field(default_factory=list)
-    """Of prompts without an error."""
-    errors: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Rows by type and reason."""
-    firsts: dict[tuple[str, str], PromptErrors] = field(default_factory=dict)
-    """The first of each."""
-    num_truncated: int = 0
-    num_tight: int = 0
-
-    def add(self, prompt: Prompt) -> None:
-        if (error := prompt.error) is not None:
-            key = error.error_type, reason(error.error_message)
-            self.errors[key] += 1
-            self.firsts.setdefault(key, PromptErrors(error.error_type, 0, prompt.row_index, error.error_message))
-            return
-        length = len(prompt.token_ids)
-        self.lengths.append(length)
-        self.num_truncated += prompt.is_truncated
-        max_tokens = self.max_tokens if prompt.sampling is None else prompt.sampling.max_tokens
-        self.num_tight += max_tokens is not None and self.room is not None and length + max_tokens > self.room
-
-    def summary(self) -> PromptLengths:
-        lengths = sorted(self.lengths)
-        num_sampled = len(lengths) + self.errors.total()
-        errors = (replace(self.firsts[key], num_rows=number) for key, number in self.errors.most_common())
-        return PromptLengths(
-            num_rows=self.num_rows,
-            num_sampled=num_sampled,
-            max_model_len=self.room,
-            histogram=histogram(lengths),
-            p50=lengths[len(lengths) // 2] if lengths else None,
-            p95=lengths[len(lengths) * 95 // 100] if lengths else None,
-            longest=lengths[-1] if lengths else None,
-            num_tokens=sum(lengths) * self.num_rows // max(1, num_sampled),
-            num_tight=self.num_tight,
-            num_truncated=self.num_truncated,
-            errors=tuple(errors),
-        )
-
-
-def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:
-    """Equal steps, or doubling steps if the longest prompts are far longer than the median."""
-    if not lengths:
-        return ()
-    edges = _edges(sorted(lengths))
-    ranges = zip(itertools.pairwise(edges), np.histogram(lengths, edges)[0].tolist(), strict=True)
-    return tuple(LengthRange(low, high - 1, number) for (low, high), number in ranges)
-
-
-def _edges(lengths: Sequence[int]) -> list[int]:
-    """Ascending edges. The first is at most the shortest length, the last is above the longest."""
-    shortest = lengths[0]
-    longest = lengths[-1]
-    if longest > 8 * max(1, lengths[len(lengths) // 2]):
-        edges = [0 if shortest == 0 else 1 << (shortest.bit_length() - 1)]
-        while edges[-1] <= longest:
-            edges.append(max(1, 2 * edges[-1]))
-        return edges
-    step = next(
-        base * 10**power
-        for power in range(10)
-        for base in (1, 2, 5)
-        if (longest // (base * 10**power)) - (shortest // (base * 10**power)) < _MOST_BARS
-    )
-    return list(range(shortest // step * step, longest + step + 1, step))[: longest // step - shortest // step + 2]
-
-
 _LOOK_ROWS = 50_000
+_MOST_IDS = 16
+# Shown characters of a prompt that the user did not name.
+_HEAD_CHARS = 1200
+_TAIL_CHARS = 600
+_MOST_SCORED = 8
+_MOST_SCORED_IDS = 12
+_CONTEXT_CHARS = 600
+_SCORED_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +50,21 @@ class ShownSampling:
     seed: int | None
     """Of the first sample; None: greedy."""
     num_samples: int
+
+    def text(self) -> str:
+        """Values of the row's own have the job's beside them."""
+        words = []
+        for changed in self.own:
+            job_value = setting(changed.name, changed.job_value).removeprefix(f"{changed.name} ")
+            words.append(f"{setting(changed.name, changed.value)} (the row's own; the job's is {job_value})")
+        tokens = f"max_tokens {_max_tokens(self.max_tokens)}"
+        if self.max_tokens != self.job_max_tokens:
+            tokens += f" (the row's own; the job's is {_max_tokens(self.job_max_tokens)})"
+        if self.max_tokens is not None and self.num_left is not None and self.max_tokens > self.num_left:
+            tokens += f", of which {self.num_left:,} fit"
+        seed = "greedy" if self.seed is None else f"seed {self.seed}"
+        samples = "" if self.num_samples == 1 else f"{self.num_samples:,} samples, the first with "
+        return ", ".join([*words, tokens, samples + seed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +103,51 @@ class ShownRow:
     is_named: bool = False
     """Whether the user named this row."""
 
+    def lines(self) -> Iterator[str]:
+        """The row after an empty line. Long texts are cut unless the user named the row."""
+        yield ""
+        name = f"row {self.row_index}" + ("" if self.id is None else f", id {self.id!r}")
+        if self.error is not None:
+            yield f"{name}: {self.error.error_type}: {self.error.error_message}"
+        elif self.scored:
+            yield from self._scored_lines(name)
+        else:
+            yield from self._prompt_lines(name)
+        if not self.is_run:
+            yield "  not among the rows that are run"
+
+    def _prompt_lines(self, name: str) -> Iterator[str]:
+        room = ""
+        if self.sampling is not None and self.max_model_len is not None:
+            room = f", room for {self.max_model_len - len(self.token_ids):,} more in {self.max_model_len:,}"
+        yield f"{name}: {len(self.token_ids):,} tokens{room}{'; cut to fit' if self.is_truncated else ''}"
+        for line in _shortened(self.text, self.is_named).split("\n"):
+            # Spaces at the end of a line change the model's output but are invisible, so they are shown as dots.
+            bare = line.rstrip(" ")
+            yield f"  │ {bare}{'·' * (len(line) - len(bare))}"
+        yield f"  token ids: {_ids(self.token_ids, _MOST_IDS)}"
+        if self.sampling is not None:
+            yield f"  sampling: {self.sampling.text()}"
+
+    def _scored_lines(self, name: str) -> Iterator[str]:
+        parts = "" if len(self.scored) == 1 else f" in {len(self.scored):,} requests"
+        num_scored = sum(len(scored.token_ids) for scored in self.scored)
+        room = "" if self.max_model_len is None else f", at most {self.max_model_len - 1:,} in one"
+        cut = "; the context is cut to fit" if self.is_truncated else ""
+        yield f"{name}: {counted(num_scored, 'token')} scored{parts}{room}{cut}"
+        shown = self.scored if self.is_named else self.scored[:_MOST_SCORED]
+        before: tuple[int, str] | None = None
+        for number, scored in enumerate(shown):
+            context = (scored.num_context_tokens, scored.context)
+            if context != before:
+                yield from _block("context", *context, is_whole=self.is_named, from_end=True)
+            before = context
+            label = "scored" if len(self.scored) == 1 else f"scored {number}{' (the answer)' * scored.is_answer}"
+            yield from _block(label, len(scored.token_ids), scored.text, is_whole=self.is_named)
+            yield f"    token ids: {_ids(scored.token_ids, _MOST_SCORED_IDS)}"
+        if len(shown) < len(self.scored):
+            yield f"  … and {len(self.scored) - len(shown):,} more; --row shows them"
+
 
 def shown_row(
     prompt: Prompt,
@@ -213,12 +157,10 @@ def shown_row(
     tokenizer: object,
     job_sampling: SamplingSpec | None,
     max_model_len: int | None,
-    is_run: bool,
-    is_named: bool,
 ) -> ShownRow:
     """request: the row's first one. job_sampling: None if the task makes no text."""
     if prompt.error is not None:
-        return ShownRow(prompt.row_index, row_id, prompt.error, is_run=is_run, is_named=is_named)
+        return ShownRow(prompt.row_index, row_id, prompt.error)
     left = None if max_model_len is None else max_model_len - len(prompt.token_ids)
     return ShownRow(
         row_index=prompt.row_index,
@@ -230,8 +172,6 @@ def shown_row(
         max_model_len=max_model_len,
         sampling=None if job_sampling is None else _sampling(request, prompt.sampling, job_sampling, left),
         scored=() if prompt.scoring is None else _scored(prompt.scoring.spans, prompt.scoring.answer, tokenizer),
-        is_run=is_run,
-        is_named=is_named,
     )
 
 
@@ -296,3 +236,30 @@ def find_row(source: Source, id_column: str | None, text: str) -> int:
         if place >= 0:
             return start + place
     raise InputError(f"--row {text}: none of {source.num_rows:,} rows has this in '{id_column}' ({field.type})")
+
+
+def _shortened(text: str, is_whole: bool) -> str:
+    num_left_out = len(text) - _HEAD_CHARS - _TAIL_CHARS
+    if is_whole or num_left_out <= 100:
+        return text
+    return f"{text[:_HEAD_CHARS]}\n[… {num_left_out:,} characters; --row shows them …]\n{text[-_TAIL_CHARS:]}"
+
+
+def _ids(ids: Sequence[int], most: int) -> str:
+    return f"{', '.join(map(str, ids[:most]))}{'' if len(ids) <= most else ', …'}"
+
+
+def _max_tokens(value: int | None) -> str:
+    return "what fits" if value is None else f"{value:,}"
+
+
+def _block(label: str, num_tokens: int, text: str, *, is_whole: bool, from_end: bool = False) -> Iterator[str]:
+    """A piece of text with a bar at its left. Spaces at its ends, which are part of tokens, are shown as dots."""
+    yield f"  {label}, {num_tokens:,} {'token' if num_tokens == 1 else 'tokens'}:"
+    most = _CONTEXT_CHARS if from_end else _SCORED_CHARS
+    if not is_whole and len(text) > most:
+        text = f"…{text[-most:]}" if from_end else f"{text[:most]}…"
+    for line in text.split("\n"):
+        bare = line.strip(" ")
+        left = len(line) - len(line.lstrip(" ")) if bare else 0
+        yield f"  │ {'·' * left}{bare}{'·' * (len(line) - len(bare) - left)}"

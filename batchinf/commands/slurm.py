@@ -3,6 +3,7 @@
 A script has one of three forms: one node, a job array of slices, or several nodes with Ray. See docs/slurm.md.
 """
 
+import importlib.resources
 import math
 import os
 import pathlib
@@ -10,24 +11,24 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import jinja2
 
 from batchinf.base.errors import OutputError, SpecError, UserError
 from batchinf.base.slices import MAX_SLICES, Slice, check_place
-from batchinf.base.storage import reason, write_named
+from batchinf.base.storage import naming_option, write_named
 from batchinf.base.text import clip
 from batchinf.spec.file import SpecFile
 
-# The first lines of a script, of which the second is `SlurmOptions.command`.
-_FIRST_LINES = "#!/bin/bash\n# "
-SCRIPT_MARK = f"{_FIRST_LINES}batchinf slurm".encode()
+# The beginning of a script, whose second line is `SlurmOptions.command`. `job.sbatch` is the template of all scripts.
+SCRIPT_MARK = b"#!/bin/bash\n# batchinf slurm"
 # Slurm's limit for --signal.
 _MOST_SIGNAL_S = 65_535
 _CPUS_PER_GPU = 8
 # A smaller number without a unit is probably meant in GB. 0 means all memory of a node.
 _LEAST_MEM_MB = 1024
-_RAY_WAIT_S = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +71,6 @@ class SlurmOptions:
         return int(match[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """A job in Slurm's queue."""
-
-    job_id: str
-    log: str
-    """The file that the job writes; `%a` stands for the number of a slice."""
-
-
 def folder_of(file: SpecFile) -> pathlib.Path:
     """The folder of a job's script and logs, beside its output folder."""
     return pathlib.Path(f"{file.spec.output.path.rstrip('/')}.slurm")
@@ -89,20 +81,31 @@ def script_of(file: SpecFile, options: SlurmOptions) -> str:
     _check_options(options, file.spec.output.path)
     _check_times(file, options)
     _check_devices(file, options)
-    setup = [f"module load {shlex.quote(module)}" for module in options.modules]
-    if options.venv is not None:
-        setup.append(f"source {shlex.quote(f'{options.venv}/bin/activate')}")
-    run = _run_with_ray(file, options) if options.num_nodes > 1 else [f"{_run(file, options)}\ncode=$?"]
-    blocks = [
-        "\n".join([f"{_FIRST_LINES}{options.command}", *(f"#SBATCH {line}" for line in _directives(file, options))]),
-        "# This shell has to outlive the signals that stop the job, to see the exit code of batchinf.\n"
-        "trap : INT HUP USR1\n"
-        "trap is_cancelled=1 TERM  # by scancel, or by a pre-emption, after which Slurm itself queues the job again",
-        *(["\n".join(setup)] if setup else []),
-        *run,
-        _END.format(job=_ARRAY_TASK if options.num_slices is not None else "$SLURM_JOB_ID"),
-    ]
-    return "\n\n".join(blocks)
+    settings = [word for text in options.overrides for word in ("--set", text)]
+    prefix = _prefix(options)
+    return _template().render(
+        options=options,
+        directives=_directives(file, options),
+        prefix=prefix,
+        batchinf=prefix + shlex.join(["batchinf", "run", file.path, *settings]),
+        ray_log=_log(file, "%j-ray"),
+    )
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["quote"] = shlex.quote
+    text = importlib.resources.files(__package__).joinpath("job.sbatch").read_text(encoding="utf-8")
+    return environment.from_string(text)
+
+
+def _prefix(options: SlurmOptions) -> str:
+    """What stands before a command that runs in the job's environment."""
+    if options.container is None:
+        return ""
+    return shlex.join(["apptainer", "exec", *(["--nv"] if options.gpus is not None else []), options.container]) + " "
 
 
 def _check_options(options: SlurmOptions, out: str) -> None:
@@ -246,125 +249,14 @@ def _is_one_word(text: str) -> bool:
         return False
 
 
-_ARRAY_TASK = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
-
-_END = """\
-# 75: stopped on request, with work left. Any other code is final: done, or an error to fix.
-if [ "$code" -eq 75 ] && [ -z "${{is_cancelled:-}}" ]; then
-    scontrol requeue "{job}"
-fi
-exit "$code"
-"""
-
-
-def _prefix(options: SlurmOptions) -> list[str]:
-    """The words before a command that runs in the job's environment."""
-    if options.container is None:
-        return []
-    return ["apptainer", "exec", *(["--nv"] if options.gpus is not None else []), options.container]
-
-
-def _batchinf(file: SpecFile, options: SlurmOptions) -> str:
-    settings = [word for text in options.overrides for word in ("--set", text)]
-    return shlex.join([*_prefix(options), "batchinf", "run", file.path, *settings])
-
-
-def _run(file: SpecFile, options: SlurmOptions) -> str:
-    # Since 22.05, srun does not take --cpus-per-task from the script.
-    command = f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {_batchinf(file, options)}'
-    if options.num_slices is None:
-        return command
-    # SLURM_ARRAY_TASK_COUNT would be 2 in `sbatch --array=3,5 script`.
-    return f'{command} --slice "$SLURM_ARRAY_TASK_ID/{options.num_slices}"'
-
-
-def _run_with_ray(file: SpecFile, options: SlurmOptions) -> list[str]:
-    ray = shlex.join([*_prefix(options), "ray", "start"])
-    return [
-        part.format(
-            ray=ray,
-            python=shlex.join([*_prefix(options), "python3"]),
-            num_nodes=options.num_nodes,
-            num_others=options.num_nodes - 1,
-            log=shlex.quote(_log(file, "%j-ray")),
-            batchinf=_batchinf(file, options),
-            wait_s=_RAY_WAIT_S,
-        )
-        for part in _RAY
-    ]
-
-
-# Ray's own ports are free ones (0), as other jobs may run Ray on the same nodes. On a slow node `ray start` gives up
-# after 30 s, which is a constant of Ray 2.60, so it is tried three times. Ray writes the head's address into its
-# folder. USR1 before the time limit goes to all steps; Ray has to outlive it until batchinf has drained. At the end all
-# nodes of Ray get SIGTERM at once, and without the DRAIN_TIMEOUT each would wait 30 s for a head that is gone.
-_RAY = (
-    """\
-# Ray on the nodes of this job alone: with a token, an address, ports and a folder of its own.
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 ray_folder
-RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-ray_folder=/tmp/ray-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-step=(srun --overlap --no-kill --cpus-per-task="$SLURM_CPUS_PER_TASK")
-on_head=("${{step[@]}}" --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}")
-on_others=("${{step[@]}}" --nodes={num_others} --ntasks={num_others} --exclude="${{nodes[0]}}")
-log=(--output={log} --open-mode=append)
-ray=({ray})
-run_ray='trap "" USR1; trap is_over=1 TERM
-for attempt in 1 2 3; do
-    [ -n "${{is_over:-}}" ] || "$@" --block --num-cpus="$SLURM_CPUS_ON_NODE" \\
-        --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
-done
-rm -rf "$ray_folder" 2>/dev/null || {{ sleep 1; rm -rf "$ray_folder"; }}  # Ray may still have written'""",
-    """\
-# The head's address is the one that leads to the last node. Ray's client server takes no 0 for a free port.
-last=$(scontrol --oneliner show node "${{nodes[-1]}}" | sed 's/.* NodeAddr=\\([^ ]*\\).*/\\1/')
-read -r ip client_port < <({python} - "$last" <<'END'
-import socket, sys
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there, socket.socket() as free:
-    there.connect((sys.argv[1], 9))
-    free.bind(("", 0))
-    print(there.getsockname()[0], free.getsockname()[1])
-END
-)
-"${{on_head[@]}}" "${{log[@]}}" bash -c "$run_ray" ray "${{ray[@]}}" --head --port=0 --node-ip-address="$ip" \\
-    --temp-dir="$ray_folder" --include-dashboard=false --ray-client-server-port="$client_port" &
-for ((second = 0; second < {wait_s}; second++)); do
-    [ -s "$ray_folder/ray_current_cluster" ] && break
-    sleep 1
-done
-address=$(<"$ray_folder/ray_current_cluster") || exit 1
-"${{on_others[@]}}" "${{log[@]}}" bash -c "$run_ray" ray "${{ray[@]}}" --address="$address" &""",
-    """\
-{python} - "$address" <<'END' &&
-import ray, sys, time
-ray.init(sys.argv[1], log_to_driver=False, logging_level="error")
-end = time.monotonic() + {wait_s}
-while (num_nodes := sum(node["Alive"] for node in ray.nodes())) < {num_nodes}:
-    if time.monotonic() > end:
-        sys.exit(f"{{num_nodes}} of {num_nodes} nodes have joined Ray after {wait_s} s; its log says why")
-    time.sleep(1)
-END
-"${{on_head[@]}}" {batchinf} --set backend=ray --set ray.address="$address"
-code=$?
-scancel --signal=TERM "$SLURM_JOB_ID"  # all steps, so Ray on all nodes
-for ((second = 0; second < 30; second++)); do
-    [ -z "$(jobs -r)" ] && break
-    sleep 1
-done""",
-)
-
-
 def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
     """Write a script, and make the folder of its logs, without which Slurm cannot start the job.
 
-    Raises UserError instead of replacing a file that this command has not written, such as the job's spec.
+    Raises OutputError instead of replacing a file that this command has not written, such as the job's spec.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with naming_option(path, "--script"):
         write_named(path, text.encode(), SCRIPT_MARK)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {reason(error)}; name another file with --script") from error
     folder_of(file).mkdir(parents=True, exist_ok=True)
 
 
@@ -378,8 +270,15 @@ def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
     return None
 
 
-def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Submitted:
-    """Submit a script if `sbatch --test-only` accepts it. Raises UserError with sbatch's words."""
+def unsubmitted_lines(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterator[str]:
+    """What the user does with a script that was only written."""
+    yield f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf"
+    if (error := _place_error(file, options)) is not None:
+        yield f"warning: {error}"
+
+
+def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterator[str]:
+    """Submit a script if `sbatch --test-only` accepts it, and say so. Raises UserError with sbatch's words."""
     if shutil.which("sbatch") is None:
         raise UserError(
             f"--submit: there is no sbatch here; run `sbatch {path}` on a machine of the cluster, in the folder "
@@ -390,7 +289,10 @@ def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Submitt
     _sbatch(path, "--test-only")
     # On a federation of clusters sbatch prints `id;cluster`.
     job_id = _sbatch(path, "--parsable").strip().partition(";")[0]
-    return Submitted(job_id, f"{folder_of(file)}/{job_id}{'_%a' if options.num_slices is not None else ''}.log")
+    # In a log's name, `%a` stands for the number of a slice.
+    log = f"{folder_of(file)}/{job_id}{'_%a' if options.num_slices is not None else ''}.log"
+    yield f"wrote {path}"
+    yield f"submitted job {job_id}; its log: {log}; its state: batchinf status {file.spec.output.path}"
 
 
 def _sbatch(path: pathlib.Path, option: str) -> str:
@@ -399,20 +301,3 @@ def _sbatch(path: pathlib.Path, option: str) -> str:
         errors = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.split("\n") if line.strip())
         raise UserError(f"sbatch {option} refuses {path}: {clip(errors, 500)}")
     return done.stdout
-
-
-def submitted_lines(
-    path: pathlib.Path, submitted: Submitted | None, file: SpecFile, options: SlurmOptions
-) -> Sequence[str]:
-    """What the command says at its end."""
-    if submitted is None:
-        error = _place_error(file, options)
-        return [
-            f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf",
-            *([] if error is None else [f"warning: {error}"]),
-        ]
-    return [
-        f"wrote {path}",
-        f"submitted job {submitted.job_id}; its log: {submitted.log}; its state: batchinf status "
-        f"{file.spec.output.path}",
-    ]

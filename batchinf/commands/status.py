@@ -2,43 +2,297 @@
 
 import datetime
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, job_folders, read_cut
-from batchinf.base.storage import Folder
-from batchinf.commands.text.status import (
-    Activity,
-    JobState,
-    JobTotals,
-    Load,
-    RetryProgress,
-    RunningProcess,
-    StatusReport,
-)
-from batchinf.fleet.status import JobStatus, read_status
+from batchinf.base.slices import JobFolder, read_cut
+from batchinf.base.text import counted, duration, list_names, short_count, size_text
+from batchinf.coordinator.display import status_line
+from batchinf.fleet.speed_text import expected_line, speed_lines
+from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder, not_begun_message
-from batchinf.manifest.state import State, read_state
+from batchinf.manifest.state import State, read_jobs
 from batchinf.manifest.versions import stored_spec
-from batchinf.output.counts import rules_out_tokens
+from batchinf.output.counts import non_finite_lines, rules_out_tokens
 from batchinf.output.journal import num_results
-from batchinf.records import PartCounts
+from batchinf.prompts.encoder import second_bos_lines
+from batchinf.records import ExpectedSpeed, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_named, task_of
+
+Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProcess:
+    """The process that runs a job."""
+
+    pid: int
+    host: str
+    since: str
+    """UTC in ISO format."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobTotals:
+    """The committed output of a job, or of all its slices that have begun."""
+
+    model: str
+    task: str
+    begun_at: str
+    """When the first slice began: UTC in ISO format."""
+    num_starts: int
+    """Number of epochs."""
+    device_s: float
+    """Device time of replicas that have ended."""
+    num_rows: int
+    """Output rows of the whole job."""
+    num_rows_committed: int
+    num_parts: int
+    """Parts of the slices that have begun."""
+    num_parts_committed: int
+    num_errors: int
+    num_bytes: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    task_counts: dict[str, int]
+    """What the task counts, by name; empty if it counts nothing."""
+    num_nan_rows: int
+    """Rows with a NaN among the model's numbers."""
+    num_inf_rows: int
+    """Rows with an infinity among the model's numbers."""
+    rules_out_tokens: bool
+    """Whether a structure or the sampling gives some tokens the logprob -inf."""
+    num_second_bos: int
+    """Rows whose prompts begin with two BOS tokens."""
+
+    def lines(self, num_journalled: int) -> Iterator[str]:
+        """num_journalled: finished requests that the journal keeps beside the parts."""
+        yield (
+            f"model {self.model}, task {self.task}, begun {self.begun_at}, {counted(self.num_starts, 'start')}, "
+            f"{duration(self.device_s)} of device time in ended replicas"
+        )
+        yield (
+            f"committed: {self.num_rows_committed:,} of {self.num_rows:,} output rows in "
+            f"{self.num_parts_committed:,} of {self.num_parts:,} parts, {self.num_errors:,} errors, "
+            f"{size_text(self.num_bytes)}, {short_count(self.num_prompt_tokens)} prompt and "
+            f"{short_count(self.num_output_tokens)} output tokens"
+        )
+        if num_journalled:
+            yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
+        yield from task_named(self.task).count_lines(self.num_rows_committed, self.task_counts)
+        yield from non_finite_lines(self.num_nan_rows, self.num_inf_rows, expects_inf=self.rules_out_tokens)
+        yield from second_bos_lines(self.num_second_bos)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryProgress:
+    """The last `--retry` of a job."""
+
+    number: int
+    predicate: str
+    """Chooses the rows."""
+    overrides: dict[str, object]
+    """Changed sampling fields."""
+    num_parts: int
+    num_parts_replaced: int
+
+    def line(self) -> str:
+        changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
+        replaced = f"{self.num_parts_replaced:,} of {self.num_parts:,} parts replaced"
+        return f"retry {self.number} ({self.predicate}{changes}): {replaced}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """The state of a job, or of one slice."""
+
+    folder: str
+    slice: str | None
+    """Such as `3/8`; None: a whole job."""
+    activity: Activity
+    process: RunningProcess | None = None
+    """None unless a live process seems to run the job."""
+    totals: JobTotals | None = None
+    """None before the job has begun."""
+    extents: tuple[int, ...] = ()
+    """Numbers of input rows that were added at the beginning and by each `--extend`."""
+    retry: RetryProgress | None = None
+    progress: JobStatus | None = None
+    """The `status.json` of a live job."""
+    progress_age_s: float | None = None
+    replicas: tuple[ReplicaStatus, ...] = ()
+    """Those of a live job, or of one whose process died."""
+    num_journalled: int = 0
+    """Finished requests that a stopped job keeps beside its parts."""
+    expected_speed: ExpectedSpeed | None = None
+    """That of a live job."""
+    speed: Speed | None = None
+    """Speed of the last run of a job that is done."""
+    slower: tuple[str, ...] = ()
+    """What the engines of the last run did without, if it makes them much slower."""
+
+    @property
+    def _activity_text(self) -> str:
+        if self.process is not None:
+            process = self.process
+            return f"{self.activity}, by pid {process.pid} on host {process.host} since {process.since}"
+        return (
+            self.activity if self.activity == "done" else "stopped before its end; run the same command again to go on"
+        )
+
+    def lines(self, load: "Load | None") -> Iterator[str]:
+        """The lines of a whole job. load: of its replicas."""
+        assert self.totals is not None
+        yield f"{self.folder}: {self._activity_text}"
+        yield from self.totals.lines(self.num_journalled)
+        if len(self.extents) > 1:
+            counts = ", ".join(f"{num_rows:,}" for num_rows in self.extents)
+            yield f"input rows came in {len(self.extents)} times: {counts}"
+        if self.retry is not None:
+            yield self.retry.line()
+        if self.speed is not None:
+            yield from speed_lines(self.speed)
+        if self.expected_speed is not None:
+            yield expected_line(self.expected_speed)
+        yield from self._progress_lines("")
+        if load is not None:
+            yield load.line()
+        for replica in self.replicas:
+            is_live = self.progress is not None
+            yield f"  {_place(replica)}: {_condition(replica, is_live=is_live)}{_last_sign(replica)}"
+
+    def slice_lines(self) -> Iterator[str]:
+        """A line of a slice, and more about its last run."""
+        if self.totals is None:
+            words = " has not begun" if self.process is None else f": {self._activity_text}"
+            yield f"  slice {self.slice}{words}"
+            return
+        totals = self.totals
+        rows = f"{totals.num_rows_committed:,} of {totals.num_rows:,} output rows, {totals.num_errors:,} errors"
+        yield f"  slice {self.slice}: {self._activity_text}; {rows}"
+        yield from self._progress_lines("    ")
+
+    def _progress_lines(self, indent: str) -> Iterator[str]:
+        yield from (f"{indent}{line}" for line in self.slower)
+        if self.progress is not None:
+            yield f"{indent}{duration(self.progress_age_s)} ago: {status_line(self.progress)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """All replicas of a running job, or of all slices that run. Rates are over the last minute.
+
+    Rates and `left_s` are None until there is enough data for them.
+    """
+
+    hosts: tuple[str, ...]
+    """Sorted."""
+    num_replicas: int
+    num_up: int
+    """Replicas with a running engine."""
+    num_devices: int
+    """GPUs."""
+    num_restarts: int
+    """Restarts since the jobs were started."""
+    prompt_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    left_s: float | None
+    """Time left of the slice that takes longest."""
+
+    def line(self, *, has_rates: bool = False) -> str:
+        parts = [
+            *([f"{counted(len(self.hosts), 'host')}: {list_names(self.hosts)}"] if self.hosts else []),
+            f"{self.num_up} of {counted(self.num_replicas, 'replica')} up",
+            *([counted(self.num_devices, "GPU")] if self.num_devices else []),
+            counted(self.num_restarts, "restart"),
+        ]
+        if has_rates:
+            rates = (("in", self.prompt_tokens_per_s), ("out", self.output_tokens_per_s))
+            parts += [f"{name} {short_count(rate)} tok/s" for name, rate in rates if rate is not None]
+            parts += [] if self.left_s is None else [f"{duration(self.left_s)} left"]
+        return "now: " + " · ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StatusReport:
+    """The report of `status`. `print`, and a notebook, show its lines."""
+
+    folder: str
+    num_slices: int | None
+    totals: JobTotals | None
+    """Totals of the jobs that have begun."""
+    load: Load | None
+    """Replicas of the jobs that run; None if none runs."""
+    jobs: tuple[JobState, ...]
+    """One job, or all slices in the order of their rows."""
+
+    def lines(self) -> Iterator[str]:
+        """The job and its totals. For a job in slices: their sum, and lines for each."""
+        if self.num_slices is None:
+            [job] = self.jobs
+            yield from job.lines(self.load)
+            return
+        counts = Counter(job.activity for job in self.jobs)
+        numbers = ", ".join(f"{number} {name}" for name, number in counts.items())
+        yield f"{self.folder}: {self.num_slices} slices: {numbers}"
+        if self.totals is not None:
+            yield from self.totals.lines(sum(job.num_journalled for job in self.jobs))
+        if self.load is not None:
+            yield self.load.line(has_rates=True)
+        for job in self.jobs:
+            yield from job.slice_lines()
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def _place(replica: ReplicaStatus) -> str:
+    host = f" on host {replica.host}" if replica.host else ""
+    devices = f", GPU {', '.join(replica.devices)}" if replica.devices else ""
+    model = f" ({replica.device})" if replica.devices and replica.device else ""
+    return f"replica {replica.replica}{host}{devices}{model}"
+
+
+def _condition(replica: ReplicaStatus, *, is_live: bool) -> str:
+    if not is_live:
+        return f"{counted(replica.restarts, 'restart')} in the last run"
+    busy = "" if replica.busy is None else f", busy {replica.busy:.0%} of the time"
+    return (
+        f"{replica.state}, {counted(replica.in_flight, 'request')} in the engine, {replica.num_running} running, "
+        f"KV cache {replica.kv_cache_usage:.0%}, {counted(replica.num_rows, 'row')}{busy}, "
+        f"{counted(replica.restarts, 'restart')}"
+    )
+
+
+def _last_sign(replica: ReplicaStatus) -> str:
+    if replica.heard_at is None:
+        return ""
+    return f", last heard from {duration(max(0.0, time.time() - replica.heard_at))} ago"
 
 
 def job_status(out: str) -> StatusReport:
     """The state of the job in an output folder. Raises OutputError without a job."""
-    folders = job_folders(out)
-    if folders[0].slice is None:
-        job = _job_state(folders[0], open_state(out)[1])
-        return StatusReport(folder=out, num_slices=None, totals=job.totals, load=_load([job]), jobs=(job,))
-    states = [read_job(slice_folder.folder) for slice_folder in folders]
-    jobs = tuple(map(_job_state, folders, states))
-    begun = [state for state in states if state is not None]
-    totals = _slice_totals(out, begun) if begun else None
-    return StatusReport(folder=out, num_slices=len(folders), totals=totals, load=_load(jobs), jobs=jobs)
+    found = jobs_in(out)
+    jobs = tuple(_job_state(job, state) for job, state in found)
+    totals = jobs[0].totals
+    num_slices = None
+    if found[0][0].slice is not None:
+        num_slices = len(jobs)
+        begun = [state for _, state in found if state is not None]
+        totals = _slice_totals(out, begun) if begun else None
+    return StatusReport(folder=out, num_slices=num_slices, totals=totals, load=_load(jobs), jobs=jobs)
+
+
+def jobs_in(out: str) -> list[tuple[JobFolder, State | None]]:
+    """The job in an output folder, or its slices, with their states. Raises OutputError without a job."""
+    found = [*read_jobs(out)]
+    if found[0][0].slice is None and found[0][1] is None:
+        raise OutputError(not_begun_message(out))
+    return found
 
 
 def _load(jobs: Sequence[JobState]) -> Load | None:
@@ -180,16 +434,3 @@ def _retry(state: State) -> RetryProgress | None:
         num_parts=retry.num_shards,
         num_parts_replaced=num_replaced,
     )
-
-
-def open_state(out: str) -> tuple[Folder, State]:
-    """The folder and state of a job without slices. Raises OutputError without a job."""
-    folder = Folder(out)
-    if (state := read_job(folder)) is not None:
-        return folder, state
-    raise OutputError(not_begun_message(out))
-
-
-def read_job(folder: Folder) -> State | None:
-    """The state in a job's manifest; None before the job has begun."""
-    return read_state(folder) if folder.exists("manifest") else None

@@ -8,7 +8,6 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,8 +15,7 @@ import numpy as np
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
-from batchinf.commands.shown_rows import LengthCounts, PromptLengths, ShownRow, find_row, random_rows, shown_row
-from batchinf.commands.text.validate import (
+from batchinf.commands.findings import (
     InputFound,
     ModelFound,
     OutputFound,
@@ -29,6 +27,8 @@ from batchinf.commands.text.validate import (
     TaskFound,
     ValidateFinding,
 )
+from batchinf.commands.prompt_lengths import LengthCounts, PromptLengths
+from batchinf.commands.shown_rows import ShownRow, find_row, random_rows, shown_row
 from batchinf.coordinator.start import with_known_numbers
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -59,18 +59,12 @@ from batchinf.tasks.registry import task_of
 _LONG = 1 << 30  # assumed room in tokens if it is unknown
 
 
-@dataclass(frozen=True, slots=True)
-class RowsToShow:
-    """Which rows to show: the first `num_rows`, or as many at random if there is a `seed`, or the named ones."""
-
-    num_rows: int
-    named: tuple[str, ...]
-    seed: int | None
-
-
-def validate_job(file: SpecFile, to_show: RowsToShow) -> Iterator[ValidateFinding]:
+def validate_job(
+    file: SpecFile, *, num_rows: int, named: Sequence[str] = (), seed: int | None = None
+) -> Iterator[ValidateFinding]:
     """Yield the finding of each check that passes. Raises UserError at the first check that fails.
 
+    The rows that are shown are the named ones; else the first `num_rows`, or as many at random if there is a seed.
     The last check is that not all rows of the sample would be error rows.
     """
     folder = Folder(file.spec.output.path)
@@ -87,8 +81,8 @@ def validate_job(file: SpecFile, to_show: RowsToShow) -> Iterator[ValidateFindin
         if job.spec.input.selects and state is None:
             chosen = choose(job, range(job.source.num_rows), Folder(scratch), limit=job.spec.input.limit)
             yield RowsChosen(chosen_by(job), chosen.num_rows, job.source.num_rows)
-        num_rows = len(job.rows) if chosen is None else chosen.num_rows
-        check_size(job, None if state is not None else num_rows)
+        num_chosen = len(job.rows) if chosen is None else chosen.num_rows
+        check_size(job, None if state is not None else num_chosen)
         yield _task(job)
         yield from _warnings(job.task.prompt_warnings(job.model, job.source))
         yield from _warnings(column_warnings(job.task, job.source))
@@ -96,7 +90,7 @@ def validate_job(file: SpecFile, to_show: RowsToShow) -> Iterator[ValidateFindin
         structures = check_structures(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer)
         yield from (Remark("structure", text) for text in structures)
         positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
-        lengths = yield from _prompt_findings(job, to_show, state, positions)
+        lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
         yield _output(job, folder, state, chosen)
         _refuse_hopeless(lengths, job.spec)
 
@@ -201,21 +195,21 @@ def _positions(job: Job, state: State | None) -> Sequence[int]:
 
 
 def _prompt_findings(
-    job: Job, to_show: RowsToShow, state: State | None, positions: Sequence[int]
+    job: Job, state: State | None, positions: Sequence[int], *, num_rows: int, named: Sequence[str], seed: int | None
 ) -> Generator[ValidateFinding, None, PromptLengths]:
     """The lengths of a sample of prompts, warnings about them, and the rows to show. Returns the lengths."""
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     begun = begun_at(job, None if state is None else state.header)
     builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
-    named = [find_row(job.source, job.spec.input.id_column, text) for text in to_show.named]
-    lengths = yield from _sample_findings(job, builder, positions, to_show.seed or 0)
-    shown: Sequence[int] = named or positions[: to_show.num_rows]
-    if to_show.seed is not None and not named:
-        shown = random_rows(positions, to_show.num_rows, to_show.seed)
-        yield RowsDrawn(to_show.seed)
+    places = [find_row(job.source, job.spec.input.id_column, text) for text in named]
+    lengths = yield from _sample_findings(job, builder, positions, seed or 0)
+    shown: Sequence[int] = places or positions[:num_rows]
+    if seed is not None and not places:
+        shown = random_rows(positions, num_rows, seed)
+        yield RowsDrawn(seed)
     for position in shown:
-        is_run = position in positions
-        yield _shown_row(job, builder, position, tokenizer=tokenizer, is_run=is_run, is_named=bool(named))
+        row = _shown_row(job, builder, position, tokenizer)
+        yield dataclasses.replace(row, is_run=position in positions, is_named=bool(places))
     return lengths
 
 
@@ -259,9 +253,7 @@ def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]
     yield f"warning: {which}; `run` scores them, and their answer is null. {first}"
 
 
-def _shown_row(
-    job: Job, builder: PromptBuilder, position: int, *, tokenizer: object, is_run: bool, is_named: bool
-) -> ShownRow:
+def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: object) -> ShownRow:
     id_column = job.spec.input.id_column
     columns = list(dict.fromkeys([*builder.columns, *([id_column] if id_column else [])]))
     [row] = job.source.read(position, position + 1, columns)
@@ -277,8 +269,6 @@ def _shown_row(
         tokenizer=tokenizer,
         job_sampling=job.spec.sampling if job.task.draws_tokens else None,
         max_model_len=max_model_len(job),
-        is_run=is_run,
-        is_named=is_named,
     )
 
 

@@ -1,15 +1,15 @@
 """`batchinf verify`: runs a sample of a job's rows through transformers and compares the stored values."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from batchinf.base.errors import DriftError, UserError
+from batchinf.base.errors import DriftError, UserError, VerificationFailed
 from batchinf.base.parquet import open_part
 from batchinf.commands.begun_job import opened
-from batchinf.commands.deviations import LogprobDeviations, VectorDeviations
+from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, table_lines
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.manifest.state import State
@@ -33,19 +33,6 @@ TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.75}
 RELATIVE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 _WORST = 5
 _LONG = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """The options of `batchinf verify`."""
-
-    num_rows: int = 64
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "cpu"
-    """Type and device of the reference."""
-    tolerance: float | None = None
-    """None: that of the engine's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +72,51 @@ class VerifyReport:
     def is_within(self) -> bool:
         return self.verdict == "within"
 
+    @property
+    def _what(self) -> str:
+        are_logprobs = all(isinstance(kind, LogprobDeviations) for kind in self.deviations.values())
+        return "logprobs" if are_logprobs else "numbers"
 
-def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
-    """Compare a sample of the job's rows. Raises UserError if they cannot be compared."""
-    if options.dtype not in TOLERANCES:
-        raise UserError(f"--dtype: got '{options.dtype}'; must be {', '.join(TOLERANCES)}")
+    def lines(self) -> Iterator[str]:
+        """The verdict, a table, and the worst rows. `raise_if_beyond` ends the command if the verdict is bad."""
+        yield f"verdict: {self.verdict} the tolerance of {self.tolerance:g}"
+        yield (
+            f"{self.job}: {self.num_rows:,} of {self.num_stored:,} rows (--seed {self.seed}), engine in "
+            f"{self.engine_dtype}, against {self.reference}"
+        )
+        yield from table_lines(self.deviations)
+        for number, row in enumerate(self.worst):
+            if isinstance(self.deviations[row.kind], LogprobDeviations):
+                where = f"row {row.row_index}, sample {row.sample_index}, {row.kind} token {row.place}"
+            else:
+                where = f"row {row.row_index}, {row.kind}{'' if row.place is None else f' at token {row.place}'}"
+            yield f"{'worst rows: ' if not number else '            '}{where}: {row.max_abs_delta:.2e}"
+        if num_nan := sum(deviations.num_nan for deviations in self.deviations.values()):
+            yield f"{num_nan:,} {self._what} are missing or NaN"
+
+    def raise_if_beyond(self) -> None:
+        """Raise VerificationFailed if a number is beyond the tolerance or missing."""
+        if not self.is_within:
+            raise VerificationFailed(
+                f"the stored {self._what} are beyond the tolerance of {self.tolerance:g}; see the rows named above"
+            )
+
+
+def verify_job(
+    file: SpecFile,
+    *,
+    num_rows: int = 64,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    tolerance: float | None = None,
+) -> VerifyReport:
+    """Compare a sample of the job's rows. Raises UserError if they cannot be compared.
+
+    dtype, device: of the reference. tolerance: None means that of the engine's dtype.
+    """
+    if dtype not in TOLERANCES:
+        raise UserError(f"--dtype: got '{dtype}'; must be {', '.join(TOLERANCES)}")
     results = Results(file.spec.output.path)
     if results.spec.get("scripted") is not None:
         raise UserError("the job was run by the scripted engine: there is no model to verify")
@@ -99,34 +126,55 @@ def verify_job(file: SpecFile, options: VerifyOptions) -> VerifyReport:
             raise UserError(f"task {job.task.name} cannot be verified")
         verification = job.task.verification(job.spec)
         _check(job, verification, results)
-        places = choose_places(results, options.num_rows, options.seed)
+        places = choose_places(results, num_rows, seed)
         rows = read_rows(results, places, verification)
         prompts = _prompts(job, state, sorted({row.values["row_index"] for row in rows}))
     for row in rows:
         _check_prompt(prompts[row.values["row_index"]], row.values)
-    comparison = _Comparison(verification.reference(_reference_wanted(job, state, options)))
+    pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
+    wanted = ReferenceWanted(
+        model=job.model,
+        adapters=job.adapters,
+        dtype=dtype,
+        device=device,
+        are_logits=_mode(job) == "raw_logits",
+        pooling_type=pooling_type.rpartition(".")[2].upper(),
+    )
+    reference = verification.reference(wanted)
     task = task_of(job.spec)
     length = max_model_len(job) or _LONG
+    deviations: dict[str, LogprobDeviations | VectorDeviations] = {}
+    worst: list[RowDeviation] = []
     # Rows of one adapter together, because merging an adapter takes long.
     for row in sorted(rows, key=lambda row: prompts[row.values["row_index"]].adapter or ""):
         prompt = prompts[row.values["row_index"]]
-        comparison.add(row, prompt, verification.stored(row, prompt, task.expand(prompt, length)))
-    if not comparison.deviations:
+        of_row = [
+            RowDeviation(
+                row_index=row.values["row_index"],
+                sample_index=row.values["sample_index"],
+                kind=stored.kind,
+                **_add(deviations, stored, reference, adapter=prompt.adapter),
+            )
+            for stored in verification.stored(row, prompt, task.expand(prompt, length))
+        ]
+        worst += sorted(of_row, key=_furthest)[:1]
+    if not deviations:
         raise UserError("the drawn rows have no tokens to compare; draw more rows with -n")
-    dtype = str(_reported(state, "dtype") or job.spec.model.dtype)
-    tolerance = options.tolerance if options.tolerance is not None else _tolerance(job, state, verification, dtype)
-    is_within = all(kind.worst <= tolerance and not kind.num_nan for kind in comparison.deviations.values())
+    engine_dtype = str(_reported(state, "dtype") or job.spec.model.dtype)
+    if tolerance is None:
+        tolerance = _tolerance(job, state, verification, engine_dtype)
+    is_within = all(kind.worst <= tolerance and not kind.num_nan for kind in deviations.values())
     return VerifyReport(
         job=results.folder,
-        reference=comparison.reference.description,
-        engine_dtype=dtype,
+        reference=reference.description,
+        engine_dtype=engine_dtype,
         tolerance=tolerance,
         num_rows=len(rows),
         num_stored=results.num_rows,
-        seed=options.seed,
+        seed=seed,
         verdict="within" if is_within else "beyond",
-        deviations=comparison.deviations,
-        worst=tuple(comparison.worst),
+        deviations=deviations,
+        worst=tuple(sorted(worst, key=_furthest)[:_WORST]),
     )
 
 
@@ -218,48 +266,31 @@ def _check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
         )
 
 
-class _Comparison:
-    """The deviations of all rows that were compared so far."""
-
-    def __init__(self, reference: "Reference") -> None:
-        self.reference = reference
-        self.deviations: dict[str, LogprobDeviations | VectorDeviations] = {}
-        self.worst: list[RowDeviation] = []
-
-    def add(self, row: StoredRow, prompt: Prompt, stored: Iterable[StoredLogprobs | StoredVectors]) -> None:
-        """Compare the stored values of one row with the reference."""
-        position = {name: row.values[name] for name in ("row_index", "sample_index")}
-        deviations = [RowDeviation(**position, **self._add(numbers, prompt.adapter)) for numbers in stored]
-        if deviations:
-            self.worst.append(max(deviations, key=lambda deviation: deviation.max_abs_delta))
-            self.worst = sorted(self.worst, key=lambda deviation: -deviation.max_abs_delta)[:_WORST]
-
-    def _add(self, stored: StoredLogprobs | StoredVectors, adapter: str | None) -> dict[str, Any]:
-        """The kind, the place of the largest deviation, and this deviation."""
-        place: int | None
-        if isinstance(stored, StoredVectors):
-            vectors = self.deviations.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))
-            assert isinstance(vectors, VectorDeviations)
-            index, deviation = vectors.add(stored, self.reference.vectors(stored, adapter))
-            place = None if stored.positions is None else int(stored.positions[index])
-        else:
-            logprobs = self.deviations.setdefault(stored.kind, LogprobDeviations())
-            assert isinstance(logprobs, LogprobDeviations)
-            scores = self.reference.scores(stored, adapter)
-            place, deviation = logprobs.add(stored, scores.values, scores.best)
-        return {"kind": stored.kind, "place": place, "max_abs_delta": deviation}
+def _furthest(row: RowDeviation) -> float:
+    """The order of rows, the largest deviation first."""
+    return -row.max_abs_delta
 
 
-def _reference_wanted(job: Job, state: State, options: VerifyOptions) -> ReferenceWanted:
-    pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
-    return ReferenceWanted(
-        model=job.model,
-        adapters=job.adapters,
-        dtype=options.dtype,
-        device=options.device,
-        are_logits=_mode(job) == "raw_logits",
-        pooling_type=pooling_type.rpartition(".")[2].upper(),
-    )
+def _add(
+    deviations: dict[str, LogprobDeviations | VectorDeviations],
+    stored: StoredLogprobs | StoredVectors,
+    reference: "Reference",
+    *,
+    adapter: str | None,
+) -> dict[str, Any]:
+    """Add the deviations of a row's numbers from the reference. Returns the place of the largest, and the largest."""
+    place: int | None
+    if isinstance(stored, StoredVectors):
+        vectors = deviations.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))
+        assert isinstance(vectors, VectorDeviations)
+        index, deviation = vectors.add(stored, reference.vectors(stored, adapter))
+        place = None if stored.positions is None else int(stored.positions[index])
+    else:
+        logprobs = deviations.setdefault(stored.kind, LogprobDeviations())
+        assert isinstance(logprobs, LogprobDeviations)
+        scores = reference.scores(stored, adapter)
+        place, deviation = logprobs.add(stored, scores.values, scores.best)
+    return {"place": place, "max_abs_delta": deviation}
 
 
 def _reported(state: State, name: str) -> Any:

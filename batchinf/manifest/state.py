@@ -3,11 +3,13 @@
 import re
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from batchinf.base.errors import OutputError
+from batchinf.base.slices import JobFolder, job_folders
 from batchinf.base.storage import Folder, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
 from batchinf.manifest.lines import (
@@ -243,6 +245,12 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
     """
     state = _read(folder, known)
     return state if state.has_header else None
+
+
+def read_jobs(out: str) -> Iterator[tuple[JobFolder, State | None]]:
+    """The job in an output folder, or all its slices in row order, each with its state; None if it has not begun."""
+    for job in job_folders(out):
+        yield job, read_state(job.folder) if job.folder.exists(MANIFEST_FOLDER) else None
 
 
 def read_beginning(folder: Folder) -> State:

@@ -59,15 +59,9 @@ def throughput_chart(timeline: Timeline, width: int) -> str:
     size, unit = _unit(timeline.work_s)
     scale = {"domain": [0, timeline.work_s / size], "nice": False}
     marks = [{"at": mark.at_s / size, "kind": mark.kind, "words": f"{mark.at}: {mark.text}"} for mark in timeline.marks]
-    rules = {
-        "data": {"values": marks},
-        "mark": {"type": "rule", "strokeWidth": 1.5, "strokeDash": [4, 3]},
-        "encoding": {
-            "x": _number("at", scale=scale),
-            "color": _colors("kind", {"restart": "--bad", "resume": "--resume"}, None),
-            "description": {"field": "words"},
-        },
-    }
+    colors = _colors("kind", {"restart": "--bad", "resume": "--resume"}, None)
+    line = {"type": "rule", "strokeWidth": 1.5, "strokeDash": [4, 3]}
+    rules = _marks(marks, line, {"x": _number("at", scale=scale), "color": colors})
     panels: list[dict[str, Any]] = []
     for name, title, color in (
         ("output_tokens_per_s", "output tokens/s", "var(--c1)"),
@@ -79,17 +73,13 @@ def throughput_chart(timeline: Timeline, width: int) -> str:
             values = [
                 _over_time(period, size, f"{short_count(rate)} {title}") | {"rate": rate} for period, rate in rates
             ]
-            bars = {
-                "data": {"values": values},
-                "mark": {"type": "bar", "color": color, "strokeWidth": 0},
-                "encoding": {
-                    "x": _number("start", scale=scale, axis={"labels": False, "ticks": False, "title": None}),
-                    "x2": {"field": "stop"},
-                    "y": _number("rate", axis={**_RATE_AXIS, "title": title}),
-                    "y2": {"datum": 0},
-                    "description": {"field": "words"},
-                },
+            encoding = {
+                "x": _number("start", scale=scale, axis={"labels": False, "ticks": False, "title": None}),
+                "x2": {"field": "stop"},
+                "y": _number("rate", axis={**_RATE_AXIS, "title": title}),
+                "y2": {"datum": 0},
             }
+            bars = _marks(values, {"type": "bar", "color": color, "strokeWidth": 0}, encoding)
             panels.append({"width": width, "height": 90, "layer": [bars, rules] if marks else [bars]})
     if not panels:
         return ""
@@ -106,35 +96,22 @@ def replicas_chart(timeline: Timeline, width: int) -> str:
         return ""
     present = {period.phase for period in periods}
     colors: dict[str, str] = {phase: color for phase, color in PHASE_COLORS.items() if phase in present}
-    chart = {
-        "width": width,
-        "height": {"step": 20 if len(names) < 20 else 12},
-        "data": {
-            "values": [
-                _over_time(period, size, period.phase, f"replica {period.replica}, ")
-                | {"replica": period.replica, "phase": period.phase}
-                for period in periods
-            ]
-        },
-        "mark": {"type": "bar", "strokeWidth": 0},
-        "encoding": {
-            "y": {
-                "field": "replica",
-                "type": "nominal",
-                "sort": list(names),
-                "axis": {"title": "replica", "grid": False, "labelOverlap": False, "titlePadding": 10},
-            },
-            "x": _number(
-                "start",
-                scale={"domain": [0, timeline.work_s / size], "nice": False},
-                axis=_time_axis(unit, width),
-            ),
-            "x2": {"field": "stop"},
-            "color": _colors("phase", colors, {"orient": "top", "columns": 3 if width < 400 else 5}),
-            "description": {"field": "words"},
-        },
+    values = [
+        _over_time(period, size, period.phase, f"replica {period.replica}, ")
+        | {"replica": period.replica, "phase": period.phase}
+        for period in periods
+    ]
+    scale = {"domain": [0, timeline.work_s / size], "nice": False}
+    axis = {"title": "replica", "grid": False, "labelOverlap": False, "titlePadding": 10}
+    encoding = {
+        "y": {"field": "replica", "type": "nominal", "sort": list(names), "axis": axis},
+        "x": _number("start", scale=scale, axis=_time_axis(unit, width)),
+        "x2": {"field": "stop"},
+        "color": _colors("phase", colors, {"orient": "top", "columns": 3 if width < 400 else 5}),
     }
-    return _svg(chart, "What each replica did over time")
+    chart = _marks(values, {"type": "bar", "strokeWidth": 0}, encoding)
+    height = {"step": 20 if len(names) < 20 else 12}
+    return _svg({"width": width, "height": height, **chart}, "What each replica did over time")
 
 
 def histogram_chart(histogram: Histogram) -> str:
@@ -150,7 +127,7 @@ def histogram_chart(histogram: Histogram) -> str:
         "x2": {"field": "stop"},
         "y": _number("num", axis=_count_axis([bar.num for bar in bins], None)),
     }
-    return _bars(values, encoding, histogram.title, width=280, height=130)
+    return _svg({"width": 280, "height": 130, **_marks(values, "bar", encoding)}, histogram.title)
 
 
 def shares_chart(shares: Sequence[Share], title: str) -> str:
@@ -164,12 +141,12 @@ def shares_chart(shares: Sequence[Share], title: str) -> str:
         "y": {"field": "name", "type": "nominal", "sort": [value["name"] for value in values], "axis": axis},
         "x": _number("num", axis=_count_axis([share.num_rows for share in shares], "rows")),
     }
-    return _bars(values, encoding, title, width=200, height={"step": 20})
+    return _svg({"width": 200, "height": {"step": 20}, **_marks(values, "bar", encoding)}, title)
 
 
-def _bars(values: Sequence[dict[str, Any]], encoding: dict[str, Any], title: str, **size: Any) -> str:
-    encoding = {**encoding, "description": {"field": "words"}}
-    return _svg({**size, "data": {"values": values}, "mark": "bar", "encoding": encoding}, title)
+def _marks(values: Sequence[dict[str, Any]], mark: str | dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
+    """A mark for each value, which says its `words`."""
+    return {"data": {"values": values}, "mark": mark, "encoding": {**encoding, "description": {"field": "words"}}}
 
 
 def _number(field: str, **options: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
 
-import contextlib
 import datetime
 import functools
 import math
@@ -10,19 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.errors import OutputError
-from batchinf.base.slices import JobFolder, job_folders
-from batchinf.base.storage import PAGE_MARK, Folder, has_mark, reason, refuse_foreign, write_named
+from batchinf.base.slices import JobFolder
+from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
-from batchinf.commands.status import job_status, read_job
-from batchinf.commands.text.status import JobTotals, StatusReport
+from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.fleet.status import read_looks
-from batchinf.manifest.state import State
-from batchinf.manifest.versions import stored_spec
+from batchinf.manifest.state import State, read_jobs
 from batchinf.report import charts
+from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
-from batchinf.report.template import template
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
-from batchinf.tasks.registry import task_named, task_of
+from batchinf.tasks.registry import task_named
 from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
@@ -38,20 +35,12 @@ def write_report(out: str, file: str | None = None) -> pathlib.Path:
     """
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
     mark = b"" if file is None else PAGE_MARK
-    with _writing(path):
+    with naming_option(path, "-o"):
         refuse_foreign(path, lambda there: has_mark(there, mark))  # before the charts are drawn
     html = report_page(out).encode()
-    with _writing(path):
+    with naming_option(path, "-o"):
         write_named(path, html, mark)
     return path
-
-
-@contextlib.contextmanager
-def _writing(path: pathlib.Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {reason(error)}; name another file with -o") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +56,14 @@ class Card:
 def report_page(out: str) -> str:
     """The page as HTML."""
     report = job_status(out)
-    begun = [(job, state) for job in job_folders(out) if (state := read_job(job.folder)) is not None]
+    begun = [(job, state) for job, state in read_jobs(out) if state is not None]
     totals = report.totals
     if not begun or totals is None:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
     history = timeline(
         {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
     )
-    rows = row_figures([(job.folder, state, task_of(stored_spec(state.header.spec))) for job, state in begun])
+    rows = row_figures([(job.folder, state) for job, state in begun])
     return template("page.html").render(
         title=clip(os.path.basename(os.path.normpath(out)), 80),
         folder=clip(os.path.abspath(out), 300),

@@ -5,7 +5,6 @@ DuckDB adds up the plain columns, and NumPy the lists, a few hundred rows at a t
 
 import contextlib
 import glob
-import itertools
 import math
 import pathlib
 import tempfile
@@ -26,8 +25,11 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import COMPARED_CHARS, VARYING, choice_name, clip, list_names
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
+from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import Journal, list_shards
+from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
+from batchinf.tasks.registry import task_of
 
 _SETTINGS = {"memory_limit": "1GB", "preserve_insertion_order": "false"}
 _NUM_BINS = 40
@@ -107,11 +109,12 @@ class RowFigures:
     """What was left out, for people to read."""
 
 
-def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
+def row_figures(jobs: Sequence[tuple[Folder, State]]) -> RowFigures:
     """The figures of a job, or of all its slices: of the rows in parts, and of those that are in no part yet."""
-    paths = [folder.path(f"parts/{part_name(shard)}") for folder, state, _ in jobs for shard in sorted(state.parts)]
-    journalled = [table for folder, state, task in jobs for table in _journalled(folder, state, task)]
-    spec = jobs[0][1].header.spec
+    spec = stored_spec(jobs[0][1].header.spec)
+    task = task_of(spec)
+    paths = [folder.path(f"parts/{part_name(shard)}") for folder, state in jobs for shard in sorted(state.parts)]
+    journalled = [table for folder, state in jobs for table in _journalled(folder, state, task)]
     try:
         return _figures(spec, paths, journalled)
     except (duckdb.Error, OutputError):
@@ -124,10 +127,9 @@ def row_figures(jobs: Sequence[tuple[Folder, State, Task]]) -> RowFigures:
         return replace(figures, notes=(note, *figures.notes))
 
 
-def _figures(spec: dict[str, Any], paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
-    kept = spec.get("output", {}).get("keep_columns") or ()
-    input_columns = {*(kept.values() if isinstance(kept, dict) else kept), "id"}
-    choices = spec.get("input", {}).get("choices") or ()
+def _figures(spec: JobSpec, paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
+    input_columns = {*spec.output.keep_columns.values(), "id"}
+    choices = spec.input.choices or ()
     with tempfile.TemporaryDirectory() as scratch, open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
         return _Rows(connection, paths, journalled, input_columns=input_columns, choices=choices).figures()
 
@@ -172,10 +174,9 @@ class _Rows:
     def _create_view(self) -> None:
         selects = []
         if self._paths:
-            files = ", ".join("'" + glob.escape(absolute(path)).replace("'", "''") + "'" for path in self._paths)
-            selects.append(
-                f"SELECT {', '.join(map(_quoted, self._types))} FROM read_parquet([{files}], union_by_name = true)"
-            )
+            files = [glob.escape(absolute(path)) for path in self._paths]
+            self._connection.read_parquet(files, union_by_name=True).create_view("parts")
+            selects.append(f"SELECT {', '.join(map(_quoted, self._types))} FROM parts")
         if self._journalled:
             names = [name for name in self._types if name in self._journalled[0].column_names]
             self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
@@ -318,19 +319,18 @@ class _Rows:
         return tuple(histograms), (note,) if num_numbers > _MOST_NUMBERS else ()
 
     def _columns(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
-        for batch in itertools.chain(self._part_batches(names), self._journal_batches(names)) if names else ():
-            yield from zip(batch.schema.names, batch.columns, strict=True)
-
-    def _part_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """These columns of parts and journal, some rows at a time. A part may lack some of them."""
+        if not names:
+            return
         for path in _spread(self._paths):
             with open_part(path) as file:
                 present = [name for name in names if name in file.schema_arrow.names]
-                yield from file.iter_batches(_ROWS_AT_ONCE, columns=present)
-
-    def _journal_batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=present):
+                    yield from zip(batch.schema.names, batch.columns, strict=True)
         for table in self._journalled:
             if set(names) <= set(table.column_names):
-                yield from table.select(names).to_batches(_ROWS_AT_ONCE)
+                for batch in table.select(names).to_batches(_ROWS_AT_ONCE):
+                    yield from zip(names, batch.columns, strict=True)
 
 
 class _Counts:

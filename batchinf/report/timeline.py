@@ -180,6 +180,7 @@ def timeline(jobs: Mapping[str, tuple[Looks, Sequence[EventLine]]]) -> Timeline 
             if replica not in histories:
                 histories[replica] = _History(replica, clock, runs=runs[name], edges=edges, sums=sums)
             histories[replica].add(at, sample)
+    rates = np.vstack([edges[:-1], edges[1:], sums / np.diff(edges)]).T.tolist() if work_s else []
     ordered = sorted(histories.values(), key=lambda history: _natural(history.replica))
     worked = [(run.began_s, run.ended_s) for by_epoch in runs.values() for run in by_epoch.values()]
     worked = [(began_s, ended_s) for began_s, ended_s in worked if began_s <= ended_s]
@@ -190,7 +191,7 @@ def timeline(jobs: Mapping[str, tuple[Looks, Sequence[EventLine]]]) -> Timeline 
         engines_s=sum(stop - start for start, stop in _union(worked)),
         num_runs=len(worked),
         ended_at=_iso(clock.spans[-1][1]),
-        throughput=tuple(itertools.starmap(Throughput, _rates(edges, sums))) if work_s else (),
+        throughput=tuple(itertools.starmap(Throughput, rates)),
         periods=tuple(period for history in ordered for period in history.close()),
         marks=tuple(sorted(marks, key=lambda mark: mark.at_s)),
         phases={history.replica: history.seconds for history in ordered},
@@ -220,12 +221,6 @@ def _times(looks: Iterable[dict[str, Any]], runs: dict[str, _Run]) -> Iterator[f
 def _epoch(sample: Sample) -> str:
     """The start of the job that started this replica; the name of an incarnation begins with it."""
     return str(sample.get("incarnation")).split(".")[0]
-
-
-def _rates(edges: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> list[list[float]]:
-    """Start, stop and rates of each bucket."""
-    rates: list[list[float]] = np.vstack([edges[:-1], edges[1:], sums / np.diff(edges)]).T.tolist()
-    return rates
 
 
 def _natural(name: str) -> tuple[object, ...]:

@@ -22,7 +22,6 @@ import jobs
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands.check import check_job
-from batchinf.commands.text.check import check_lines, raise_if_wrong
 from batchinf.manifest.commit_log import encode_commits, whole_lines
 from batchinf.manifest.names import parse_part_name, parse_staging_name
 from batchinf.manifest.state import State, read_state
@@ -101,10 +100,10 @@ def flip(path: pathlib.Path, place: int, bit: int) -> None:
 def look(out: pathlib.Path, *, is_deep: bool = False, repair: bool = False) -> tuple[str, str]:
     """What `check` says, without a process of its own: its lines, and the error that it ends with, '' for none."""
     report = check_job(str(out), is_deep=is_deep, repair=repair)
-    said = "".join(f"{line}\n" for line in check_lines(report))
+    said = "".join(f"{line}\n" for line in report.lines())
     assert ("wrong: " in said) == (not report.is_whole)
     try:
-        raise_if_wrong(report)
+        report.raise_if_wrong()
     except OutputError as error:
         return said, str(error)
     return said, ""

@@ -16,7 +16,6 @@ import jobs
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.storage import Folder
 from batchinf.commands.diff import IdentityChange, diff_jobs
-from batchinf.commands.text.compare import change_line, diff_lines
 from batchinf.manifest.log import Manifest
 
 NUM_ROWS = 120
@@ -50,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def said(a: pathlib.Path, b: pathlib.Path, **options: Any) -> list[str]:
     wanted = {"on": None, "to": None, "num_examples": 0, **options}
-    return list(diff_lines(diff_jobs(str(a / "out"), str(b / "out"), **wanted)))
+    return list(diff_jobs(str(a / "out"), str(b / "out"), **wanted).lines())
 
 
 def rewrite(out: pathlib.Path, change: Any) -> None:
@@ -177,7 +176,7 @@ def test_a_file_that_changed_between_two_jobs(folder: pathlib.Path) -> None:
     later = dataclasses.replace(report.b, input_path=report.a.input_path, num_input_rows=1400)
     assert (
         f"  input: {report.a.input_path} has changed from one job to the other; A has read 120 rows of it, B 1,400"
-    ) in diff_lines(dataclasses.replace(report, b=later))
+    ) in dataclasses.replace(report, b=later).lines()
 
 
 def test_what_cannot_be_joined(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -232,13 +231,13 @@ def test_labels_have_a_matrix(tmp_path: pathlib.Path) -> None:
 
 def test_of_a_long_setting_the_difference_is_shown() -> None:
     body = "Answer with one of: positive, negative, mixed. " * 5
-    line = change_line(IdentityChange("input.messages", f"{body}Text: {{{{ a }}}}", f"{body}Review: {{{{ a }}}}"))
+    line = IdentityChange("input.messages", f"{body}Text: {{{{ a }}}}", f"{body}Review: {{{{ a }}}}").line()
     assert (
         line == "  input.messages: …itive, negative, mixed. Text: {{ a }}' -> …itive, negative, mixed. Review: {{ a }}'"
     )
-    cut = change_line(IdentityChange("x", "same", "s" + "y" * 500))
+    cut = IdentityChange("x", "same", "s" + "y" * 500).line()
     assert cut == f"  x: 'same' -> 's{'y' * 118}…"
-    assert change_line(IdentityChange("x", None, {"a": 1})) == "  x: None -> {'a': 1}"
+    assert IdentityChange("x", None, {"a": 1}).line() == "  x: None -> {'a': 1}"
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])

@@ -17,7 +17,6 @@ NUM_ROWS, WIDTH = 160, 128_256  # 40 MB of each job
 DIFF = """
 import pathlib, sys, threading
 from batchinf.commands.diff import diff_jobs
-from batchinf.commands.text.compare import diff_lines
 
 def anonymous():
     status = pathlib.Path("/proc/self/status").read_text()
@@ -30,7 +29,7 @@ def watch():
 is_done, seen = threading.Event(), [0]
 watcher = threading.Thread(target=watch)
 watcher.start()
-lines = list(diff_lines(diff_jobs(sys.argv[1], sys.argv[2], num_examples=1)))
+lines = list(diff_jobs(sys.argv[1], sys.argv[2], num_examples=1).lines())
 is_done.set()
 watcher.join()
 print(next(line for line in lines if line.startswith("rows: ")))

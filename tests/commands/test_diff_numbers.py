@@ -17,7 +17,6 @@ from headers import header_of
 from batchinf.base.errors import OutputError, UserError
 from batchinf.commands import diff
 from batchinf.commands.diff import diff_jobs
-from batchinf.commands.text.compare import diff_lines
 from batchinf.manifest.commit_log import encode_commits
 from batchinf.manifest.lines import part_line
 from batchinf.manifest.names import part_name
@@ -57,7 +56,7 @@ def job(
 
 def said(a: str, b: str, **options: Any) -> list[str]:
     wanted = {"on": None, "to": None, "num_examples": 0, **options}
-    return list(diff_lines(diff_jobs(a, b, **wanted)))
+    return list(diff_jobs(a, b, **wanted).lines())
 
 
 def compared(a: str, b: str, tmp_path: pathlib.Path, **options: Any) -> tuple[list[str], list[dict[str, Any]]]:

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jobs
-from batchinf.commands.head import Head
-from batchinf.commands.text.head import head_table
+from batchinf.commands.head import Head, head_table
 from batchinf.tasks.base import ShownColumns
 
 _SCRIPT = "<script>alert(1)</script>"

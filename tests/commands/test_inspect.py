@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 import batchinf
 import jobs
 from batchinf.commands.inspect import inspect_row
-from batchinf.commands.text.inspect import shown_fields
-from batchinf.report.row_page import row_page
+from batchinf.report.html import row_page
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def test_what_stopped_a_sample(out: pathlib.Path, tmp_path: pathlib.Path) -> Non
     text = batchinf.open(out).tokens()[place][-1]
     words = [f"the token {text!r} ({token_ids[-1]})", r"the text '\n\n'"]
     assert [sample.stopped_by for sample in report.samples] == words
-    assert [dict(shown_fields(sample))["stop_reason"] for sample in report.samples] == words
+    assert [dict(sample.shown_fields())["stop_reason"] for sample in report.samples] == words
     assert [sample.stopped_by for sample in inspect_row(str(tmp_path / "out"), "script").samples] == [None, None]
 
 

@@ -18,7 +18,7 @@ import batchinf
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.commands.plan import PlanOptions, make_plan
-from batchinf.commands.text.plan_chart import plan_chart
+from batchinf.commands.plan_chart import plan_chart
 from batchinf.model.memory import GIB
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import sample_input

@@ -1,6 +1,7 @@
 """Rows to look at: found by id in its own type, drawn again by a seed, shown as they will run."""
 
 import contextlib
+import dataclasses
 import datetime
 import pathlib
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ import pytest
 import jobs
 from batchinf.base.errors import InputError, RowError
 from batchinf.commands.shown_rows import find_row, random_rows, shown_row
-from batchinf.commands.text.shown_rows import row_lines
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt, Request
 from batchinf.source.files import InputLocation
@@ -107,10 +107,8 @@ def lines_of(
         tokenizer=tokenizer,
         job_sampling=job,
         max_model_len=room,
-        is_named=is_whole,
-        is_run=True,
     )
-    return list(row_lines(row))
+    return list(dataclasses.replace(row, is_named=is_whole).lines())[1:]
 
 
 def ids(text: str) -> list[int]:

@@ -8,8 +8,7 @@ import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.status import _load, job_status
-from batchinf.commands.text.status import JobState, StatusReport
+from batchinf.commands.status import JobState, StatusReport, _load, job_status
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import JobLock
 

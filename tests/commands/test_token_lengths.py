@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinf.base.errors import RowError
-from batchinf.commands.shown_rows import LengthCounts, histogram
-from batchinf.commands.text.shown_rows import bar_lines, length_lines
+from batchinf.commands.prompt_lengths import LengthCounts, bar_lines, histogram
 from batchinf.job.sample import MOST_SAMPLED, sample_rows
 from batchinf.records import Prompt
 from batchinf.spec.sampling import SamplingSpec
@@ -95,7 +94,7 @@ def test_what_is_said_of_a_sample() -> None:
         lengths.add(broken(row, "null_prompt", "column 'prompt' is null"))
     lengths.add(broken(1000, "unreadable", "not JSON: " + "x" * 500))
     lengths.add(broken(1001, "null_prompt", "another"))
-    lines = list(length_lines(lengths.summary()))
+    lines = list(lengths.summary().lines())[1:]
     assert lines[0] == "prompt lengths in tokens (1,000 of 5,000 rows):"
     mean = sum(lengths.lengths) * 5
     assert lines[-7:] == [
@@ -112,7 +111,7 @@ def test_what_is_said_of_a_sample() -> None:
 def test_of_broken_rows_alone() -> None:
     lengths = LengthCounts(1, None, None)
     lengths.add(broken(0, "null_prompt", "column 'prompt' is null"))
-    assert list(length_lines(lengths.summary())) == [
+    assert list(lengths.summary().lines())[1:] == [
         "  1 of 1 rows will be error rows:",
         "    1 null_prompt, first row 0: column 'prompt' is null",
     ]

@@ -16,9 +16,7 @@ from adapters import make_adapter
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
 from batchinf.commands import begun_job, verify
-from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, spearman
-from batchinf.commands.text.compare import table_lines
-from batchinf.commands.verify import VerifyOptions
+from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, spearman, table_lines
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.spec.file import read_spec
@@ -110,7 +108,7 @@ def test_what_was_altered_is_found(
     column: str, change: Callable[[Any], Any], kind: str, place: int, job: pathlib.Path
 ) -> None:
     row_index, sample_index = alter(job.parent / "out", column, -1, change)
-    report = verify.verify_job(read_spec(job), VerifyOptions(num_rows=100))
+    report = verify.verify_job(read_spec(job), num_rows=100)
     assert not report.is_within
     worst = report.worst[0]
     assert (worst.row_index, worst.sample_index, worst.kind, worst.place) == (row_index, sample_index, kind, place)
@@ -136,11 +134,11 @@ def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance
 def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
     # The rows' adapters exchanged in the input is another input; the reference without its adapter is another model.
     file = read_spec(job)
-    good = verify.verify_job(file, VerifyOptions(num_rows=6, seed=3))
-    again = verify.verify_job(file, VerifyOptions(num_rows=6, seed=3))
+    good = verify.verify_job(file, num_rows=6, seed=3)
+    again = verify.verify_job(file, num_rows=6, seed=3)
     assert good.is_within and good == again
-    assert verify.verify_job(file, VerifyOptions(num_rows=6, seed=4)).worst != good.worst
-    bfloat16 = verify.verify_job(file, VerifyOptions(num_rows=6, seed=3, dtype="bfloat16"))
+    assert verify.verify_job(file, num_rows=6, seed=4).worst != good.worst
+    bfloat16 = verify.verify_job(file, num_rows=6, seed=3, dtype="bfloat16")
     assert max(found.max_abs_delta for found in bfloat16.deviations.values()) > 0.001
 
 
@@ -149,25 +147,24 @@ def test_an_input_that_has_grown_is_verified_as_it_was(job: pathlib.Path, tmp_pa
     path = tmp_path / "rows.jsonl"
     rows = pathlib.Path(spec["input"]["path"]).read_text()
     path.write_text(rows + rows.splitlines()[-1] + "\n")
-    report = verify.verify_job(read_spec(job, [f"input.path={path}"]), VerifyOptions(num_rows=2))
+    report = verify.verify_job(read_spec(job, [f"input.path={path}"]), num_rows=2)
     assert report.is_within
 
 
 def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    wanted = VerifyOptions(num_rows=2)
     rows = (made / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace("a", "b"))
     with pytest.raises(UserError, match="input"):
-        verify.verify_job(read_spec(job, [f"input.path={tmp_path / 'rows.jsonl'}"]), wanted)
+        verify.verify_job(read_spec(job, [f"input.path={tmp_path / 'rows.jsonl'}"]), num_rows=2)
     with pytest.raises(DriftError, match=r"sampling\.max_tokens: the job has 10, now it is 11"):
-        verify.verify_job(read_spec(job, ["sampling.max_tokens=11"]), wanted)
+        verify.verify_job(read_spec(job, ["sampling.max_tokens=11"]), num_rows=2)
     with pytest.raises(OutputError, match="holds no job: there is no such folder"):
-        verify.verify_job(read_spec(job, [f"output.path={tmp_path / 'nothing'}"]), wanted)
+        verify.verify_job(read_spec(job, [f"output.path={tmp_path / 'nothing'}"]), num_rows=2)
     with pytest.raises(UserError, match=r"^--dtype: got 'int8'; must be float32, float16, bfloat16$"):
-        verify.verify_job(read_spec(job), VerifyOptions(dtype="int8"))
+        verify.verify_job(read_spec(job), dtype="int8")
     alter(job.parent / "out", "prompt_hash", -1, lambda value: value + 1)
     with pytest.raises(DriftError, match=r"^row 11 has other prompt tokens now than in the run: "):
-        verify.verify_job(read_spec(job), VerifyOptions(num_rows=100))
+        verify.verify_job(read_spec(job), num_rows=100)
 
 
 def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> None:
@@ -179,7 +176,7 @@ def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> No
     assert (done.returncode, done.stdout) == (2, "")
     jobs.finish(path)
     with pytest.raises(UserError, match=r"^the job was run by the scripted engine: there is no model to verify$"):
-        verify.verify_job(read_spec(path), VerifyOptions())
+        verify.verify_job(read_spec(path))
     schema = pa.schema([("row_index", pa.int64())])
     with pytest.raises(UserError, match=r"^the job stored no logprobs to verify; run one with"):
         TextVerification(read_spec(path).spec).check(schema)

@@ -14,9 +14,8 @@ from rich.console import Console
 
 import jobs
 from batchinf.base.slices import Cut, job_folders, write_cut
-from batchinf.commands.status import job_status
-from batchinf.commands.text.status import JobState, StatusReport
-from batchinf.commands.text.watch import _print_lines, watch, watch_view, why_ended
+from batchinf.commands.status import JobState, StatusReport, job_status
+from batchinf.commands.watch import _print_lines, watch, watch_view, why_ended
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
 from batchinf.manifest.lock import JobLock

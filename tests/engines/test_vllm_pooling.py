@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import jobs
 from batchinf.base.errors import RequestRefused, SpecError, VerificationFailed
-from batchinf.commands.text.compare import raise_if_beyond
-from batchinf.commands.verify import VerifyOptions, verify_job
+from batchinf.commands.verify import verify_job
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Result
 from batchinf.results import Results
@@ -289,10 +288,10 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     vectors = Results(tmp_path / "out").array("embedding")
     assert vectors.shape == (len(texts), 128)
-    report = verify_job(read_spec(spec), VerifyOptions())
+    report = verify_job(read_spec(spec))
     assert (report.is_within, report.num_rows, [*report.deviations]) == (True, 4, ["embedding"])
     with pytest.raises(VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 1e-09"):
-        raise_if_beyond(verify_job(read_spec(spec), VerifyOptions(tolerance=1e-9)))
+        verify_job(read_spec(spec), tolerance=1e-9).raise_if_beyond()
     for row, vector in zip(found, vectors, strict=True):
         if row["error_type"] is not None:
             assert row["embedding"] is None

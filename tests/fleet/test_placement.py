@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import jobs
 from batchinf.base.errors import SpecError, UserError
-from batchinf.commands.validate import RowsToShow, validate_job
+from batchinf.commands.validate import validate_job
 from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.devices import check_driver, check_free, own_cpus, place, share_cpus, visible_devices
@@ -278,7 +278,7 @@ def test_validate_names_the_field_of_too_many_devices(
     install(monkeypatch, 4)
     path = jobs.spec_of(tmp_path, scripted=None, parallel=parallel, model={"name": str(jobs.MODEL), "dtype": "auto"})
     with pytest.raises(SpecError, match=rf"^{re.escape(str(path))}:\d+:\d+: parallel\.{re.escape(field)}") as raised:
-        list(validate_job(read_spec(path), RowsToShow(1, (), None)))
+        list(validate_job(read_spec(path), num_rows=1))
     assert "\n" not in str(raised.value)
 
 

@@ -11,8 +11,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import UserError, VerificationFailed
-from batchinf.commands.text.compare import raise_if_beyond, verify_lines
-from batchinf.commands.verify import VerifyOptions, verify_job
+from batchinf.commands.verify import verify_job
 from batchinf.spec.file import read_spec
 
 
@@ -56,7 +55,7 @@ def test_chosen_tokens_after_each_rows_own_positions_of_a_chat(tmp_path: pathlib
 
 def check_verified(spec: pathlib.Path) -> None:
     """What is stored is found good, and one number that was altered, or moved to another position, is found out."""
-    good = verify_job(read_spec(spec), VerifyOptions())
+    good = verify_job(read_spec(spec))
     found = good.deviations["logits"]
     assert (good.is_within, good.num_rows, found.num_positions, found.num_agreeing) == (True, 5, 10, 10)
     path = next((spec.parent / "out" / "parts").glob("*.parquet"))
@@ -66,19 +65,19 @@ def check_verified(spec: pathlib.Path) -> None:
     at = next(number for number, row in enumerate(rows) if row is not None)
     rows[at][1][0] += 0.01
     pq.write_table(table.set_column(place, table.field("logits"), pa.array(rows, table.field("logits").type)), path)
-    altered = verify_job(read_spec(spec), VerifyOptions())
+    altered = verify_job(read_spec(spec))
     worst = altered.worst[0]
     row = table["row_index"][at].as_py()
     assert (worst.row_index, worst.kind, worst.place) == (row, "logits", row)
     assert worst.max_abs_delta == pytest.approx(0.01, abs=1e-3)
-    shown = [*verify_lines(altered)]
+    shown = [*altered.lines()]
     assert f"worst rows: row {row}, logits at token {row}: " in shown[4]
     with pytest.raises(
         VerificationFailed, match=r"^the stored numbers are beyond the tolerance of 0\.001; see the rows"
     ):
-        raise_if_beyond(altered)
+        altered.raise_if_beyond()
     moved = [positions and [positions[1], 99] for positions in table["positions"].to_pylist()]
     place = table.schema.get_field_index("positions")
     pq.write_table(table.set_column(place, table.field("positions"), pa.array(moved, table["positions"].type)), path)
     with pytest.raises(UserError, match=rf"^row {row} has 2 rows of logits at the positions {row}, 99 of \d+ tokens: "):
-        verify_job(read_spec(spec), VerifyOptions())
+        verify_job(read_spec(spec))

@@ -14,7 +14,6 @@ import jobs
 from batchinf.base.errors import BatchinfError, RowError, SpecError
 from batchinf.base.ragged import to_matrix, to_ragged
 from batchinf.commands.diff import diff_jobs
-from batchinf.commands.text.compare import diff_lines
 from batchinf.engines.scripted import ScriptedPooling
 from batchinf.model.identity import resolve
 from batchinf.output.batches import row_bytes
@@ -296,7 +295,7 @@ def test_killed_and_run_again(task: str, tmp_path: pathlib.Path) -> None:
     found = jobs.table_of(tmp_path / "out").drop_columns(["attempts", "id"])
     assert found.to_pylist() == expected.to_pylist()
     assert found["error_type"].to_pylist().count(None) == len(texts) - 1
-    lines = list(diff_lines(diff_jobs(str(tmp_path / "out"), str(tmp_path / "out"), num_examples=3)))
+    lines = list(diff_jobs(str(tmp_path / "out"), str(tmp_path / "out"), num_examples=3).lines())
     assert "rows: 120 in both, by row_index" in lines and "outputs: 0 of 120 changed (0.00%)" in lines
     assert any("at most 0.00e+00" in line for line in lines)
     if task == "hidden_states":

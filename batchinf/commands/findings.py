@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchinf.commands.shown_rows import PromptLengths, ShownRow
-from batchinf.commands.text.shown_rows import length_lines, row_lines
+from batchinf.commands.prompt_lengths import PromptLengths
+from batchinf.commands.shown_rows import ShownRow
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import Fit, needs_lines
 from batchinf.prompts.row_sampling import setting
@@ -84,6 +84,9 @@ class Setting:
     origin: str
     """The source of its value: `spec`, `generation_config` or `default`."""
 
+    def __str__(self) -> str:
+        return setting(self.name, self.value)
+
 
 @dataclass(frozen=True, slots=True)
 class TaskFound:
@@ -102,17 +105,13 @@ class TaskFound:
         if self.stores:
             yield self.stores
         if self.sampling is not None:
-            set_fields = [f"{_shown(field)} ({field.origin})" for field in self.sampling if field.origin != "default"]
+            set_fields = [f"{field} ({field.origin})" for field in self.sampling if field.origin != "default"]
             yield from _wrapped("sampling: ", set_fields or ["nothing is given"])
-            defaults = [_shown(field) for field in self.sampling if field.origin == "default"]
+            defaults = [str(field) for field in self.sampling if field.origin == "default"]
             yield from _wrapped("  by default ", defaults)
         if self.row_sampling:
             columns = ", ".join(f"{field} in '{column}'" for field, column in self.row_sampling.items())
             yield f"each row's own sampling: {columns}; null is the job's"
-
-
-def _shown(field: Setting) -> str:
-    return setting(field.name, field.value)
 
 
 def _wrapped(first: str, words: Sequence[str]) -> Iterator[str]:
@@ -189,19 +188,6 @@ ValidateFinding = (
 )  # fmt: skip
 
 
-def finding_lines(finding: ValidateFinding) -> Iterator[str]:
-    """The lines for one finding."""
-    match finding:
-        case PromptLengths():
-            yield ""
-            yield from length_lines(finding)
-        case ShownRow():
-            yield ""
-            yield from row_lines(finding)
-        case _:
-            yield from finding.lines()
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class ValidateReport:
     """All findings. `print`, and a notebook, show their lines."""
@@ -246,7 +232,7 @@ class ValidateReport:
         first = (self.spec, self.model, self.input, *chosen, self.task, *self.remarks, self.prompt_lengths)
         drawn = () if self.seed is None else (RowsDrawn(self.seed),)
         for finding in (*first, *drawn, *self.rows, self.output):
-            yield from finding_lines(finding)
+            yield from finding.lines()
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

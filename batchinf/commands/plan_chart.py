@@ -1,14 +1,13 @@
 """The plot of `batchinf plan --plot`."""
 
-import contextlib
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from batchinf.base.chart import CHART_MARK, svg_of
-from batchinf.base.errors import OutputError, UserError
-from batchinf.base.storage import has_mark, reason, refuse_foreign, write_named
-from batchinf.commands.text.plan import GpuPlan, PlanReport
+from batchinf.base.errors import UserError
+from batchinf.base.storage import has_mark, naming_option, refuse_foreign, write_named
+from batchinf.commands.plan import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
 from batchinf.planning.choose import shape_text
 
@@ -24,36 +23,43 @@ def check_file(file: str) -> None:
     """Raise UserError unless a plot may have this name: a drawing of the user, or the spec, would be lost."""
     if not file.lower().endswith(".svg"):
         raise UserError(f"--plot: got '{file}'; the plot is SVG, so give a name that ends with .svg")
-    with _writing(file):
+    with naming_option(file, "--plot"):
         refuse_foreign(pathlib.Path(file), lambda there: has_mark(there, CHART_MARK))
 
 
 def write_chart(report: PlanReport, file: str) -> None:
     """Write the plot as SVG. Raises OutputError if the file cannot be written."""
     svg = plan_chart(report).encode()
-    with _writing(file):
+    with naming_option(file, "--plot"):
         write_named(pathlib.Path(file), svg, CHART_MARK)
-
-
-@contextlib.contextmanager
-def _writing(file: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(f"cannot write {file}: {reason(error)}; name another file with --plot") from error
 
 
 def plan_chart(report: PlanReport) -> str:
     """Of a job: tokens/s of one GPU, and GPU-hours, at each degree that fits. Of a model: the memory of one GPU."""
-    if any(plan.seconds is not None for plan in report.gpus):
-        return svg_of(_of_job(report))
-    return svg_of(_of_model(report))
-
-
-def _of_job(report: PlanReport) -> dict[str, Any]:
+    if not any(plan.seconds is not None for plan in report.gpus):
+        values = [value for plan in report.gpus for value in _memory(plan)]
+        chart = _bars(values, "GiB", color={"field": "part", "type": "nominal", "title": None, "sort": _PARTS})
+        chart["encoding"]["order"] = {"field": "place"}
+        return svg_of({"title": f"{report.model.name}: memory of each GPU at the least degree", **chart})
     values = [value for plan in report.gpus for value in _options(plan)]
-    panels = [_bars(values, field) for field in (_SPEED, _HOURS)]
-    return {"title": f"{report.model.name}, {report.job.path if report.job else ''}", "hconcat": panels}
+    colors = {"domain": [_CHOSEN, _OTHER], "range": ["#4c78a8", "#bab0ac"]}
+    panels = [_bars(values, field, color={"field": "is", "title": None, "scale": colors}) for field in (_SPEED, _HOURS)]
+    panels[1]["width"] = _WIDTH / 2
+    panels[1]["encoding"]["y"]["axis"] = None  # the second panel has the same rows
+    return svg_of({"title": f"{report.model.name}, {report.job.path if report.job else ''}", "hconcat": panels})
+
+
+def _bars(values: list[dict[str, Any]], field: str, *, color: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data": {"values": values},
+        "width": _WIDTH,
+        "mark": "bar",
+        "encoding": {
+            "y": {"field": "GPUs", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 480}},
+            "x": {"field": field, "type": "quantitative"},
+            "color": color,
+        },
+    }
 
 
 def _options(plan: GpuPlan) -> Iterator[dict[str, Any]]:
@@ -66,40 +72,6 @@ def _options(plan: GpuPlan) -> Iterator[dict[str, Any]]:
                 _HOURS: option.prediction.seconds * num_gpus / 3600,
                 "is": _CHOSEN if option == plan.chosen else _OTHER,
             }
-
-
-def _bars(values: list[dict[str, Any]], field: str) -> dict[str, Any]:
-    axis = {"labelLimit": 480} if field == _SPEED else None  # the second panel has the same rows
-    return {
-        "data": {"values": values},
-        "width": _WIDTH if axis else _WIDTH / 2,
-        "mark": "bar",
-        "encoding": {
-            "y": {"field": "GPUs", "type": "nominal", "sort": None, "title": None, "axis": axis},
-            "x": {"field": field, "type": "quantitative"},
-            "color": {
-                "field": "is",
-                "title": None,
-                "scale": {"domain": [_CHOSEN, _OTHER], "range": ["#4c78a8", "#bab0ac"]},
-            },
-        },
-    }
-
-
-def _of_model(report: PlanReport) -> dict[str, Any]:
-    values = [value for plan in report.gpus for value in _memory(plan)]
-    return {
-        "title": f"{report.model.name}: memory of each GPU at the least degree",
-        "data": {"values": values},
-        "width": _WIDTH,
-        "mark": "bar",
-        "encoding": {
-            "y": {"field": "GPUs", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 480}},
-            "x": {"field": "GiB", "type": "quantitative"},
-            "color": {"field": "part", "type": "nominal", "title": None, "sort": _PARTS},
-            "order": {"field": "place"},
-        },
-    }
 
 
 def _memory(plan: GpuPlan) -> Iterator[dict[str, Any]]:

@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from batchinf.base.text import clip, plain, to_json
-from batchinf.commands.status import job_status
-from batchinf.commands.text.screen import console
-from batchinf.commands.text.status import JobState, StatusReport
+from batchinf.commands.screen import console
+from batchinf.commands.status import JobState, StatusReport, job_status
 from batchinf.coordinator.display import beside_bar, figures, fit, status_line
 from batchinf.fleet.devices import DeviceLook
 from batchinf.fleet.status import JobStatus, ReplicaStatus
@@ -100,22 +99,8 @@ _NARROW = 92
 
 def _replicas(jobs: list[tuple[str | None, JobStatus]], width: int) -> Table:
     table = Table(box=None, padding=(0, 2 if width >= _NARROW + 20 else 1, 0, 0))
-    names = [
-        "replica",
-        "state",
-        "GPU",
-        "memory",
-        "load",
-        "power",
-        "running",
-        "waiting",
-        "cache",
-        "prefix hits",
-        "restarts",
-    ]
-    if width < _NARROW:
-        names[-2] = "hits"
-    for name in names:
+    hits = "hits" if width < _NARROW else "prefix hits"
+    for name in (*"replica state GPU memory load power running waiting cache".split(), hits, "restarts"):
         is_text = name in ("replica", "state", "GPU")
         # Only the name of a GPU is cut if the table does not fit.
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "GPU")

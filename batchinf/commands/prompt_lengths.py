@@ -1,0 +1,189 @@
+"""Prompt lengths in tokens, from a sample of rows: counted, and as a histogram. `validate` and `plan` show them."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from batchinf.base.text import most_frequent, one_line, reason, short_count
+from batchinf.records import Prompt
+
+_COLUMNS = 80
+_MOST_ERROR_CHARS = 400  # the advice is at the end of a message
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_MOST_BARS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRange:
+    """Number of rows whose prompts have `shortest` to `longest` tokens."""
+
+    shortest: int
+    longest: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptErrors:
+    """Rows of the sample that will have an error of one type for one reason, and the first of them."""
+
+    error_type: str
+    num_rows: int
+    first_row: int
+    first_message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """Prompt lengths in tokens, from a sample of `num_sampled` of the `num_rows` rows that run."""
+
+    num_rows: int
+    num_sampled: int
+    max_model_len: int | None
+    """None: unknown."""
+    histogram: tuple[LengthRange, ...]
+    """Of prompts without an error, ascending."""
+    p50: int | None
+    """None without such prompts, as are `p95` and `longest`."""
+    p95: int | None
+    longest: int | None
+    num_tokens: int
+    """Of all rows, estimated from the sample."""
+    num_tight: int
+    """Rows whose prompt leaves no room for `max_tokens`."""
+    num_truncated: int
+    """Prompts that were cut to fit."""
+    errors: tuple[PromptErrors, ...]
+    """The most frequent first."""
+
+    def lines(self) -> Iterator[str]:
+        """A histogram after an empty line, and the errors and cuts of rows."""
+        yield ""
+        is_all = self.num_sampled == self.num_rows
+        which = f"all {self.num_rows:,}" if is_all else f"{self.num_sampled:,} of {self.num_rows:,}"
+        if self.histogram:
+            yield f"prompt lengths in tokens ({which} rows):"
+            yield from bar_lines(self.histogram)
+            yield (
+                f"  p50 {self.p50:,} · p95 {self.p95:,} · max {self.longest:,} · "
+                f"{'' if is_all else 'about '}{short_count(self.num_tokens)} prompt tokens in all"
+            )
+        if self.num_tight:
+            verb = "leaves" if self.num_tight == 1 else "leave"
+            yield (
+                f"  {self.num_tight:,} of them {verb} less than max_tokens below max_model_len {self.max_model_len:,}"
+            )
+        if self.num_truncated:
+            verb = "is" if self.num_truncated == 1 else "are"
+            yield f"  {self.num_truncated:,} of them {verb} cut to fit (prompt_truncated)"
+        if self.errors:
+            yield from self._error_lines()
+
+    def _error_lines(self) -> Iterator[str]:
+        num_errors = sum(error.num_rows for error in self.errors)
+        yield f"  {num_errors:,} of {self.num_sampled:,} rows will be error rows:"
+        shown, rest = most_frequent(self.errors)
+        for error in shown:
+            words = one_line(
+                f"{error.num_rows:,} {error.error_type}, first row {error.first_row:,}: {error.first_message}"
+            )
+            yield f"    {words if len(words) <= _MOST_ERROR_CHARS else words[: _MOST_ERROR_CHARS - 1] + '…'}"
+        yield from (f"    {line}" for line in rest)
+
+
+@dataclass(slots=True)
+class LengthCounts:
+    """Counts the prompts of a sample."""
+
+    num_rows: int
+    """Rows that run."""
+    room: int | None
+    """The most tokens of prompt and output together; None: unknown."""
+    max_tokens: int | None
+    lengths: list[int] = field(default_factory=list)
+    """Of prompts without an error."""
+    errors: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Rows by type and reason."""
+    firsts: dict[tuple[str, str], PromptErrors] = field(default_factory=dict)
+    """The first of each."""
+    num_truncated: int = 0
+    num_tight: int = 0
+
+    def add(self, prompt: Prompt) -> None:
+        if (error := prompt.error) is not None:
+            key = error.error_type, reason(error.error_message)
+            self.errors[key] += 1
+            self.firsts.setdefault(key, PromptErrors(error.error_type, 0, prompt.row_index, error.error_message))
+            return
+        length = len(prompt.token_ids)
+        self.lengths.append(length)
+        self.num_truncated += prompt.is_truncated
+        max_tokens = self.max_tokens if prompt.sampling is None else prompt.sampling.max_tokens
+        self.num_tight += max_tokens is not None and self.room is not None and length + max_tokens > self.room
+
+    def summary(self) -> PromptLengths:
+        lengths = sorted(self.lengths)
+        num_sampled = len(lengths) + self.errors.total()
+        errors = (replace(self.firsts[key], num_rows=number) for key, number in self.errors.most_common())
+        return PromptLengths(
+            num_rows=self.num_rows,
+            num_sampled=num_sampled,
+            max_model_len=self.room,
+            histogram=histogram(lengths),
+            p50=lengths[len(lengths) // 2] if lengths else None,
+            p95=lengths[len(lengths) * 95 // 100] if lengths else None,
+            longest=lengths[-1] if lengths else None,
+            num_tokens=sum(lengths) * self.num_rows // max(1, num_sampled),
+            num_tight=self.num_tight,
+            num_truncated=self.num_truncated,
+            errors=tuple(errors),
+        )
+
+
+def histogram(lengths: Sequence[int]) -> tuple[LengthRange, ...]:
+    """Equal steps, or doubling steps if the longest prompts are far longer than the median."""
+    if not lengths:
+        return ()
+    edges = _edges(sorted(lengths))
+    ranges = zip(itertools.pairwise(edges), np.histogram(lengths, edges)[0].tolist(), strict=True)
+    return tuple(LengthRange(low, high - 1, number) for (low, high), number in ranges)
+
+
+def _edges(lengths: Sequence[int]) -> list[int]:
+    """Ascending edges. The first is at most the shortest length, the last is above the longest."""
+    shortest = lengths[0]
+    longest = lengths[-1]
+    if longest > 8 * max(1, lengths[len(lengths) // 2]):
+        edges = [0 if shortest == 0 else 1 << (shortest.bit_length() - 1)]
+        while edges[-1] <= longest:
+            edges.append(max(1, 2 * edges[-1]))
+        return edges
+    step = next(
+        base * 10**power
+        for power in range(10)
+        for base in (1, 2, 5)
+        if (longest // (base * 10**power)) - (shortest // (base * 10**power)) < _MOST_BARS
+    )
+    return list(range(shortest // step * step, longest + step + 1, step))[: longest // step - shortest // step + 2]
+
+
+def bar_lines(ranges: Sequence[LengthRange]) -> Iterator[str]:
+    """A histogram in 80 columns."""
+    labels = [
+        f"{bar.shortest:,}" if bar.shortest == bar.longest else f"{bar.shortest:,} – {bar.longest:,}" for bar in ranges
+    ]
+    most_rows = max(bar.num_rows for bar in ranges)
+    label_width = max(map(len, labels))
+    count_width = len(f"{most_rows:,}")
+    most = _COLUMNS - label_width - count_width - 6
+    for label, bar in zip(labels, ranges, strict=True):
+        cells = _bar(bar.num_rows / most_rows * most)
+        yield f"  {label:>{label_width}}  {bar.num_rows:>{count_width},}  {cells}".rstrip()
+
+
+def _bar(width: float) -> str:
+    whole, eighths = divmod(round(width * 8), 8)
+    # Even the smallest number has a visible bar.
+    return "█" * whole + _EIGHTHS[eighths or (1 if not whole and width > 0 else 0)].strip()

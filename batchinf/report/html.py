@@ -1,0 +1,43 @@
+"""The templates of the HTML pages, and the page of one row for `inspect`. A page has no scripts or connections."""
+
+import importlib.resources
+import pathlib
+from typing import Any
+
+import jinja2
+
+from batchinf.base.errors import UserError
+from batchinf.base.storage import PAGE_MARK, reason, write_named
+from batchinf.base.text import plain
+from batchinf.commands.inspect import InspectReport, probability, token_text
+
+
+def template(name: str) -> jinja2.Template:
+    """The page `name` of this package. All values are escaped: HTML, control characters and marks of direction."""
+    environment = jinja2.Environment(
+        autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    environment.filters["utc"] = lambda at: f"{at[:19].replace('T', ' ')} UTC"
+    return environment.from_string(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def _visible(value: Any) -> Any:
+    return plain(value) if type(value) is str else value
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if isinstance(number, int) or abs(number) >= 1000 else f"{number:.4g}"
+
+
+def row_page(report: InspectReport) -> str:
+    """The row as one HTML file without scripts, with everything in it."""
+    return template("row.html").render(report=report, token_text=token_text, probability=probability)
+
+
+def write_page(report: InspectReport, path: str) -> None:
+    """Write the page. Raises UserError if it cannot be written, or if another file is there."""
+    try:
+        write_named(pathlib.Path(path), row_page(report).encode(errors="backslashreplace"), PAGE_MARK)
+    except OSError as error:
+        raise UserError(f"--html: cannot write {path}: {reason(error)}; name another file") from error
