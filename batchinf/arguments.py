@@ -72,6 +72,9 @@ SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]
+Columns = Annotated[
+    list[str] | None, typer.Option("--columns", metavar="A,B", help="Only these columns. May be repeated.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

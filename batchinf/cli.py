@@ -19,6 +19,7 @@ import typer
 from batchinf.arguments import (
     App,
     AsJson,
+    Columns,
     LogFormat,
     Out,
     Overrides,
@@ -339,9 +340,7 @@ def _export(
         ),
     ] = None,
     num_files: Annotated[int, typer.Option("--files", min=1, help="Number of files.")] = 1,
-    columns: Annotated[
-        list[str] | None, typer.Option("--columns", metavar="A,B", help="Export these columns. May be repeated.")
-    ] = None,
+    columns: Columns = None,
     where: Annotated[
         str | None,
         typer.Option("--where", metavar="SQL", help="Export rows for which this expression over the columns is true."),
