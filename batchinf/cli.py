@@ -302,9 +302,7 @@ def _status(
 def _head(
     out: Out,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
-    columns: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help="Show these columns. May be repeated.")
-    ] = None,
+    columns: Columns = None,
     only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
