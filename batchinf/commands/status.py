@@ -279,11 +279,12 @@ def job_status(out: str) -> StatusReport:
     found = jobs_in(out)
     jobs = tuple(_job_state(job, state) for job, state in found)
     totals = jobs[0].totals
-    num_slices = None
-    if found[0][0].slice is not None:
-        num_slices = len(jobs)
+    cut = read_cut(out)
+    if cut is not None:
+        # The number of a slice's rows is known before it begins, but not that of its parts.
         begun = [state for _, state in found if state is not None]
-        totals = _slice_totals(out, begun) if begun else None
+        totals = _totals(begun, cut.num_rows * cut.identity.get("sampling.n", 1)) if begun else None
+    num_slices = None if cut is None else cut.num_slices
     return StatusReport(folder=out, num_slices=num_slices, totals=totals, load=_load(jobs), jobs=jobs)
 
 
@@ -332,14 +333,6 @@ def _longest(times_s: Iterable[float | None]) -> float | None:
     return None if None in known else max(time_s or 0.0 for time_s in known)
 
 
-def _slice_totals(out: str, begun: Sequence[State]) -> JobTotals:
-    cut = read_cut(out)
-    assert cut is not None
-    # The number of a slice's parts is unknown before it begins, but the number of its rows is known.
-    num_parts = sum(total_shards(state.extents) for state in begun)
-    return _totals(begun, cut.num_rows * cut.identity.get("sampling.n", 1), num_parts)
-
-
 def _job_state(job: JobFolder, state: State | None) -> JobState:
     folder = str(job.folder.root)
     name = None if job.slice is None else str(job.slice)
@@ -354,7 +347,7 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
         slice=name,
         activity="done",
         process=process,
-        totals=_totals([state], num_rows, total_shards(state.extents)),
+        totals=_totals([state], num_rows),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),
         slower=state.slower,
@@ -396,7 +389,7 @@ def _activity(snapshot: JobStatus | None) -> Activity:
             return "starting"
 
 
-def _totals(states: Sequence[State], num_rows: int, num_parts: int) -> JobTotals:
+def _totals(states: Sequence[State], num_rows: int) -> JobTotals:
     first = min(states, key=lambda state: state.header.created_at)
     spec = stored_spec(first.header.spec)
     counts = PartCounts.sum(state.counts for state in states)
@@ -408,7 +401,7 @@ def _totals(states: Sequence[State], num_rows: int, num_parts: int) -> JobTotals
         device_s=sum(state.device_s for state in states),
         num_rows=num_rows,
         num_rows_committed=counts.num_rows,
-        num_parts=num_parts,
+        num_parts=sum(total_shards(state.extents) for state in states),
         num_parts_committed=sum(len(state.parts) for state in states),
         num_errors=counts.num_errors,
         num_bytes=sum(state.num_bytes for state in states),
