@@ -4,13 +4,15 @@ import contextlib
 import os
 import pathlib
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
 import pyarrow as pa
 
-from batchinf.base.errors import UserError
+from batchinf.base.errors import OutputError, UserError
 from batchinf.base.text import counted, list_names
 from batchinf.export.base import Format, Job
 from batchinf.export.huggingface import CARD, DATA, HuggingFace, card
@@ -19,6 +21,7 @@ from batchinf.export.rows import Rows
 from batchinf.results import Results
 
 STDOUT = "-"
+_FOLLOW_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,8 @@ class ExportRequest:
     where: str | None = None
     """An SQL expression over the output's columns."""
     overwrites: bool = False
+    splits_errors: bool = True
+    """Whether a format that has them apart writes error rows to a file of their own."""
 
 
 def export_job(out: str, request: ExportRequest) -> Exported:
@@ -66,7 +71,7 @@ def export_job(out: str, request: ExportRequest) -> Exported:
         notes.append(f"the job is not done: these are its first {counted(len(job.results), 'committed row')}")
     rows = Rows(job.results, form.columns(request.columns, schema), request.where)
     names = _names(form, request)
-    error_name = _error_name(request) if form.splits_errors else None
+    error_name = _error_name(request) if form.splits_errors and request.splits_errors else None
     num_rows = 0
     with _Files(overwrites=request.overwrites) as files:
         errors = None if error_name is None else files.open(error_name, is_optional=True)
@@ -80,6 +85,31 @@ def export_job(out: str, request: ExportRequest) -> Exported:
         if form is HuggingFace:
             files.open(os.path.join(request.path, CARD)).write(card(job, num_rows, request.where).encode())
     return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes))
+
+
+@contextlib.contextmanager
+def following(out: str, request: ExportRequest) -> Iterator[None]:
+    """While the block runs a job, write the rows committed so far, at most a twentieth of the time."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        wait_s = _FOLLOW_S
+        num_rows = 0
+        while not ended.wait(wait_s):
+            begun = time.monotonic()
+            with contextlib.suppress(OutputError):  # the job has not begun, or has no part yet
+                if (now := len(Results(out))) != num_rows:
+                    export_job(out, request)
+                    num_rows = now
+            wait_s = max(_FOLLOW_S, 20 * (time.monotonic() - begun))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _format(request: ExportRequest) -> type[Format]:

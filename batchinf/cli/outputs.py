@@ -1,0 +1,225 @@
+"""The commands that take an output folder: each shows, checks, compares or writes what a job made."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from batchinf.base.errors import UserError
+from batchinf.base.text import names_in, plain, to_json
+from batchinf.cli.arguments import (
+    AsJson,
+    Columns,
+    Out,
+    Overrides,
+    SpecPath,
+    output_folder,
+    path_option,
+)
+from batchinf.cli.program import app, print_json, print_lines, show
+
+
+@app.command("status", epilog="Example: batchinf status out/job")
+def _status(
+    out: Out,
+    is_watched: Annotated[
+        bool, typer.Option("--watch", help="Refresh progress and replicas every second until the job ends.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the state and the progress of a job: running, stopped or done."""
+    from batchinf.commands.status import job_status
+
+    if is_watched:
+        from batchinf.commands.watch import watch, why_ended
+
+        report = watch(out, as_json=as_json)
+        show(report, [*report.lines(), *why_ended(report)], as_json)
+    else:
+        report = job_status(out)
+        show(report, report.lines(), as_json)
+
+
+@app.command("head", epilog="Example: batchinf head out/job -n 20 --columns id,text")
+def _head(
+    out: Out,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
+    columns: Columns = None,
+    only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
+    ] = False,
+) -> None:
+    """Show the first finished rows as a table, while the job runs or after."""
+    from batchinf.commands.head import head_table, nothing_line, read_head
+
+    wanted = names_in(",".join(columns or ()))
+    found = read_head(out, num_rows, columns=wanted, only_errors=only_errors)
+    if not found.rows:
+        print(plain(nothing_line(out, only_errors=only_errors)), file=sys.stderr if as_json else sys.stdout)
+    elif as_json:
+        print_json(to_json(row, ensure_ascii=False) for row in found.rows)
+    else:
+        from batchinf.commands.screen import console
+
+        screen = console()
+        for item in head_table(found, wanted, screen.width):
+            screen.print(item)
+
+
+@app.command("export", epilog="Example: batchinf export out/job -o rows.jsonl --columns id,text")
+def _export(
+    out: Out,
+    path: Annotated[
+        str, path_option("-o", "--output", metavar="FILE", help="The file to write, `-` for stdout; for hf a folder.")
+    ],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="FORMAT", help="jsonl, csv, parquet, hf or openai-batch; default: by the file's ending."
+        ),
+    ] = None,
+    num_files: Annotated[int, typer.Option("--files", min=1, help="Number of files.")] = 1,
+    columns: Columns = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--where", metavar="SQL", help="Export rows for which this expression over the columns is true."),
+    ] = None,
+    overwrites: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
+    from batchinf.commands.export import STDOUT, ExportRequest, export_job
+
+    request = ExportRequest(
+        path=path,
+        to=to,
+        num_files=num_files,
+        columns=names_in(",".join(columns or ())),
+        where=where,
+        overwrites=overwrites,
+    )
+    exported = export_job(out, request)
+    if path == STDOUT:
+        print(plain("\n".join(exported.lines())), file=sys.stderr)
+    else:
+        show(exported, exported.lines(), as_json)
+
+
+@app.command("inspect", epilog="Example: batchinf inspect out/job review-17 --html row.html")
+def _inspect(
+    out: Out,
+    wanted: Annotated[
+        str | None, typer.Argument(metavar="ROW", help="The row's id, or its position from 0.", show_default=False)
+    ] = None,
+    row: Annotated[str | None, typer.Option(metavar="ID", help="The same as ROW.")] = None,
+    html: Annotated[str | None, path_option(metavar="FILE", help="Write a page instead.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
+    from batchinf.commands.inspect import inspect_row
+
+    given = [text for text in (wanted, row) if text is not None]
+    if len(given) != 1:
+        got = f"got {' and '.join(given)}" if given else "got no row"
+        raise UserError(f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW")
+    [named] = given
+    report = inspect_row(out, named)
+    if as_json:
+        show(report, (), as_json)
+        return
+    from batchinf.commands.inspect import row_items
+    from batchinf.commands.screen import console
+    from batchinf.report.html import write_page
+
+    if html is not None:
+        write_page(report, html)
+        print_lines([f"row {named} of {out} is in {html}"])
+        return
+    screen = console()
+    for item in row_items(report):
+        screen.print(item)
+
+
+@app.command("report", epilog="Example: batchinf report out/job -o report.html")
+def _report(
+    out: Out,
+    file: Annotated[
+        str | None, path_option("-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.")
+    ] = None,
+) -> None:
+    """Write an HTML page about a job, running or not: speed, replicas, lengths, logprobs, errors."""
+    from batchinf.report.page import write_report
+
+    print(plain(str(write_report(out, file))))
+
+
+@app.command("check", epilog="Example: batchinf check out/job --deep")
+def _check(
+    out: Out,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, not only sizes and footers.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Move damaged files aside. The next run makes their rows again.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find missing and damaged files of a job: parts, manifest and journal. The job may be running."""
+    from batchinf.commands.check import check_job
+
+    report = check_job(out, is_deep=deep, repair=repair)
+    show(report, report.lines(), as_json)
+    report.raise_if_wrong()
+
+
+@app.command("diff", epilog="Example: batchinf diff out/base out/other --out changes.parquet")
+def _diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="The output folder of a job.", callback=output_folder)],
+    b: Annotated[
+        str,
+        typer.Argument(
+            metavar="B", help="The output folder of another job over the same rows.", callback=output_folder
+        ),
+    ],
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="Join rows by `row_index` or `id`. Default: `row_index` for equal inputs, else `id`."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        path_option("--out", metavar="FILE.parquet", help="Also write the differences of each row to a file."),
+    ] = None,
+    num_rows: Annotated[int, typer.Option("-n", min=0, help="Number of changed rows to show.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two jobs of one task over the same rows: outputs, errors, logprobs or other numbers."""
+    from batchinf.commands.diff import diff_jobs
+
+    report = diff_jobs(a, b, on=on, to=to, num_examples=num_rows)
+    show(report, report.lines(), as_json)
+
+
+@app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
+def _verify(
+    spec: SpecPath,
+    set_: Overrides = None,
+    num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random rows.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="Type in which transformers computes: float32, bfloat16 or float16.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Device of transformers, such as `cpu` or `cuda:0`.")] = "cpu",
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Largest allowed difference. Default: by the engine's dtype.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
+    from batchinf import api
+    from batchinf.commands.verify import verify_job
+
+    file = api.read_checked(spec, set_ or ())
+    report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
+    show(report, report.lines(), as_json)
+    report.raise_if_beyond()

@@ -1,0 +1,165 @@
+"""`batchinf run-batch`: the spec of a job by the command line of `vllm run-batch`, and the file that it writes."""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.base.errors import UserError
+from batchinf.commands.export import ExportRequest
+from batchinf.engines.installed import engine_argument_names
+from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE
+
+# vLLM's short flags.
+_SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size", "q": "quantization"}
+# Flags of vLLM's server → fields of the spec.
+_FIELDS = {
+    **ENGINE_ARGUMENTS_ELSEWHERE,
+    "default_chat_template_kwargs": "input.chat_template_kwargs",
+    "seed": "sampling.seed",
+}
+# Flags without effect here, each with its reason. The user is told.
+_WITHOUT_EFFECT = {
+    "output_tmp_dir": "the results are in the job's folder until the end",
+    "enable_log_outputs": "the outputs are in the job's folder",
+    "disable_log_requests": "requests are not logged",
+    "max_log_len": "requests are not logged",
+}
+_REFUSED = {
+    **dict.fromkeys(("enable_metrics", "host", "port", "url"), "no server runs: see `batchinf status --watch`"),
+    **dict.fromkeys(("enable_lora", "lora_modules"), "write a spec with model.lora, and run it with `batchinf run`"),
+    "hf_token": "set HF_TOKEN in the environment",
+}
+# Numbers that may be written as 32k (thousands) or 32K (1,024s).
+_READABLE = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens"})
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRun:
+    """A job over a batch file, and what becomes of its output."""
+
+    spec: dict[str, Any]
+    folder: str
+    """The job's folder."""
+    output: ExportRequest
+    notes: tuple[str, ...]
+    """Lines for the user about flags without effect."""
+
+
+def batch_run(
+    input_file: str, output_file: str, model: str, flags: Sequence[str], *, folder: str | None = None
+) -> BatchRun:
+    """The job of a command line. flags: those of vLLM's engine and server. folder: of the job; None: beside the file.
+
+    Raises UserError for a flag that cannot be used, and for an output file of something else.
+    """
+    folder = folder or f"{os.path.splitext(output_file)[0]}.job"
+    if os.path.lexists(output_file) and not os.path.lexists(folder):
+        raise UserError(
+            f"-o: {output_file} is there already, and no job in {folder} has written it; give another name, or delete "
+            "it yourself"
+        )
+    spec: dict[str, Any] = {
+        "model": {"name": model},
+        "input": {"path": input_file, "format": "openai"},
+        "sampling": {"logprobs": most_logprobs(input_file)},
+        "engine": {},
+        "output": {"path": folder},
+        "max_error_rate": 1.0,  # as vLLM's, it ends well whatever the lines ask for
+    }
+    notes = []
+    for name, value in read_flags(flags):
+        if (reason := _REFUSED.get(name)) is not None:
+            raise UserError(f"--{_flag(name)}: not supported: {reason}")
+        if (reason := _WITHOUT_EFFECT.get(name)) is not None:
+            notes.append(f"--{_flag(name)} has no effect: {reason}")
+            continue
+        _put(spec, name, value)
+    output = ExportRequest(to="openai-batch", path=output_file, overwrites=True, splits_errors=False)
+    return BatchRun(spec=spec, folder=folder, output=output, notes=tuple(notes))
+
+
+def _put(spec: dict[str, Any], name: str, value: Any) -> None:
+    """Write a flag's value into the spec. Raises UserError for a flag that is not known."""
+    if name == "chat_template":
+        spec["input"]["chat_template"] = {"file": value} if os.path.isfile(str(value)) else value
+        return
+    if name == "response_role" and value == "assistant":
+        return
+    if (field := _FIELDS.get(name)) is not None:
+        section, _, key = field.partition(".")
+        spec.setdefault(section, {})[key] = value
+        return
+    known = engine_argument_names()
+    if known is not None and name not in known:
+        names = {*known, *_FIELDS, "chat_template"}
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean --{_flag(close[0])}?" if close else ""
+        raise UserError(
+            f"--{_flag(name)}: not a flag of `batchinf run-batch`{hint} It takes the engine arguments of the installed "
+            "vLLM" + ("" if hint else ": see `vllm run-batch --help=all`")
+        )
+    spec["engine"][name] = value
+
+
+def read_flags(flags: Sequence[str]) -> Iterable[tuple[str, Any]]:
+    """Names and values of flags in vLLM's forms: `--a 1`, `--a=1`, `--flag`, `--no-flag`, `--names x y`, `-tp 2`."""
+    place = 0
+    while place < len(flags):
+        flag, has_value, text = flags[place].partition("=")
+        place += 1
+        if not re.fullmatch(r"--?[A-Za-z][\w.-]*", flag):
+            raise UserError(
+                f"run-batch: got {flags[place - 1]!r} where a flag is expected, such as --max-model-len 512"
+            )
+        values = [text] if has_value else []
+        while not has_value and place < len(flags) and not re.match(r"--?[A-Za-z]", flags[place]):
+            values.append(flags[place])
+            place += 1
+        name = flag.lstrip("-").replace("-", "_")
+        name = _SHORT.get(name, name)
+        if not values and name.startswith("no_"):
+            yield name.removeprefix("no_"), False
+        elif not values:
+            yield name, True
+        else:
+            read = [_value(name, value) for value in values]
+            yield name, read[0] if len(read) == 1 else read
+
+
+def _value(name: str, text: str) -> Any:
+    """A number, true or false, null, a JSON value, or else the text."""
+    if name in _READABLE and (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text)):
+        return int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def most_logprobs(path: str) -> int | None:
+    """The most logprobs that a line of a batch file asks for; None if none does, or if the file is not on this host."""
+    most = None
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        for line in file:
+            if b"logprobs" not in line:
+                continue
+            try:
+                body = json.loads(line)["body"]
+                number = body.get("logprobs")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue  # the job makes an error row of it
+            number = (body.get("top_logprobs") or 0) if number is True else number
+            if type(number) is int and number >= 0:
+                most = max(most or 0, number)
+    return most

@@ -1,0 +1,157 @@
+"""`batchinf run-batch`: the flags of `vllm run-batch` become a spec, and a killed run goes on to the same file."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+import jobs
+from batchinf import api
+from batchinf.base.errors import UserError
+from batchinf.commands.export import export_job, following
+from batchinf.commands.run_batch import batch_run, most_logprobs, read_flags
+from batchinf.engines.installed import engine_argument_names
+from batchinf.spec.file import read_spec
+
+NUM_LINES = 60
+
+
+def write_lines(path: pathlib.Path, *bodies: dict[str, Any]) -> pathlib.Path:
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions",
+         "body": {"messages": [{"role": "user", "content": f"Say {number}."}], "max_tokens": 12, **body}}
+        for number, body in enumerate(bodies)
+    ]  # fmt: skip
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--max-model-len 512 --enforce-eager", {"max_model_len": 512, "enforce_eager": True}),
+        ("--max_model_len=32k --max-num-batched-tokens 2K", {"max_model_len": 32_000, "max_num_batched_tokens": 2048}),
+        ("--no-enable-prefix-caching -tp 2", {"enable_prefix_caching": False, "tensor_parallel_size": 2}),
+        ("--served-model-name a b --seed -1", {"served_model_name": ["a", "b"], "seed": -1}),
+        ('--hf-overrides {"a":1} -q fp8', {"hf_overrides": {"a": 1}, "quantization": "fp8"}),
+    ],
+)  # fmt: skip
+def test_flags_are_read_as_vllm_reads_them(flags: str, expected: dict[str, Any]) -> None:
+    assert dict(read_flags(flags.split())) == expected
+
+
+def test_flags_go_to_the_fields_of_the_spec(tmp_path: pathlib.Path) -> None:
+    lines = write_lines(tmp_path / "in.jsonl", {"logprobs": True, "top_logprobs": 3}, {"logprobs": True})
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    flags = (
+        "--max-model-len 512 --dtype float32 -tp 1 --served-model-name other --seed 7 --response-role assistant "
+        f"--chat-template {tmp_path / 'chat.jinja'} --trust-remote-code --disable-log-requests"
+    )
+    run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), flags.split())
+    spec = read_spec(run.spec).spec
+    assert (spec.model.dtype, spec.model.trust_remote_code) == ("float32", True)
+    assert spec.parallel.tensor_parallel_size == 1
+    assert spec.engine == {"max_model_len": 512, "served_model_name": "other"}
+    assert (spec.sampling.seed, spec.sampling.logprobs) == (7, 3)
+    assert spec.input.chat_template == "{{ messages[0].content }}"
+    assert (run.folder, run.output.path) == (str(tmp_path / "out.job"), str(tmp_path / "out.jsonl"))
+    assert run.notes == ("--disable-log-requests has no effect: requests are not logged",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--enable-metrics", "--enable-metrics: not supported: no server runs"),
+        ("--lora-modules a=b", "--lora-modules: not supported: write a spec with model.lora"),
+        ("512", "run-batch: got '512' where a flag is expected"),
+    ],
+)
+def test_flags_that_are_refused(flags: str, message: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError) as raised:
+        batch_run("in.jsonl", str(tmp_path / "out.jsonl"), "model", flags.split())
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.skipif(engine_argument_names() is None, reason="needs vLLM, whose flags are checked")
+def test_a_flag_that_is_not_known(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=r"^--max-model-length: not a flag .*; did you mean --max-model-len\?"):
+        batch_run("in.jsonl", str(tmp_path / "out.jsonl"), "model", ["--max-model-length", "5"])
+
+
+def test_a_file_of_something_else_stays(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "out.jsonl").write_text("mine")
+    with pytest.raises(UserError, match=r"out\.jsonl is there already, and no job in .*out\.job has written it"):
+        batch_run("in.jsonl", str(tmp_path / "out.jsonl"), "model", [])
+
+
+def test_the_most_logprobs_of_all_lines(tmp_path: pathlib.Path) -> None:
+    assert most_logprobs(str(write_lines(tmp_path / "none.jsonl", {}, {"logprobs": False}))) is None
+    bodies: list[dict[str, Any]] = [{"logprobs": True}, {"logprobs": 4}, {"logprobs": True, "top_logprobs": 2}]
+    path = write_lines(tmp_path / "some.jsonl", *bodies)
+    path.write_text(path.read_text() + 'logprobs {\n{"body": "logprobs"}\n{"logprobs": 9}\n')
+    assert most_logprobs(str(path)) == 4
+    assert most_logprobs(str(tmp_path / "gone.jsonl")) is None
+
+
+def test_killed_and_run_again_it_writes_the_file_of_an_unhurt_run(tmp_path: pathlib.Path) -> None:
+    """All but the ids, which have the job's own."""
+    lines = write_lines(tmp_path / "in.jsonl", *({"temperature": 1.0, "logprobs": True} for _ in range(NUM_LINES)))
+    answers = []
+    for name, faults in (("unhurt", ""), ("hurt", "coordinator.after_publish:2=kill")):
+        run = batch_run(str(lines), str(tmp_path / f"{name}.jsonl"), str(jobs.MODEL), [])
+        scripted = {"scripted": {"step_s": 0.002, "max_num_seqs": 4}, "checkpoint_interval_s": 0.1}
+        output = {"output": {**run.spec["output"], "rows_per_shard": 7}}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**run.spec, **scripted, **output}))
+        if faults:
+            assert jobs.run("run", tmp_path / f"{name}.json", faults=faults).returncode != 0
+            export_job(run.folder, run.output)
+            assert 0 < len((tmp_path / "hurt.jsonl").read_text().splitlines()) < NUM_LINES
+        jobs.finish(tmp_path / f"{name}.json")
+        assert export_job(run.folder, run.output).num_rows == NUM_LINES
+        text = (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8")
+        with_job = text.replace(api.open(run.folder).job_id, "JOB")
+        created = str(int(api.open(run.folder).begun_at.timestamp()))
+        answers.append(with_job.replace(created, "TIME"))
+    assert answers[0] == answers[1]
+    assert len(answers[0].splitlines()) == NUM_LINES
+
+
+def test_the_answers_so_far_are_there_while_the_job_runs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchinf.commands.export._FOLLOW_S", 0.05)
+    lines = write_lines(tmp_path / "in.jsonl", *({} for _ in range(NUM_LINES)))
+    run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), [])
+    (tmp_path / "job.json").write_text(json.dumps({
+        **run.spec, "output": {**run.spec["output"], "rows_per_shard": 7},
+        "scripted": {"step_s": 0.01, "max_num_seqs": 4}, "parallel": {"data_parallel_size": 1},
+    }))  # fmt: skip
+    seen = set()
+    process = jobs.start("run", tmp_path / "job.json", is_unhurt=True)
+    with following(run.folder, run.output):
+        while process.poll() is None:
+            if (tmp_path / "out.jsonl").exists():
+                text = (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+                assert text.endswith("\n")
+                seen.add(len([json.loads(line) for line in text.splitlines()]))
+    assert jobs.end(process)[0] == 0
+    assert any(0 < number < NUM_LINES for number in seen)
+
+
+@pytest.mark.slow
+def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    lines = write_lines(tmp_path / "in.jsonl", {"temperature": 0}, {"temperature": 0, "logprobs": True}, {"n": 2})
+    flags = ("--max-model-len", "256", "--dtype", "float32", "-dp", "1", "--follow")
+    options = ("-i", lines, "-o", tmp_path / "out.jsonl", "--model", jobs.MODEL)
+    done = jobs.run("run-batch", *options, *flags)
+    assert done.returncode == 0, done.stderr
+    assert f"3 rows in {tmp_path / 'out.jsonl'}" in done.stdout
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == ["0", "1", "2"]
+    assert [answer["error"] is None for answer in answers] == [True, True, False]
+    kept = (tmp_path / "out.jsonl").read_bytes()
+    again = jobs.run("run-batch", *options, *flags)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == kept
