@@ -1,7 +1,9 @@
 """What a model needs, by its config and its weight files; what fits on a device."""
 
+import contextlib
 import json
 import pathlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -299,13 +301,14 @@ def test_equal_configs_are_counted_once(tmp_path: pathlib.Path, monkeypatch: pyt
     """Counting takes 5 s in a process of its own. A model's own code is read from its folder, and may change there."""
     asked: list[Any] = []
 
-    def answer(module: str, question: dict[str, Any], *rest: Any) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def answering(module: str, question: dict[str, Any], *rest: Any) -> Iterator[SimpleNamespace]:
         asked.append(question["folder"])
-        return {"config": question["config"], "tensors": []}
+        yield SimpleNamespace(answer=lambda: {"config": question["config"], "tensors": []})
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(parameters, "sys", SimpleNamespace(modules={}))
-    monkeypatch.setattr(parameters, "ask", answer)
+    monkeypatch.setattr(parameters, "Question", answering)
     for folder in ("a", "b"):
         assert parameters.described({"x": 1}, folder=folder).config == {"x": 1}
     parameters.described({"x": 2}, folder="a")
