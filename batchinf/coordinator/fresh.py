@@ -1,6 +1,7 @@
 """`--fresh`: makes all checks of the new job, and then moves the folder's job, or one slice of it, aside."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -115,17 +116,7 @@ def _check_all(
     A whole job scans its input into `_SCAN` of its folder, so that its start has the results.
     """
     prepared = with_known_degrees(prepared, backend, display.say)
-    Launcher.of(
-        backend=backend,
-        spec=prepared.spec,
-        model=prepared.model,
-        adapters=prepared.adapters,
-        folder=folder,
-        epoch=epoch,
-        state=None,
-        say=display.say,
-        shared_share=lambda: None,
-    )
+    Launcher.of(dataclasses.replace(prepared, folder=folder), backend, epoch=epoch, say=display.say)
     folder.sweep("")
     job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN))
     with contextlib.closing(job.source):

@@ -49,7 +49,7 @@ from batchinf.manifest.state import State, read_beginning
 from batchinf.manifest.versions import later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
-from batchinf.planning.beginnings import shared_share
+from batchinf.planning.lengths import shared_share
 from batchinf.prompts.checks import empty_files_note, first_row_warnings
 from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
@@ -229,17 +229,8 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
 
 def _launcher(prepared: PreparedJob, backend: Backend, number: int, say: Say) -> Launcher:
     with placing(prepared.file):
-        return Launcher.of(
-            backend=backend,
-            spec=prepared.spec,
-            model=prepared.model,
-            adapters=prepared.adapters,
-            folder=prepared.folder,
-            epoch=number,
-            state=prepared.state,
-            say=say,
-            shared_share=functools.partial(shared_share, prepared.file),
-        )
+        share = functools.partial(shared_share, prepared.file)
+        return Launcher.of(prepared, backend, epoch=number, say=say, shared_share=share)
 
 
 def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say: Say) -> None:
@@ -300,7 +291,8 @@ def _await(check: StructuresCheck, fleet: Fleet, num_rows: int, display: Progres
             if num_rows and time.monotonic() >= next_look:
                 next_look = time.monotonic() + _LOOK_EVERY_S
                 fleet.look_at_starts()
-                display.show(JobStatus.starting(num_rows, [replica.status() for replica in fleet.replicas]))
+                replicas = tuple(replica.status() for replica in fleet.replicas)
+                display.show(JobStatus("starting", num_rows, replicas=replicas))
         for line in check.lines():
             display.say(line)
 

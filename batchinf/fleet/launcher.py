@@ -16,7 +16,7 @@ from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices, check_processor
-from batchinf.job.job import Job, begun_at
+from batchinf.job.job import Job, PreparedJob, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
@@ -56,26 +56,24 @@ class Launcher:
     @classmethod
     def of(
         cls,
-        *,
+        prepared: PreparedJob,
         backend: Backend,
-        spec: JobSpec,
-        model: Model,
-        adapters: tuple[Adapter, ...],
-        folder: Folder,
+        *,
         epoch: int,
-        state: State | None,
         say: Callable[[str], None],
-        shared_share: Callable[[], float | None],
+        shared_share: Callable[[], float | None] = lambda: None,
     ) -> "Launcher":
-        """state: of a resumed job. shared_share: see `chosen_arguments`.
+        """shared_share: see `chosen_arguments`.
 
         Raises UserError if weights are missing or there are too few devices.
         """
+        spec = prepared.spec
+        model = prepared.model
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
         # A hub id has no folder here.
-        backend.check_hosts(folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
+        backend.check_hosts(prepared.folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         fit = fit_of(model, spec, *size, limits_of=task_of(spec).default_batch_limits)
@@ -87,7 +85,7 @@ class Launcher:
         chosen = chosen_arguments(spec, fit, task_of(spec), slots[0].sharers, shared_share=shared_share)
         for line in chosen.lines():
             say(line)
-        settings = EngineSettings(spec, fit, _lowered_before(spec, state, say), chosen.engine)
+        settings = EngineSettings(spec, fit, _lowered_before(spec, prepared.state, say), chosen.engine)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
         if not slots[0].devices and is_cpu_build():
@@ -97,8 +95,8 @@ class Launcher:
             backend=backend,
             spec=spec,
             model=model,
-            adapters=adapters,
-            folder=folder,
+            adapters=prepared.adapters,
+            folder=prepared.folder,
             epoch=epoch,
             slots=slots,
             settings=settings,

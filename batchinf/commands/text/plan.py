@@ -7,8 +7,7 @@ from batchinf.base.text import counted, duration, short_count, size_text, time_t
 from batchinf.commands.shown_rows import LengthRange
 from batchinf.commands.text.shown_rows import bar_lines
 from batchinf.model.memory import GIB, gib
-from batchinf.planning.choose import Option, shape_text
-from batchinf.planning.degrees import Degrees
+from batchinf.planning.degrees import Degrees, Option, shape_text
 from batchinf.planning.gpus import Gpu
 
 # With short numbers they fit a terminal of 80.
