@@ -40,7 +40,7 @@ from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arg
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
 from batchinf.tuning.text import TuneReport
-from batchinf.tuning.tune import TuneOptions, tune_job
+from batchinf.tuning.tune import tune_job
 
 __all__ = [
     "JobSpec",
@@ -215,10 +215,19 @@ def tune(
     if out is not None:
         check_is_here(out, "out", "give a folder here")
     file = read_checked(spec, overrides)
-    options = TuneOptions(budget_s=budget_s, num_rows=num_rows, tries=tuple(list_of(tries)), out=out, writes=write)
     say = say or (lambda line: print(line, file=sys.stderr))
     with contextlib.closing(choose_backend(file.spec)) as backend:
-        return tune_job(file, backend, run=run_sample, options=options, say=say)
+        return tune_job(
+            file,
+            backend,
+            run=run_sample,
+            say=say,
+            budget_s=budget_s,
+            first_rows=num_rows,
+            tries=list_of(tries),
+            out=out,
+            writes=write,
+        )
 
 
 def _as_text(setting: tuple[str, Any]) -> str:

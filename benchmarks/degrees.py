@@ -27,8 +27,7 @@ from batchinf.fleet.launcher import choose_backend
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION as SHARE
 from batchinf.model.memory import Fit, fit_of
-from batchinf.planning.choose import Machine, Option, best, options, shape_text
-from batchinf.planning.degrees import Degrees, degrees_of
+from batchinf.planning.degrees import Degrees, Machine, Option, best, degrees_of, options, shape_text
 from batchinf.planning.gpus import GPUS, Gpu, gpu_like
 from batchinf.planning.throughput import Workload, prediction_of, shape_of
 from batchinf.spec.file import read_spec
@@ -70,15 +69,14 @@ class Case:
     def chosen(self) -> Option | None:
         """What `auto` takes for a large job."""
         machine = Machine(self.gpu, self.num_gpus, 1, SHARE)
-        return best(options(self.fit, machine, self.context, shape=shape_of(self.fit.needs), work=self.work(10**6)))
+        return best(options(self.fit, machine, self.context, self.work(10**6)))
 
     def tokens_per_s(self, degrees: Degrees) -> float:
         """Predicted output tokens of one replica with a full batch."""
         shape = shape_of(self.fit.needs)
         assert shape is not None
-        return prediction_of(
-            self.fit, degrees, shape, gpu=self.gpu, work=self.work(10**6), share=SHARE
-        ).output_tokens_per_s
+        at = replace(self.fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
+        return prediction_of(at, shape, gpu=self.gpu, work=self.work(10**6), share=SHARE).output_tokens_per_s
 
 
 def main() -> None:

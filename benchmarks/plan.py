@@ -137,7 +137,7 @@ def predict(path: pathlib.Path, task: str, num_rows: int) -> tuple[Prediction, i
     work = Workload(num_rows, prompt, output, output, LOGITS[task])
     shape = shape_of(fit.needs)
     assert shape is not None
-    return prediction_of(fit, degrees, shape, gpu=gpu, work=work, share=share), degrees.cache_tokens
+    return prediction_of(fit, shape, gpu=gpu, work=work, share=share), degrees.cache_tokens
 
 
 def settings_of(out: pathlib.Path) -> dict[str, Any]:

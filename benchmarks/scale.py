@@ -150,7 +150,7 @@ class Replicas:
         data, descriptors, _, _ = socket.recv_fds(self._control, 64, 1)
         if not data:
             return False
-        channel = Channel(socket.socket(fileno=descriptors[0]), data.decode().strip())
+        channel = Channel(socket.socket(fileno=descriptors[0]))
         while not (messages := channel.receive(None)):
             pass
         launch, *others = messages
@@ -346,7 +346,7 @@ class SimulatedBackend(LocalBackend):
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [launch.incarnation.encode().ljust(64)], [theirs.fileno()])
-        channel = Channel(ours, launch.incarnation)
+        channel = Channel(ours)
         channel.send(launch)
         handle = SimulatedHandle(launch.incarnation, channel, self._selector)
         self._selector.register(channel, selectors.EVENT_READ, handle)

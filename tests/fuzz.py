@@ -736,10 +736,7 @@ def _channel_base(folder: pathlib.Path) -> list[Any]:
         Failed("InputError", "x", 2),
         Progress(1, {"refused": 2}, 3, 4, 5, 6, 0.5, EngineStats()),
     ]
-    return [
-        {"kind": type(m).__name__, "incarnation": "1", "sequence": i + 1, "body": asdict(m)}
-        for i, m in enumerate(messages)
-    ]
+    return [{"kind": type(m).__name__, "body": asdict(m)} for m in messages]
 
 
 def _channel_case(draw: Draw, base: list[Any]) -> Any:
@@ -750,7 +747,7 @@ def _channel_case(draw: Draw, base: list[Any]) -> Any:
 def _run_channel(folder: pathlib.Path, base: list[Any], case: Any) -> bool:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        channel = Channel(ours, "1")
+        channel = Channel(ours)
         theirs.sendall(_json_bytes(base[case[0]], case[1]) + b"\n")
         received = channel.receive(1.0)
         for message in received:

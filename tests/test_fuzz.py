@@ -139,7 +139,7 @@ def test_a_lock_with_a_field_of_another_type(name: str, value: object) -> None:
 def test_a_line_that_is_no_message_ends_the_connection() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        channel = Channel(ours, "1")
+        channel = Channel(ours)
         theirs.sendall(b"null\n")
         assert channel.receive(1.0) == []
         assert channel.is_closed

@@ -15,11 +15,21 @@ from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of, gib
-from batchinf.planning.choose import Machine, Option, best, options, reason_for, shape_text
-from batchinf.planning.degrees import MOST_DEVICES, Degrees, degrees_of, that_fit
+from batchinf.planning.degrees import (
+    MOST_DEVICES,
+    Degrees,
+    Machine,
+    Option,
+    best,
+    degrees_of,
+    options,
+    reason_for,
+    shape_text,
+    that_fit,
+)
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.lengths import lengths_of, opened
-from batchinf.planning.throughput import Workload, shape_of
+from batchinf.planning.throughput import Workload
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -403,7 +413,7 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
         num_gpus = needed.num_devices
     machine = Machine(gpu, min(gpus_per_node, num_gpus), max(1, num_gpus // gpus_per_node), share)
     plan = dataclasses.replace(plan, num_gpus=machine.num_gpus, needs=needed)
-    fitting = options(fit, machine, context, shape=shape_of(fit.needs), work=work)
+    fitting = options(fit, machine, context, work)
     chosen = best(fitting)
     if chosen is None:
         most = max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)

@@ -9,7 +9,7 @@ from batchinf.base.errors import UserError
 from batchinf.base.storage import has_mark, naming_option, refuse_foreign, write_named
 from batchinf.commands.plan import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
-from batchinf.planning.choose import shape_text
+from batchinf.planning.degrees import shape_text
 
 _WIDTH = 420
 _SPEED = "tokens/s per GPU"

@@ -458,7 +458,7 @@ class Coordinator:
             prompt_tokens_per_s=None if prompt_per_s is None else round(prompt_per_s, 1),
             output_tokens_per_s=None if output_per_s is None else round(output_per_s, 1),
             left_s=None if left_s is None else round(left_s, 1),
-            stalled_by_disk_s=self.fleet.stalled_by_disk_s,
+            stalled_by_disk_s=round(totals.stalled_by_disk_s, 3),
             replicas=tuple(replica.status() for replica in self.fleet.replicas),
             devices=self.telemetry.devices,
             updated_at=round(time.time(), 3),

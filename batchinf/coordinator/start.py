@@ -47,7 +47,7 @@ from batchinf.manifest.state import State, read_beginning
 from batchinf.manifest.versions import later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
-from batchinf.planning.beginnings import shared_share
+from batchinf.planning.lengths import shared_share
 from batchinf.prompts.checks import empty_files_note, first_row_warnings
 from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
@@ -284,7 +284,8 @@ def _await(check: StructuresCheck, fleet: Fleet, num_rows: int, display: Progres
             if num_rows and time.monotonic() >= next_look:
                 next_look = time.monotonic() + _LOOK_EVERY_S
                 fleet.look_at_starts()
-                display.show(JobStatus.starting(num_rows, [replica.status() for replica in fleet.replicas]))
+                replicas = tuple(replica.status() for replica in fleet.replicas)
+                display.show(JobStatus("starting", num_rows, replicas=replicas))
         for line in check.lines():
             display.say(line)
 

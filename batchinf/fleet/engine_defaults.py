@@ -1,7 +1,6 @@
 """Engine arguments and the number of replicas on each device, chosen where the spec leaves them open.
 
-Only for CUDA devices. `thresholds.py` has the figures of the rules. A value in the spec always wins, and `null` in the
-spec is vLLM's own default.
+Only for CUDA devices. A value in the spec always wins, and `null` in the spec is vLLM's own default.
 """
 
 import json
@@ -10,16 +9,42 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import vllm_version
-from batchinf.fleet.thresholds import MEASURED_WITH, MEASUREMENT, THRESHOLDS
-from batchinf.model.memory import Fit, default_limits
+from batchinf.model.memory import GIB, Fit, default_limits
 from batchinf.planning.gpus import gpu_like
 from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.base import Task
+
+# The measurement of the figures below, and vLLM's version in it.
+MEASUREMENT = 'benchmarks/history/vllm-0.26.md, "Settings where the spec is silent, and several replicas on a device"'
+_MEASURED_WITH = (0, 26)
+# vLLM's own choice for offline jobs on a large device. The rules hold for such devices.
+_LARGE_MAX_NUM_SEQS = 1024
+# With smaller weights, the engine's Python may limit the speed, not the GPU.
+_SMALL_WEIGHT_BYTES = 4 * GIB
+# For a small model that generates: a large GPU is faster with a larger batch.
+_SMALL_MAX_NUM_SEQS = 2048
+# Share of a device's memory for all of its engines together. The rest is for CUDA contexts and graphs.
+_SHARED_UTILIZATION = 0.88
+# For tasks that only read prompts, two engines make 1.18 times the tokens of one in scores, and 1.32 times in
+# embeddings, if a step is not one CUDA graph. If it is, one engine keeps the GPU busy. For tasks that generate, one
+# engine of a 1B model leaves its GPU idle for only 1.4 % of a decoding step.
+_REPLICAS_OF_SMALL = 2
+# An engine's process and the replica's thread keep two cores busy, and tokenising needs more than one for small models.
+_CORES_PER_REPLICA = 4
+# For a second engine on a device. It is up 16 s after the first, or 50 s without compiled kernels. It pays if the input
+# keeps one engine busy for more than 2 minutes.
+LEAST_INPUT_BYTES = 200 << 20
+# The prefix cache takes a fifth of an embedding job's speed, in Python. It pays if it saves that share of the prompts.
+_LEAST_SHARED = 0.2
+# From here on, a step that reads prompts has four sizes of graphs between a power of two and the next.
+_DENSE_GRAPHS = 2048
+# The distance between two batch sizes with a graph, up to a size. Padding costs more in small batches.
+_GRAPH_STEPS = ((8, 64), (16, 128), (32, 512), (64, 1024), (128, 4096))
 
 # With one of these in the spec, engines cannot share a device by smaller shares of its memory.
 _SIZES_OF_CACHE = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"})
@@ -42,20 +67,24 @@ _WithReason = tuple[Any, str]
 class Chosen:
     """Engine arguments that the spec leaves open."""
 
-    engine: Mapping[str, Any]
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why each has its value."""
+    choices: Mapping[str, _WithReason]
+    """The value of each, and why."""
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The values."""
+        return {name: value for name, (value, _) in self.choices.items()}
 
     def lines(self) -> list[str]:
         """For people: each argument with its value and reason, and where the rules come from; empty without any."""
-        if not self.engine:
+        if not self.choices:
             return []
         version = vllm_version()
-        other = "" if version in (None, MEASURED_WITH) else f", and this is {_dotted(version)}"
+        other = "" if version in (None, _MEASURED_WITH) else f", and this is {_dotted(version)}"
         return [
             "engine arguments that the spec leaves open:",
-            *(f"  {name} {shown(value)}: {self.reasons[name]}" for name, value in self.engine.items()),
-            f"  (rules: {MEASUREMENT}; measured with vLLM {_dotted(MEASURED_WITH)}{other})",
+            *(f"  {name} {shown(value)}: {reason}" for name, (value, reason) in self.choices.items()),
+            f"  (rules: {MEASUREMENT}; measured with vLLM {_dotted(_MEASURED_WITH)}{other})",
         ]
 
 
@@ -65,8 +94,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def shown(value: Any) -> str:
     """A setting for people: JSON, but of a long list of numbers only the ends."""
-    shorten = lambda match: f"[{match[1]}, ..., {match[2]}]"  # noqa: E731
-    return re.sub(r"\[(\d+, \d+, \d+), (?:\d+, ){3,}(\d+)\]", shorten, json.dumps(value))
+    return re.sub(r"\[(\d+, \d+, \d+), (?:\d+, ){3,}(\d+)\]", r"[\1, ..., \2]", json.dumps(value))
 
 
 def replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> int:
@@ -92,7 +120,7 @@ def _chosen_replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices
     if num_replicas != "auto" and num_replicas <= num_devices:
         return 1
     may_gain = math.prod(spec.parallel.sizes) == 1 and gains_from_sharing(spec, fit, task, num_devices)
-    return THRESHOLDS.replicas_of_small if may_gain and _input_bytes(spec) >= THRESHOLDS.least_input_bytes else 1
+    return _REPLICAS_OF_SMALL if may_gain and _input_bytes(spec) >= LEAST_INPUT_BYTES else 1
 
 
 def _check_sharing(spec: JobSpec, number: int) -> None:
@@ -113,7 +141,7 @@ def _check_sharing(spec: JobSpec, number: int) -> None:
 
 def _shared_utilization(num_replicas: int) -> float:
     """`gpu_memory_utilization` of each replica of a device."""
-    return int(THRESHOLDS.shared_utilization / num_replicas * 100) / 100
+    return int(_SHARED_UTILIZATION / num_replicas * 100) / 100
 
 
 def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) -> bool:
@@ -124,11 +152,11 @@ def gains_from_sharing(spec: JobSpec, fit: Fit, task: Task, num_devices: int) ->
     if runs_whole_steps:  # one engine keeps the device busy
         return False
     num_cores = len(os.sched_getaffinity(0)) // num_devices
-    return _is_small(fit) and num_cores >= THRESHOLDS.cores_per_replica * THRESHOLDS.replicas_of_small
+    return _is_small(fit) and num_cores >= _CORES_PER_REPLICA * _REPLICAS_OF_SMALL
 
 
 def _is_large(fit: Fit) -> bool:
-    return default_limits(fit.device_bytes, fit.device_name)["max_num_seqs"] == THRESHOLDS.large_max_num_seqs
+    return default_limits(fit.device_bytes, fit.device_name)["max_num_seqs"] == _LARGE_MAX_NUM_SEQS
 
 
 def _input_bytes(spec: JobSpec) -> int:
@@ -153,7 +181,7 @@ def chosen_arguments(
 ) -> Chosen:
     """Engine arguments for replicas of which `num_per_device` share a device.
 
-    shared_share: of the prompts, see `planning.beginnings`. It is called only if the choice depends on it.
+    shared_share: of the prompts, see `planning.lengths`. It is called only if the choice depends on it.
     """
     if fit.device_bytes is None:
         return Chosen({})
@@ -167,11 +195,7 @@ def chosen_arguments(
         chosen |= _for_prompts(spec, fit, task)
     if _overlaps_steps(spec, fit, task):
         chosen |= _for_vectors(spec, shared_share)
-    still_open = {name: choice for name, choice in chosen.items() if name not in spec.engine}
-    return Chosen(
-        {name: value for name, (value, _) in still_open.items()},
-        {name: reason for name, (_, reason) in still_open.items()},
-    )
+    return Chosen({name: choice for name, choice in chosen.items() if name not in spec.engine})
 
 
 def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dict[str, _WithReason]:
@@ -180,7 +204,7 @@ def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dic
         "async_scheduling": (True, "the engine prepares the next step while the GPU computes")
     }
     share = shared_share() if "enable_prefix_caching" not in spec.engine else None
-    if share is not None and share < THRESHOLDS.least_shared:
+    if share is not None and share < _LEAST_SHARED:
         reason = f"in a sample, {share:.0%} of the text repeats beginnings of prompts"
         chosen["enable_prefix_caching"] = False, reason
     return chosen
@@ -189,13 +213,13 @@ def _for_vectors(spec: JobSpec, shared_share: Callable[[], float | None]) -> dic
 def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _WithReason]:
     """For a task that generates tokens on a large device."""
     chosen: dict[str, _WithReason] = {}
-    most = THRESHOLDS.large_max_num_seqs
+    most = _LARGE_MAX_NUM_SEQS
     if _is_small(fit) and num_per_device == 1:
         # vLLM refuses a batch of more sequences than tokens.
-        most = min(THRESHOLDS.small_max_num_seqs, fit.limits["max_num_batched_tokens"])
+        most = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
         chosen["max_num_seqs"] = most, "a small model on a large GPU is faster with a larger batch"
     if not _GRAPHS & spec.engine.keys():
-        sizes = graph_sizes(int(spec.engine.get("max_num_seqs", most) or THRESHOLDS.large_max_num_seqs))
+        sizes = graph_sizes(int(spec.engine.get("max_num_seqs", most) or _LARGE_MAX_NUM_SEQS))
         graphs = {"cudagraph_capture_sizes": sizes}
         chosen["compilation_config"] = graphs, "CUDA graphs for batches up to max_num_seqs"
     return chosen
@@ -236,7 +260,7 @@ def _can_run_whole_steps(spec: JobSpec, fit: Fit) -> bool:
 
     It needs FlashAttention 3, which vLLM has for Hopper, and a cache of keys and values in all layers.
     """
-    gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
+    gpu = gpu_like(fit.device_name, fit.device_bytes)
     if gpu is None or gpu.capability[0] != _HOPPER:
         return False
     is_open = not _NOT_FOR_WHOLE_STEPS & spec.engine.keys() and spec.model.lora is None
@@ -256,7 +280,7 @@ def _is_plain_decoder(fit: Fit) -> bool:
 
 def _is_small(fit: Fit) -> bool:
     """Whether the engine's Python may limit a model's speed on its device, which is large."""
-    return fit.weight_bytes is not None and fit.weight_bytes <= THRESHOLDS.small_weight_bytes and _is_large(fit)
+    return fit.weight_bytes is not None and fit.weight_bytes <= _SMALL_WEIGHT_BYTES and _is_large(fit)
 
 
 def _overlaps_steps(spec: JobSpec, fit: Fit, task: Task) -> bool:
@@ -276,7 +300,7 @@ def prompt_graph_sizes(max_num_batched_tokens: int) -> list[int]:
     size = 1
     while size < max_num_batched_tokens:
         sizes.add(size)
-        size += 1 << (size.bit_length() - 3) if size >= THRESHOLDS.dense_graphs else size
+        size += 1 << (size.bit_length() - 3) if size >= _DENSE_GRAPHS else size
     return sorted(sizes)
 
 
@@ -284,7 +308,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes with a CUDA graph, up to `max_num_seqs`: dense for small batches, where padding costs more."""
     sizes = {1, 2, 4, max_num_seqs}
     size = 0
-    for step, last in THRESHOLDS.graph_steps:
+    for step, last in _GRAPH_STEPS:
         while size + step <= min(last, max_num_seqs):
             size += step
             sizes.add(size)

@@ -1,6 +1,7 @@
 """Runs all replicas of a job on one backend: starts, watches and ends their processes as `FleetReplica` decides."""
 
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from batchinf.base.errors import EngineDeadError
 from batchinf.engines.vllm.start_log import start_detail
 from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
-from batchinf.fleet.causes import cause_of, cause_with_log
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import EngineSettings, Lowered, Verdict
 from batchinf.fleet.memory.out_of_memory import recognise
@@ -26,6 +26,17 @@ from batchinf.replica.messages import (
     Revoke,
     Trial,
     Work,
+)
+
+_ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
+_ERROR_LEVEL = re.compile(r"\bERROR\b")
+# An error with one of these texts only says that another one is the cause.
+_NO_CAUSE = (
+    "Engine core initialization failed",
+    "EngineCore failed to start",
+    "See root cause above",
+    "EngineCore encountered an issue",
+    "See stack trace for root cause",
 )
 
 
@@ -61,6 +72,38 @@ def _row_may_be_the_cause(failed: Failed | None, verdict: Verdict | None) -> boo
     """Whether a row may have caused the end: the engine died, and lower settings could not prevent that."""
     is_death = failed is None or failed.error_type == EngineDeadError.__name__
     return is_death and (verdict is None or verdict.action == "died")
+
+
+def cause_of(ending: Ending, failed: Failed | None, handle: ReplicaHandle) -> str:
+    """One line on why an incarnation ended. failed: its last message, if it sent one."""
+    if failed is not None:
+        return full_message(failed.cause, handle)
+    error = last_error(handle.log_tail())
+    return f"ended with {ending.description}" + (f"; its log ends: {error}" if error else "")
+
+
+def full_message(message: str, handle: ReplicaHandle) -> str:
+    """A replica's error message. If it only points at another error, also that error from its log."""
+    error = last_error(handle.log_tail()) if _points_elsewhere(message) else ""
+    return f"{message}; its log says: {error}" if error else message
+
+
+def last_error(log: list[str]) -> str:
+    """The last error in a log that does not just point at another one; "" if there is none."""
+    errors = (match[1].strip() for line in reversed(log) if (match := _ERROR_LINE.search(line)))
+    return next((error for error in errors if not _points_elsewhere(error)), "")
+
+
+def _points_elsewhere(message: str) -> bool:
+    return any(hint in message for hint in _NO_CAUSE)
+
+
+def _cause_with_log(cause: str, failed: Failed | None, handle: ReplicaHandle) -> str:
+    """The cause and, if that only points at another error, the log's errors: the text to search for out of memory."""
+    if failed is not None and not _points_elsewhere(failed.cause):
+        return cause
+    errors = [line for line in handle.log_tail() if _ERROR_LINE.search(line) or _ERROR_LEVEL.search(line)]
+    return "\n".join([cause, *errors])
 
 
 class Fleet:
@@ -103,8 +146,6 @@ class Fleet:
         self._logs = logs
         self._max_restarts = max_restarts
         self._settings = settings
-        self._spent = Totals()
-        self._stalled_by_disk_s = 0.0
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
@@ -170,26 +211,10 @@ class Fleet:
         if (handle := self.handles.get(replica.number)) is not None:
             handle.send(message)
 
-    def assign(
-        self,
-        replica: FleetReplica,
-        leases: Iterable[Lease],
-        condemned: tuple[tuple[int, str], ...] = (),
-        *,
-        progress_s: float = 1.0,
-    ) -> None:
-        """Give leases to a replica. condemned: their rows that must not reach an engine, with error messages.
-
-        progress_s: see `Assign`.
-        """
-        message = Assign(tuple(leases), condemned, progress_s)
+    def give(self, replica: FleetReplica, message: Assign | Trial) -> None:
+        """Give a replica leases, or a trial with its leases."""
         replica.give(message.leases)
         self.send(replica, message)
-
-    def try_rows(self, replica: FleetReplica, trial: Trial) -> None:
-        """Give a replica a trial with its leases."""
-        replica.give(trial.leases)
-        self.send(replica, trial)
 
     def revoke(self, replica: FleetReplica, leases: Iterable[Lease]) -> None:
         """Ask for leases back. `LeasesGivenBack` says which ones the replica had not begun."""
@@ -262,8 +287,6 @@ class Fleet:
             num_open_rows=replica.num_open_rows,
             lowered=None if verdict is None else verdict.step,
         )
-        self._spent += replica.totals
-        self._stalled_by_disk_s += replica.current.progress.stalled_by_disk_s
         told = cause if verdict is None else verdict.words
         replica.end(told, verdict, now=time.monotonic(), max_restarts=self._max_restarts)
         del self.handles[replica.number]
@@ -276,7 +299,7 @@ class Fleet:
         is_explained = failed is not None or ending.ended_by == "itself"
         if self._settings is None or replica.is_stopping or not is_explained:
             return None
-        failure = recognise(cause_with_log(cause, failed, handle), was_up=replica.is_up)
+        failure = recognise(_cause_with_log(cause, failed, handle), was_up=replica.is_up)
         if failure is None:
             return None
         return self._settings.judge(replica.number, handle.incarnation, failure, was_up=replica.is_up)
@@ -302,12 +325,6 @@ class Fleet:
         return all(replica.is_given_up for replica in self.replicas)
 
     @property
-    def stalled_by_disk_s(self) -> float:
-        """Seconds in which engines waited for the disk, over all replicas since the coordinator started."""
-        live_s = sum(replica.current.progress.stalled_by_disk_s for replica in self.replicas)
-        return round(self._stalled_by_disk_s + live_s, 3)
-
-    @property
     def totals(self) -> Totals:
         """Totals of all incarnations since the coordinator started."""
-        return sum((replica.totals for replica in self.replicas), self._spent)
+        return sum((replica.totals for replica in self.replicas), Totals())

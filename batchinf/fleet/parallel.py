@@ -11,11 +11,10 @@ from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, gib
-from batchinf.planning.choose import Machine, Option, best, options, shape_text
-from batchinf.planning.degrees import MOST_DEVICES, that_fit
+from batchinf.planning.degrees import MOST_DEVICES, Machine, Option, best, options, shape_text, that_fit
 from batchinf.planning.gpus import Gpu, gpu_like, why_not
 from batchinf.planning.lengths import lengths_of, opened
-from batchinf.planning.throughput import Workload, shape_of
+from batchinf.planning.throughput import Workload
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, ParallelSpec
 from batchinf.tasks.registry import task_of
@@ -35,7 +34,7 @@ def with_degrees(
         return file
     if file.spec.backend == "ray":
         raise file.error("parallel.tensor_parallel_size", "got auto with backend ray; give the degrees as numbers")
-    devices = _local_devices(file.spec, backend)
+    devices = local_devices(file.spec, backend)
     device_bytes, title = backend.device_size(devices[0]) if devices else (None, "")
     if device_bytes is None:
         return _set(file, *parallel.sizes)
@@ -52,7 +51,7 @@ def with_degrees(
     return _set(file, degrees.tensor, degrees.pipeline)
 
 
-def _local_devices(spec: JobSpec, backend: Backend) -> tuple[str, ...]:
+def local_devices(spec: JobSpec, backend: Backend) -> tuple[str, ...]:
     """The devices of this host that the job may use; empty for the scripted engine and on processors."""
     devices = () if spec.scripted is not None or spec.backend == "ray" else backend.devices()
     if spec.parallel.devices is None:
@@ -90,9 +89,8 @@ def choose_degrees(
     parallel = file.spec.parallel
     context = fit.max_model_len
     assert context is not None and fit.device_bytes is not None
-    shape = shape_of(fit.needs) if gpu is not None else None
-    machine = Machine(gpu or _unknown_gpu(fit.device_name, fit.device_bytes), num_devices, 1, share)
-    fitting = options(fit, machine, context, shape=shape, work=work)
+    machine = Machine(gpu, num_devices, 1, share)
+    fitting = options(fit, machine, context, work)
     allowed = [option for option in fitting if _is_allowed(option, parallel)]
     if (data := parallel.data_parallel_size) != "auto":
         allowed = [dataclasses.replace(option, data=data) for option in allowed]
@@ -106,22 +104,6 @@ def choose_degrees(
         f"got auto, but weights of {gib(fit.needs.weight_bytes or 0)} and one sequence of max_model_len {context:,} do "
         f"not fit {num_devices} device(s) of {gib(fit.device_bytes)}; {hint}: use more devices, a lower "
         "engine.max_model_len, or model.quantization fp8",
-    )
-
-
-def _unknown_gpu(name: str, num_bytes: int) -> Gpu:
-    """A GPU that is not in the table. Its speed does not matter, as none is predicted."""
-    return Gpu(
-        name="",
-        title=name,
-        memory_bytes=num_bytes,
-        bandwidth=1e12,
-        bf16=1e14,
-        fp16=1e14,
-        fp8=1e14,
-        capability=(8, 0),
-        link=1e11,
-        source="",
     )
 
 

@@ -4,14 +4,14 @@
 a replica. Times are in seconds of the monotonic clock, unless they say otherwise.
 """
 
-from collections import Counter
+import itertools
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchinf.base.errors import UserError
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.memory.engine_settings import Verdict
-from batchinf.fleet.sharing.intake import Intake, Report
 from batchinf.fleet.status import ReplicaStatus, Totals
 from batchinf.records import EngineInfo, EngineStats, Lease, Part
 from batchinf.replica.messages import (
@@ -48,6 +48,12 @@ _ENDS_AFTER_FAILED_S = 10.0
 _ENDS_AFTER_STOPPED_S = 1.0
 _BACK_OFF_S = 1.0
 _MAX_BACK_OFF_S = 30.0
+# A report and its answer take up to this long, or two of the engine's steps. What the engine takes in that time may
+# wait for it.
+_AHEAD_S = 0.25
+_AHEAD_STEPS = 2
+# The slowest of so many spans between reports counts. Rows of one length end together, and then none for a long time.
+_SPANS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,49 @@ class LeasesGivenBack:
 
 Action = Ready | LeaseBegun | LeaseFinished | LeasesGivenBack | Tried | Stopped
 """What the coordinator has to act on. Messages about which nothing has to be decided are their own action."""
+
+
+class Intake:
+    """How many rows an engine takes, by its reports since it came up: while few rows are left, it is given no more."""
+
+    def __init__(self, max_num_seqs: int, requests_per_row: int, at: float) -> None:
+        """max_num_seqs: requests that it can run at once, if its cache holds them. at: when it came up."""
+        self._max_num_rows = max(1, max_num_seqs // requests_per_row)
+        self._requests_per_row = requests_per_row
+        self._reports = deque([(at, _NO_PROGRESS)], _SPANS + 1)
+        self.step_s: float | None = None
+        """Seconds that a step takes, by the last two reports; None before the first step."""
+        self.rows: int | None = None
+        """Rows that the engine runs, or will run before it can be given more; None before its first step."""
+
+    def note(self, progress: Progress, at: float) -> None:
+        """Take in the next report."""
+        last_at, last = self._reports[-1]
+        if at <= last_at:
+            return
+        if progress.steps > last.steps:
+            self.step_s = (at - last_at) / (progress.steps - last.steps)
+        self._reports.append((at, progress))
+        if self.step_s is not None:
+            self.rows = self._rows(progress.engine, self.step_s)
+
+    def _rows(self, engine: EngineStats, step_s: float) -> int:
+        """engine: of the last report. If requests wait in it, the cache is full, and it runs what it runs now."""
+        num_running = self._num_running(engine)
+        runs = num_running if engine.num_waiting else self._max_num_rows
+        if not engine.num_waiting and num_running and engine.kv_cache_usage:
+            runs = min(runs, max(num_running, int(num_running / engine.kv_cache_usage)))
+        spans = itertools.pairwise((at, self._num_taken(report, engine)) for at, report in self._reports)
+        rows_per_s = min((after - before) / (later - earlier) for (earlier, before), (later, after) in spans)
+        return runs + int(rows_per_s * max(_AHEAD_S, _AHEAD_STEPS * step_s))
+
+    def _num_taken(self, report: Progress, last: EngineStats) -> int:
+        """Rows that it had finished; with those that ran, if requests wait in it at the last report."""
+        num_finished = (report.num_rows + report.num_unstored) // self._requests_per_row
+        return num_finished + (self._num_running(report.engine) if last.num_waiting else 0)
+
+    def _num_running(self, engine: EngineStats) -> int:
+        return -(-engine.num_running // self._requests_per_row)
 
 
 @dataclass(slots=True)
@@ -125,8 +174,8 @@ class FleetReplica:
     """Where the last incarnation ran; empty before it has said so."""
     heard_at: float | None = None
     """When the last event came, in seconds since 1970; None before the first."""
-    answered_before: int = 0
-    """Output rows that the engines of earlier incarnations answered."""
+    before: Totals = field(default_factory=Totals)
+    """Of the earlier incarnations."""
     failures: int = 0
     """Ends since it last finished a row."""
     restarts: int = 0
@@ -202,9 +251,11 @@ class FleetReplica:
 
     @property
     def totals(self) -> Totals:
-        """Totals of its running incarnation."""
+        """Totals of all its incarnations."""
         progress = self.current.progress
-        return Totals(progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens)
+        return self.before + Totals(
+            progress.num_answered, progress.num_prompt_tokens, progress.num_output_tokens, progress.stalled_by_disk_s
+        )
 
     def status(self) -> ReplicaStatus:
         """For `status.json`."""
@@ -227,7 +278,7 @@ class FleetReplica:
             ),
             restarts=self.restarts,
             heard_at=self.heard_at,
-            num_rows=self.answered_before + progress.num_answered,
+            num_rows=self.totals.num_rows,
             busy=self._busy,
         )
 
@@ -265,7 +316,7 @@ class FleetReplica:
                 self.start_detail = ""
                 current.info = info
                 current.ready_at = self.heard_at
-                current.intake = Intake(max(1, info.max_num_seqs // self.requests_per_row), now)
+                current.intake = Intake(info.max_num_seqs, self.requests_per_row, now)
                 current.steps_changed_at = now
                 return event
             case Progress():
@@ -287,15 +338,7 @@ class FleetReplica:
             current.steps_changed_at = now
         current.progress = progress
         if current.intake is not None:
-            report = Report(
-                at=now,
-                steps=progress.steps,
-                num_finished=(progress.num_rows + progress.num_unstored) // self.requests_per_row,
-                num_running=-(-progress.engine.num_running // self.requests_per_row),
-                num_waiting=-(-progress.engine.num_waiting // self.requests_per_row),
-                kv_cache_usage=progress.engine.kv_cache_usage,
-            )
-            current.intake.note(report)
+            current.intake.note(progress, now)
 
     def _hear_about_leases(self, event: LeaseEvent) -> Action | None:
         current = self.current
@@ -395,7 +438,7 @@ class FleetReplica:
         self.start_detail = ""
         self.state = "ended" if self.is_stopping else "given up" if self.is_given_up else "restarting"
         self.restarts += not self.is_given_up
-        self.answered_before += self.current.progress.num_answered
+        self.before = self.totals
         self.current.is_live = False
         self.current.progress = _NO_PROGRESS
         self.current.leases.clear()

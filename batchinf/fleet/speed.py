@@ -51,7 +51,7 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
     Reads a sample of the rows. settings: of the engines. sharers: for each replica, the replicas on its device.
     """
     fit = dataclasses.replace(settings.fit, engine=settings.engine)
-    gpu = None if fit.device_bytes is None else gpu_like(fit.device_name, fit.device_bytes)
+    gpu = gpu_like(fit.device_name, fit.device_bytes)
     shape = shape_of(fit.needs)
     if gpu is None or shape is None or fit.needs.weights is None or fit.needs.kv_cache is None:
         return None
@@ -64,10 +64,7 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
     share = float(fit.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
     context = fit.max_model_len or lengths.longest
     degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context=context, share=share)
-    each = {
-        number: prediction_of(fit, degrees, shape, gpu=gpu, work=work, share=share, sharers=number)
-        for number in sharers
-    }
+    each = {number: prediction_of(fit, shape, gpu=gpu, work=work, share=share, sharers=number) for number in sharers}
     # Each replica takes rows at its own speed.
     slowest = each[max(sharers)]
     in_all = sum(each[number].tokens_per_s for number in sharers)

@@ -5,7 +5,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -58,50 +58,28 @@ class JobStatus:
     ending one no request runs, and its engines end."""
     num_rows: int
     """Output rows."""
-    num_rows_done: int
-    num_errors: int
+    num_rows_done: int = 0
+    num_errors: int = 0
     """Output rows with an error."""
-    errors: dict[str, int]
+    errors: dict[str, int] = field(default_factory=dict)
     """Those since the coordinator started, by the error's type, the most frequent first."""
-    num_shards: int
-    num_shards_done: int
-    num_prompt_tokens: int
+    num_shards: int = 0
+    num_shards_done: int = 0
+    num_prompt_tokens: int = 0
     """Tokens that the engines have run since the coordinator started."""
-    num_output_tokens: int
+    num_output_tokens: int = 0
     """Tokens that the engines have generated since the coordinator started."""
-    prompt_tokens_per_s: float | None
+    prompt_tokens_per_s: float | None = None
     """Over the last minute."""
-    output_tokens_per_s: float | None
+    output_tokens_per_s: float | None = None
     """Over the last minute."""
-    left_s: float | None
-    stalled_by_disk_s: float
-    replicas: tuple[ReplicaStatus, ...]
-    devices: tuple[DeviceLook, ...]
+    left_s: float | None = None
+    stalled_by_disk_s: float = 0.0
+    replicas: tuple[ReplicaStatus, ...] = ()
+    devices: tuple[DeviceLook, ...] = ()
     """Of the job."""
-    updated_at: float
+    updated_at: float = 0.0
     """In seconds since 1970."""
-
-    @classmethod
-    def starting(cls, num_rows: int, replicas: Sequence[ReplicaStatus]) -> "JobStatus":
-        """That of a job without shards yet."""
-        return cls(
-            state="starting",
-            num_rows=num_rows,
-            num_rows_done=0,
-            num_errors=0,
-            errors={},
-            num_shards=0,
-            num_shards_done=0,
-            num_prompt_tokens=0,
-            num_output_tokens=0,
-            prompt_tokens_per_s=None,
-            output_tokens_per_s=None,
-            left_s=None,
-            stalled_by_disk_s=0.0,
-            replicas=tuple(replicas),
-            devices=(),
-            updated_at=round(time.time(), 3),
-        )
 
 
 _STATUS = TypeAdapter(JobStatus)
@@ -115,12 +93,15 @@ class Totals:
     """Output rows that the engines answered."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    stalled_by_disk_s: float = 0.0
+    """Time in which the engines waited for the disk."""
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(
             self.num_rows + other.num_rows,
             self.num_prompt_tokens + other.num_prompt_tokens,
             self.num_output_tokens + other.num_output_tokens,
+            self.stalled_by_disk_s + other.stalled_by_disk_s,
         )
 
 
@@ -139,7 +120,7 @@ class Rates:
     @property
     def tokens_per_s(self) -> tuple[float, float] | None:
         """Prompt and output tokens a second; None before the first token."""
-        if not self._looks or self._looks[-1][1] == Totals():
+        if not self._looks or replace(self._looks[-1][1], stalled_by_disk_s=0.0) == Totals():
             return None
         return self._per_s("num_prompt_tokens"), self._per_s("num_output_tokens")
 
@@ -215,27 +196,17 @@ class ReplicaLook:
 
     @classmethod
     def of(cls, replica: int, incarnation: str, state: str, progress: Progress) -> "ReplicaLook":
-        """The sample from a replica's last progress message."""
-        engine = progress.engine
-        return cls(
-            replica=replica,
-            incarnation=incarnation,
-            state=state,
-            num_running=engine.num_running,
-            num_waiting=engine.num_waiting,
-            num_ready=progress.num_waiting,
-            kv_cache_usage=round(engine.kv_cache_usage, 4),
-            prefix_cache_queries=engine.prefix_cache_queries,
-            prefix_cache_hits=engine.prefix_cache_hits,
-            num_preemptions=engine.num_preemptions,
-            num_prompt_tokens=progress.num_prompt_tokens,
-            num_output_tokens=progress.num_output_tokens,
-            num_rows=progress.num_rows,
-            num_answered=progress.num_answered,
-            steps=progress.steps,
-            stalled_by_disk_s=progress.stalled_by_disk_s,
-            busy_s=progress.busy_s,
-        )
+        """The sample from a replica's last progress message, most of whose fields have the same names."""
+        values = {
+            **asdict(progress),
+            **asdict(progress.engine),
+            "replica": replica,
+            "incarnation": incarnation,
+            "state": state,
+            "num_ready": progress.num_waiting,
+            "kv_cache_usage": round(progress.engine.kv_cache_usage, 4),
+        }
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)

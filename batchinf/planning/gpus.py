@@ -120,11 +120,14 @@ def _part_of(gpu: Gpu, part: str) -> Gpu:
     )
 
 
-def gpu_like(title: str, memory_bytes: int) -> Gpu | None:
-    """The GPU of the table for a device of this host, by NVML's name and memory; None if it is not in the table."""
+def gpu_like(title: str, memory_bytes: int | None) -> Gpu | None:
+    """The GPU of the table for a device of this host, by NVML's name and memory; None if it is not in the table.
+
+    memory_bytes: None on a processor.
+    """
     words = title.lower().replace("nvidia", "").replace("geforce", "")
     near = [gpu for gpu in GPUS.values() if re.search(rf"\b{_family(gpu.name)}\b", words)]
-    if not near:
+    if not near or memory_bytes is None:
         return None
     nearest = min(near, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), "pcie" in gpu.name))
     return dataclasses.replace(nearest, memory_bytes=memory_bytes)

@@ -1,4 +1,4 @@
-"""Token lengths of a job's rows, from a sample of its input, without a full scan of a large one."""
+"""Token lengths and common beginnings of a job's rows, from a sample, without a full scan of a large input."""
 
 import contextlib
 import dataclasses
@@ -9,17 +9,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
-from batchinf.base.errors import RowError
+from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
 from batchinf.job.choose import choose
 from batchinf.job.job import Job, max_model_len
 from batchinf.job.open import location_of, open_job
+from batchinf.job.ordering import prefix_key, shared_in_order
 from batchinf.job.sample import RUN_ROWS, sample_rows
 from batchinf.model.cache import BLOCK_TOKENS
 from batchinf.planning.throughput import Workload
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
+from batchinf.source.find import find_files, is_dataset
+from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
 from batchinf.spec.sampling import SamplingSpec
@@ -30,6 +35,8 @@ _LONG = 1 << 30
 # About two million tokens. Tokenising a thousand long prompts takes minutes, in which a starting job would do nothing
 # else.
 _MOST_BYTES = 8 << 20
+_MOST_FILES = 1000  # a sample opens each file, before any engine starts
+_BLOCK_BYTES = 64  # about 16 tokens of text, a block of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,7 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
     shared: Sequence[int] | None = None
     longest = 1
     row_error: RowError | None = None
-    is_assumed = _has_assumed_outputs(job)
+    is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
     for rows, shares in sample.runs:
         for prompt, ratios in zip(builder.build(rows, length), shares, strict=True):
             if prompt.error is not None:
@@ -188,11 +195,6 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
         row_error=row_error,
         num_shared=len(shared) if shared is not None and len(prompts) > 1 else 0,
     )
-
-
-def _has_assumed_outputs(job: Job) -> bool:
-    """Whether the lengths of outputs are a guess."""
-    return job.task.draws_tokens and job.spec.sampling.max_tokens is None
 
 
 def _requests_of(prompt: Prompt, task: Task, length: int, *, is_assumed: bool) -> Iterator[tuple[Sequence[int], int]]:
@@ -264,3 +266,43 @@ def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:
 def _once(sampling: SamplingSpec) -> SamplingSpec:
     """One request stands for all samples of a row, which may be millions."""
     return sampling.model_copy(update={"n": 1})
+
+
+# -- common beginnings -------------------------------------------------------------------------------------------------
+
+
+def shared_share(file: SpecFile) -> float | None:
+    """The share of the prompts' text, 0 to 1, that repeats the beginning of an earlier prompt of the sample.
+
+    The share of all rows is higher if they have thousands of different beginnings. None if it is unknown: no quick
+    sample can be taken, the input cannot be read, or its rows are put in an order by their prompts.
+    """
+    location = location_of(file.spec)
+    if file.spec.input.order in ("prefix", "auto") or is_url(location.path) or is_dataset(location):
+        return None
+    try:
+        if len(find_files(location)[1]) > _MOST_FILES:
+            return None
+        with opened(file, may_scan=False) as sample:
+            if sample is None:
+                return None
+            texts = _beginnings(sample[0])
+    except (UserError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
+        return None  # the start reads the input again, and says why it cannot
+    if not texts:
+        return None
+    # vLLM caches whole blocks.
+    whole = [text[: len(text) // _BLOCK_BYTES * _BLOCK_BYTES] for text in texts]
+    return shared_in_order([prefix_key(text) for text in whole]) / max(1, sum(map(len, texts)))
+
+
+def _beginnings(job: Job) -> list[bytes]:
+    """The beginnings of the prompts of a sample of rows."""
+    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
+    builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
+    return [
+        beginning
+        for places in sample_rows(job.rows, 0)
+        for row in job.source.read_rows(np.asarray(places, np.int64), builder.columns)
+        if (beginning := builder.outline(row).beginning) is not None
+    ]

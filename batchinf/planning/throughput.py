@@ -6,7 +6,6 @@ arXiv:2001.08361, section 2.1), and 4 × heads × head size FLOP for each pair o
 2 (n - 1) / n of the bytes over each link (NCCL tests, PERFORMANCE.md).
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any, Literal
 
 from batchinf.model.cache import head_dim_of, num_attention_heads
 from batchinf.model.memory import CHOSEN_EXPERTS, NUM_EXPERTS, Fit, Needs, named_number
-from batchinf.planning.degrees import Degrees
 from batchinf.planning.gpus import Gpu
 from batchinf.spec.job import WHOLE_STEPS
 
@@ -141,16 +139,15 @@ class Prediction:
         return self.prompt_tokens_per_s + self.output_tokens_per_s
 
 
-def prediction_of(
-    fit: Fit, degrees: Degrees, shape: Shape, *, gpu: Gpu, work: Workload, share: float, sharers: int = 1
-) -> Prediction:
-    """Time of the work on one replica. sharers: replicas on each of its devices, all with as much work."""
-    at = dataclasses.replace(fit, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline)
-    limits = at.limits
+def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: float, sharers: int = 1) -> Prediction:
+    """Time of the work on one replica. fit: at its degrees. sharers: replicas on each device, all with as much work."""
+    pipeline = fit.pipeline_parallel_size
+    num_devices = fit.tensor_parallel_size * pipeline
+    limits = fit.limits
     limit = min(limits["max_num_seqs"], work.num_requests)
 
     def fitting(tokens: float) -> int:
-        return max(1, min(limit, int(at.sequences(max(1, round(tokens)), share, degrees.step_bytes) or 1.0)))
+        return max(1, min(limit, int(fit.sequences(max(1, round(tokens)), share, fit.step_bytes) or 1.0)))
 
     prompt = work.computed_tokens  # the cache holds the beginning of all prompts once
     running = fitting(prompt + work.output_tokens / 2)
@@ -166,11 +163,11 @@ def prediction_of(
         starts = prompt_tokens / prompt
         running = max(1, math.ceil(starts))
         decoded = 0
-    parts = _step(at, shape, gpu, work, prompt_tokens=prompt_tokens, decoded=decoded, running=running)
+    parts = _step(fit, shape, gpu, work, prompt_tokens=prompt_tokens, decoded=decoded, running=running)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
-    num_steps = degrees.pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
-    is_one_graph = degrees.num_devices == 1 and has_whole_steps(fit.engine)
-    launch_s = shape.num_layers / degrees.pipeline * LAYER_S if not decoded and not is_one_graph else 0.0
+    num_steps = pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
+    is_one_graph = num_devices == 1 and has_whole_steps(fit.engine)
+    launch_s = shape.num_layers / pipeline * LAYER_S if not decoded and not is_one_graph else 0.0
     device_s = sum(parts.values())
     python_s = num_steps * (STEP_S + launch_s) + running * SEQUENCE_S + starts * REQUEST_S
     step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
@@ -179,7 +176,7 @@ def prediction_of(
         step_s = max(step_s, device_s)
     seconds = work.num_requests * step_s / starts
     if decoded:  # the last sequences end alone
-        weights_s = shape.layer_bytes / degrees.tensor / gpu.bandwidth / _MEMORY_SHARE
+        weights_s = shape.layer_bytes / fit.tensor_parallel_size / gpu.bandwidth / _MEMORY_SHARE
         seconds += max(0.0, work.longest_output - work.output_tokens) * (STEP_S + weights_s)
     limited_by = "the engine's Python" if python_s > device_s else max(parts, key=lambda name: parts[name])
     if decoded and running < min(limits["max_num_seqs"], work.num_requests):

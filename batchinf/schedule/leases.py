@@ -352,7 +352,7 @@ def revocations(
     """The unbegun leases to take back from each replica, so that they can be given to others. None while rows pend.
 
     The replica with the fewest rows is filled first, each time with the newest unbegun lease of the replica with the
-    most rows; see `ReplicaLoad.takes_more` and `_Givers.best_for`.
+    most rows; see `ReplicaLoad.takes_more` and `_Movable.best_for`.
 
     is_holding: rows are held back for replicas whose engine is not up, so these keep their leases.
     """
@@ -360,62 +360,55 @@ def revocations(
     givers = [load for load in replicas if load.unbegun and (load.is_up or not is_holding)]
     if pending or not givers:
         return taken_back
-    left = _Givers(givers)
-    takers = [load for load in replicas if load.takes_more(sharing)]
-    for taker in sorted(takers, key=lambda load: (load.outstanding_rows, load.replica)):
-        own_rows = left.rows_of(taker)
-        while replace(taker, outstanding_rows=own_rows).takes_more(sharing):
-            if (giver := left.best_for(taker, own_rows)) is None:
+    left = _Movable(replicas, givers)
+    takers = [place for place, load in enumerate(replicas) if load.takes_more(sharing)]
+    for taker in sorted(takers, key=lambda place: (replicas[place].outstanding_rows, replicas[place].replica)):
+        while replace(replicas[taker], outstanding_rows=left.num_rows(taker)).takes_more(sharing):
+            if (giver := left.best_for(taker)) is None:
                 break
-            lease = left.take_from(giver)
-            own_rows += lease.num_to_run
-            left.set_rows(taker, own_rows)
-            taken_back.setdefault(givers[giver].replica, []).append(lease)
+            taken_back.setdefault(replicas[giver].replica, []).append(left.move(giver, taker))
         if not taken_back:
             break  # no replica gives a lease to the taker with the fewest rows, so none gives one to the others
     return taken_back
 
 
-class _Givers:
-    """The replicas that have leases to give. Arrays, because each of 1,000 replicas may look for the best of 1,000."""
+class _Movable:
+    """The leases that can move between replicas, which are named by their places in the list of all.
 
-    def __init__(self, givers: Sequence[ReplicaLoad]) -> None:
-        self._unbegun = [list(load.unbegun) for load in givers]
-        self._places = {load.replica: place for place, load in enumerate(givers)}
-        self._rows = np.array([load.outstanding_rows for load in givers])
-        self._newest = np.array([load.unbegun[-1].num_to_run for load in givers])  # -1: it has none left
-        self._gives_any = np.array([not (load.is_accepting and load.is_up) for load in givers])
+    Arrays, because each of 1,000 replicas may look for the best of 1,000.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaLoad], givers: Sequence[ReplicaLoad]) -> None:
+        giving = {load.replica for load in givers}
+        self._unbegun = [list(load.unbegun) if load.replica in giving else [] for load in replicas]
+        self._rows = np.array([load.outstanding_rows for load in replicas])
+        self._newest = np.array([leases[-1].num_to_run if leases else -1 for leases in self._unbegun])  # -1: none left
+        self._gives_any = np.array([not (load.is_accepting and load.is_up) for load in replicas])
         # Leases of a replica that is not up move at once, and cost no message back and forth.
-        self._is_first = np.array([not load.is_up for load in givers])
+        self._is_first = np.array([not load.is_up for load in replicas])
 
-    def rows_of(self, taker: ReplicaLoad) -> int:
-        place = self._places.get(taker.replica)
-        return taker.outstanding_rows if place is None else int(self._rows[place])
+    def num_rows(self, place: int) -> int:
+        return int(self._rows[place])
 
-    def set_rows(self, taker: ReplicaLoad, num_rows: int) -> None:
-        if (place := self._places.get(taker.replica)) is not None:
-            self._rows[place] = num_rows
-
-    def best_for(self, taker: ReplicaLoad, own_rows: int) -> int | None:
-        """Of the replicas that give their newest lease, the place of that with the most rows; None if none gives one.
+    def best_for(self, taker: int) -> int | None:
+        """Of the replicas that give their newest lease, the one with the most rows; None if none gives one.
 
         After that it still has more rows than the taker had, so the loads become more equal, and no lease moves back
         and forth. A replica that accepts no leases, or whose engine is not up, gives them in any case.
         """
-        gives = (self._newest >= 0) & ((self._rows - self._newest > own_rows) | self._gives_any)
-        if (place := self._places.get(taker.replica)) is not None:
-            gives[place] = False
-        if not gives.any():
-            return None
+        gives = (self._newest >= 0) & ((self._rows - self._newest > self._rows[taker]) | self._gives_any)
+        gives[taker] = False
         for some in (gives & self._is_first, gives):
             if some.any():
                 return int(np.where(some, self._rows, -1).argmax())
         return None
 
-    def take_from(self, place: int) -> Lease:
-        lease = self._unbegun[place].pop()
-        self._rows[place] -= lease.num_to_run
-        self._newest[place] = self._unbegun[place][-1].num_to_run if self._unbegun[place] else -1
+    def move(self, giver: int, taker: int) -> Lease:
+        unbegun = self._unbegun[giver]
+        lease = unbegun.pop()
+        self._rows[giver] -= lease.num_to_run
+        self._rows[taker] += lease.num_to_run
+        self._newest[giver] = unbegun[-1].num_to_run if unbegun else -1
         return lease
 
 

@@ -138,11 +138,8 @@ class Positions:
         edges = np.minimum([rows.first, rows.last + 1], self.stop_row).astype(self._items.dtype)
         stored = self.rows(*np.searchsorted(self._items, edges).tolist())
         is_chosen = np.zeros(len(rows), np.bool_)
-        if rows.is_consecutive:
-            is_chosen[stored - rows.first] = True
-        elif len(stored):
-            positions = rows.positions()
-            is_chosen[:] = stored[np.minimum(np.searchsorted(stored, positions), len(stored) - 1)] == positions
+        found = rows.locals(stored)
+        is_chosen[found[found >= 0]] = True
         return is_chosen
 
     def counts(self, shards: Iterable[ShardRows]) -> Int64Array:

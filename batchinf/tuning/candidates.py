@@ -12,11 +12,12 @@ import yaml
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing, replicas_per_device, shown
+from batchinf.fleet.parallel import local_devices
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
-from batchinf.planning.beginnings import shared_share
 from batchinf.planning.degrees import that_fit
+from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec, fields
 from batchinf.tasks.registry import task_of
@@ -53,15 +54,11 @@ def candidates(dimensions: Sequence[Sequence[Settings]]) -> Iterator[Candidate]:
                 yield Candidate({name: value for settings in parts for name, value in settings.items()})
 
 
-def named_by_user(file: SpecFile, texts: Sequence[str]) -> list[list[Settings]]:
-    """The values of `--try engine.max_num_seqs=256,512`, one dimension for each text.
+def named_by_user(spec: JobSpec, text: str) -> list[Settings]:
+    """The dimension of `--try engine.max_num_seqs=256,512`.
 
     Raises SpecError for a value that the field does not take, or that would change the output.
     """
-    return [_named_by_user(file.spec, text) for text in texts]
-
-
-def _named_by_user(spec: JobSpec, text: str) -> list[Settings]:
     name, equals, listed = text.partition("=")
     place = f"--try {text}"
     try:
@@ -99,9 +96,7 @@ class _Start:
     def of(cls, spec: JobSpec, backend: Backend, share: Callable[[], float | None] = lambda: None) -> "_Start":
         """share: see `chosen_arguments`."""
         task = task_of(spec)
-        devices = () if spec.scripted is not None or spec.backend == "ray" else backend.devices()
-        if spec.parallel.devices is not None:
-            devices = tuple(device for device in devices if device in map(str, spec.parallel.devices))
+        devices = local_devices(spec, backend)
         size = backend.device_size(devices[0]) if devices else (None, "")
         fit = fit_of(resolve(spec.model), spec, *size, limits_of=task.default_batch_limits)
         chosen = chosen_arguments(spec, fit, task, 1, shared_share=share)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import mmap
 import os
 import pathlib
 import re
@@ -22,15 +23,15 @@ from fleets import fleet_of
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.commands.head import read_head
-from batchinf.fleet.causes import full_message, last_error
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.fleet import Fleet, full_message, last_error
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
-from batchinf.fleet.local.channel import Channel, SharedMemory
+from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
 from batchinf.records import Lease, Part
 from batchinf.replica.messages import Failed, Launch, ShardClosed, Stopped
+from batchinf.replica.worker import RECORD_BYTES
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
@@ -350,16 +351,16 @@ def start_process(
     fleet.handles[number] = LocalReplica(
         incarnation=name,
         process=process,
-        channel=Channel(ours, name),
-        memory=SharedMemory.create(),
+        channel=Channel(ours),
+        memory=mmap.mmap(-1, RECORD_BYTES[1]),
         log=folder / "log",
         log_start=0,
-        sockets=sockets,
-        own_cache=None,
+        has_own_cache=False,
+        folders=(sockets,),
         selector=None,
     )
     fleet.replicas[number].start(name, time.monotonic())
-    other_end = Channel(theirs, name)
+    other_end = Channel(theirs)
     stack.callback(other_end.close)
     return process, other_end
 
@@ -412,7 +413,7 @@ def test_restarts_leave_no_open_file_and_no_folder(tmp_path: pathlib.Path, monke
     before = psutil.Process().num_fds()
     for number in range(8):
         replica = backend.start(launch_of(tmp_path, f"000001.{number:04d}"), SLOT, tmp_path / "log")
-        assert replica.sockets.is_dir()
+        assert replica.folders[0].is_dir()
         replica.end()
         assert not psutil.pid_exists(replica.process.pid)
     assert psutil.Process().num_fds() <= before
@@ -420,7 +421,7 @@ def test_restarts_leave_no_open_file_and_no_folder(tmp_path: pathlib.Path, monke
     # What a coordinator that was killed has left is removed at the next start.
     abandoned = backend.start(launch_of(tmp_path), SLOT, tmp_path / "log")
     replica = backend.start(launch_of(tmp_path), SLOT, tmp_path / "log")
-    assert not abandoned.sockets.exists()
+    assert not abandoned.folders[0].exists()
     for one in (abandoned, replica):
         one.end()
     backend.close()
@@ -467,8 +468,8 @@ def test_words_that_point_elsewhere_are_followed(tmp_path: pathlib.Path) -> None
             memory=nothing,
             log=log,
             log_start=start,
-            sockets=tmp_path,
-            own_cache=None,
+            has_own_cache=False,
+            folders=(tmp_path,),
             selector=None,
         )
     words = "vLLM could not start: RuntimeError: Engine core initialization failed. See root cause above."

@@ -15,8 +15,8 @@ import batchinf
 import jobs
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
+from batchinf.fleet.engine_defaults import MEASUREMENT
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.thresholds import MEASUREMENT
 from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent

@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+import mmap
 import pathlib
 import random
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,13 @@ from extents import extent_of_all
 import batchinf
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.fleet.local.channel import SharedMemory
-from batchinf.fleet.sharing.quarantine import Case, Quarantine, Trials
+from batchinf.fleet.sharing.quarantine import CASES, Case, Quarantine, Trials
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Lease
-from batchinf.replica.messages import InFlightRequest
-from batchinf.replica.worker import InFlightRecord
+from batchinf.replica.messages import Assign, InFlightRequest, Trial
+from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.schedule.positions import RunOrder
 
 WINDOW = 64
@@ -76,7 +77,7 @@ def search(
             0, name, shards, in_flight, is_fresh=is_fresh, is_outside=is_outside, is_host_lost=is_host_lost
         )
         is_fresh = True
-        assert Case.of(case.fields()) == case
+        assert CASES.validate_python(asdict(case)) == case
         if row is not None:
             condemned.append(row)
 
@@ -115,7 +116,7 @@ def test_rows_of_a_lost_host_are_suspected_after_a_second_one() -> None:
         in_flight = [InFlightRequest(row, False) for row in rows]
         case, row = quarantine.died(replica, name, shards, in_flight, is_outside=True, is_host_lost=True)
         assert row is None
-        assert Case.of(case.fields()) == case
+        assert CASES.validate_python(asdict(case)) == case
         return case
 
     # Any replica may run their shards, and other rows on a second lost host are not suspected either.
@@ -180,13 +181,13 @@ def test_cases_are_handed_over_and_closed() -> None:
 
 
 def test_requests_in_flight_are_read_from_the_memory_that_a_replica_wrote() -> None:
-    shared = SharedMemory.create()
-    record = InFlightRecord(shared.memory)
+    shared = mmap.mmap(-1, RECORD_BYTES[1])
+    record = InFlightRecord(shared)
     slots = [record.enter(row) for row in (5, 6, 7, 6)]
     record.note_output(slots[1])
     record.leave(slots[0])
     slots.append(record.enter(8))
-    found = InFlightRecord(shared.memory).requests()
+    found = InFlightRecord(shared).requests()
     assert [(one.row_index, one.has_output) for one in found] == [(6, True), (7, False), (6, False), (8, False)]
     shared.close()
 
@@ -369,15 +370,14 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
         replicas=[
             types.SimpleNamespace(number=0, is_running=True, is_live=True, current=types.SimpleNamespace(name="a"))
         ],
-        try_rows=lambda replica, trial: given.append((trial.is_probe, trial.groups)),
-        assign=lambda replica, leases, condemned: given.append(leases),
+        give=lambda replica, message: given.append(message),
     )
     extents = (extent_of_all(0, 20, 20, 0),)
     case = Case("a", 0, (Lease(0, 0, 20),), (7, 8), "probe", (8,), ((7, 8), (8,)))
     folder = Folder(tmp_path)
     folder.make("manifest")
     state = State()
-    state.kept["case/a"] = EventLine("death", "", {"kept_as": "case/a", **case.fields()})
+    state.kept["case/a"] = EventLine("death", "", {"kept_as": "case/a", **asdict(case)})
     manifest = Manifest(folder, 1)
     trials = Trials(RunOrder(folder, extents), state, np.zeros(1, np.bool_), fleet=fleet, manifest=manifest)
     leases = [Lease(4, 80, 90), Lease(0, 0, 20), Lease(0, 20, 30)]
@@ -387,5 +387,6 @@ def test_the_same_rows_may_be_tried_twice_in_turn(tmp_path: pathlib.Path) -> Non
         trials.give()  # nothing is given twice
         trials.survived(fleet.replicas[0], rows)
     manifest.close()
-    halves = [(False, ((row,),)) for row in (7, 8, 8)]
-    assert given == [(True, ((8,),)), *halves, (Lease(0, 0, 20, attempts=2),)]
+    again = (Lease(0, 0, 20, attempts=2),)
+    halves = [Trial(again, ((row,),), is_probe=False) for row in (7, 8, 8)]
+    assert given == [Trial(again, ((8,),), is_probe=True), *halves, Assign(again)]

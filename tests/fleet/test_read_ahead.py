@@ -7,7 +7,7 @@ import types
 import pytest
 
 import jobs
-from batchinf.fleet.local import read_ahead as local
+from batchinf.fleet.local import backend as local
 from batchinf.job import open as job_open
 from batchinf.model.identity import Model
 from batchinf.spec.file import read_spec

@@ -10,8 +10,7 @@ import transformers  # noqa: F401
 
 from batchinf.model.identity import Model
 from batchinf.model.memory import CHOSEN_EXPERTS, DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
-from batchinf.planning.choose import Machine, best, options
-from batchinf.planning.degrees import degrees_of
+from batchinf.planning.degrees import Machine, best, degrees_of, options
 from batchinf.planning.gpus import gpu_named
 from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of
 from batchinf.spec.job import WHOLE_STEPS, JobSpec
@@ -119,7 +118,7 @@ def test_auto_takes_the_degrees_that_were_measured_best(
     memory = gpu_named("h200").memory_bytes if memory_gb is None else int(memory_gb * 1e9)
     fit = fit_on(shape, "generate", {"max_model_len": context}, quantization, memory)
     machine = Machine(gpu_named("h200"), 2, 1, SHARE)
-    chosen = best(options(fit, machine, context, shape=shape_of(fit.needs), work=Workload(10**6, 256, 128, 128)))
+    chosen = best(options(fit, machine, context, Workload(10**6, 256, 128, 128)))
     assert chosen is not None
     assert (chosen.degrees.tensor, chosen.degrees.pipeline, chosen.data) == (tensor, 1, 2 // tensor)
 
@@ -149,9 +148,9 @@ def predict(measured: Measured) -> tuple[Prediction, int]:
     work = Workload(measured.num_rows, prompt, output, output, LOGITS[measured.task], measured.cached)
     shape = shape_of(fit.needs)
     assert shape is not None
-    return prediction_of(
-        fit, degrees, shape, gpu=gpu, work=work, share=SHARE, sharers=measured.sharers
-    ), degrees.cache_tokens
+    at = dataclasses.replace(fit, tensor_parallel_size=measured.tensor, pipeline_parallel_size=measured.pipeline)
+    prediction = prediction_of(at, shape, gpu=gpu, work=work, share=SHARE, sharers=measured.sharers)
+    return prediction, degrees.cache_tokens
 
 
 _TINY = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,

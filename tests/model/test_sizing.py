@@ -11,10 +11,9 @@ from batchinf.model.cache import KvCache
 from batchinf.model.identity import Model
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, needs_of
 from batchinf.model.parameters import count_parameters
-from batchinf.planning.choose import Machine, best, options
-from batchinf.planning.degrees import Degrees, that_fit
+from batchinf.planning.degrees import Degrees, Machine, best, options, that_fit
 from batchinf.planning.gpus import gpu_named, why_not
-from batchinf.planning.throughput import Workload, shape_of
+from batchinf.planning.throughput import Workload
 from batchinf.spec.job import ModelSpec
 from benchmarks.shapes import SHAPES
 
@@ -233,7 +232,7 @@ def test_the_case_of_a_published_study_where_the_cache_is_starved() -> None:
         at = dataclasses.replace(small, tensor_parallel_size=tensor)
         assert (at.cache_bytes(share, at.step_bytes) or 0) / GB == pytest.approx(published, rel=0.03)
     work = Workload(10**6, 128, 128, 128)
-    found = options(small, Machine(gpu_named("h200"), 2, 1, share), 512, shape=shape_of(small.needs), work=work)
+    found = options(small, Machine(gpu_named("h200"), 2, 1, share), 512, work)
     assert [it.degrees.tensor for it in found] == [1, 2]
     assert (chosen := best(found)) is not None and chosen.degrees.tensor == 2
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import jobs
-from batchinf.planning import beginnings
-from batchinf.planning.beginnings import shared_share
+from batchinf.planning import lengths
+from batchinf.planning.lengths import shared_share
 from batchinf.source import sample
 from batchinf.spec.file import read_spec
 
@@ -97,7 +97,7 @@ def test_without_a_valid_prompt_the_share_is_unknown(tmp_path: pathlib.Path) -> 
 
 
 def test_many_files_are_not_opened(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginnings, "_MOST_FILES", 1)
+    monkeypatch.setattr(lengths, "_MOST_FILES", 1)
     folder = tmp_path / "files"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"prompt": "a"}\n')

@@ -12,7 +12,6 @@ from batchinf.base.errors import SpecError, UserError
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.devices import place
-from batchinf.fleet.thresholds import Thresholds
 from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
@@ -25,7 +24,7 @@ from batchinf.tuning.candidates import (
     named_by_user,
     requests_at_once,
 )
-from batchinf.tuning.spec_text import write_settings
+from batchinf.tuning.tune import write_settings
 from benchmarks.shapes import SHAPES
 
 
@@ -108,7 +107,7 @@ def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
     given: dict[str, Any], num_bytes: int, expected: int | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr("batchinf.fleet.engine_defaults.THRESHOLDS", Thresholds(least_input_bytes=1000))
+    monkeypatch.setattr("batchinf.fleet.engine_defaults.LEAST_INPUT_BYTES", 1000)
     long = tmp_path / "long.jsonl"
     long.write_text('{"text": "Once upon a time"}\n'.ljust(num_bytes))
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, engine=IN_PIECES,
@@ -184,7 +183,7 @@ def test_what_the_spec_says_stays(tmp_path: pathlib.Path) -> None:
 
 def test_values_of_the_user(tmp_path: pathlib.Path) -> None:
     file = read_spec(jobs.spec_of(tmp_path))
-    found = named_by_user(file, ["engine.max_num_seqs=64, 256", "input.order=prefix"])
+    found = [named_by_user(file.spec, text) for text in ("engine.max_num_seqs=64, 256", "input.order=prefix")]
     assert found == [[{"engine.max_num_seqs": 64}, {"engine.max_num_seqs": 256}], [{"input.order": "prefix"}]]
     assert len(list(candidates(found))) == 6
 
@@ -203,7 +202,7 @@ def test_values_of_the_user(tmp_path: pathlib.Path) -> None:
 )
 def test_what_cannot_be_tried(tmp_path: pathlib.Path, text: str, message: str) -> None:
     with pytest.raises(SpecError) as refused:
-        named_by_user(read_spec(jobs.spec_of(tmp_path)), [text])
+        named_by_user(read_spec(jobs.spec_of(tmp_path)).spec, text)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -4,6 +4,8 @@ It ends only its own process groups and those that an earlier coordinator of the
 """
 
 import contextlib
+import mmap
+import os
 import pathlib
 import selectors
 import shutil
@@ -11,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.backend import DeviceWatch, EndedBy, Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local import devices
-from batchinf.fleet.local.channel import Channel, SharedMemory
+from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.local.environment import (
     cache_root,
     claim_ports,
@@ -40,17 +43,22 @@ from batchinf.fleet.local.process_group import (
     kill_all_but_trackers,
     members,
 )
-from batchinf.fleet.local.read_ahead import read_ahead
+from batchinf.model import files as model_files
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.messages import Command, Event, Launch
-from batchinf.replica.worker import InFlightRecord
+from batchinf.replica.worker import RECORD_BYTES, InFlightRecord
 from batchinf.spec.job import JobSpec
 
 # Signals that come from other processes, unlike a segmentation fault.
 _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 # The ranks of a large engine each write a traceback.
 _LOG_TAIL_BYTES = 1 << 20
+# Of a model's weights. If the first byte of a block is in memory, the whole block is assumed to be: another process has
+# just read it.
+_BLOCK_BYTES = 2 << 20
+# Share of the free memory. Reading more weights ahead would push the first files out of the page cache again.
+_MOST = 0.5
 
 
 def read_log(path: pathlib.Path, start: int) -> list[str]:
@@ -70,22 +78,19 @@ class LocalReplica:
     incarnation: str
     process: "subprocess.Popen[bytes]"
     channel: Channel
-    memory: SharedMemory
+    memory: mmap.mmap
+    """The record of its requests in flight, which outlives the process."""
     log: pathlib.Path
     log_start: int
     """The byte of its log at which its lines begin."""
-    sockets: pathlib.Path
-    own_cache: pathlib.Path | None
-    """vLLM's cache folder if it is not the shared one; deleted at its end."""
+    has_own_cache: bool
+    folders: tuple[pathlib.Path, ...]
+    """Deleted at its end: that of its sockets, and its own cache."""
     selector: selectors.BaseSelector | None
     """Listens to the channel."""
     started: float = field(default_factory=time.monotonic)
     seen: tuple[float, int | None] | None = None
     """Lifetime and exit code when its end began."""
-
-    @property
-    def has_own_cache(self) -> bool:
-        return self.own_cache is not None
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -117,10 +122,11 @@ class LocalReplica:
         events: list[Event] = []
         while messages := self.channel.receive(0):
             events.extend(messages)
-        in_flight = () if self.memory.is_closed else tuple(InFlightRecord(self.memory.memory).requests())
+        in_flight = () if self.memory.closed else tuple(InFlightRecord(self.memory).requests())
         self.channel.close()
-        self.memory.close()
-        for folder in filter(None, (self.sockets, self.own_cache)):
+        with contextlib.suppress(BufferError):  # an interrupted reader is released with its exception
+            self.memory.close()
+        for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
         return Ending(
             ended_by=_ended_by(code),
@@ -145,6 +151,17 @@ def _ended_by(code: int | None) -> EndedBy:
 
 def _describe(code: int | None) -> str:
     return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _new_memory() -> int:
+    """A descriptor of anonymous memory, all zeros, which a replica inherits. It touches no disk. Linux only."""
+    descriptor = os.memfd_create("batchinf-in-flight")
+    preferred, least = RECORD_BYTES
+    try:
+        os.ftruncate(descriptor, preferred)
+    except OSError:
+        os.ftruncate(descriptor, least)
+    return descriptor
 
 
 class LocalBackend:
@@ -185,7 +202,8 @@ class LocalBackend:
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> LocalReplica:
         """See `Backend`. The process has its own session."""
         ours, theirs = socket.socketpair()
-        memory = SharedMemory.create()
+        descriptor = _new_memory()
+        memory = mmap.mmap(descriptor, 0)
         sockets = sockets_folder(launch)
         own_cache = make_own_cache(launch) if has_own_cache else None
         # vLLM finds a free port first and binds it later: two replicas with the same ports can race for one.
@@ -195,17 +213,18 @@ class LocalBackend:
                 # -P: a `queue.py` in the user's folder must not replace Python's.
                 [
                     *(sys.executable, "-P", "-m", "batchinf.fleet.local.process"),
-                    *(str(theirs.fileno()), launch.incarnation, str(memory.fileno())),
+                    *(str(theirs.fileno()), str(descriptor)),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=process_environment(slot, sockets=sockets, own_cache=own_cache, port=ports.getsockname()[1] + 1),
                 # The replica's copy of `ports` holds the claim until it ends.
-                pass_fds=(theirs.fileno(), memory.fileno(), ports.fileno()),
+                pass_fds=(theirs.fileno(), descriptor, ports.fileno()),
                 start_new_session=True,
             )
-        channel = Channel(ours, launch.incarnation)
+        os.close(descriptor)
+        channel = Channel(ours)
         channel.send(launch)
         replica = LocalReplica(
             incarnation=launch.incarnation,
@@ -214,8 +233,8 @@ class LocalBackend:
             memory=memory,
             log=log,
             log_start=log_start,
-            sockets=sockets,
-            own_cache=own_cache,
+            has_own_cache=has_own_cache,
+            folders=(sockets,) if own_cache is None else (sockets, own_cache),
             selector=self._selector,
         )
         self._selector.register(channel, selectors.EVENT_READ, replica)
@@ -252,3 +271,38 @@ class LocalBackend:
 
     def close(self) -> None:
         self._selector.close()
+
+
+def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
+    """Begin to read a local model's weights into the page cache, so that all replicas of the host load them from there.
+
+    Returns None if there is nothing to read or too little free memory. Nothing waits for the thread.
+    """
+    folder = pathlib.Path(model.path)
+    if load_format == "dummy" or not folder.is_dir():
+        return None
+    paths = [path for name in model_files.weight_files(folder, load_format) if (path := folder / name).is_file()]
+    num_bytes = sum(path.stat().st_size for path in paths)
+    if not 0 < num_bytes < psutil.virtual_memory().available * _MOST:
+        return None
+    thread = threading.Thread(target=_read, args=(paths,), name="read_ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read(paths: Sequence[pathlib.Path]) -> None:
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    for path in paths:
+        # Errors are ignored: the engine reports them when it loads the file.
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            for offset in range(0, path.stat().st_size, _BLOCK_BYTES):
+                if not _is_cached(file.fileno(), offset):
+                    os.preadv(file.fileno(), [block], offset)
+
+
+def _is_cached(descriptor: int, offset: int) -> bool:
+    """Whether the byte at `offset` is in memory; False if the file system cannot tell."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:  # EAGAIN: not in memory; EOPNOTSUPP
+        return False

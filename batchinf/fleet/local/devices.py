@@ -7,7 +7,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -93,16 +92,6 @@ def _ask(nvml: Any, question: Any, handle: Any) -> Any:
 
 
 CPU_REPLICAS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUse:
-    """Memory of a device that a process occupies."""
-
-    device: str
-    pid: int
-    user: str
-    used_bytes: int
 
 
 def visible_devices() -> tuple[str, ...]:
@@ -202,12 +191,11 @@ def check_free(engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
     share = float(engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
     users = Counter(device for slot in slots for device in slot.devices)
     for device, num_replicas in users.items():
-        free, total, uses = _device_memory(device)
+        free, total, holders = _device_memory(device)
         if free < num_replicas * share * total:
-            holders = "; ".join(f"pid {use.pid} of {use.user} ({use.used_bytes / 2**30:.1f} GiB)" for use in uses)
-            holders = holders or "a program that cannot be seen from here"
+            held_by = "; ".join(holders) or "a program that cannot be seen from here"
             raise UserError(
-                f"device {device} is held by {holders}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, "
+                f"device {device} is held by {held_by}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, "
                 f"gpu_memory_utilization {share} needs {num_replicas * share * total / 2**30:.1f} for "
                 f"{num_replicas} replica(s); end that program, choose other "
                 f"devices with parallel.devices, or lower engine.gpu_memory_utilization"
@@ -253,7 +241,8 @@ def device_size(device: str) -> tuple[int | None, str]:
             return None, ""
 
 
-def _device_memory(device: str) -> tuple[int, int, list[DeviceUse]]:
+def _device_memory(device: str) -> tuple[int, int, list[str]]:
+    """The free and the whole memory in bytes, and the processes that occupy some of it, for people."""
     with open_nvml() as nvml:
         if nvml is None:
             return 0, 0, []
@@ -263,8 +252,8 @@ def _device_memory(device: str) -> tuple[int, int, list[DeviceUse]]:
             running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         except nvml.NVMLError:
             return 0, 0, []
-        uses = [DeviceUse(device, p.pid, _user(p.pid), p.usedGpuMemory or 0) for p in running]
-        return int(memory.free), int(memory.total), uses
+        holders = [f"pid {use.pid} of {_user(use.pid)} ({(use.usedGpuMemory or 0) / 2**30:.1f} GiB)" for use in running]
+        return int(memory.free), int(memory.total), holders
 
 
 def _user(pid: int) -> str:

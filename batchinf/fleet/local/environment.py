@@ -81,9 +81,8 @@ def sockets_folder(launch: Launch) -> pathlib.Path:
 
     Deletes the folder that an earlier incarnation left if its coordinator was killed.
     """
-    prefix = _replica_prefix(launch)
-    _sweep_sockets(prefix)
-    return pathlib.Path(tempfile.mkdtemp(prefix=prefix))
+    sweep_sockets(launch.job_id, launch.replica)
+    return pathlib.Path(tempfile.mkdtemp(prefix=_prefix(launch.job_id, launch.replica)))
 
 
 def cache_root() -> pathlib.Path:
@@ -91,33 +90,24 @@ def cache_root() -> pathlib.Path:
     return pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"), "batchinf")
 
 
-def _replica_prefix(launch: Launch) -> str:
-    return f"{_sockets_prefix(launch.job_id)}{launch.replica}-"
-
-
-def sweep_sockets(job_id: str) -> None:
-    """Delete folders of a job's replicas whose coordinator was killed. None of the replicas may still run."""
-    _sweep_sockets(_sockets_prefix(job_id))
-
-
-def _sockets_prefix(job_id: str) -> str:
-    return f"batchinf-{job_id[:12]}-"
-
-
-def _sweep_sockets(prefix: str) -> None:
+def sweep_sockets(job_id: str, replica: int | None = None) -> None:
+    """Delete folders of a job's replicas, or of one, whose coordinator was killed. None of them may still run."""
     for folder in (pathlib.Path(tempfile.gettempdir()), cache_root()):
-        for leftover in folder.glob(f"{prefix}*"):
+        for leftover in folder.glob(f"{_prefix(job_id, replica)}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def own_cache_folder(launch: Launch) -> pathlib.Path:
-    """vLLM's cache folder for a replica that does not use the shared one."""
-    return cache_root() / f"{_replica_prefix(launch)}cache"
+def _prefix(job_id: str, replica: int | None) -> str:
+    of_replica = "" if replica is None else f"{replica}-"
+    return f"batchinf-{job_id[:12]}-{of_replica}"
 
 
 def make_own_cache(launch: Launch) -> pathlib.Path:
-    """Make the folder, with a copy of vLLM's information about model classes. Without it, a start takes 18 s longer."""
-    folder = own_cache_folder(launch)
+    """Make vLLM's cache folder for a replica that does not use the shared one.
+
+    It gets a copy of vLLM's information about model classes. Without it, a start takes 18 s longer.
+    """
+    folder = cache_root() / f"{_prefix(launch.job_id, launch.replica)}cache"
     known = cache_root().parent / _MODEL_CLASSES
     if known.is_dir():
         with contextlib.suppress(OSError):  # another process may change it meanwhile, and vLLM can do without it

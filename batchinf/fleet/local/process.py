@@ -1,11 +1,12 @@
 """The process of one incarnation on this host: sets processor cores and signals, opens the socket, reports errors.
 
-The local backend starts it as `python -m batchinf.fleet.local.process FD INCARNATION MEMORY` in its own session, with
+The local backend starts it as `python -m batchinf.fleet.local.process FD MEMORY` in its own session, with
 its output in its log. FD is one end of a socket pair; MEMORY has the requests in flight. When the socket closes, the
 whole process group ends, including engine processes, which would otherwise keep the device's memory.
 """
 
 import contextlib
+import mmap
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError
 from batchinf.base.process import leave
 from batchinf.base.stop_signals import SENT_SIGNALS
-from batchinf.fleet.local.channel import Channel, SharedMemory
+from batchinf.fleet.local.channel import Channel
 from batchinf.replica.incarnation import Incarnation, last_words
 from batchinf.replica.messages import Launch
 from batchinf.replica.worker import InFlightRecord
@@ -34,7 +35,7 @@ def main() -> None:
     # The coordinator decides when to stop. Signals to the whole process tree must not end a replica.
     for number in SENT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     while not (messages := channel.receive(None)):
         if channel.is_closed:
             sys.exit("the coordinator ended before it said what to do")
@@ -44,8 +45,8 @@ def main() -> None:
         os.sched_setaffinity(0, launch.cpus)
     try:
         print(f"batchinf {__version__} replica {launch.replica} incarnation {launch.incarnation}", flush=True)
-        memory = SharedMemory(int(sys.argv[3]))
-        replica = Incarnation(launch, channel, InFlightRecord(memory.memory), end_group)
+        record = InFlightRecord(mmap.mmap(int(sys.argv[2]), 0))
+        replica = Incarnation(launch, channel, record, end_group)
         threading.Thread(target=replica.listen, args=(others,), name="control", daemon=True).start()
         faults.point("replica.start")
         replica.run()

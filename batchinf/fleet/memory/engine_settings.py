@@ -67,16 +67,12 @@ class EngineSettings:
         """lowered: by an earlier epoch; see `kept`. chosen: where the spec is silent."""
         self._spec = spec
         self._chosen = dict(chosen or {})
-        self._fit = fit
+        self.fit = fit
+        """The model on the devices."""
         self._lowered = dict(lowered or {})
         self._generation = 0
         self._launched: dict[str, tuple[int, dict[str, Any]]] = {}
         self._failed_starts: dict[int, int] = {}
-
-    @property
-    def fit(self) -> Fit:
-        """The model on the devices."""
-        return self._fit
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -103,7 +99,7 @@ class EngineSettings:
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
         """Lower the settings if that can help; once for each incarnation, after its end. was_up: it had started."""
         generation, engine = self._launched.pop(incarnation, (self._generation, self.engine))
-        words = explain(cause, engine, self._fit, pathlib.Path(self._spec.model.name).name)
+        words = explain(cause, engine, self.fit, pathlib.Path(self._spec.model.name).name)
         self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1
         if self._spec.on_oom == "fail":
             return Verdict("given up", f"{words} (on_oom is fail)")
@@ -111,13 +107,13 @@ class EngineSettings:
             return Verdict("given up", f"{words}{self._tried()}")
         if generation < self._generation:
             return Verdict("again", f"{_head(words)}; starting again with the lowered {_show(self._lowered)}")
-        step = step_down(self.engine, cause, self._fit)
+        step = step_down(self.engine, cause, self.fit)
         if step is None:
             return Verdict("died" if was_up else "given up", f"{words}{self._tried()}")
         return self._take(step, cause, words)
 
     def _take(self, step: dict[str, Any], cause: OutOfMemory, words: str) -> Verdict:
-        now = effective(self.engine, self._fit)
+        now = effective(self.engine, self.fit)
         before = {name: now[name] for name in step}
         self._lowered = self._lowered | step
         self._generation += 1

@@ -33,6 +33,8 @@ _LENGTH = re.compile(
     r"max seq len \((?P<length_>\d+)\) is larger than the maximum number of tokens that can be stored in KV cache "
     r"\((?P<most_>\d+)\)"
 )
+_AT_CHECK: dict[Kind, re.Pattern[str]] = {"free": _FREE, "length": _LENGTH, "cache": _CACHE}
+_GIB_GROUPS = frozenset({"asked", "free", "total", "needed", "available"})  # groups of these patterns, in GiB
 _LOAD = re.compile(r"Failed to load model - not enough GPU memory")
 _WARM_UP = re.compile(r"out of memory occurred when warming up (?:sampler|pooler)")
 # torch's allocator, then the libraries that allocate by themselves.
@@ -84,25 +86,12 @@ def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
 
 def _at_check(text: str) -> OutOfMemory | None:
     """A failure that vLLM's own checks of a start found."""
-    if match := _FREE.search(text):
-        return OutOfMemory(
-            "free",
-            match[0],
-            asked_bytes=_of_gib(match["asked"]),
-            free_bytes=_of_gib(match["free"]),
-            total_bytes=_of_gib(match["total"]),
-        )
-    if match := _LENGTH.search(text):
-        most = match["most"] or match["most_"]
-        return OutOfMemory(
-            "length",
-            match[0],
-            needed_bytes=_of_gib(match["needed"]),
-            available_bytes=_of_gib(match["available"]),
-            most_tokens=int(most) if most else None,
-        )
-    if match := _CACHE.search(text):
-        return OutOfMemory("cache", match[0])
+    for kind, pattern in _AT_CHECK.items():
+        if match := pattern.search(text):
+            groups = match.groupdict()
+            sizes = {f"{name}_bytes": _of_gib(groups[name]) for name in _GIB_GROUPS & groups.keys()}
+            most = groups.get("most") or groups.get("most_")
+            return OutOfMemory(kind, match[0], **sizes, most_tokens=int(most) if most else None)
     return None
 
 

@@ -152,7 +152,7 @@ class ReplicaActor:
             self._cache_key = order.cache_key if not has_own_cache else None
             log = pathlib.Path(order.log)
             self._replica = self._backend.start(launch, slot, log, has_own_cache=has_own_cache)
-            self._record = InFlightRecord(self._replica.memory.memory)
+            self._record = InFlightRecord(self._replica.memory)
             self._events.append(StartPhase(f"starting on {node}"))
         self._watch = self._backend.watch_devices(gpus)
         return node

@@ -104,7 +104,10 @@ class RayBackend:
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
         """See `Backend`. Asks every node that may hold a replica."""
         check_versions(self._software, [(node.name, report) for node, report in self._reports])
-        check_shared(self._cluster, [node for node, _ in self._reports], output, model)
+        nodes = [node for node, _ in self._reports]
+        check_shared(self._cluster, nodes, output, is_written=True)
+        if model is not None:
+            check_shared(self._cluster, nodes, model, is_written=False)
 
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         """See `Backend`. The actors check it, when they know their devices."""
@@ -150,7 +153,7 @@ class RayBackend:
 
     def poll(self, wait_s: float) -> list[tuple[RayReplica, Event]]:
         self._tick()
-        by_call = {call: replica for replica in self._live() for call in replica.calls()}
+        by_call = {call: replica for replica in self._live() for call in replica.calls}
         if by_call:
             self._hear(by_call, wait_s)
         else:

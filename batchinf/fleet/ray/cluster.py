@@ -31,7 +31,9 @@ class Cluster:
     def __init__(self, spec: RaySpec) -> None:
         """Connect as a driver. Raises UserError if Ray is not installed or no cluster answers."""
         self.ray = _import_ray()
-        self._environment = worker_environment(spec)
+        path = spec.env_vars.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        self.runtime_env = {"env_vars": {} if not path else {"PYTHONPATH": path}}
+        """The environment in which Ray starts a worker, so that it finds batchinf. Ray shows it to its users."""
         self._is_ours = _connect(self.ray, _address(spec))
         self.address: str = self.ray.get_runtime_context().gcs_address
 
@@ -45,11 +47,6 @@ class Cluster:
                 if not _num_users:
                     with _own_signals():
                         self.ray.shutdown()
-
-    @property
-    def runtime_env(self) -> dict[str, Any]:
-        """The environment in which Ray starts a worker, so that it finds batchinf. Ray shows it to its users."""
-        return {"env_vars": self._environment}
 
     def nodes(self) -> list[Node]:
         """The nodes that are alive, by name."""
@@ -120,12 +117,6 @@ def ray_cause(error: Exception) -> str:
     """Ray's error in one line. Of an exception on a node, it is the last line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return one_line(lines[-1] if lines else type(error).__name__, 300)
-
-
-def worker_environment(spec: RaySpec) -> dict[str, str]:
-    """Environment variables that a worker needs before it imports batchinf."""
-    path = spec.env_vars.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
-    return {} if not path else {"PYTHONPATH": path}
 
 
 def _import_ray() -> Any:
@@ -206,10 +197,8 @@ def _begin(ray: Any, address: str) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except (ConnectionError, ValueError, TimeoutError) as error:
-        raise _no_cluster(address, str(error)) from error
-    except RuntimeError as error:
-        if "mismatch" in str(error):
+    except (ConnectionError, ValueError, TimeoutError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "mismatch" in str(error):
             words = one_line(str(error), 300)
             raise UserError(
                 f"the Ray cluster at {address} has another version of Ray or Python: {words}; use the same on all hosts"

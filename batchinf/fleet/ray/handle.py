@@ -4,7 +4,7 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from batchinf.base.errors import BatchinfError
@@ -26,23 +26,6 @@ _PINNED_S = 2
 _SILENCE_S = 90.0
 _END_S = 30.0
 _AGAIN_S = 0.5
-
-
-@dataclass(slots=True)
-class _Actor:
-    """An actor in its placement group, and Ray's references to the calls that are under way; None: no such call."""
-
-    group: Any
-    handle: Any
-    since: float
-    """When it was asked for."""
-    starting: Any
-    listening: Any = None
-    taking: Any = None
-    num_taking: int = 0
-    """Commands in the call `taking`."""
-    nodes: frozenset[str] = frozenset()
-    """Those that it uses, once it has started."""
 
 
 class RayReplica:
@@ -68,7 +51,14 @@ class RayReplica:
         self._up_since: float | None = None
         self._num_groups = 0
         self._heard_at = self._retry_at = time.monotonic()
-        self._actor = self._place()
+        self.calls: dict[Any, str] = {}
+        """Ray's references to the calls that are under way, with the names of the actor's methods."""
+        self._num_taking = 0  # commands in the call of `take`
+        self._actor: Any = None
+        self._group: Any = None
+        self._asked_at = 0.0
+        self._nodes: frozenset[str] = frozenset()  # those that the actor uses, once it has started
+        self._place()
         self.looks: tuple[DeviceLook, ...] = ()
         self.is_removed = False
         self._ending: Any = None  # the call of the actor's `end`
@@ -86,8 +76,8 @@ class RayReplica:
     def identity(self) -> dict[str, Any]:
         return {"cluster": self._cluster.address, "group": self._name}
 
-    def _place(self) -> _Actor:
-        """Ask for a placement group and for an actor in it. Returns without waiting for them."""
+    def _place(self) -> None:
+        """Ask for a placement group and for an actor in it, and do not wait for them."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -103,7 +93,8 @@ class RayReplica:
             group.wait(timeout_seconds=_PINNED_S)
             ranks = RayGroup(self._cluster.address, group.id.hex(), plan.bundles)
             order = replace(order, launch=replace(order.launch, ray_group=ranks), num_devices=0)
-        actor = (
+        self._group = group
+        self._actor = (
             self._cluster.ray.remote(ReplicaActor)
             .options(
                 num_cpus=0,
@@ -117,7 +108,8 @@ class RayReplica:
             .remote()
         )
         self._events.append(StartPhase("waiting for room in the cluster"))
-        return _Actor(group, actor, since=time.monotonic(), starting=actor.start.remote(order))
+        self._asked_at = time.monotonic()
+        self.calls = {self._actor.start.remote(order): "start"}
 
     def send(self, command: Command) -> None:
         self._commands.append(command)
@@ -125,23 +117,18 @@ class RayReplica:
 
     def _give(self) -> None:
         """Hand the commands to the actor. One call at a time, so that they arrive in order."""
-        actor = self._actor
-        if self._commands and actor.taking is None and self._up_since is not None and self._lost is None:
-            actor.num_taking = len(self._commands)
-            actor.taking = actor.handle.take.remote(self._num_taken, self._commands[: actor.num_taking])
+        if self._commands and not self._is_calling("take") and self._up_since is not None and self._lost is None:
+            self._num_taking = len(self._commands)
+            self.calls[self._actor.take.remote(self._num_taken, list(self._commands))] = "take"
 
-    def calls(self) -> list[Any]:
-        """References to the calls that are under way."""
-        actor = self._actor
-        return [call for call in (actor.starting, actor.listening, actor.taking) if call is not None]
+    def _is_calling(self, method: str) -> bool:
+        return method in self.calls.values()
 
     def hear(self, call: Any) -> None:
         """Take the result of a call that has come back."""
-        actor = self._actor
-        kind = next((kind for kind in ("starting", "listening", "taking") if getattr(actor, kind) is call), None)
-        if kind is None:  # it belongs to an actor that was given up
+        method = self.calls.pop(call, None)
+        if method is None:  # it belongs to an actor that was given up
             return
-        setattr(actor, kind, None)
         exceptions = self._cluster.ray.exceptions
         try:
             result = self._cluster.ray.get(call)
@@ -150,22 +137,22 @@ class RayReplica:
         except exceptions.ActorUnavailableError:
             # The actor may live. What is under way is asked for again, until it answers or Ray says that it died.
             self._retry_at = time.monotonic() + _AGAIN_S
-            if kind == "starting":
+            if method == "start":
                 self._note_lost("outside", "its actor could not be reached when it started")
         except exceptions.RayError as error:
             self._note_gone(error)
         else:
             self._heard_at = time.monotonic()
-            self._note(kind, result)
+            self._note(method, result)
 
-    def _note(self, kind: str, result: Any) -> None:
-        if kind == "starting":
+    def _note(self, method: str, result: Any) -> None:
+        if method == "start":
             self._note_started(result)
-        elif kind == "listening":
+        elif method == "listen":
             self._note_report(result)
         else:
-            self._num_taken += self._actor.num_taking
-            del self._commands[: self._actor.num_taking]
+            self._num_taken += self._num_taking
+            del self._commands[: self._num_taking]
         self._give()
 
     def _note_started(self, node: str) -> None:
@@ -173,11 +160,11 @@ class RayReplica:
 
         self._node = node
         self._up_since = time.monotonic()
-        self._actor.nodes = frozenset(placement_group_table(self._actor.group)["bundles_to_node_id"].values())
+        self._nodes = frozenset(placement_group_table(self._group)["bundles_to_node_id"].values())
         self._listen()
 
     def _listen(self) -> None:
-        self._actor.listening = self._actor.handle.listen.remote(self._num_received, _LISTEN_S)
+        self.calls[self._actor.listen.remote(self._num_received, _LISTEN_S)] = "listen"
 
     def _note_report(self, report: Report) -> None:
         self._events += report.events[max(0, self._num_received - report.first) :]
@@ -202,7 +189,7 @@ class RayReplica:
 
     def _note_gone(self, error: Exception) -> None:
         """Ray says that the actor is dead: with its node, or alone."""
-        if self._actor.nodes and not self._actor.nodes <= self._cluster.live_ids():
+        if self._nodes and not self._nodes <= self._cluster.live_ids():
             self._note_lost("host", self._node_words())
         else:
             self._note_lost("outside", f"the end of its actor: {ray_cause(error)}")
@@ -225,26 +212,24 @@ class RayReplica:
 
     def _place_again(self, now: float) -> None:
         """Ask for another placement group if the one of an actor that is starting has no place yet."""
-        actor = self._actor
-        if actor.starting is not None and now - actor.since > _PLACE_S and not self._is_placed():
+        if self._is_calling("start") and now - self._asked_at > _PLACE_S and not self._is_placed():
             self._remove()
-            self._actor = self._place()
+            self._place()
 
     def _look_after_calls(self, now: float, live: frozenset[str]) -> None:
-        actor = self._actor
-        if not actor.nodes <= live:
+        if not self._nodes <= live:
             self._note_lost("host", self._node_words())
         elif now - self._heard_at > _SILENCE_S:
             self._note_lost("host", f"the silence of its node {self._node} for {_SILENCE_S:.0f} s")
         elif now >= self._retry_at:
-            if actor.listening is None:
+            if not self._is_calling("listen"):
                 self._listen()
             self._give()
 
     def _is_placed(self) -> bool:
         from ray.util.placement_group import placement_group_table
 
-        return bool(placement_group_table(self._actor.group).get("state") == "CREATED")
+        return bool(placement_group_table(self._group).get("state") == "CREATED")
 
     def take_events(self) -> list[Event]:
         """Events that were not returned yet."""
@@ -262,7 +247,7 @@ class RayReplica:
     def begin_end(self) -> None:
         """See `ReplicaHandle`. The actor ends the replica, unless it is lost."""
         if self._up_since is not None and self._lost is None and self._ending is None:
-            self._ending = self._actor.handle.end.remote(self._num_received)
+            self._ending = self._actor.end.remote(self._num_received)
 
     def end(self) -> Ending:
         self.begin_end()
@@ -279,7 +264,7 @@ class RayReplica:
                 in_flight=unpacked(self._in_flight),
                 lifetime_s=lifetime_s,
             )
-        elif not self._actor.nodes <= self._cluster.live_ids():
+        elif not self._nodes <= self._cluster.live_ids():
             # A rank on another host is gone, and the engine with it.
             ending = replace(ending, ended_by="host", description=self._node_words())
         return replace(ending, events=(*self.take_events(), *ending.events), lifetime_s=lifetime_s)
@@ -297,5 +282,5 @@ class RayReplica:
     def _remove(self) -> None:
         """Give up the actor and its placement group."""
         with contextlib.suppress(self._cluster.ray.exceptions.RayError, ValueError):
-            self._cluster.ray.kill(self._actor.handle)
-        self._cluster.remove_group(self._actor.group)
+            self._cluster.ray.kill(self._actor)
+        self._cluster.remove_group(self._group)

@@ -5,7 +5,6 @@ The functions run on the nodes, by `Cluster.call_on_each`.
 
 import contextlib
 import importlib.metadata
-import itertools
 import os
 import pathlib
 import platform
@@ -57,16 +56,12 @@ def check_versions(expected: HostReport, reports: Sequence[tuple[str, HostReport
                 )
 
 
-def leave_token(folders: Sequence[str], token: str) -> list[str]:
-    """Write a token's file into each folder. Returns "" for each, or a digest of the folder if it cannot be written."""
-    return [_leave(pathlib.Path(folder), token) for folder in folders]
-
-
-def _leave(folder: pathlib.Path, token: str) -> str:
+def leave_token(folder: str, token: str) -> str:
+    """Write a token's file into a folder. Returns "", or a digest of the folder if it cannot be written."""
     try:
         Folder(folder).create_exclusive(token_file(token), token.encode())
     except (OSError, OutputError):
-        return _digest(folder)
+        return _digest(pathlib.Path(folder))
     return ""
 
 
@@ -79,12 +74,8 @@ def _digest(folder: pathlib.Path) -> str:
     return xxhash.xxh3_128_hexdigest(repr(files).encode())
 
 
-def unseen(folders: Sequence[str], tokens: Sequence[Sequence[str]]) -> list[list[str]]:
-    """For each folder, the tokens that other hosts wrote and that are not visible here. tokens: of each folder."""
-    return [_unseen(pathlib.Path(folder), expected) for folder, expected in zip(folders, tokens, strict=True)]
-
-
-def _unseen(folder: pathlib.Path, tokens: Sequence[str]) -> list[str]:
+def unseen(folder: str, tokens: Sequence[str]) -> list[str]:
+    """The tokens that other hosts wrote into a folder and that are not visible here."""
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while missing := [token for token in tokens if not _is_there(folder, token)]:
         if time.monotonic() > deadline:
@@ -93,9 +84,9 @@ def _unseen(folder: pathlib.Path, tokens: Sequence[str]) -> list[str]:
     return missing
 
 
-def _is_there(folder: pathlib.Path, token: str) -> bool:
+def _is_there(folder: str, token: str) -> bool:
     try:
-        return (folder / token_file(token)).read_bytes() == token.encode()
+        return pathlib.Path(folder, token_file(token)).read_bytes() == token.encode()
     except OSError:
         return False
 
@@ -105,48 +96,32 @@ def token_file(token: str) -> str:
     return f".batchinf-shared-{token}"
 
 
-def check_shared(cluster: Cluster, nodes: Sequence[Node], output: pathlib.Path, model: pathlib.Path | None) -> None:
+def check_shared(cluster: Cluster, nodes: Sequence[Node], folder: pathlib.Path, *, is_written: bool) -> None:
     """Raise UserError if a node does not share a folder with the coordinator and with every other node.
 
-    Each host writes a token into each folder and reads the tokens of all other hosts. If no host can write into the
-    model's folder, all hosts must have the same files in it. model: None if it has no folder here.
+    Each host writes a token into the folder and reads the tokens of all other hosts. is_written: all hosts must be able
+    to write. If they need not, and none can, all must have the same files in it.
     """
-    names = [os.fspath(folder.absolute()) for folder in (output, model) if folder is not None]
+    name = os.fspath(folder.absolute())
     places = ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
     prefix = uuid.uuid4().hex[:12]
     tokens = [f"{prefix}-{number}" for number in range(len(places))]
     try:
-        digests, missing = _exchange(cluster, nodes, names, tokens)
+        digests = [leave_token(name, tokens[0])]
+        digests += cluster.call_on_each(nodes, leave_token, [(name, token) for token in tokens[1:]])
+        written = [token for token, digest in zip(tokens, digests, strict=True) if not digest]
+        missing = [unseen(name, written)]
+        missing += cluster.call_on_each(nodes, unseen, [(name, written)] * len(nodes))
     finally:
-        _remove_tokens(names, tokens)
-    for at, name in enumerate(names):
-        if apart := _apart(tokens, [host[at] for host in digests], [host[at] for host in missing], is_written=not at):
-            where = ", ".join(places[number] for number in apart)
-            raise UserError(
-                f"the folder {name} is not shared by all hosts: {where} cannot write to it, or sees other files there "
-                "than the coordinator; mount the same file system at this path on all hosts"
-            )
-
-
-def _remove_tokens(folders: Sequence[str], tokens: Sequence[str]) -> None:
-    for folder, token in itertools.product(folders, tokens):
-        with contextlib.suppress(OSError):
-            pathlib.Path(folder, token_file(token)).unlink()
-
-
-def _exchange(
-    cluster: Cluster, nodes: Sequence[Node], folders: Sequence[str], tokens: Sequence[str]
-) -> tuple[list[list[str]], list[list[list[str]]]]:
-    """Let each host write its token and look for the others: for each host and folder, `leave_token` and `unseen`."""
-    digests = [leave_token(folders, tokens[0])]
-    digests += cluster.call_on_each(nodes, leave_token, [(folders, token) for token in tokens[1:]])
-    written = [
-        [token for token, digest in zip(tokens, of_folder, strict=True) if not digest]
-        for of_folder in zip(*digests, strict=True)
-    ]
-    missing = [unseen(folders, written)]
-    missing += cluster.call_on_each(nodes, unseen, [(folders, written)] * len(nodes))
-    return digests, missing
+        for token in tokens:
+            with contextlib.suppress(OSError):
+                pathlib.Path(name, token_file(token)).unlink()
+    if apart := _apart(tokens, digests, missing, is_written=is_written):
+        where = ", ".join(places[number] for number in apart)
+        raise UserError(
+            f"the folder {name} is not shared by all hosts: {where} cannot write to it, or sees other files there "
+            "than the coordinator; mount the same file system at this path on all hosts"
+        )
 
 
 def _apart(

@@ -18,7 +18,7 @@ from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.quarantine import Trials
 from batchinf.records import Lease
-from batchinf.replica.messages import WARMING_UP, Begin, Key, Revoke
+from batchinf.replica.messages import WARMING_UP, Assign, Begin, Key, Revoke
 from batchinf.schedule.leases import PendingRows, ReplicaLoad, Sharing, hold_s, next_leases, revocations
 
 # While few rows are left, each replica reports so often, but with many replicas not more than 1,000 reports a second.
@@ -140,7 +140,7 @@ class Assignment:
         for number, leases in by_replica.items():
             faults.point("coordinator.before_assign")
             condemned = tuple(item for lease in leases for item in self._trials.condemned_in(lease))
-            self._fleet.assign(self._fleet.replicas[number], leases, condemned, progress_s=progress_s)
+            self._fleet.give(self._fleet.replicas[number], Assign(tuple(leases), condemned, progress_s))
 
     def _take_from_the_busy(self) -> bool:
         """Take back leases that another replica can run sooner. Returns whether some of them are pending by now."""

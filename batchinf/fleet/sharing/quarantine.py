@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from batchinf.base.text import counted
 from batchinf.fleet.fleet import Ended, Fleet
@@ -27,7 +28,7 @@ from batchinf.fleet.replica import FleetReplica
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
 from batchinf.records import Lease, Shard
-from batchinf.replica.messages import InFlightRequest, Key, Trial
+from batchinf.replica.messages import Assign, InFlightRequest, Key, Trial
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at
 
@@ -60,21 +61,6 @@ class Case:
     """A row was condemned since the last full run."""
     doubted: int | None = None
     """The row that was alone in the engine at the last death, if that death may have had another cause."""
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Case":
-        """A case from JSON."""
-        tuples = {
-            "leases": tuple(Lease(**lease) for lease in fields["leases"]),
-            "suspects": tuple(fields["suspects"]),
-            "accused": tuple(fields["accused"]),
-            "later": tuple(map(tuple, fields["later"])),
-        }
-        return cls(**{name: fields[name] for name in cls.__slots__} | tuples)
-
-    def fields(self) -> dict[str, Any]:
-        """The case as JSON values."""
-        return asdict(self)
 
     @property
     def is_on_trial(self) -> bool:
@@ -151,6 +137,9 @@ class Case:
         if self.later and not self.is_found:
             return replace(self, stage="halve", accused=self.later[0], later=self.later[1:])
         return replace(self, stage="replay", later=(), suspects=self.suspects if self.is_found else ())
+
+
+CASES = TypeAdapter(Case)  # of the manifest's events, which have more fields
 
 
 def _rows(in_flight: Iterable[InFlightRequest]) -> RowIndices:
@@ -267,7 +256,7 @@ class Trials:
 
         is_done: bool [total_shards], the shards that no replica has to run.
         """
-        cases = [Case.of(fields) for fields in _kept(state, _CASE)]
+        cases = [CASES.validate_python(fields) for fields in _kept(state, _CASE)]
         condemned = {fields["row_index"]: fields["message"] for fields in _kept(state, _CONDEMNED)}
         self._order = order
         self._fleet = fleet
@@ -356,7 +345,7 @@ class Trials:
             incarnation=end.incarnation,
             cause=end.cause[:_LONGEST_CAUSE],
             was_killed=end.was_killed,
-            **case.fields(),
+            **asdict(case),
         )
 
     def _hand_over(self) -> None:
@@ -376,10 +365,10 @@ class Trials:
             self._given[replica.number] = trial
             leases = tuple(replace(lease, attempts=lease.attempts + 1) for lease in case.leases)
             if case.is_on_trial:
-                self._fleet.try_rows(replica, Trial(leases, case.groups, case.stage == "probe"))
+                self._fleet.give(replica, Trial(leases, case.groups, case.stage == "probe"))
             else:
                 condemned = tuple(item for lease in leases for item in self.condemned_in(lease))
-                self._fleet.assign(replica, leases, condemned)
+                self._fleet.give(replica, Assign(leases, condemned))
 
     def survived(self, replica: FleetReplica, rows: Iterable[int]) -> None:
         """A replica's engine survived a trial of these rows."""
