@@ -250,7 +250,8 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             with contextlib.closing(source):
                 [first] = source.read(0, 1)
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
-        spec = _with_columns(prepared, source.schema.names).spec
+        prepared = _with_columns(prepared, source.schema.names)
+        spec = prepared.spec
         check_sampling_columns(spec.sampling, source.schema)
         refuse_unstorable(spec, source.schema)
         if spec.input.id_column is not None and (state is None or prepared.new == "take"):
@@ -265,7 +266,7 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             folder=prepared.folder,
             model=prepared.model,
             source=source,
-            identity=prepared.identity_of(spec, source.fingerprints[0]),
+            identity=prepared.identity_of(source.fingerprints[0]),
             adapters=prepared.adapters,
         )
         if state is None:  # the output of a begun job keeps its columns
