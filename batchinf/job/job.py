@@ -69,13 +69,13 @@ class PreparedJob(_Stage):
     def identity(self) -> dict[str, Any]:
         """The identity of a resumed job if its input is still the same."""
         assert self.state is not None
-        return self.identity_of(self.spec, self.state.header.identity["input"])
+        return self.identity_of(self.state.header.identity["input"])
 
-    def identity_of(self, spec: JobSpec, input_fingerprint: str) -> dict[str, Any]:
-        """The job's identity with this resolved spec and this input. See `Job.identity`."""
-        identity = {**fields(spec, "identity"), "model": self.model.fingerprint, "input": input_fingerprint}
+    def identity_of(self, input_fingerprint: str) -> dict[str, Any]:
+        """The job's identity with this input. See `Job.identity`."""
+        identity = {**fields(self.spec, "identity"), "model": self.model.fingerprint, "input": input_fingerprint}
         if self.adapters:
-            identity["lora"] = lora_identity(spec, self.adapters)
+            identity["lora"] = lora_identity(self.spec, self.adapters)
         if self.file.slice is not None:
             identity["slice"] = str(self.file.slice)
         if self.state is not None:

@@ -35,7 +35,8 @@ from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, open_source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_named, task_of
+from batchinf.tasks.base import Task
+from batchinf.tasks.registry import task_of
 
 _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
@@ -80,8 +81,9 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
         model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
-        spec, origins = _with_defaults(file.spec, model, state)
-        task = task_of(spec)
+        task = task_of(file.spec)
+        spec, origins = _with_defaults(task, model, state)
+        task = type(task)(spec)
         spec = task.resolve(model)
         check_prompts(spec, model)
         _check_heads(spec, model)
@@ -163,11 +165,12 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})
 
 
-def _with_defaults(spec: JobSpec, model: Model, state: State | None) -> tuple[JobSpec, dict[str, str]]:
+def _with_defaults(task: Task, model: Model, state: State | None) -> tuple[JobSpec, dict[str, str]]:
     """The spec with what the model and the folder's job decide, and where each value of the sampling comes from."""
+    spec = task.spec
     sampling = spec.sampling
     origins: dict[str, str] = {}
-    if task_named(spec.task).takes_generation_config:
+    if task.takes_generation_config:
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, spec.engine))
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
@@ -250,7 +253,8 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             with contextlib.closing(source):
                 [first] = source.read(0, 1)
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
-        spec = _with_columns(prepared, source.schema.names).spec
+        prepared = _with_columns(prepared, source.schema.names)
+        spec = prepared.spec
         check_sampling_columns(spec.sampling, source.schema)
         refuse_unstorable(spec, source.schema)
         if spec.input.id_column is not None and (state is None or prepared.new == "take"):
@@ -265,7 +269,7 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             folder=prepared.folder,
             model=prepared.model,
             source=source,
-            identity=prepared.identity_of(spec, source.fingerprints[0]),
+            identity=prepared.identity_of(source.fingerprints[0]),
             adapters=prepared.adapters,
         )
         if state is None:  # the output of a begun job keeps its columns

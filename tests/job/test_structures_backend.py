@@ -37,7 +37,7 @@ def test_a_new_job_has_a_fixed_backend_in_its_identity(
     prepared = prepare_job(spec_of(tmp_path, **sections))
     assert prepared.spec.engine.get(CONFIG) == config
     assert prepared.file.spec.engine.get(CONFIG) == config
-    assert prepared.identity_of(prepared.spec, "x").get(f"engine.{CONFIG}") == config
+    assert prepared.identity_of("x").get(f"engine.{CONFIG}") == config
 
 
 def test_rows_of_a_batch_file_have_a_fixed_backend(tmp_path: pathlib.Path) -> None:
