@@ -76,6 +76,8 @@ class Task(abc.ABC):
     """Whether its completions are decoded to text and checked against the job's structure."""
     takes_generation_config: ClassVar[bool] = True
     """Whether the model's `generation_config` gives defaults for the section `sampling`."""
+    only_scores: ClassVar[bool] = False
+    """Whether all results are logprobs of given tokens."""
     output_room: ClassVar[int] = 1
     """Tokens that must fit `max_model_len` after a prompt."""
     joins_requests: ClassVar[bool] = True
@@ -121,11 +123,6 @@ class Task(abc.ABC):
     def reads_prefix_cache(self) -> bool:
         """Whether some requests may read vLLM's prefix cache. If none does, vLLM need not fill it."""
         return self.spec.sampling.prompt_logprobs is None or self.spec.input.is_batch_file
-
-    @property
-    def only_scores(self) -> bool:
-        """Whether all results are logprobs of given tokens."""
-        return False
 
     @property
     def input_columns(self) -> tuple[tuple[str, str], ...]:

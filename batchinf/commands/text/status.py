@@ -13,7 +13,7 @@ from batchinf.fleet.status import JobStatus, ReplicaStatus
 from batchinf.output.counts import non_finite_lines
 from batchinf.prompts.encoder import second_bos_lines
 from batchinf.records import ExpectedSpeed, Speed
-from batchinf.tasks.registry import task_named
+from batchinf.tasks.registry import TASKS
 
 Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
 
@@ -75,7 +75,7 @@ class JobTotals:
         )
         if num_journalled:
             yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
-        yield from task_named(self.task).count_lines(self.num_rows_committed, self.task_counts)
+        yield from TASKS[self.task].count_lines(self.num_rows_committed, self.task_counts)
         yield from non_finite_lines(self.num_nan_rows, self.num_inf_rows, expects_inf=self.rules_out_tokens)
         yield from second_bos_lines(self.num_second_bos)
 

@@ -182,9 +182,8 @@ class Logits(Task):
         return limits
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
-        logits = self._logits
         num_positions = self._likely_positions() if prompts is None else _mean_positions(prompts)
-        return 100 + int(num_positions * (4 + logits.width * logits.item_bytes))
+        return 100 + int(num_positions * (4 + self._logits.width * self._dtype.itemsize))
 
     def _likely_positions(self) -> int:
         match self._logits.positions:
