@@ -70,25 +70,10 @@ class Score(Task):
         # rank 2.
         self._sampling = SamplingSpec(temperature=0.0, prompt_logprobs=max(1, self._k))
         self._one_pass = SamplingSpec(temperature=0.0)
-
-    @property
-    def reads_prompt_logits(self) -> bool:
-        return True
-
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """See `Task`. The request for all choices of a row asks for no logprobs of its prompt."""
-        return self._together
-
-    @property
-    def least_model_len(self) -> int:
-        """See `Task`: windows are longer than their overlap."""
-        return score_of(self.spec).window_overlap + NUM_RESERVED + 1
-
-    @property
-    def input_columns(self) -> tuple[tuple[str, str], ...]:
-        """See `Task`: the columns of what is scored."""
-        return tuple(scored_columns(self.spec.input))
+        self.reads_prompt_logits = True
+        self.reads_prefix_cache = self._together  # the request for all choices of a row needs no logprobs of its prompt
+        self.least_model_len = score_of(spec).window_overlap + NUM_RESERVED + 1  # windows are longer than their overlap
+        self.input_columns = tuple(scored_columns(spec.input))
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`. Checks that windows are longer than their overlap."""
