@@ -21,7 +21,7 @@ from batchinf.output.journal import num_results
 from batchinf.prompts.encoder import second_bos_lines
 from batchinf.records import ExpectedSpeed, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
-from batchinf.tasks.registry import task_named, task_of
+from batchinf.tasks.registry import TASKS, task_of
 
 Activity = Literal["not begun", "starting", "running", "stopping", "ending", "stopped", "done"]
 
@@ -83,7 +83,7 @@ class JobTotals:
         )
         if num_journalled:
             yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
-        yield from task_named(self.task).count_lines(self.num_rows_committed, self.task_counts)
+        yield from TASKS[self.task].count_lines(self.num_rows_committed, self.task_counts)
         yield from non_finite_lines(self.num_nan_rows, self.num_inf_rows, expects_inf=self.rules_out_tokens)
         yield from second_bos_lines(self.num_second_bos)
 

@@ -97,10 +97,9 @@ def _decode(line: bytes) -> Fields | None:
 class CommitLog:
     """Appends to a log, which must exist and which no other process writes."""
 
-    def __init__(self, folder: Folder, name: str, num_commits: int, fault: str) -> None:
-        """num_commits: those that the file has. fault: the prefix of its fault points."""
+    def __init__(self, folder: Folder, name: str, num_commits: int) -> None:
+        """num_commits: those that the file has."""
         self._path = folder.path(name)
-        self._fault = fault
         self._num_commits = num_commits
         self._is_torn = False
         try:
@@ -123,21 +122,21 @@ class CommitLog:
             raise self._not_written(error) from error
         self._num_bytes += len(data)
         self._num_commits += 1
-        faults.point(f"{self._fault}.after_fsync")
+        faults.point("manifest.after_fsync")
 
     def close(self) -> None:
         self._file.close()
 
     def _append(self, data: bytes) -> None:
         self._mend()
-        faults.point(f"{self._fault}.before_write")
+        faults.point("manifest.before_write")
         self._is_torn = True
         # Two writes, so that tests can kill between them. It costs 5 µs; the fsync takes hundreds.
         half = len(data) // 2
         self._write(data[:half])
-        faults.point(f"{self._fault}.mid_line")
+        faults.point("manifest.mid_line")
         self._write(data[half:])
-        faults.point(f"{self._fault}.after_write")
+        faults.point("manifest.after_write")
         os.fsync(self._file.fileno())
         self._check_place()
         self._is_torn = False

@@ -4,7 +4,7 @@ import operator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import Fields
@@ -116,85 +116,37 @@ class _Event(BaseModel):
     kept_as: JsonText = ""
 
 
-class _Chosen(_Event):
-    num_rows: Count
-    num_input_rows: Count
-
-
-class _ReplicaEnded(_Event):
-    incarnation: JsonText
-    device_s: Seconds
-
-
-class _Beginning(_Event):
-    job_id: JsonText
-
-
-class _Ready(_Event):
-    replica: Count = 0
-    device: JsonText = ""
-    versions: dict[JsonText, JsonText]
-    settings: dict[JsonText, Any] = {}
-
-
-class _Death(_Event):
-    origin: JsonText
-    replica: Count
-    leases: list[Lease]
-    suspects: list[Count]
-    stage: Literal["replay", "probe", "halve", "lost"]
-    accused: list[Count]
-    later: list[list[Count]]
-    num_deaths: Count
-    is_found: Flag
-    doubted: Count | None
-
-
-class _Condemned(_Event):
-    row_index: Count
-    message: JsonText
-
-
-class _Forgotten(_Event):
-    kept_as: JsonText
-
-
-class _Lost(_Event):
-    shards: list[Count]
-
-
-class _StepDown(_Event):
-    lowered: dict[JsonText, Any]
-    applies_to: dict[JsonText, Any]
-
-
-class _ExpectedSpeed(_Event):
-    epoch: Count
-    speed: ExpectedSpeed
-
-
-class _Speed(_Event):
-    speed: Speed
-
-
-class _ReplicaStarted(_Event):
-    devices: list[JsonText] = []
-
-
-_EVENTS: dict[str, type[_Event]] = {
-    CHOSEN: _Chosen,
-    BEGINNING: _Beginning,
-    "replica_started": _ReplicaStarted,
-    "replica_ended": _ReplicaEnded,
-    "ready": _Ready,
-    "death": _Death,
-    "condemned": _Condemned,
-    "forgotten": _Forgotten,
-    "lost": _Lost,
-    "oom_step_down": _StepDown,
-    EXPECTED_SPEED: _ExpectedSpeed,
-    SPEED: _Speed,
+_FIELDS: dict[str, dict[str, Any]] = {
+    CHOSEN: {"num_rows": Count, "num_input_rows": Count},
+    BEGINNING: {"job_id": JsonText},
+    "replica_started": {"devices": (list[JsonText], [])},
+    "replica_ended": {"incarnation": JsonText, "device_s": Seconds},
+    "ready": {
+        "replica": (Count, 0),
+        "device": (JsonText, ""),
+        "versions": dict[JsonText, JsonText],
+        "settings": (dict[JsonText, Any], {}),
+    },
+    "death": {
+        "origin": JsonText,
+        "replica": Count,
+        "leases": list[Lease],
+        "suspects": list[Count],
+        "stage": Literal["replay", "probe", "halve", "lost"],
+        "accused": list[Count],
+        "later": list[list[Count]],
+        "num_deaths": Count,
+        "is_found": Flag,
+        "doubted": Count | None,
+    },
+    "condemned": {"row_index": Count, "message": JsonText},
+    "forgotten": {"kept_as": JsonText},
+    "lost": {"shards": list[Count]},
+    "oom_step_down": {"lowered": dict[JsonText, Any], "applies_to": dict[JsonText, Any]},
+    EXPECTED_SPEED: {"epoch": Count, "speed": ExpectedSpeed},
+    SPEED: {"speed": Speed},
 }
+_EVENTS = {name: create_model(name, __base__=_Event, **fields) for name, fields in _FIELDS.items()}
 _TAKEN = {"kind", "name", "at", "commit", "crc"}
 
 
@@ -210,8 +162,6 @@ class _ExtentOrigin(BaseModel):
 _EXTENT = TypeAdapter(Extent)
 _PART = TypeAdapter(Part)
 _STARTED = TypeAdapter(StartedReplica)
-_EXPECTED_SPEED = TypeAdapter(ExpectedSpeed)
-_SPEED = TypeAdapter(Speed)
 # By the line's kind; parts, extents and events need further checks.
 _RECORDS: dict[str, TypeAdapter[Any]] = {
     "header": TypeAdapter(Header),
@@ -261,16 +211,6 @@ def _read_event(line: Fields) -> EventLine:
 def read_started(event: EventLine) -> StartedReplica:
     """The replica of a `replica_started` event. Raises ValueError if a field is not as it should be."""
     return _STARTED.validate_python(event.fields)
-
-
-def read_expected_speed(event: EventLine) -> ExpectedSpeed:
-    """The prediction in an event of this name."""
-    return _EXPECTED_SPEED.validate_python(event.fields["speed"])
-
-
-def read_speed(event: EventLine) -> Speed:
-    """The speed in an event of this name."""
-    return _SPEED.validate_python(event.fields["speed"])
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

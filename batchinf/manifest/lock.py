@@ -214,7 +214,9 @@ class JobLock:
                     greatest = max(greatest, holder.epoch)
             self._me = dataclasses.replace(me, epoch=1 + max(last_epoch(), greatest))
             self._beat()
-            self._start()
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._keep_beating, name="lock-heartbeat", daemon=True)
+            self._thread.start()
         except BaseException:
             self.release()
             raise
@@ -249,7 +251,10 @@ class JobLock:
     def _check_mine(self, data: bytes | None) -> None:
         if not self._is_mine(data):
             holder = Holder.decode(data) if data else None
-            raise self._lost(f"{holder} runs it now" if holder else "its lock file is gone")
+            cause = f"{holder} runs it now" if holder else "its lock file is gone"
+            raise LockLost(
+                f"{self._folder.root} is no longer held by this process: {cause}; this process writes nothing more"
+            )
 
     def release(self) -> None:
         """Free the job, unless another process holds it by now."""
@@ -310,11 +315,6 @@ class JobLock:
         who = f"{holder} since {holder.since}" if holder else "a process whose lock file cannot be read"
         return OutputError(f"{self._folder.root} is being run by {who}; stop it first, or wait until it ends")
 
-    def _lost(self, cause: str) -> LockLost:
-        return LockLost(
-            f"{self._folder.root} is no longer held by this process: {cause}; this process writes nothing more"
-        )
-
     def _take_away(self, stale: bytes) -> bool:
         """Remove the lock file if it still is the stale one. True if this call removed it."""
         with _alone(self._folder):
@@ -334,11 +334,6 @@ class JobLock:
                 self._folder.delete(leftover)
             self.predecessor_seen_at = seen_at
             return renamed == stale
-
-    def _start(self) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_beating, name="lock-heartbeat", daemon=True)
-        self._thread.start()
 
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._heartbeat_s):

@@ -77,7 +77,7 @@ class Manifest:
             num_commits = self._create(epoch, name, state)
         except OSError as error:
             raise OutputError(f"cannot create {disk_error(error, folder.path(name))}") from error
-        self._log = CommitLog(folder, name, num_commits, fault="manifest")
+        self._log = CommitLog(folder, name, num_commits)
 
     def _create(self, epoch: int, name: str, state: State | None) -> int:
         """Create the log, compacting earlier ones; returns the number of commits in it."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
@@ -21,9 +22,7 @@ from batchinf.manifest.lines import (
     ModelFiles,
     Retry,
     SnapshotSums,
-    read_expected_speed,
     read_line,
-    read_speed,
     read_started,
 )
 from batchinf.manifest.versions import check_version
@@ -34,6 +33,8 @@ NUM_KEPT_EVENTS = 1000
 MANIFEST_FOLDER = "manifest"
 _BEFORE_HEADER = {BEGINNING, "replica_started", "replica_ended"}
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
+_EXPECTED_SPEED = TypeAdapter(ExpectedSpeed)
+_SPEED = TypeAdapter(Speed)
 _MAX_LOOKS = 200
 _LOOK_AGAIN_S = 0.01
 
@@ -102,12 +103,14 @@ class State:
     def expected_speed(self) -> ExpectedSpeed | None:
         """The prediction of the last epoch; None if it made none."""
         event = self.kept.get(EXPECTED_SPEED)
-        return None if event is None or event.fields["epoch"] != self.last_epoch else read_expected_speed(event)
+        if event is None or event.fields["epoch"] != self.last_epoch:
+            return None
+        return _EXPECTED_SPEED.validate_python(event.fields["speed"])
 
     @property
     def speed(self) -> Speed | None:
         """The speed of the last run that ended; None if there was none."""
-        return None if SPEED not in self.kept else read_speed(self.kept[SPEED])
+        return _SPEED.validate_python(self.kept[SPEED].fields["speed"]) if SPEED in self.kept else None
 
     @property
     def epoch_events(self) -> list[EventLine]:

@@ -59,8 +59,11 @@ def row_bytes(table: pa.Table | pa.RecordBatch) -> npt.NDArray[np.int64]:
     return total
 
 
-def _item_bytes(array: pa.Array) -> npt.NDArray[Any]:
-    # Reads only the offsets at the items' bounds at each depth, never the tokens.
+def leaves(array: pa.Array) -> tuple[pa.Array, npt.NDArray[Any], npt.NDArray[Any]]:
+    """The leaves of nested lists, the bounds of each item's leaves, and the bytes of each item's lists in the offsets.
+
+    Reads only the offsets at the items' bounds at each depth, never the tokens.
+    """
     bounds: npt.NDArray[Any] = np.arange(len(array) + 1)
     total: npt.NDArray[Any] = np.zeros(len(array))
     while pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type):
@@ -72,6 +75,11 @@ def _item_bytes(array: pa.Array) -> npt.NDArray[Any]:
         bounds = _offsets(array, np.int32)[bounds]
         array = array.values
         total += 4 * np.diff(bounds)
+    return array, bounds, total
+
+
+def _item_bytes(array: pa.Array) -> npt.NDArray[Any]:
+    array, bounds, total = leaves(array)
     if pa.types.is_string(array.type) or pa.types.is_binary(array.type):
         return total + np.diff(_offsets(array, np.int32)[bounds])
     if pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type):

@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.manifest.state import State
+from batchinf.output.batches import leaves
 from batchinf.prompts import encoder
 from batchinf.records import BoolArray, PartCounts
 from batchinf.tasks.base import Task
+from batchinf.tasks.columns import leaf_of
 from batchinf.tasks.registry import stored_task
 
 # Numbers that are checked at once, so that intermediate results stay in the processor's cache.
@@ -20,17 +22,7 @@ _PIECE = 1 << 18
 
 def number_columns(schema: pa.Schema) -> tuple[str, ...]:
     """Names of the columns with floating-point numbers, or nested lists of them."""
-    return tuple(field.name for field in schema if _is_floating(field.type))
-
-
-def _is_lists(type: pa.DataType) -> bool:
-    return bool(pa.types.is_list(type) or pa.types.is_fixed_size_list(type))
-
-
-def _is_floating(item: pa.DataType) -> bool:
-    while _is_lists(item):
-        item = item.value_type
-    return bool(pa.types.is_floating(item))
+    return tuple(field.name for field in schema if pa.types.is_floating(leaf_of(field)[1]))
 
 
 def count_rows(table: pa.Table, task: Task, numbers: Sequence[str] = ()) -> PartCounts:
@@ -69,14 +61,7 @@ def count_non_finite_rows(table: pa.Table, names: Sequence[str]) -> tuple[int, i
 
 
 def _mark(lists: pa.Array, has_nan: BoolArray, has_inf: BoolArray) -> None:
-    bounds: npt.NDArray[Any] = np.arange(len(lists) + 1)
-    array = lists
-    while _is_lists(array.type):
-        if pa.types.is_fixed_size_list(array.type):
-            bounds = (array.offset + bounds) * array.type.list_size
-        else:
-            bounds = array.offsets.to_numpy()[bounds]
-        array = array.values
+    array, bounds, _ = leaves(lists)
     if array.buffers()[1] is None:
         return
     flat = np.frombuffer(array.buffers()[1], array.type.to_pandas_dtype())

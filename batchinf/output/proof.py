@@ -64,8 +64,16 @@ def changed_parts(folder: Folder, state: State) -> list[int]:
         place = shard_at(state.extents, shard)
         if sizes.get(name) != line.num_bytes:
             return False
+        path = folder.path(f"parts/{name}")
         expected = expected_entries(state.header.job_id, place, order.first_row(place), line)
-        return _has_entries(folder.path(f"parts/{name}"), expected)
+        try:
+            return _footer_flaw(path, expected, None) is None
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise OutputError(
+                f"cannot read {path}: {reason(error)}; correct the cause and run the same command again"
+            ) from error
 
     shards = sorted(state.parts)
     chunks = [shards[start : start + _CHUNK] for start in range(0, len(shards), _CHUNK)]
@@ -74,18 +82,6 @@ def changed_parts(folder: Folder, state: State) -> list[int]:
     if len(lost) == len(shards):
         _refuse_foreign(folder, state, [shard for shard in lost if part_name(shard) in sizes])
     return lost
-
-
-def _has_entries(path: pathlib.Path, expected: Mapping[str, str]) -> bool:
-    try:
-        footer = read_footer(path)
-    except (FileNotFoundError, _NotPartError):
-        return False
-    except OSError as error:
-        raise OutputError(
-            f"cannot read {path}: {reason(error)}; correct the cause and run the same command again"
-        ) from error
-    return all(_encoded(name, value) in footer for name, value in expected.items())
 
 
 def _refuse_foreign(folder: Folder, state: State, shards: Sequence[int]) -> None:
@@ -186,7 +182,9 @@ class PartsOfJob:
         path = self.folder.path(f"parts/{part_name(shard.index)}")
         rows = self.order.of(shard)
         try:
-            if plain := _plain_flaw(path, expected_entries(self.job_id, shard, rows.first, line), line):
+            size = path.stat().st_size
+            size_flaw = f"has {size:,} bytes, but {line.num_bytes:,} were written" if size != line.num_bytes else None
+            if plain := _footer_flaw(path, expected_entries(self.job_id, shard, rows.first, line), size_flaw):
                 return Flaw(plain, is_plain=True)
             what = _number_flaw(path, line, shard.num_rows * self.num_samples)
             if is_deep and what is None:
@@ -210,9 +208,8 @@ class PartsOfJob:
         return f"does not have the columns with which the job began: {what}"
 
 
-def _plain_flaw(path: pathlib.Path, entries: Mapping[str, str], line: Part) -> str | None:
-    num_bytes = path.stat().st_size
-    size_flaw = f"has {num_bytes:,} bytes, but {line.num_bytes:,} were written" if num_bytes != line.num_bytes else None
+def _footer_flaw(path: pathlib.Path, entries: Mapping[str, str], size_flaw: str | None) -> str | None:
+    """What is wrong with a part by its footer, or else its size. Raises OSError."""
     try:
         footer = read_footer(path)
     except _NotPartError as error:

@@ -424,15 +424,20 @@ class PromptBuilder:
             return RowError("empty_prompt", "the prompt has no tokens")
         if max_model_len is not None and len(ids) + self._output_room > max_model_len:
             return self._too_long(f"{len(ids):,} tokens", max_model_len)
-        if self._takes_ids and min(ids) < 0:
-            return RowError("invalid_token_id", f"got token id {min(ids)}; must not be negative")
-        if self._may_exceed_vocab and max(ids) >= (self._vocab_size or 0):
-            shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [max(ids)])}')"
-            return RowError(
-                "invalid_token_id",
-                f"token id {max(ids)}{shown} is outside the model's vocabulary of {self._vocab_size:,}",
-            )
-        return ids
+        low = min(ids) if self._takes_ids else 0
+        high = max(ids) if self._may_exceed_vocab else 0
+        return self.outside_vocabulary(low, high) or ids
+
+    def outside_vocabulary(self, low: int, high: int) -> RowError | None:
+        """The error of a row whose least or greatest id is outside the vocabulary, which would crash the engine."""
+        if low < 0:
+            return RowError("invalid_token_id", f"got token id {low}; must not be negative")
+        if self._vocab_size is None or high < self._vocab_size:
+            return None
+        shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [high])}')"
+        return RowError(
+            "invalid_token_id", f"token id {high}{shown} is outside the model's vocabulary of {self._vocab_size:,}"
+        )
 
     def _too_long(self, got: str, max_model_len: int) -> RowError:
         most = f"at most {max_model_len - self._output_room:,} fit max_model_len={max_model_len}"

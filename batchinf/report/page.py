@@ -19,7 +19,7 @@ from batchinf.report import charts
 from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
-from batchinf.tasks.registry import task_named
+from batchinf.tasks.registry import TASKS
 from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
@@ -73,7 +73,7 @@ def report_page(out: str) -> str:
         report=report,
         totals=totals,
         cards=_cards(report, totals, history, rows),
-        count_lines=list(task_named(totals.task).count_lines(totals.num_rows_committed, totals.task_counts)),
+        count_lines=list(TASKS[totals.task].count_lines(totals.num_rows_committed, totals.task_counts)),
         timeline=history,
         replicas=_replicas(history),
         runs=[run for job, state in begun if (run := _run_speed(job, state)) is not None],
@@ -110,7 +110,7 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
         Card("device time", duration(totals.device_s), "of replicas that have ended"),
         Card("output", size_text(totals.num_bytes), parts),
     ]
-    figures = task_named(totals.task).count_figures(totals.num_rows_committed, totals.task_counts)
+    figures = TASKS[totals.task].count_figures(totals.num_rows_committed, totals.task_counts)
     cards.extend(Card(*figure) for figure in figures)
     live = [job.progress for job in report.jobs if job.progress is not None]
     if len(live) == 1 and live[0].left_s is not None:

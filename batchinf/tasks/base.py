@@ -65,7 +65,7 @@ class ShownColumns:
 class Task(abc.ABC):
     """What a job does with each row, for one spec. The results depend only on the spec and the arguments.
 
-    `resolve` and the properties also work with an unresolved spec. Requests and schemas need the resolved one.
+    `resolve` and the attributes also work with an unresolved spec. Requests and schemas need the resolved one.
     """
 
     name: ClassVar[str]
@@ -76,6 +76,8 @@ class Task(abc.ABC):
     """Whether its completions are decoded to text and checked against the job's structure."""
     takes_generation_config: ClassVar[bool] = True
     """Whether the model's `generation_config` gives defaults for the section `sampling`."""
+    only_scores: ClassVar[bool] = False
+    """Whether all results are logprobs of given tokens."""
     output_room: ClassVar[int] = 1
     """Tokens that must fit `max_model_len` after a prompt."""
     joins_requests: ClassVar[bool] = True
@@ -94,48 +96,35 @@ class Task(abc.ABC):
     verification: ClassVar[type[Verification] | None] = None
     """What `verify` compares of its rows; None: they cannot be verified."""
 
+    draws_tokens: bool = False
+    """Whether output tokens are stored, so that the section `sampling` matters."""
+    num_rows_per_input: int = 1
+    """Output rows for each input row."""
+    reads_prompt_logits: bool
+    """Whether the logits at the prompt's own tokens are needed. For these, vLLM does not use its prefix cache."""
+    reads_prefix_cache: bool
+    """Whether some requests may read vLLM's prefix cache. If none does, vLLM need not fill it."""
+    input_columns: tuple[tuple[str, str], ...] = ()
+    """Pairs of a spec field and the input column that it names, for columns other than the prompt's."""
+    least_model_len: int = 1
+    """The smallest `max_model_len` that the task's section allows."""
+    logprobs_mode: str
+    """vLLM's engine argument of this name."""
+    sizes_by_prompts: bool = False
+    """Whether `estimated_bytes_per_row` is better with a sample of prompts."""
+    size_remedies: tuple[str, ...] = ("store less of each",)
+    """How a user can make the output smaller, for error messages."""
+
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
+        self.reads_prompt_logits = spec.sampling.prompt_logprobs is not None
+        self.reads_prefix_cache = spec.sampling.prompt_logprobs is None or spec.input.is_batch_file
+        self.logprobs_mode = spec.sampling.logprobs_mode
         self._has_id = spec.input.id_column is not None
         self._new_names = spec.output.keep_columns
         self.left_out: frozenset[str] = frozenset()  # columns that the output lacks: the job began without them
 
     # -- the spec ------------------------------------------------------------------------------------------------------
-
-    @property
-    def draws_tokens(self) -> bool:
-        """Whether output tokens are stored, so that the section `sampling` matters."""
-        return False
-
-    @property
-    def num_rows_per_input(self) -> int:
-        """Output rows for each input row."""
-        return 1
-
-    @property
-    def reads_prompt_logits(self) -> bool:
-        """Whether the logits at the prompt's own tokens are needed. For these, vLLM does not use its prefix cache."""
-        return self.spec.sampling.prompt_logprobs is not None
-
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """Whether some requests may read vLLM's prefix cache. If none does, vLLM need not fill it."""
-        return self.spec.sampling.prompt_logprobs is None or self.spec.input.is_batch_file
-
-    @property
-    def only_scores(self) -> bool:
-        """Whether all results are logprobs of given tokens."""
-        return False
-
-    @property
-    def input_columns(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of a spec field and the input column that it names, for columns other than the prompt's."""
-        return ()
-
-    @property
-    def least_model_len(self) -> int:
-        """The smallest `max_model_len` that the task's section allows."""
-        return 1
 
     def resolve(self, model: Model) -> JobSpec:
         """The spec with all values that depend on the model. Its sampling is already resolved. Raises SpecError."""
@@ -195,11 +184,6 @@ class Task(abc.ABC):
     # -- engines -------------------------------------------------------------------------------------------------------
 
     @property
-    def logprobs_mode(self) -> str:
-        """vLLM's engine argument of this name."""
-        return self.spec.sampling.logprobs_mode
-
-    @property
     def vocabulary_rows(self) -> RowsWanted | None:
         """The rows of logits or logprobs that all requests need, or None."""
         return None
@@ -235,16 +219,6 @@ class Task(abc.ABC):
         prompts: a sample of valid prompts, for tasks with `sizes_by_prompts`; None before prompts are read.
         """
         return 100
-
-    @property
-    def sizes_by_prompts(self) -> bool:
-        """Whether `estimated_bytes_per_row` is better with a sample of prompts."""
-        return False
-
-    @property
-    def size_remedies(self) -> tuple[str, ...]:
-        """How a user can make the output smaller, for error messages."""
-        return ("store less of each",)
 
     # -- results and output rows ---------------------------------------------------------------------------------------
 

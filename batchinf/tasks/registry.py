@@ -20,14 +20,9 @@ def register(*tasks: type[Task]) -> None:
     add_tasks((task.name, task.section) for task in tasks)
 
 
-def task_named(name: str) -> type[Task]:
-    """The task of this name."""
-    return TASKS[name]
-
-
 def stored_task(spec: Mapping[str, Any]) -> type[Task]:
     """The task that a job's stored spec names."""
-    return task_named(spec.get("task", Generate.name))
+    return TASKS[spec.get("task", Generate.name)]
 
 
 def task_of(spec: JobSpec) -> Task:

@@ -73,7 +73,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate; "
             "write --for generate, or make a file with the texts in a column"
         )
-    what, sections = PURPOSES[purpose](data, wanted)
+    what, asked, section = PURPOSES[purpose](data, wanted)
     why_no_id = f"; {data.repeated_id}" if data.repeated_id else ""
     shown = ", ".join(map(_yaml, data.columns[:12])) + (", …" if len(data.columns) > 12 else "")
     return "\n".join(
@@ -83,16 +83,16 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             f"#   batchinf run {path}         runs it; the same command resumes it",
             "# All fields: docs/spec.md, or `batchinf schema` for an editor.",
             f"model: {_path(wanted.model)}",
-            *sections[0],
+            *([] if purpose in ("label", "generate") else [f"task: {purpose}"]),
             "",
             "input:",
             f"  path: {_path(data.path)}",
             f"  # {data.num_rows:,} rows with the columns {shown}",
             f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}{why_no_id}",
-            *sections[1],
+            *asked,
             "  # limit: 100    try the first rows only; a larger limit and `run --extend` go on from there",
             "",
-            *([*sections[2], ""] if sections[2] else []),
+            *([*section, ""] if section else []),
             "output:",
             f"  path: {_path(wanted.out)}",
             *([f"  keep_columns: {_kept(data.kept)}    # input columns to copy to the output"] if data.kept else []),
@@ -103,11 +103,11 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
 
 _ID = "# the output calls it `id`, for merges and `inspect`"
 
-# For each part of the file: fields after `model`, fields of `input`, and the sections between `input` and `output`.
-_Sections = tuple[Sequence[str], Sequence[str], Sequence[str]]
+# What the spec does, lines of the section `input`, and those of the section between `input` and `output`.
+_Starter = tuple[str, Sequence[str], Sequence[str]]
 
 
-def _label(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
+def _label(data: Data, wanted: StarterWanted) -> _Starter:
     words = f"Which label fits the text? Answer with one of: {', '.join(data.labels)}."
     labels = ", ".join(map(_yaml, data.labels))
     sampling = (
@@ -118,10 +118,10 @@ def _label(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         "  logprobs_mode: processed_logprobs    # exp(cumulative_logprob): probability of the label, as spelled",
         f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, or an error row",
     )
-    return "Labels each row: the model chooses one of a few words.", ((), _asked(data, wanted, words), sampling)
+    return "Labels each row: the model chooses one of a few words.", _asked(data, wanted, words), sampling
 
 
-def _generate(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
+def _generate(data: Data, wanted: StarterWanted) -> _Starter:
     sampling = (
         "sampling:",
         "  temperature: 0.0    # greedy; vLLM's other parameters go here too: top_p, n, seed, stop",
@@ -132,55 +132,53 @@ def _generate(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
         asked = [
             "  format: openai    # a line has its prompt and parameters; `sampling` is for those that it leaves out"
         ]
-        return "Runs the requests of an OpenAI batch file.", ((), asked, sampling)
-    return "Generates a text for each row.", ((), _asked(data, wanted, ""), sampling)
+        return "Runs the requests of an OpenAI batch file.", asked, sampling
+    return "Generates a text for each row.", _asked(data, wanted, ""), sampling
 
 
-def _score(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
-    more: tuple[str, ...] = ()
+def _score(data: Data, wanted: StarterWanted) -> _Starter:
     is_chat = data.text in (data.messages, data.continuation)  # no other column has text
     context = _conversations(data) if is_chat else f"  context_column: {_yaml(data.text)}"
     if data.choices is not None:
         lines = [context, f"  choices_column: {_yaml(data.choices)}"]
         if data.answer is not None:
             lines.append(f"  answer_column: {_yaml(data.answer)}    # the right choice: its text, or its place from 0")
-        more = ('score: {target_delimiter: " "}    # between the context and each choice',)
-        return "Scores the choices of each row by their logprobs, and finds the best.", (("task: score",), lines, more)
+        section = ['score: {target_delimiter: " "}    # between the context and each choice']
+        return "Scores the choices of each row by their logprobs, and finds the best.", lines, section
     if data.continuation is not None:
         lines = [context, f"  continuation_column: {_yaml(data.continuation)}"]
-        return "Scores a continuation of each row's text by its logprobs.", (("task: score",), lines, more)
+        return "Scores a continuation of each row's text by its logprobs.", lines, ()
     if data.has_only_messages:
         raise UserError(
             f"--for: got score, but {data.path} has only conversations, in {data.text!r}; give a column with the text "
             "to score after each, such as 'response', or with the text of each row"
         )
     lines = [f"  text_column: {_yaml(data.text)}    # all of it is scored; long texts in windows"]
-    more = ("score: {add_bos_token: false}    # the BOS that a tokenizer puts before a text is not scored",)
-    return "Scores each text: logprobs, perplexity and bits per byte.", (("task: score",), lines, more)
+    section = ["score: {add_bos_token: false}    # the BOS that a tokenizer puts before a text is not scored"]
+    return "Scores each text: logprobs, perplexity and bits per byte.", lines, section
 
 
-def _logits(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
+def _logits(data: Data, wanted: StarterWanted) -> _Starter:
     logits = (
         "logits:",
         "  positions: last    # after the prompt's last token; or all, generated, {column: NAME}",
         "  dtype: float16",
         '  # tokens: [" yes", " no"]    store only these, not the whole vocabulary; each must be one token',
     )
-    what = "Stores the logits of the next token after each prompt."
-    return what, (("task: logits",), _asked(data, wanted, ""), logits)
+    return "Stores the logits of the next token after each prompt.", _asked(data, wanted, ""), logits
 
 
-def _embed(data: Data, wanted: StarterWanted) -> tuple[str, _Sections]:
+def _embed(data: Data, wanted: StarterWanted) -> _Starter:
     pooling = (
         "pooling:",
         "  normalize: true    # vectors of length 1: a dot product is the cosine",
         "  dtype: float32     # float16 halves the output",
     )
     prompt = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text)}"
-    return "Stores a vector for each text.", (("task: embed",), [prompt], pooling)
+    return "Stores a vector for each text.", [prompt], pooling
 
 
-PURPOSES: dict[str, Callable[[Data, StarterWanted], tuple[str, _Sections]]] = {
+PURPOSES: dict[str, Callable[[Data, StarterWanted], _Starter]] = {
     "label": _label,
     "generate": _generate,
     "score": _score,

@@ -53,7 +53,7 @@ def whole_at(offset: int) -> int:
 
 
 def test_what_is_committed_is_read(folder: Folder) -> None:
-    log = CommitLog(folder, NAME, 0, "commit_log")
+    log = CommitLog(folder, NAME, 0)
     for num, commit in enumerate(COMMITS):
         assert read(folder) == lines_of(COMMITS[:num])
         log.commit(commit)
@@ -64,7 +64,7 @@ def test_what_is_committed_is_read(folder: Folder) -> None:
 
 def test_a_log_is_gone_on_with(folder: Folder) -> None:
     write(folder, encode_commits(COMMITS[:2]))
-    log = CommitLog(folder, NAME, 2, "commit_log")
+    log = CommitLog(folder, NAME, 2)
     log.commit(COMMITS[2])
     log.close()
     assert folder.read(NAME) == encode_commits(COMMITS[:3])
@@ -135,7 +135,7 @@ def test_a_commit_that_is_missing_is_damage(folder: Folder, cut: int) -> None:
 
 @pytest.mark.parametrize("room", [0, 20, len(encode_commits([COMMITS[1]], 1)) - 5])
 def test_a_full_disk_is_recovered_from(folder: Folder, room: int) -> None:
-    log = CommitLog(folder, NAME, 0, "commit_log")
+    log = CommitLog(folder, NAME, 0)
     log.commit(COMMITS[0])
     before = folder.read(NAME)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -156,7 +156,7 @@ import sys
 from batchinf.manifest.commit_log import CommitLog
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
-log = CommitLog(Folder(sys.argv[1]), "log.jsonl", 0, "commit_log")
+log = CommitLog(Folder(sys.argv[1]), "log.jsonl", 0)
 for value in range(3):
     try:
         log.commit([{"kind": "a", "value": value}, {"kind": "b"}])
@@ -173,7 +173,7 @@ def commit_with_fault(folder: Folder, fault: str) -> "subprocess.CompletedProces
 
 @pytest.mark.parametrize("step", ["before_write", "mid_line", "after_write"])
 def test_a_write_that_fails_leaves_nothing(folder: Folder, step: str) -> None:
-    done = commit_with_fault(folder, f"commit_log.{step}:2=raise {errno.ENOSPC}")
+    done = commit_with_fault(folder, f"manifest.{step}:2=raise {errno.ENOSPC}")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
     assert "log.jsonl: no space left on device; make room there, then run the same command again" in done.stdout
@@ -184,10 +184,10 @@ def test_a_write_that_fails_leaves_nothing(folder: Folder, step: str) -> None:
     ("step", "num"), [("before_write", 1), ("mid_line", 1), ("after_write", 2), ("after_fsync", 2)]
 )
 def test_killed_while_committing(folder: Folder, step: str, num: int) -> None:
-    assert commit_with_fault(folder, f"commit_log.{step}:2=kill").returncode == -9
+    assert commit_with_fault(folder, f"manifest.{step}:2=kill").returncode == -9
     assert read(folder) == lines_of([[{"kind": "a", "value": value}, {"kind": "b"}] for value in range(num)])
 
 
 def test_a_log_that_does_not_open(tmp_path: pathlib.Path) -> None:
     with pytest.raises(OutputError, match=r"cannot write .*: no such file or directory"):
-        CommitLog(Folder(tmp_path / "missing"), NAME, 0, "commit_log")
+        CommitLog(Folder(tmp_path / "missing"), NAME, 0)

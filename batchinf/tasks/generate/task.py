@@ -30,21 +30,15 @@ class Generate(Task):
     comparison = TextChanges
     verification = TextVerification
     makes_text = True
+    draws_tokens = True
     joins_requests = False
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
+        self.num_rows_per_input = spec.sampling.n
         self._sampling = spec.sampling
         self._output = spec.output
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
-
-    @property
-    def draws_tokens(self) -> bool:
-        return True
-
-    @property
-    def num_rows_per_input(self) -> int:
-        return self._sampling.n
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
         """See `Task`: 5 bytes for each stored logprob with its token id, 6 for a token and its text."""

@@ -68,11 +68,6 @@ class LogitsSpec(Section):
         assert width, "the section is not resolved"
         return width
 
-    @property
-    def item_bytes(self) -> int:
-        """Size of one number."""
-        return 2 if self.dtype == "float16" else 4
-
 
 # Fields of `sampling` that concern what is stored of a generated text, or several texts.
 _OF_TEXT = ("logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode", "structured_outputs", "stop")

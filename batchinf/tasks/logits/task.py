@@ -103,28 +103,24 @@ class Logits(Task):
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._logits = logits_of(spec)
-        self._is_generated = self._logits.positions == "generated"
         self._dtype = np.dtype(self._logits.dtype)
+        self.draws_tokens = self._logits.positions == "generated"
+        # The last token's logits are not among them: they are also those of the first output token.
+        self.reads_prompt_logits = self._logits.positions not in ("last", "generated")
+        self.sizes_by_prompts = self.reads_prompt_logits
+        self.logprobs_mode = f"raw_{self._logits.values}"
+        if (column := self._logits.positions_column) is not None:
+            self.input_columns = (("logits.positions", column),)
+        self.size_remedies = (
+            *(("only some tokens (logits.tokens)",) if self._logits.is_full else ()),
+            *(() if self._logits.positions == "last" else ("fewer positions (logits.positions)",)),
+            *(() if self._logits.dtype == "float16" else ("float16 (logits.dtype)",)),
+        )
 
     @property
     def _vector(self) -> pa.DataType:
         """A vector whose numbers are never null: it is written twice as fast and read four times as fast."""
         return pa.list_(pa.field(ITEM, float_type(self._logits.dtype), nullable=False), self._logits.width)
-
-    @property
-    def draws_tokens(self) -> bool:
-        return self._is_generated
-
-    @property
-    def reads_prompt_logits(self) -> bool:
-        """See `Task`. The last token's logits are not among them: they are also those of the first output token."""
-        return self._logits.positions not in ("last", "generated")
-
-    @property
-    def input_columns(self) -> tuple[tuple[str, str], ...]:
-        """See `Task`: the column of positions."""
-        column = self._logits.positions_column
-        return () if column is None else (("logits.positions", column),)
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`: the ids of the section's tokens, or the size of the vocabulary."""
@@ -134,7 +130,7 @@ class Logits(Task):
                 "input.on_overlong: positions in a column count the tokens of the uncut prompt; leave it out"
             )
         update: dict[str, Any] = {SECTION.name: self._with_ids(model) or self._with_vocabulary(model)}
-        if not self._is_generated:  # drop a limit from the model's generation_config
+        if not self.draws_tokens:  # drop a limit from the model's generation_config
             update["sampling"] = self.spec.sampling.model_copy(update={"max_tokens": None})
         return self.spec.model_copy(update=update)
 
@@ -163,10 +159,6 @@ class Logits(Task):
         return LogitsPrompts(self.spec, tokenizer, vocab_size, begun_at)
 
     @property
-    def logprobs_mode(self) -> str:
-        return f"raw_{self._logits.values}"
-
-    @property
     def vocabulary_rows(self) -> RowsWanted:
         """See `Task`. Its positions are those of the generated tokens; `expand` sets each prompt's own."""
         logits = self._logits
@@ -182,9 +174,8 @@ class Logits(Task):
         return limits
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
-        logits = self._logits
         num_positions = self._likely_positions() if prompts is None else _mean_positions(prompts)
-        return 100 + int(num_positions * (4 + logits.width * logits.item_bytes))
+        return 100 + int(num_positions * (4 + self._logits.width * self._dtype.itemsize))
 
     def _likely_positions(self) -> int:
         match self._logits.positions:
@@ -196,26 +187,13 @@ class Logits(Task):
                 return self.spec.sampling.max_tokens or LIKELY_TOKENS
         return _LIKELY_POSITIONS
 
-    @property
-    def sizes_by_prompts(self) -> bool:
-        return self.reads_prompt_logits
-
-    @property
-    def size_remedies(self) -> tuple[str, ...]:
-        logits = self._logits
-        return (
-            *(("only some tokens (logits.tokens)",) if logits.is_full else ()),
-            *(() if logits.positions == "last" else ("fewer positions (logits.positions)",)),
-            *(() if logits.dtype == "float16" else ("float16 (logits.dtype)",)),
-        )
-
     def result_fields(self) -> Fields:
         logits = self._logits
         generated = [("token_ids", list_of(pa.int32())), ("finish_reason", pa.string())]
         return [
             ("positions", list_of(pa.int32())),
             (logits.values, list_of(self._vector)),
-            *(generated if self._is_generated else []),
+            *(generated if self.draws_tokens else []),
         ]
 
     @property
@@ -225,7 +203,7 @@ class Logits(Task):
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request. The row after the prompt's last token is that of the first output token, so one is generated."""
         rows = replace(self.vocabulary_rows, positions=self._positions(prompt))
-        if self._is_generated:
+        if self.draws_tokens:
             return [self.drawing_request(prompt, 0, max_model_len, rows=rows)]
         return [Request(prompt.row_index, 0, prompt.token_ids, _GREEDY, rows=rows)]
 
@@ -246,7 +224,7 @@ class Logits(Task):
         values = [None if c is None else c.values for c in completions]
         columns = {
             # The one token that the engine generates after a prompt is not stored.
-            **(output_columns(completions) if self._is_generated else {}),
+            **(output_columns(completions) if self.draws_tokens else {}),
             "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
             "positions": id_lists([None if c is None else _positions(c) for c in completions]),
             self._logits.values: vector_lists(values, self._dtype, self._vector),

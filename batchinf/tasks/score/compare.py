@@ -219,10 +219,7 @@ class ChoiceChanges(Changes):
 
     def _task_changes(self) -> ChoicesCompared:
         return ChoicesCompared(
-            num_other_best=self._changed["best"],
-            num_other_best_per_token=self._changed["best_per_token"],
-            num_other_best_per_byte=self._changed["best_per_byte"],
-            num_other_choices=self._changed["choices"],
+            **{f"num_other_{name}": self._changed[name] for name in (*WINNERS, "choices")},
             choice_logprob_sums=self._deltas.summary(),
             accuracy_a=Accuracy.of(self._num_rows, self._answers["a"]),
             accuracy_b=Accuracy.of(self._num_rows, self._answers["b"]),

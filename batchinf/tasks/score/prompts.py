@@ -9,7 +9,7 @@ from typing import Any
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, list_names, name_type
 from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error
-from batchinf.prompts.encoder import Encoder, begins_with_two, show
+from batchinf.prompts.encoder import Encoder, begins_with_two
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -311,8 +311,11 @@ class ScorePrompts(PromptBuilder):
         index = draft.row.row_index
         text = draft.context if draft.context is not None else draft.targets[0]
         kept = text if self._keeps_text and isinstance(text, str) else None
-        error = scored if isinstance(scored, RowError) else self._outside(scored.spans)
-        if error is not None or isinstance(scored, RowError):
+        if isinstance(scored, RowError):
+            return Prompt(index, [], kept, scored)
+        low = min(min(span.token_ids) for span in scored.spans)
+        high = max(max(span.token_ids) for span in scored.spans)
+        if (error := self.outside_vocabulary(low, high)) is not None:
             return Prompt(index, [], kept, error)
         # A row is scored without its answer, too: only the accuracy needs that.
         answer = draft.answer
@@ -326,18 +329,6 @@ class ScorePrompts(PromptBuilder):
             scoring=scoring,
             has_second_bos=self._counts_bos and begins_with_two(scored.spans[0].token_ids, self._bos),
         )
-
-    def _outside(self, spans: Sequence[Span]) -> RowError | None:
-        """The error of a row with an id outside the vocabulary, which would crash the engine."""
-        low = min(min(span.token_ids) for span in spans)
-        high = max(max(span.token_ids) for span in spans)
-        if low >= 0 and (self._vocab_size is None or high < self._vocab_size):
-            return None
-        if low < 0:
-            return RowError("invalid_token_id", f"got token id {low}; must not be negative")
-        shown = "" if self._takes_ids else f" ('{show(self._tokenizer, [high])}')"
-        return RowError("invalid_token_id", f"token id {high}{shown} is outside the model's vocabulary of "
-                        f"{self._vocab_size:,}")  # fmt: skip
 
 
 def _choices(row: Row, column: str) -> list[Any] | RowError:

@@ -47,14 +47,6 @@ _MOST_IN_ONE_PASS = 128
 _MEANS = ("logprob_mean", "perplexity", "bits_per_byte")
 
 
-def score_sampling(sampling: SamplingSpec) -> SamplingSpec:
-    """The engine's sampling: logprobs of the prompt's tokens, and of at least the likeliest token at each position.
-
-    `is_greedy` needs the likeliest token's id. The rank is not enough: two tokens with equal logprobs both have rank 2.
-    """
-    return SamplingSpec(temperature=0.0, prompt_logprobs=max(1, sampling.prompt_logprobs or 0))
-
-
 class Score(Task):
     """Task `score`: logprobs of given texts."""
 
@@ -62,6 +54,7 @@ class Score(Task):
     comparison = staticmethod(begin_changes)
     verification = ScoreVerification
     section = SECTION
+    only_scores = True
     takes_generation_config = False
 
     def __init__(self, spec: JobSpec) -> None:
@@ -73,32 +66,14 @@ class Score(Task):
         self._stores_all = score_of(spec).store == "all"
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
         self._together = score_of(spec).one_pass and self._is_choice and self._k == 0
-        self._sampling = score_sampling(spec.sampling)
+        # `is_greedy` needs the likeliest token's id. The rank is not enough: two tokens with equal logprobs both have
+        # rank 2.
+        self._sampling = SamplingSpec(temperature=0.0, prompt_logprobs=max(1, self._k))
         self._one_pass = SamplingSpec(temperature=0.0)
-
-    @property
-    def reads_prompt_logits(self) -> bool:
-        return True
-
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """See `Task`. The request for all choices of a row asks for no logprobs of its prompt."""
-        return self._together
-
-    @property
-    def only_scores(self) -> bool:
-        """See `Task`."""
-        return True
-
-    @property
-    def least_model_len(self) -> int:
-        """See `Task`: windows are longer than their overlap."""
-        return score_of(self.spec).window_overlap + NUM_RESERVED + 1
-
-    @property
-    def input_columns(self) -> tuple[tuple[str, str], ...]:
-        """See `Task`: the columns of what is scored."""
-        return tuple(scored_columns(self.spec.input))
+        self.reads_prompt_logits = True
+        self.reads_prefix_cache = self._together  # the request for all choices of a row needs no logprobs of its prompt
+        self.least_model_len = score_of(spec).window_overlap + NUM_RESERVED + 1  # windows are longer than their overlap
+        self.input_columns = tuple(scored_columns(spec.input))
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`. Checks that windows are longer than their overlap."""

@@ -7,7 +7,7 @@ from batchinf.records import Prompt, Request
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.compare import JobOutput
 from batchinf.tasks.vector_changes import VectorChanges, shared_columns, vector_widths
-from batchinf.tasks.vectors.section import is_activated, number_columns
+from batchinf.tasks.vectors.section import is_activated, stored_columns
 from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, stored_vectors
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PooledVerification(Verification):
         super().__init__(spec)
         self._has_direction = spec.task in ("embed", "hidden_states")
         self.columns = ("positions",) if spec.task == "hidden_states" else ()
-        self.vector_columns = number_columns(spec)
+        self.vector_columns = stored_columns(spec)
         self.is_relative = self._has_direction or (spec.task == "classify" and is_activated(spec))
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:

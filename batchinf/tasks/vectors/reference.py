@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchinf.base.errors import UserError
@@ -12,8 +10,7 @@ from batchinf.model.identity import Model
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.reference import Reference, check_width
-from batchinf.tasks.vectors.model_config import projected_width
-from batchinf.tasks.vectors.section import is_activated, pooling_of
+from batchinf.tasks.vectors.section import is_activated, pooling_of, projected_width
 from batchinf.tasks.verification import ReferenceWanted, StoredVectors
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")
@@ -21,26 +18,14 @@ _POOLING_TYPES = ("LAST", "MEAN", "CLS")
 _OWN_ACTIVATIONS = ("sentence_transformers", "sbert_ce_default_activation_function")
 
 
-class _StatesReference(Reference):
-    """A model without a head, for `embed` and `hidden_states`."""
+class _PooledReference(Reference):
+    """A model without the head of a language model."""
 
     auto = "AutoModel"
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
         super().__init__(spec, wanted)
         self._pooling = pooling_of(spec)
-        self._before_norm: list[torch.Tensor] = []
-        depth = self._model.config.get_text_config().num_hidden_layers
-        if self.needs_last_layer(depth):
-            _last_layer(self._model, depth).register_forward_hook(self._keep)
-
-    def needs_last_layer(self, depth: int) -> bool:
-        """Whether the states of the last layer are needed before the final norm. depth: number of layers."""
-        return False
-
-    def _keep(self, _: Any, __: Any, output: Any) -> None:
-        # transformers applies the final norm to the last layer's states in its own `hidden_states`.
-        self._before_norm = [output[0] if isinstance(output, tuple) else output]
 
     def vectors(self, stored: StoredVectors, adapter: str | None) -> Iterator[FloatArray]:
         """See `Reference.vectors`: in one piece."""
@@ -48,31 +33,17 @@ class _StatesReference(Reference):
         ids = torch.tensor([stored.token_ids], device=self._device)
         with torch.inference_mode():
             output = self._model(input_ids=ids, output_hidden_states=self._pooling.layers is not None)
-            states = self._states(output, stored.kind)
-            vectors = self.chosen(states, stored.positions)
+            vectors = self.chosen(output, stored)
         check_width(stored.values.shape[1], vectors.shape[1])
         yield vectors.cpu().numpy()
 
-    def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
-        """The vectors [n, width] from the states [num_tokens, width]."""
+    def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
+        """The vectors [n, width] from the model's output, in float32."""
         raise NotImplementedError
 
-    def _states(self, output: Any, column: str) -> torch.Tensor:
-        """The states [num_tokens, width] of a column's layer, in float32."""
-        pooling = self._pooling
-        states = output.last_hidden_state
-        if pooling.layers is not None:
-            layer = int(column.rpartition("_")[2])
-            is_last = layer == len(output.hidden_states) - 1
-            states = self._before_norm[0] if is_last else output.hidden_states[layer]
-        elif self._before_norm:
-            states = self._before_norm[0]
-        rows: torch.Tensor = states.reshape(-1, states.shape[-1]).float()
-        return rows
 
-
-class EmbedReference(_StatesReference):
-    """See `_StatesReference`."""
+class EmbedReference(_PooledReference):
+    """The embedding of a sequence."""
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
         """Raises UserError if transformers cannot pool like vLLM, or if a dense layer follows the model."""
@@ -89,22 +60,40 @@ class EmbedReference(_StatesReference):
             )
         super().__init__(spec, wanted)
 
-    def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
-        """See `_StatesReference`: the embedding."""
+    def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
+        states = _rows(output.last_hidden_state)
         means = {"LAST": lambda: states[-1:], "CLS": lambda: states[:1], "MEAN": lambda: states.mean(0, keepdim=True)}
         vector: torch.Tensor = means[self._pooling_type]()[:, : self._pooling.dimensions]
         return torch.nn.functional.normalize(vector, dim=-1) if self._pooling.normalize else vector
 
 
-class HiddenStatesReference(_StatesReference):
-    """See `_StatesReference`."""
+class HiddenStatesReference(_PooledReference):
+    """The hidden states of a model, after some of its layers or the last one."""
 
-    def needs_last_layer(self, depth: int) -> bool:
-        return not self._pooling.final_norm or depth in (self._pooling.layers or ())
+    def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
+        super().__init__(spec, wanted)
+        self._before_norm: list[torch.Tensor] = []
+        depth = self._model.config.get_text_config().num_hidden_layers
+        if not self._pooling.final_norm or depth in (self._pooling.layers or ()):
+            _last_layer(self._model, depth).register_forward_hook(self._keep)
 
-    def chosen(self, states: torch.Tensor, positions: npt.NDArray[np.int64] | None) -> torch.Tensor:
-        assert positions is not None
-        return states[torch.from_numpy(positions)]
+    def _keep(self, _: Any, __: Any, output: Any) -> None:
+        # transformers applies the final norm to the last layer's states in its own `hidden_states`.
+        self._before_norm = [output[0] if isinstance(output, tuple) else output]
+
+    def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
+        assert stored.positions is not None
+        states = self._before_norm[0] if self._before_norm else output.last_hidden_state
+        if self._pooling.layers is not None:
+            layer = int(stored.kind.rpartition("_")[2])
+            is_last = layer == len(output.hidden_states) - 1
+            states = self._before_norm[0] if is_last else output.hidden_states[layer]
+        return _rows(states)[torch.from_numpy(stored.positions)]
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, width], in float32."""
+    return states.reshape(-1, states.shape[-1]).float()
 
 
 def _last_layer(model: Any, depth: int) -> Any:
@@ -116,7 +105,7 @@ def _last_layer(model: Any, depth: int) -> Any:
     return lists[0][-1]
 
 
-class HeadReference(Reference):
+class HeadReference(_PooledReference):
     """A model with a classification head, for `classify` and `reward`."""
 
     auto = "AutoModelForSequenceClassification"
@@ -147,14 +136,9 @@ class HeadReference(Reference):
                 "cannot be verified"
             )
 
-    def vectors(self, stored: StoredVectors, adapter: str | None) -> Iterator[FloatArray]:
-        """See `Reference.vectors`: one vector."""
-        self.merge(adapter)
-        with torch.inference_mode():
-            logits = self._model(input_ids=torch.tensor([stored.token_ids], device=self._device)).logits.float()
-            outputs = self._activated(logits) if self._is_activated else logits
-        check_width(stored.values.shape[1], outputs.shape[1])
-        yield outputs.cpu().numpy()
+    def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
+        logits: torch.Tensor = output.logits.float()
+        return self._activated(logits) if self._is_activated else logits
 
     def _activated(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the activation that vLLM's `get_act_fn` chooses, which is the same in 0.26 and 0.32."""

@@ -1,7 +1,13 @@
-"""The section `pooling` of a spec."""
+"""The section `pooling` of a spec, and its fields that depend on the model's config."""
 
+import json
+import pathlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from batchinf.base.errors import ModelError, SpecError
+from batchinf.model import files as model_files
+from batchinf.model.identity import Model, text_section
 from batchinf.spec.fields import IDENTITY, Positive, Section, Texts, TokenIds, wrong
 from batchinf.spec.job import JobSpec, TaskSection
 
@@ -15,6 +21,11 @@ _FIELDS = {
     "reward": ("use_activation", "pooling_type", "width"),
     "hidden_states": ("positions", "layers", "final_norm", "dtype", "width"),
 }
+_WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer")
+# Architectures with these endings have no classification head.
+_GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_HEADS_FROM = ("classifier_from_token", "method")  # with these keys vLLM makes a head of the LM head
 
 
 class PoolingSpec(Section):
@@ -54,7 +65,7 @@ def pooling_of(spec: JobSpec) -> PoolingSpec:
     return section
 
 
-def number_columns(spec: JobSpec) -> tuple[str, ...]:
+def stored_columns(spec: JobSpec) -> tuple[str, ...]:
     """The output columns with the model's numbers."""
     layers = pooling_of(spec).layers
     match spec.task:
@@ -123,3 +134,115 @@ def _listed(tasks: list[str]) -> str:
 
 
 SECTION = TaskSection("pooling", PoolingSpec, PoolingSpec(), _check)
+
+
+# -- fields that depend on the model -----------------------------------------------------------------------------------
+
+# A model's config, with `engine.hf_overrides` applied.
+Config = Mapping[str, Any]
+
+
+def resolved_fields(spec: JobSpec, model: Model) -> dict[str, Any]:
+    """The fields of the section `pooling` that depend on the model. Raises SpecError."""
+    overrides = spec.engine.get("hf_overrides")
+    config = {**model.config, **(overrides if isinstance(overrides, dict) else {})}
+    pooling = pooling_of(spec)
+    if spec.task in ("classify", "reward"):
+        labels = pooling.labels or _labels_of(config)
+        _check_head(config, model.name, spec.task)
+        return {"labels": labels} if spec.task == "classify" else {"width": pooling.width or len(labels)}
+    if spec.task == "hidden_states":
+        width = pooling.width or _width_of(config)
+        _check_depth(config, spec)
+    else:
+        width = pooling.width or projected_width(model, spec) or _width_of(config)
+        if pooling.dimensions is not None:
+            _check_dimensions(config, pooling.dimensions, width)
+    return {"width": width}
+
+
+def _number(config: Config, keys: tuple[str, ...]) -> int | None:
+    """The first of these keys that has a whole number, in the text model's section or at the top level."""
+    for section in (text_section(config), config):
+        for key in keys:
+            if isinstance(section.get(key), int):
+                return int(section[key])
+    return None
+
+
+def _width_of(config: Config) -> int:
+    """Numbers in one of the model's vectors."""
+    width = _number(config, _WIDTH_KEYS)
+    if width is None:
+        raise SpecError(
+            "pooling.width: missing; the model's config does not say how many numbers a vector has: give that number"
+        )
+    return width
+
+
+def projected_width(model: Model, spec: JobSpec) -> int | None:
+    """Width after the last dense layer of a sentence-transformers model, which vLLM applies; None without one."""
+    folder = pathlib.Path(model.path)
+    if not folder.is_dir():  # not fetched yet, but its small files are here
+        folder = pathlib.Path(model.tokenizer)
+    if spec.model.tokenizer is not None and str(folder) == model.tokenizer:
+        return None
+    try:
+        modules = json.loads((folder / "modules.json").read_bytes())
+        dense = [module["path"] for module in modules if str(module.get("type", "")).endswith(".Dense")]
+        return int(model_files.read_json(folder / dense[-1] / "config.json")["out_features"]) if dense else None
+    except (ModelError, KeyError, TypeError, ValueError, OSError):
+        return None
+
+
+def _labels_of(config: Config) -> tuple[str, ...]:
+    """The names of the model's classes, in order."""
+    names = config.get("id2label")
+    if isinstance(names, dict) and names:
+        try:
+            return tuple(str(names[key]) for key in sorted(names, key=int))
+        except (TypeError, ValueError):
+            raise SpecError("pooling.labels: id2label in the model's config has no numbers; name the labels") from None
+    # transformers' default is two labels.
+    return tuple(f"LABEL_{number}" for number in range(_number(config, ("num_labels",)) or 2))
+
+
+def _check_head(config: Config, model: str, task: str) -> None:
+    """Raise SpecError if the model has no classification head. model, task: their names, for the message."""
+    architectures = config.get("architectures") or []
+    has_none = bool(architectures) and all(str(name).endswith(_GENERATORS) for name in architectures)
+    if has_none and not any(config.get(key) for key in _HEADS_FROM):
+        raise SpecError(
+            f"model.name: {', '.join(map(str, architectures))} of '{model}' has no classification head, "
+            f"which task {task} needs; give a model such as a …ForSequenceClassification"
+        )
+
+
+def _check_dimensions(config: Config, dimensions: int, width: int) -> None:
+    """Raise SpecError if the model was not trained for vectors that are cut to this many numbers."""
+    allowed = config.get("matryoshka_dimensions")
+    if not (config.get("is_matryoshka") or allowed):
+        raise SpecError(
+            f"pooling.dimensions: got {dimensions}, but the model's config does not say that it was trained for fewer "
+            "(Matryoshka); leave it out, or, if it was, set engine.hf_overrides: {is_matryoshka: true}"
+        )
+    if dimensions > width or (isinstance(allowed, list) and dimensions not in allowed):
+        which = ", ".join(map(str, allowed)) if isinstance(allowed, list) else f"at most {width}"
+        raise SpecError(f"pooling.dimensions: got {dimensions}; must be {which}")
+
+
+def _check_depth(config: Config, spec: JobSpec) -> None:
+    """Raise SpecError for layers that the model does not have or vLLM cannot return."""
+    pooling = pooling_of(spec)
+    layers = pooling.layers
+    depth = _number(config, _DEPTH_KEYS)
+    if layers is not None and depth is not None and layers[-1] > depth:
+        raise SpecError(
+            f"pooling.layers: got {layers[-1]}; must be from 0, the embedding, to {depth}, the model's last layer"
+        )
+    if (layers is not None or not pooling.final_norm) and spec.parallel.pipeline_parallel_size != 1:
+        name = "layers" if layers is not None else "final_norm"
+        raise SpecError(
+            f"pooling.{name}: vLLM gives states between layers with pipeline_parallel_size 1 alone; "
+            f"got {spec.parallel.pipeline_parallel_size}: use tensor_parallel_size"
+        )

@@ -1,6 +1,5 @@
 """The tasks that store vectors, one output row for each input row: `embed`, `classify`, `reward`, `hidden_states`."""
 
-import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -23,8 +22,14 @@ from batchinf.tasks.vectors.compare import (
     PooledVerification,
     RewardChanges,
 )
-from batchinf.tasks.vectors.model_config import resolved_fields
-from batchinf.tasks.vectors.section import OPENAI_LINES, SECTION, is_activated, number_columns, pooling_of
+from batchinf.tasks.vectors.section import (
+    OPENAI_LINES,
+    SECTION,
+    is_activated,
+    pooling_of,
+    resolved_fields,
+    stored_columns,
+)
 
 Values = npt.NDArray[Any]
 
@@ -57,12 +62,18 @@ class Pooled(Task):
             seq_pooling_type=None if pooling_type is None else pooling_type.upper(),
         )
 
-    @abc.abstractmethod
+    def result_fields(self) -> Fields:
+        """See `Task`. By default a row has one vector."""
+        [name] = stored_columns(self.spec)
+        return [(name, vector_of(self.dtype, self.width))]
+
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
         """The columns of `result_fields`.
 
         values: of each result, [num_positions, width]; None: an error. num_tokens: of each result's prompt.
         """
+        [name] = stored_columns(self.spec)
+        return {name: vector_array(values, self.dtype, self.width)}
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`: widths and labels."""
@@ -147,15 +158,6 @@ class Embed(Pooled):
         unit: FloatArray = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
         return unit
 
-    def result_fields(self) -> Fields:
-        return [("embedding", vector_of(self.dtype, self.width))]
-
-    def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
-        return {"embedding": vector_array(values, self.dtype, self.width)}
-
-
-_FLOAT = np.dtype(np.float32)
-
 
 class Classify(Pooled):
     """`label` string and its `score` float32; `probabilities` (or `logits`) fixed_size_list<float32>[num_labels].
@@ -170,12 +172,12 @@ class Classify(Pooled):
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._labels = np.array(self._pooling.labels or (), np.object_)
-        [self._column] = number_columns(spec)
 
     def describe(self) -> str:
         labels = self._pooling.labels or ()
         more = ", …" if len(labels) > 8 else ""
-        return f"task classify: {self._column} of {self.width:,} labels: {', '.join(labels[:8])}{more}"
+        [column] = stored_columns(self.spec)
+        return f"task classify: {column} of {self.width:,} labels: {', '.join(labels[:8])}{more}"
 
     def width_error(self, got: int) -> SpecError:
         return SpecError(f"pooling.labels: got {self.width} classes, but the model has {got}; name each of them")
@@ -188,17 +190,17 @@ class Classify(Pooled):
         return shares
 
     def result_fields(self) -> Fields:
-        return [("label", pa.string()), ("score", pa.float32()), (self._column, vector_of(_FLOAT, self.width))]
+        return [("label", pa.string()), ("score", pa.float32()), *super().result_fields()]
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
-        vectors = vector_array(values, _FLOAT, self.width)
+        vectors = super().vector_columns(values, num_tokens)
         best = [None if value is None or np.isnan(value).all() else int(np.nanargmax(value)) for value in values]
         labels = [None if place is None else str(self._labels[place]) for place in best]
         scores = [
             None if value is None or place is None else float(value[0, place])
             for value, place in zip(values, best, strict=True)
         ]
-        return {"label": strings(labels), "score": pa.array(scores, pa.float32()), self._column: vectors}
+        return {"label": strings(labels), "score": pa.array(scores, pa.float32()), **vectors}
 
 
 class Reward(Pooled):
@@ -213,11 +215,11 @@ class Reward(Pooled):
         return f"task reward: {'a number' if self.width == 1 else f'{self.width:,} numbers'} for each row"
 
     def result_fields(self) -> Fields:
-        return [("reward", pa.float32() if self.width == 1 else vector_of(_FLOAT, self.width))]
+        return [("reward", pa.float32())] if self.width == 1 else super().result_fields()
 
     def vector_columns(self, values: Sequence[Values | None], num_tokens: Sequence[int]) -> dict[str, pa.Array]:
         if self.width > 1:
-            return {"reward": vector_array(values, _FLOAT, self.width)}
+            return super().vector_columns(values, num_tokens)
         check_shapes(values, self.width)
         return {"reward": pa.array([None if value is None else float(value[0, 0]) for value in values], pa.float32())}
 
@@ -233,7 +235,7 @@ class HiddenStates(Pooled):
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
-        self._names = number_columns(spec)
+        self._names = stored_columns(spec)
         self._has_all = self._pooling.positions == "all"
 
     @property
