@@ -6,6 +6,7 @@ import pathlib
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -184,7 +185,7 @@ class _Files:
             return sys.stdout.buffer
         if os.path.lexists(name) and not self._overwrites:
             raise UserError(f"-o: {name} is there already; give another name, or --overwrite")
-        temporary = f"{name}.{os.getpid()}.tmp"
+        temporary = f"{name}.{uuid.uuid4().hex[:12]}.tmp"
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         stream = open(temporary, "wb")  # noqa: SIM115  # `__exit__` closes it
         self._stack.callback(stream.close)

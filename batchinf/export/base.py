@@ -16,6 +16,8 @@ from batchinf.export.tokens import TokenTexts
 from batchinf.manifest.versions import stored_spec
 from batchinf.results import Results
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import Task
+from batchinf.tasks.registry import stored_task
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Job:
     def spec(self) -> JobSpec:
         """As the job began."""
         return stored_spec(self.results.spec)
+
+    @functools.cached_property
+    def task(self) -> type[Task]:
+        """Of the job."""
+        return stored_task(self.results.spec)
 
     @functools.cached_property
     def tokens(self) -> TokenTexts:

@@ -29,7 +29,7 @@ def card(job: Job, num_rows: int, where: str | None) -> str:
     versions = {name.removeprefix("version."): it for name, it in made_with.items() if name.startswith("version.")}
     facts = {
         "model": f"`{job.spec.model.name}`",
-        "task": f"`{job.spec.task}`",
+        "task": f"`{job.task.name}`",
         "rows": f"{num_rows:,}" if where is None else f"{num_rows:,}, those with `{where}`",
         "error rows of the job": f"{counts.num_errors:,}",
         "tokens of the job": f"{counts.num_prompt_tokens:,} of prompts, {counts.num_output_tokens:,} of outputs",

@@ -39,10 +39,10 @@ class OpenAIBatchFile(Format):
     def notes(cls, job: Job) -> list[str]:
         """See `Format`. OpenAI has a form for texts and for embeddings."""
         spec = job.spec
-        if spec.task not in ("generate", "embed"):
+        if not job.task.makes_text and job.task.vector_column is None:
             raise UserError(
-                f"--to: got openai-batch, which has no form for the output of task {spec.task}: export it as jsonl, "
-                "csv, parquet or hf"
+                f"--to: got openai-batch, which has no form for the output of task {job.task.name}: export it as "
+                "jsonl, csv, parquet or hf"
             )
         if spec.sampling.logprobs is not None and not token_columns("", job.results.schema):
             return ["logprobs are left out: the job does not store the tokens that they are of"]
@@ -98,7 +98,7 @@ class OpenAIBatchFile(Format):
         model = self._model()
         if url == EMBEDDINGS_URL:
             [row] = answered
-            data = [{"object": "embedding", "index": 0, "embedding": row["embedding"]}]
+            data = [{"object": "embedding", "index": 0, "embedding": row[str(self.job.task.vector_column)]}]
             return {"id": f"embd-{name}", "object": "list", "model": model, "data": data, "usage": usage}
         is_chat = url == CHAT_URL
         choice = self._chat_choice if is_chat else self._text_choice
@@ -125,7 +125,7 @@ class OpenAIBatchFile(Format):
             form: dict[str, Any] = json.loads(row["request"])
             return form
         spec = self.job.spec
-        if spec.task == "embed":
+        if self.job.task.vector_column is not None:
             return {"url": EMBEDDINGS_URL}
         number = spec.sampling.logprobs
         if spec.input.is_chat:

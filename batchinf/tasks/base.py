@@ -76,6 +76,8 @@ class Task(abc.ABC):
     """Whether its completions are decoded to text and checked against the job's structure."""
     takes_generation_config: ClassVar[bool] = True
     """Whether the model's `generation_config` gives defaults for the section `sampling`."""
+    vector_column: ClassVar[str | None] = None
+    """The column with the one vector of each row, for a task whose output is that."""
     only_scores: ClassVar[bool] = False
     """Whether all results are logprobs of given tokens."""
     output_room: ClassVar[int] = 1

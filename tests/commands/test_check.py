@@ -554,7 +554,8 @@ def test_a_damaged_journal_is_named_and_its_rows_run_again(halved: pathlib.Path,
 def test_the_journal_of_a_part_that_the_manifest_does_not_name_is_not_needed(tmp_path: pathlib.Path) -> None:
     spec, out = jobs.spec_of(tmp_path, **SETTINGS), tmp_path / "out"
     assert jobs.run("run", spec, faults="coordinator.after_publish:3=kill").returncode == -9
-    [shard] = {parse_part_name(name) for name in Folder(out).list("parts")} - jobs.state_of(out).parts.keys()
+    # On a slow machine, several parts are published before one commit.
+    shard = max({parse_part_name(name) for name in Folder(out).list("parts")} - jobs.state_of(out).parts.keys())
     name = f"{shard:06d}-000000.0001-00000"
     (out / "journal" / name).write_bytes(b"damaged")
     said, error = look(out)

@@ -141,6 +141,7 @@ class Embed(Pooled):
     """`embedding`: fixed_size_list<float32 or float16>[width], of length 1 unless the spec says otherwise."""
 
     name = "embed"
+    vector_column = "embedding"
     comparison = EmbedChanges
     pooling_tasks = ("embed",)
 
