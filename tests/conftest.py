@@ -5,7 +5,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
-    jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None
+    jobs.has_fewer_rows = item.get_closest_marker("all_rows") is None
     # A command that ran in an earlier test's process ignores them from its end on, and children would inherit that. A
     # library, such as Ray, may have set handlers of its own, beside which batchinf sets none.
     for number in STOP_SIGNALS:
@@ -116,6 +116,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
         gc.freeze = gc.unfreeze = lambda: None
         _is_frozen.append(True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Kill the jobs that a failed test has left at work: one that is held at a step would wait for ever."""
+    jobs.started.clear()
+    try:
+        return (yield)
+    except BaseException:
+        for process in jobs.started:
+            if process.poll() is None:
+                jobs.kill(jobs.family(process.pid))
+        raise
 
 
 @pytest.fixture(scope="module")

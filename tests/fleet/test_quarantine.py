@@ -211,7 +211,6 @@ def deaths_of(out: pathlib.Path) -> list[dict[str, object]]:
     return jobs.events_of(out, "death")
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     ("point", "action", "most"),
     [
@@ -276,7 +275,6 @@ def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
     check_rows(tmp_path / "out", [100, 101, 103, 400])
 
 
-@pytest.mark.fewer_rows
 def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib.Path) -> None:
     once = tmp_path / "once"
     once.mkdir()
@@ -286,7 +284,6 @@ def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib
     check_rows(tmp_path / "out", [])
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.slow
 def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS, sampling={"n": 3, "temperature": 1.0, "max_tokens": 16})
@@ -296,7 +293,6 @@ def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     assert errors == [(137, 0), (137, 1), (137, 2)]
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.slow
 @pytest.mark.real_starts
 @pytest.mark.parametrize("num_deaths", [3])

@@ -125,7 +125,6 @@ def test_kept_and_counted_in_a_part(folder: Folder, dtype: str) -> None:
     assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d", deep=True) == part
 
 
-@pytest.mark.fewer_rows
 def test_a_whole_job_says_so_at_its_end(tmp_path: pathlib.Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HURT)
     spec, out = jobs.spec_of(tmp_path), tmp_path / "out"
