@@ -4,12 +4,14 @@ import atexit
 import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from fork_server import forking
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -133,10 +135,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.fixture(scope="module")
 def quick_replicas() -> Iterator[None]:
-    """Replicas of jobs that run in the tests' own process start faster, too."""
+    """Replicas of jobs that run in the tests' own process start faster, too: a server forks them."""
+    server = jobs.fork_server()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in jobs.quick_start().items():
             patch.setenv(name, value)
+        may_fork = lambda: jobs.may_fork and server.can_fork(jobs.inherited())  # noqa: E731
+        patch.setattr(subprocess, "Popen", forking(server.address, may_fork))
         yield
 
 

@@ -157,6 +157,7 @@ def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
     assert "engine.max_num_seqs 128" in "\n".join(summary.lines())
 
 
+@pytest.mark.all_rows
 def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> None:
     """On GPUs that are not here: the speed of both replicas, and the time for half of the rows."""
     batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
@@ -180,6 +181,7 @@ def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> 
     job.source.close()
 
 
+@pytest.mark.all_rows
 def test_replicas_that_share_a_gpu_are_slower_than_those_that_have_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,8 +84,8 @@ def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def beside(action: Callable[[], object]) -> Iterator[None]:
-    """Run an action on another thread. An error in it fails the test."""
+def beside(action: Callable[[], object], held: pathlib.Path) -> Iterator[None]:
+    """Run an action on another thread. An error in it fails the test, and lets go the engine that `held` holds."""
     errors: list[BaseException] = []
 
     def act() -> None:
@@ -93,6 +93,7 @@ def beside(action: Callable[[], object]) -> Iterator[None]:
             action()
         except BaseException as error:
             errors.append(error)
+            held.unlink(missing_ok=True)
 
     thread = threading.Thread(target=act)
     thread.start()
@@ -110,10 +111,10 @@ def test_replicas_of_a_trial_begin_together_and_share_its_rows(
     tuned = Tuned(tmp_path, f"engine.start=hold {held}", monkeypatch)
 
     def release() -> None:
-        jobs.wait_until(lambda: held.exists() and tuned.is_one_waiting(), 60)
+        jobs.wait_until(lambda: held.exists() and tuned.is_one_waiting())
         held.unlink()
 
-    with beside(release):
+    with beside(release, held):
         trial = tuned.run()
     assert not trial.error
     ready = [tuned.place("ready", replica) for replica in (0, 1)]
@@ -160,14 +161,14 @@ def test_a_replica_that_dies_while_it_waits_comes_again(
     tuned = Tuned(tmp_path, f"engine.start=hold {held}", monkeypatch)
 
     def kill_and_release() -> None:
-        jobs.wait_until(lambda: held.exists() and held.read_text() and tuned.is_one_waiting(), 60)
+        jobs.wait_until(lambda: held.exists() and held.read_text() and tuned.is_one_waiting())
         starting = int(held.read_text())
         [waiting] = [one for one in jobs.replicas_of(psutil.Process().pid) if one.pid != starting]
         jobs.kill([waiting])
         jobs.wait_until(lambda: any(r["restarts"] for r in jobs.snapshot_of(tuned.trial).get("replicas", ())))
         held.unlink()
 
-    with beside(kill_and_release):
+    with beside(kill_and_release, held):
         trial = tuned.run()
     assert not trial.error
     assert tuned.rows.total() == NUM_ROWS
