@@ -228,7 +228,8 @@ def family(pid: int) -> list[psutil.Process]:
     """A process and all its descendants, the root last."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        return [*_forked_for(pid), *root.children(recursive=True), root]
+        # The tests' own process is the parent of the server, and so an ancestor of what the server has forked for it.
+        return [*dict.fromkeys([*_forked_for(pid), *root.children(recursive=True)]), root]
     return []
 
 

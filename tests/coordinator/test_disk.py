@@ -156,7 +156,8 @@ def test_a_disk_with_too_little_room(limits: list[str], words: str, tmp_path: pa
 
 def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
-    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 600}, checkpoint_interval_s=600)
+    one = {"data_parallel_size": 1}
+    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 600}, checkpoint_interval_s=600, parallel=one)
     limited = 'ulimit -f 64; exec "$@"'
     failed = subprocess.run(
         ["bash", "-c", limited, "bash", sys.executable, "-m", "batchinf", "run", str(spec)],
