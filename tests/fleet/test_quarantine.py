@@ -267,6 +267,7 @@ def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.all_rows
 def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
     points = ("prompt.100", "prompt.101", "output.103", "prompt.400")
     spec = jobs.spec_of(tmp_path, output=SHARDS)

@@ -147,6 +147,7 @@ def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: path
 
 
 @pytest.mark.slow
+@pytest.mark.all_rows
 def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
     # All outputs of a batch end in the same step, so that nearly every sample sees a full batch.
     script = {"max_num_seqs": 64, "step_s": 0.02, "vary_lengths": False}
