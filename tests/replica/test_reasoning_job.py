@@ -53,9 +53,8 @@ def test_a_structure_begins_after_the_thinking(thinker: pathlib.Path, tmp_path: 
         max_error_rate=1.0,
     )
     done = jobs.finish(spec)
-    # While vLLM looks at the structure, the engine starts, and the progress is shown.
-    said = [done.stderr.find(words) for words in ("checking the structured", "starting: 0/12", "compiled by xgrammar")]
-    assert -1 < said[0] < said[1] < said[2]
+    # tests/coordinator/test_start.py has what is shown until then.
+    assert "structured outputs: choice, compiled by xgrammar" in done.stderr
     found = jobs.rows_of(tmp_path / "out")
     assert [row["id"] for row in found] == list(range(12))
     for row, given in zip(found, rows, strict=True):
