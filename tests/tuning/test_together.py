@@ -85,7 +85,7 @@ def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
 
 @contextlib.contextmanager
 def beside(action: Callable[[], object], held: pathlib.Path) -> Iterator[None]:
-    """Run an action on another thread. The engine that `held` holds goes on at its end. An error in it fails the test."""
+    """Run an action on another thread. At its end the engine that `held` holds goes on. An error fails the test."""
     errors: list[BaseException] = []
 
     def act() -> None:
