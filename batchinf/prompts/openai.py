@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
-from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line
+from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
@@ -231,7 +231,7 @@ class BatchReader:
                 raise _Refused(f"body.chat_template_kwargs.{name}: it is no variable of a chat template")
         if given := {name: body.pop(name) for name in _OF_TEMPLATES if name in body}:
             chat["chat_template_kwargs"] = self._variables(given, chat.get("chat_template_kwargs", {}))
-        return {"messages": messages, "chat": chat}
+        return {"messages": [with_tool_calls(message) for message in messages], "chat": chat}
 
     def _variables(self, given: Mapping[str, object], own: Mapping[str, Any]) -> dict[str, Any]:
         """The row's variables of the chat template, with those that vLLM's server makes of `reasoning_effort`."""

@@ -61,6 +61,17 @@ def tools_of_line(body: dict[str, Any], *, has_parser: bool) -> LineTools | None
     return LineTools(rendered, Tools(functions, kind, name, are_parallel), is_legacy)
 
 
+def with_tool_calls(message: object) -> object:
+    """A message with OpenAI's `function_call` or role `function` of old in the form of now; others as they are."""
+    if not isinstance(message, dict):
+        return message
+    call = message.get("function_call")
+    if isinstance(call, dict) and not message.get("tool_calls"):
+        rest = {name: value for name, value in message.items() if name != "function_call"}
+        return {**rest, "tool_calls": [{"type": "function", "function": call}]}
+    return {**message, "role": "tool"} if message.get("role") == "function" else message
+
+
 def _taken(body: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: body.pop(name) for name in names if name in body}
 

@@ -125,6 +125,20 @@ def test_a_call_is_not_forced_in_a_job_with_a_structure() -> None:
     assert read({"tools": [TOOL]}, **structure).tools == Tools(TEXT)
 
 
+def test_messages_of_old() -> None:
+    call = {"name": "get_time", "arguments": "{}"}
+    old = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "get_time", "content": "Noon."},
+    ]
+    assert read({"messages": old, "functions": [FUNCTION]}).messages == [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "get_time", "content": "Noon."},
+    ]
+
+
 # -- beside conversations ----------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,12 @@
 """Tool calls of finished texts, by vLLM's own parsers: split, with ids, or an error that keeps the text."""
 
+import dataclasses
 import json
 import re
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from conftest import MODEL
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +27,7 @@ WEATHER = {
 TIME = {"name": "get_time", "parameters": {"type": "object", "properties": {}}}
 TOOLS = json.dumps([{"type": "function", "function": function} for function in (WEATHER, TIME)])
 AUTO = Tools(TOOLS)
+CALLS = pa.list_(pa.struct([(name, pa.string()) for name in ("id", "name", "arguments")]))
 ROME = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 
@@ -232,3 +235,36 @@ def test_calls_are_stored(tokenizer: Any) -> None:
     ]
     column = Generate(spec).encode(results)["tool_calls"]
     assert column.to_pylist() == [None, [{"id": "call_1", "name": "get_time", "arguments": "{}"}]]
+
+
+def test_other_calls_are_a_change(tokenizer: Any) -> None:
+    """`diff` compares names and arguments: ids differ between jobs."""
+    from batchinf.tasks.generate.compare import TextChanges
+
+    @dataclasses.dataclass
+    class Job:
+        folder: str
+        spec: dict[str, Any]
+        schema: pa.Schema
+
+    def call(call_id: str, city: str) -> list[dict[str, str]]:
+        return [{"id": call_id, "name": "get_weather", "arguments": json.dumps({"city": city})}]
+
+    values = {
+        "key": pa.array([0, 1, 2]),
+        "sample_index": pa.array([0, 0, 0]),
+        **{f"prompt_hash_{job}": pa.array([1, 1, 1]) for job in "ab"},
+        **{f"text_{job}": pa.nulls(3, pa.string()) for job in "ab"},
+        **{f"error_type_{job}": pa.nulls(3, pa.string()) for job in "ab"},
+        **{f"finish_reason_{job}": pa.array(["tool_calls"] * 3) for job in "ab"},
+        "tool_calls_a": pa.array([call("a0", "Rome"), call("a1", "Rome"), None], CALLS),
+        "tool_calls_b": pa.array([call("b0", "Rome"), call("b1", "Oslo"), call("b2", "Rome")], CALLS),
+    }
+    schema = pa.schema([(name[:-2], column.type) for name, column in values.items() if name.endswith("_a")])
+    job = Job("out", {"sampling": {}}, schema)
+    changes = TextChanges(job, job, 3)
+    table = changes.take(pa.RecordBatch.from_pydict(values))
+    assert table["is_changed"].to_pylist() == [False, True, True]
+    summary = changes.summary()
+    shown = [line for row in summary.examples for line in summary.own.example_lines("id", row)]
+    assert any("Oslo" in line for line in shown)

@@ -58,12 +58,18 @@ BAD: dict[str, dict[str, Any]] = {
     "cut off": {"tools": [STRICT], "tool_choice": "required", "max_tokens": 9},
 }
 
+# vLLM's server passes over `functions`.
+OLD = {
+    "old": {"functions": [FUNCTION], "structured_outputs": {"choice": [written(("get_weather", {"city": "Rome"}))]}},
+    "old named": {"functions": [TIME["function"]], "function_call": {"name": "get_time"}},
+}
+
 
 def lines() -> list[dict[str, Any]]:
     common = {"messages": ASK, "temperature": 0, "max_tokens": 160}
     return [
         {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": common | body}
-        for name, body in (GOOD | BAD).items()
+        for name, body in (GOOD | OLD | BAD).items()
     ]
 
 
@@ -120,15 +126,20 @@ def test_a_killed_job_has_the_calls_of_the_server(tmp_path: pathlib.Path) -> Non
             assert call["id"] == f"call_{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}"
     export_job(str(out), ExportRequest(to="openai-batch", path=str(tmp_path / "out.jsonl")))
     exported = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [line["custom_id"] for line in exported] == [*GOOD]
+    assert [line["custom_id"] for line in exported] == [*GOOD, *OLD]
     by_server = served(tmp_path)
-    for line in exported:
+    for line in exported[: len(GOOD)]:
         assert seen(line["response"]["body"]) == seen(by_server[line["custom_id"]]), line["custom_id"]
     assert [call["name"] for call in rows["two"]["tool_calls"]] == ["get_weather", "get_time"]
     assert [call["name"] for call in rows["named"]["tool_calls"]] == ["get_time"]
     for name in ("required", "required strict"):
         [call] = rows[name]["tool_calls"]
         assert set(json.loads(call["arguments"])) <= {"city", "h"}
+    for line, reason in zip(exported[len(GOOD) :], ("function_call", "stop"), strict=True):
+        [choice] = ChatCompletion.model_validate(line["response"]["body"]).choices
+        assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == (reason, None, None)
+        assert choice.message.function_call is not None
+        assert choice.message.function_call.name == rows[line["custom_id"]]["tool_calls"][0]["name"]
     for name in BAD:
         assert rows[name]["error_type"] == "invalid_tool_call"
         assert rows[name]["text"] == by_server[name]["choices"][0]["message"]["content"]

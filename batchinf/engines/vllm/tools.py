@@ -63,7 +63,7 @@ class CallParser:
             # The parser's own, of any type.
             reason = error_message(error)
             raise SpecError(f"{FIELD}: '{name}' does not go with this model's tokenizer: {reason}") from error
-        self._errors = _Errors()
+        self._errors = _errors()
 
     def _made(self, parser: Any, tools: Sequence[Any]) -> Any:
         """A new parser of vLLM's: each keeps the state of one text."""
@@ -204,3 +204,9 @@ class _Errors(logging.Handler):
             yield lines
         finally:
             self._heard.lines = None
+
+
+@functools.cache
+def _errors() -> _Errors:
+    """The one of this process: each handler gets all lines."""
+    return _Errors()
