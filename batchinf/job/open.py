@@ -152,11 +152,10 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
 
 def _with_tool_parser(spec: JobSpec, model: Model) -> JobSpec:
     """The spec with the parser's name in place of `auto`. Raises SpecError, also for a task without texts."""
-    if spec.model.tool_parser is not None and not task_named(spec.task).makes_text:
-        raise SpecError(
-            f"model.tool_parser: got '{spec.model.tool_parser}'; must be left out with task {spec.task}, which makes "
-            "no text"
-        )
+    task = task_named(spec.task)
+    if spec.model.tool_parser is not None and not task.makes_text:
+        got = f"got '{spec.model.tool_parser}'; must be left out with task {task.name}, which makes no text"
+        raise SpecError(f"model.tool_parser: {got}")
     named = with_tool_parser(spec.model, model, spec.input.chat_template)
     return spec.model_copy(update={"model": named})
 

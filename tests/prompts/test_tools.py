@@ -18,7 +18,7 @@ from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec, ModelSpec
 from batchinf.tasks.registry import task_of
 
-TEMPLATE = (pathlib.Path(__file__).parents[1] / "chat_templates" / "hermes.jinja").read_text(encoding="utf-8")
+TEMPLATE = (pathlib.Path(__file__).parents[1] / "tools.jinja").read_text(encoding="utf-8")
 MESSAGES = [{"role": "user", "content": "What time is it?"}]
 FUNCTION = {"name": "get_time", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}}
 TOOL = {"type": "function", "function": FUNCTION}

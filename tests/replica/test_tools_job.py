@@ -16,7 +16,7 @@ from batchinf.commands.export import ExportRequest, export_job
 
 pytest.importorskip("vllm")
 
-TEMPLATE = pathlib.Path(__file__).parents[1] / "chat_templates" / "hermes.jinja"
+TEMPLATE = pathlib.Path(__file__).parents[1] / "tools.jinja"
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"],
         "additionalProperties": False}  # fmt: skip
 HOUR = {"type": "object", "properties": {"h": {"enum": [1, 2]}}, "required": ["h"], "additionalProperties": False}
