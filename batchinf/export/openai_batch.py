@@ -15,7 +15,8 @@ from batchinf.prompts.openai import CHAT_URL, COMPLETIONS_URL
 EMBEDDINGS_URL = "/v1/embeddings"
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
 _NAMES = (
-    "id", "row_index", "sample_index", "request", "text", "reasoning", "finish_reason", "stop_reason", "embedding",
+    "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls",
+    "finish_reason", "stop_reason", "embedding",
     "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
 )  # fmt: skip
 
@@ -136,9 +137,14 @@ class OpenAIBatchFile(Format):
         message = {"role": "assistant", "content": row["text"], "refusal": None}
         if row.get("reasoning") is not None and form.get("include_reasoning", True):
             message["reasoning"] = row["reasoning"]
+        if calls := row.get("tool_calls"):
+            message |= _calls(calls, is_legacy=form.get("functions", False))
         content = list(self._content(row, form.get("top_logprobs") or 0)) if form.get("logprobs") else None
+        choice = _choice(row)
+        if "function_call" in message and choice["finish_reason"] == "tool_calls":
+            choice["finish_reason"] = "function_call"
         return {
-            **_choice(row),
+            **choice,
             "message": message,
             "logprobs": None if content is None else {"content": content, "refusal": None},
         }
@@ -177,6 +183,20 @@ class OpenAIBatchFile(Format):
 def _choice(row: Row) -> dict[str, Any]:
     index = row.get("sample_index") or 0
     return {"index": index, "finish_reason": row["finish_reason"], "stop_reason": row["stop_reason"]}
+
+
+def _calls(calls: Sequence[Mapping[str, str]], *, is_legacy: bool) -> dict[str, Any]:
+    """The calls of a message; of a request with `functions`, its one call in OpenAI's form of old."""
+    functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+    if is_legacy:
+        return {"function_call": functions[0]}
+    ids = [call["id"] for call in calls]
+    return {
+        "tool_calls": [
+            {"id": call_id, "type": "function", "function": function}
+            for call_id, function in zip(ids, functions, strict=True)
+        ]
+    }
 
 
 def _error(samples: Sequence[Row]) -> dict[str, Any] | None:

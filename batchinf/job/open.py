@@ -26,6 +26,7 @@ from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
 from batchinf.prompts.row_sampling import check_sampling_columns
+from batchinf.prompts.tool_parsers import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.files import InputLocation
 from batchinf.source.find import NoInputError
@@ -42,6 +43,8 @@ _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
 # milliseconds, where xgrammar may take seconds; a mask costs it more: `benchmarks/structures.py`.
 _BACKEND = "guidance"
+# The only one that has the structural tags by which vLLM forces most models' calls.
+_BACKEND_OF_CALLS = "xgrammar"
 
 
 def open_job(
@@ -81,6 +84,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
         model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
+        file = replace(file, spec=_with_tool_parser(file.spec, model))
         task = task_of(file.spec)
         spec, origins = _with_defaults(task, model, state)
         task = type(task)(spec)
@@ -148,6 +152,16 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
     return replace(file, spec=spec)
 
 
+def _with_tool_parser(spec: JobSpec, model: Model) -> JobSpec:
+    """The spec with the parser's name in place of `auto`. Raises SpecError, also for a task without texts."""
+    task = task_named(spec.task)
+    if spec.model.tool_parser is not None and not task.makes_text:
+        got = f"got '{spec.model.tool_parser}'; must be left out with task {task.name}, which makes no text"
+        raise SpecError(f"model.tool_parser: {got}")
+    named = with_tool_parser(spec.model, model, spec.input.chat_template)
+    return spec.model_copy(update={"model": named})
+
+
 def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     """The spec with a fixed backend for structured outputs, if it has or may have some and names none.
 
@@ -155,11 +169,11 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     parts of them. began_as: the identity of a job that has begun, which keeps what it has.
     """
     config = dict(spec.engine.get(_STRUCTURES_CONFIG) or {})
-    has_structures = spec.sampling.structured_outputs is not None or spec.input.is_batch_file
-    if spec.scripted is not None or not has_structures or config.get("backend", "auto") != "auto":
+    if spec.scripted is not None or not spec.may_have_structures or config.get("backend", "auto") != "auto":
         return spec
     before = began_as.get(f"engine.{_STRUCTURES_CONFIG}") or {}
-    backend = before.get("backend", "auto") if began_as else _BACKEND
+    chosen = _BACKEND if spec.model.tool_parser is None else _BACKEND_OF_CALLS
+    backend = before.get("backend", "auto") if began_as else chosen
     if backend == "auto":
         return spec
     return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})

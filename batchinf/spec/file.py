@@ -33,8 +33,9 @@ def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
     """
     section = _mapping(data.get("input"))
     yield from ((section, name, f"input.{name}", False) for name in _TEXTS if name in section)
-    if "messages" in section:
-        yield section, "messages", "input.messages", True
+    for name in ("messages", "tools"):
+        if name in section:
+            yield section, name, f"input.{name}", True
     messages = section.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if "content" in _mapping(message):

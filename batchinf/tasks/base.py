@@ -176,6 +176,7 @@ class Task(abc.ABC):
             seed=None if sampling.temperature == 0 else seed_of(sampling.seed, prompt.row_index, index),
             logprob_token_ids=logprob_token_ids,
             rows=rows,
+            tools=prompt.tools,
         )
 
     def warm_up_request(self) -> Request:

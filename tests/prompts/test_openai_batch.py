@@ -9,6 +9,7 @@ from batchinf.prompts.openai import BatchReader, BatchRequest
 from batchinf.spec.job import JobSpec
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
+TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -122,8 +123,7 @@ def test_completions() -> None:
          "or list the name in engine.served_model_name"),
         (chat(messages=[]), "body.messages: got an empty list; must be a list of messages"),
         (chat(prompt="a"), "body.prompt: got 'a', which is not supported"),
-        (chat(tools=[{"type": "function"}]), "body.tools: got a list, which is not supported"),
-        (chat(tool_choice="required"), "body.tool_choice: got 'required', which is not supported"),
+        (completion(tools=[TOOL]), "body.tools: got a list, which is not supported"),
         (chat(include_reasoning=False), "body.include_reasoning: got False, which is not supported"),
         (chat(length_penalty=2.0), "body.length_penalty: got 2.0, which is not supported"),
         (chat(add_special_tokens=True), "body.add_special_tokens: got True, which is not supported: a chat template "

@@ -179,7 +179,7 @@ QUOTES = "text that looks like something else needs quotes"
         ("engine.a", "[.inf]", "must be made of text, finite numbers, true or false, null, lists and mappings"),
         ("engine.gpu_memory_utilization", "90", "got 90; must be a number above 0 and at most 1"),
         ("model", "5", "got 5; must be text, or a mapping of fields (name, revision, tokenizer, dtype, quantization, "
-         "load_format, trust_remote_code, reasoning_parser, lora)"),
+         "load_format, trust_remote_code, reasoning_parser, tool_parser, lora)"),
         ("model.revision", "12", f"got 12; must be text; {QUOTES}"),
         ("model.dtype", "int4", "got 'int4'; must be one of auto, bfloat16, float16, float32"),
         ("model.tokenizer", '"\\0"', "got '\\x00'; a path cannot hold a null character"),
@@ -187,6 +187,16 @@ QUOTES = "text that looks like something else needs quotes"
          "begins with ~ write ./~"),
         ("input.prompt_template", "b, prompt_column: a", "got prompt_template beside prompt_column; give one of them"),
         ("input.messages", "[]", "got an empty list; must be {file: path}, or a list of mappings that is not empty"),
+        ("input.tools", "[]", "got an empty list; must be {file: path}, or a list of mappings that is not empty"),
+        ("input.tools", "[{type: web}]", "got a tool of type web; must be {type: function, function: {name, "
+         "description, parameters}}"),
+        ("input.tool_choice", "required", "got 'required' without tools; must be given beside tools or tools_column"),
+        ("input.tool_choice", "g, tools: [{function: {name: f}}]", "got 'g'; must be none, auto, required or the name "
+         "of a tool: f"),
+        ("input.tool_choice", "f, tools: [{function: {name: f}}]", "got 'f', but nothing says how the model writes its "
+         "calls: name the parser in model.tool_parser, such as hermes, or auto"),
+        ("input.tools", "[{function: {name: f}}], format: openai", "got it with format openai, whose lines have their "
+         "own; leave it out"),
         ("input.split", "a, format: csv", "got 'a' with format csv; only a Hugging Face dataset (format hf) has a "
          "split: leave it out"),
         ("output.keep_columns", "a", "got 'a'; must be a list of texts, or a mapping; for a list of one write [a]"),

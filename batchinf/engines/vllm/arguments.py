@@ -108,7 +108,7 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    if spec.sampling.structured_outputs is not None or spec.input.is_batch_file:  # it begins after the thinking
+    if spec.may_have_structures:  # they begin after the thinking
         given["reasoning_parser"] = spec.model.reasoning_parser
     given["logprobs_mode"] = task.logprobs_mode
     chosen = {"seed": 0, "disable_log_stats": False} | (
@@ -158,9 +158,10 @@ def scored_ks(task: Task) -> list[int]:
 
 def wants_late_mask(task: Task) -> bool:
     """Whether requests may want raw logprobs of structured outputs. With a batch file they may."""
-    sampling = task.spec.sampling
-    has_both = sampling.structured_outputs is not None and (sampling.logprobs is not None or sampling.logprob_token_ids)
-    return task.logprobs_mode.startswith("raw_") and bool(has_both or task.spec.input.is_batch_file)
+    spec = task.spec
+    has_logprobs = spec.sampling.logprobs is not None or bool(spec.sampling.logprob_token_ids)
+    may_have_both = spec.input.is_batch_file or (spec.may_have_structures and has_logprobs)
+    return task.logprobs_mode.startswith("raw_") and may_have_both
 
 
 def _cpu_defaults(spec: JobSpec, max_model_len: int | None) -> dict[str, Any]:

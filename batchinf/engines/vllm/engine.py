@@ -50,6 +50,7 @@ from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocab
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores, join_results
 from batchinf.model.lora import Adapter
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
 from batchinf.spec.job import WHOLE_STEPS
 from batchinf.spec.sampling import SamplingSpec
@@ -159,10 +160,15 @@ class VllmEngine:
         self._live: dict[str, Request] = {}
         self._unbegun: deque[tuple[Request, Any]] = deque()  # requests without a token yet, with vLLM's state
         self._death: str | None = None
-        self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
+        self._latest: tuple[SamplingSpec | None, tuple[dict[str, Any], bool], Any] = (None, ({}, False), None)
         self._templates: dict[Any, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self._backend = structures_backend(arguments)
+        self._calls = None
+        if spec.model.tool_parser is not None:
+            from batchinf.engines.vllm.tools import CallParser
+
+            self._calls = CallParser(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
         self._adapters = lora_requests(adapters)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
@@ -207,6 +213,7 @@ class VllmEngine:
         """See `Engine.add`."""
         if objection := self._objection(request):
             raise RequestRefused(objection)
+        request = self._forced(request)
         request_id = f"{request.row_index}-{request.request_index}"
         self._submit(request_id, request, self._params(request))
         self._live[request_id] = request
@@ -263,18 +270,33 @@ class VllmEngine:
         structure, which vLLM rewrites once to an equivalent form.
         """
         extra = extra_of(request)
-        if request.sampling is not self._latest[0] or extra != self._latest[1]:
-            self._latest = request.sampling, extra, self._template(request.sampling, extra)
+        keeps = self._keeps_special_tokens or request.tools is not None
+        if request.sampling is not self._latest[0] or (extra, keeps) != self._latest[1]:
+            template = self._template(request.sampling, extra, keeps_special_tokens=keeps)
+            self._latest = request.sampling, (extra, keeps), template
         params = copy.copy(self._latest[2])
         params.max_tokens, params.seed = request.max_tokens, request.seed
         if (positions := positions_of(request)) is not None:
             params.extra_args = positions
         return params
 
-    def _template(self, sampling: SamplingSpec, extra: dict[str, Any]) -> Any:
+    def _forced(self, request: Request) -> Request:
+        """The request with the structure that its tools force on the text, which is checked with the answer."""
+        own = request.sampling.structured_outputs
+        if request.tools is None or self._calls is None:
+            return request
+        try:
+            structure = self._calls.structure(request.tools, own)
+        except ValueError as error:
+            raise RequestRefused(RowError("invalid_tools", str(error))) from error
+        if structure == own:
+            return request
+        return replace(request, sampling=request.sampling.model_copy(update={"structured_outputs": structure}))
+
+    def _template(self, sampling: SamplingSpec, extra: dict[str, Any], *, keeps_special_tokens: bool) -> Any:
         """The cached template. Its key is by value: rows may all have their own objects and differ only in `seed`."""
         structure = sampling.structured_outputs
-        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), json.dumps(extra))
+        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), json.dumps(extra), keeps_special_tokens)
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
@@ -286,9 +308,7 @@ class VllmEngine:
                 if self._lacks_raw and (sampling.logprobs is not None or extra):
                     raise RequestRefused(RowError("invalid_sampling", _NO_RAW))
             try:
-                found = self._templates[key] = sampling_params(
-                    sampling, self._keeps_special_tokens, extra, self._backend
-                )
+                found = self._templates[key] = sampling_params(sampling, keeps_special_tokens, extra, self._backend)
             except _REFUSALS as error:
                 raise RequestRefused(RowError("invalid_sampling", str(error))) from error
         return found
