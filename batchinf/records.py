@@ -264,6 +264,10 @@ class Prompt:
     """The spans to score; `token_ids` are then the context's and those of all continuations."""
     has_second_bos: bool = False
     """Whether the engine's prompt begins with two BOS tokens."""
+    inputs: tuple[list[int], ...] = ()
+    """The token ids of each text of a row that has several, one request each; `token_ids` are then those of all."""
+    dimensions: int | None = None
+    """See `Request.dimensions`."""
     request: str | None = None
     """Of a line of a batch file: its URL, and what it asks of the form of its answer, as JSON text."""
     tools: Tools | None = None
@@ -303,6 +307,8 @@ class Request:
     """The logits to return."""
     tools: Tools | None = None
     """See `Prompt.tools`."""
+    dimensions: int | None = None
+    """Numbers to which the pooling runner cuts its vector, in place of the job's."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -1,23 +1,23 @@
 """Export as the files of OpenAI's batch API: a line for each request, in the form that its URL has."""
 
+import base64
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
 from batchinf.export.base import Format, Job, json_line
 from batchinf.export.tokens import token_columns, tokens_of
-from batchinf.prompts.openai import CHAT_URL, COMPLETIONS_URL
+from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
-EMBEDDINGS_URL = "/v1/embeddings"
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
 _NAMES = (
-    "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls",
-    "finish_reason", "stop_reason", "embedding",
-    "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
+    "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls", "finish_reason", "stop_reason",
+    "embedding", "embeddings", "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
 )  # fmt: skip
 
 Row = Mapping[str, Any]
@@ -96,18 +96,16 @@ class OpenAIBatchFile(Format):
         prompt_tokens = answered[0]["num_prompt_tokens"]
         output_tokens = sum(row["num_output_tokens"] or 0 for row in samples)
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + output_tokens}
-        model = self._model()
+        shared = {"created": int(self.job.results.begun_at.timestamp()), "model": self._model()}
         if url == EMBEDDINGS_URL:
             [row] = answered
-            data = [{"object": "embedding", "index": 0, "embedding": row[str(self.job.task.vector_column)]}]
-            return {"id": f"embd-{name}", "object": "list", "model": model, "data": data, "usage": usage}
+            return {"id": f"embd-{name}", "object": "list", **shared, "data": _embeddings(row, form), "usage": usage}
         is_chat = url == CHAT_URL
         choice = self._chat_choice if is_chat else self._text_choice
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
             "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(self.job.results.begun_at.timestamp()),
-            "model": model,
+            **shared,
             "choices": [choice(row, form) for row in answered],
             "usage": {**usage, "completion_tokens": output_tokens},
         }
@@ -178,6 +176,14 @@ class OpenAIBatchFile(Format):
             "top_logprobs": top,
             "text_offset": offsets[:-1],
         }
+
+
+def _embeddings(row: Row, form: Row) -> list[dict[str, Any]]:
+    """The vector of each input of a request, as numbers, or as base64 of float32 in little-endian order."""
+    vectors = row["embeddings"] if "embeddings" in row else [row["embedding"]]
+    if form.get("encoding_format") == "base64":
+        vectors = [base64.b64encode(np.array(vector, "<f4").tobytes()).decode() for vector in vectors]
+    return [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
 
 
 def _choice(row: Row) -> dict[str, Any]:

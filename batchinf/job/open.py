@@ -24,7 +24,8 @@ from batchinf.model.memory import Needs
 from batchinf.prompts.builder import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
-from batchinf.prompts.openai import COLUMNS, NUM_LOOKED_AT, check_batch_models, recognised
+from batchinf.prompts.openai import may_be_batch, recognised
+from batchinf.prompts.openai_lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, url_of
 from batchinf.prompts.row_sampling import check_sampling_columns
 from batchinf.prompts.tool_parsers import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError
@@ -34,10 +35,10 @@ from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, open_source
-from batchinf.spec.file import SpecFile
+from batchinf.spec.file import SpecFile, with_task
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import stored_task, task_of, task_of_url
 
 _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
@@ -79,6 +80,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
     with placing(file):
         _check_output_apart(file.spec)
         began_as = _began_as(file, state)
+        file = _with_task(file, state)
         file = with_length(file, began_as.get("engine.max_model_len"))
         file = replace(file, spec=_with_backend(file.spec, began_as))
         # If the spec names another revision, the old commit does not count.
@@ -108,6 +110,38 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
             new=new,
             limit=limit,
         )
+
+
+def _with_task(file: SpecFile, state: State | None) -> SpecFile:
+    """The spec with the task that the first line of a batch file asks for, if the spec names none.
+
+    state: of a job that has begun, which keeps its task.
+    """
+    spec = file.spec
+    if "task" in spec.model_fields_set or not (spec.input.is_batch_file or may_be_batch(spec.input)):
+        return file
+    default = task_of(spec).name
+    if state is None:
+        rows = first_rows(location_of(spec)) or ()
+        has_lines = {name for row in rows for name in row}.issuperset(COLUMNS)
+        task = next(filter(None, (task_of_url(url_of(row)) for row in rows)), default)
+    else:
+        has_lines = state.header.spec["input"]["format"] == OpenAIBatch.name
+        task = stored_task(state.header.spec).name
+    return with_task(file, task) if has_lines and task != default else file
+
+
+def _check_lines(spec: JobSpec, task: Task, rows: Sequence[Mapping[str, object]]) -> None:
+    """Raise SpecError if all of the first lines of a batch file are for another task, or name another model."""
+    if not spec.input.is_batch_file:
+        return
+    urls = [url_of(row) for row in rows]
+    if all(url not in task.batch_urls and task_of_url(url) is not None for url in urls):
+        raise SpecError(
+            f"task: got {task.name}, but {all_of(rows)} of {spec.input.path} has another kind of request, such as "
+            f"{urls[0]}; must be {task_of_url(urls[0])}"
+        )
+    check_models(spec, rows)
 
 
 def _check_output_apart(spec: JobSpec) -> None:
@@ -154,7 +188,7 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
 
 def _with_tool_parser(spec: JobSpec, model: Model) -> JobSpec:
     """The spec with the parser's name in place of `auto`. Raises SpecError, also for a task without texts."""
-    task = task_named(spec.task)
+    task = task_of(spec)
     if spec.model.tool_parser is not None and not task.makes_text:
         got = f"got '{spec.model.tool_parser}'; must be left out with task {task.name}, which makes no text"
         raise SpecError(f"model.tool_parser: {got}")
@@ -169,7 +203,8 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     parts of them. began_as: the identity of a job that has begun, which keeps what it has.
     """
     config = dict(spec.engine.get(_STRUCTURES_CONFIG) or {})
-    if spec.scripted is not None or not spec.may_have_structures or config.get("backend", "auto") != "auto":
+    may_have = spec.may_have_structures and task_of(spec).pooling is None
+    if spec.scripted is not None or not may_have or config.get("backend", "auto") != "auto":
         return spec
     before = began_as.get(f"engine.{_STRUCTURES_CONFIG}") or {}
     chosen = _BACKEND if spec.model.tool_parser is None else _BACKEND_OF_CALLS
@@ -231,8 +266,7 @@ def over_rows(prepared: PreparedJob, rows: Sequence[Mapping[str, object]]) -> Pr
         return prepared
     with placing(prepared.file):
         prepared = _with_columns(prepared, {name: None for row in rows for name in row})
-        if prepared.spec.input.is_batch_file:
-            check_batch_models(prepared.spec, rows)
+        _check_lines(prepared.spec, prepared.task, rows)
         return prepared
 
 
@@ -258,14 +292,14 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
     """Scan the input, or find that it is the known one. cache: replaces the output folder's own, for a dry run."""
     file = prepared.file
     state = prepared.state
-    with placing(file):
+    with placing(file), contextlib.ExitStack() as at_error:
         folder = cache or source_folder(prepared.folder, file.slice)
         with refusing_other_job(prepared.folder, prepared.spec, prepared.model, state):
             source = open_job_input(prepared.spec, folder, _taken(file, state), prepared.new)
+        at_error.enter_context(contextlib.closing(source))
         faults.point("job.input_open")
         if not source.schema.names:
-            with contextlib.closing(source):
-                [first] = source.read(0, 1)
+            [first] = source.read(0, 1)
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
         prepared = _with_columns(prepared, source.schema.names)
         spec = prepared.spec
@@ -275,7 +309,7 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             refuse_equal_ids(spec.input.id_column, source)
         if state is None and spec.input.is_batch_file:
             rows = source.read(0, min(source.num_rows, NUM_LOOKED_AT), COLUMNS)
-            check_batch_models(spec, [row.values for row in rows])
+            _check_lines(spec, prepared.task, [row.values for row in rows])
         job = Job(
             file=file,
             spec=spec,
@@ -288,6 +322,7 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
         )
         if state is None:  # the output of a begun job keeps its columns
             job.task.output_schema(carried_fields(spec, source.schema))
+        at_error.pop_all()
         return job
 
 

@@ -5,7 +5,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from batchinf.base.text import list_names, name_type, shorten
 from batchinf.model.lora import adapter_places
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
-from batchinf.prompts.openai import COLUMNS, BatchPrompts
+from batchinf.prompts.openai import BatchPrompts
+from batchinf.prompts.openai_lines import COLUMNS
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
@@ -184,14 +185,14 @@ class Renderer:
             return RowError("unreadable", row.error)
         if not self._is_chat:
             text = self._text(row.values)
-            return text if isinstance(text, RowError) else _check_text(text)
+            return text if isinstance(text, RowError) else check_text(text)
         messages = self.messages(row)
         if isinstance(messages, RowError):
             return messages
         assert self._chat is not None, "a conversation needs the tokenizer's chat template"
         options = self._tools(row.values)
         text = options if isinstance(options, RowError) else self._chat.render(messages, **options)
-        return text if isinstance(text, RowError) else _check_text(text)
+        return text if isinstance(text, RowError) else check_text(text)
 
     def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
         """The row's tools as an option of the chat template; without any, the job's options stay."""
@@ -235,7 +236,7 @@ class Renderer:
         if self._input.messages is None:
             text = self._text(values)
             if text == "":
-                text = _check_text(text)
+                text = check_text(text)
             return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
         messages: list[Message] = []
         for message, template in zip(self._input.messages, self._templates.values(), strict=True):
@@ -319,17 +320,23 @@ class PromptBuilder:
         With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
         """
         drafts = [self._draft(row, max_model_len) for row in rows]
+        prompts = [
+            self._finish(row, draft, ids, max_model_len)
+            for row, draft, ids in zip(rows, drafts, self._encoded(drafts), strict=True)
+        ]
+        prompts = self._adapter.apply(rows, self.with_own_values(rows, prompts))
+        return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
+
+    def _encoded(self, drafts: "Sequence[Draft]") -> "Iterator[list[int] | RowError]":
+        """The ids or the error of each draft, in order. All texts are encoded together."""
         encoded = {
             encoder: encoder.encode([draft.text or "" for draft in drafts if draft.encoder is encoder])
             for encoder in (self._encoder, self._chat_encoder)
         }
-        prompts = []
-        for row, draft in zip(rows, drafts, strict=True):
+        for draft in drafts:
             ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
             assert ids is not None
-            prompts.append(self._finish(row, draft, ids, max_model_len))
-        prompts = self._adapter.apply(rows, self.with_own_values(rows, prompts))
-        return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
+            yield ids
 
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
         """The prompts with the values that a task reads from each row. Tasks override it in subclasses."""
@@ -369,49 +376,49 @@ class PromptBuilder:
         shown = beginning if isinstance(ids, RowError) else show(self._tokenizer, ids)
         return shown if len(draft.text) <= num_chars else f"{shown}… ({len(draft.text):,} characters)"
 
-    def _draft(self, row: Row, max_model_len: int | None) -> "_Draft":
+    def _draft(self, row: Row, max_model_len: int | None) -> "Draft":
         """The row's text, or its ids or error if it needs no encoding."""
         if self._batch is not None:
             return self._batch_draft(self._batch, row, max_model_len)
         if self._takes_ids:
-            return _Draft(None, self._renderer.token_ids(row))
+            return Draft(None, self._renderer.token_ids(row))
         draft = self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
         if not self._parses_calls or isinstance(draft.ids, RowError):
             return draft
         tools = self._renderer.tools(row)
-        return _Draft(None, tools) if isinstance(tools, RowError) else replace(draft, tools=tools)
+        return Draft(None, tools) if isinstance(tools, RowError) else replace(draft, tools=tools)
 
-    def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "_Draft":
+    def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)
         if isinstance(request, RowError):
-            return _Draft(None, request)
+            return Draft(None, request)
         sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
-            return _Draft(request.text, sampling, request=request.form)
+            return Draft(request.text, sampling, request=request.form)
         if request.text is None:
-            return _Draft(None, request.token_ids, sampling=sampling, request=request.form)
+            return Draft(None, request.token_ids, sampling=sampling, request=request.form)
         encoder = self._chat_encoder if request.is_chat else self._encoder
-        draft = self._text_draft(_check_text(request.text), encoder, max_model_len)
+        draft = self._text_draft(check_text(request.text), encoder, max_model_len)
         return replace(draft, sampling=sampling, is_chat=request.is_chat, request=request.form, tools=request.tools)
 
-    def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "_Draft":
+    def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "Draft":
         """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
         if isinstance(text, RowError):
-            return _Draft(None, text)
+            return Draft(None, text)
         if max_model_len is None:
-            return _Draft(text, None, encoder)
+            return Draft(text, None, encoder)
         probed = encoder.probe(text, enough_tokens(max_model_len), self._side or "right")
         if probed is None:
-            return _Draft(text, None, encoder)
+            return Draft(text, None, encoder)
         ids, num_chars = probed
         if isinstance(ids, RowError):
-            return _Draft(None, ids)
+            return Draft(None, ids)
         if self._side is None:
             got = f"{len(text):,} characters, of which the first {num_chars:,} are {len(ids):,} tokens"
-            return _Draft(None, self._too_long(got, max_model_len))
-        return _Draft(text, ids)
+            return Draft(None, self._too_long(got, max_model_len))
+        return Draft(text, ids)
 
-    def _finish(self, row: Row, draft: "_Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
+    def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
         cut = ids
         # A conversation is not cut: it would lose its instructions or the assistant's header.
         if isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
@@ -478,7 +485,7 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class Draft:
     """A prompt before its batch is encoded."""
 
     text: str | None
@@ -513,7 +520,8 @@ def read_list(value: object) -> tuple[object, str]:
         return value, "text that is not JSON"
 
 
-def _check_text(text: str) -> str | RowError:
+def check_text(text: str) -> str | RowError:
+    """The text of a prompt, if it is not empty and valid Unicode; else the error of its row."""
     if not text:
         return RowError("empty_prompt", "the prompt is an empty string")
     return unicode_error(text, "the prompt") or text

@@ -2,12 +2,15 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
+from batchinf.prompts.openai_lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, WITHOUT_EFFECT, LineReader, line_of
+from batchinf.prompts.openai_lines import Refused as _Refused
+from batchinf.prompts.openai_lines import show as _show
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
@@ -16,17 +19,6 @@ from batchinf.spec.input import KWARGS_ELSEWHERE, PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
 
-COLUMNS = OpenAIBatch.columns
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
-# Azure's batch files have no `/v1`.
-_URLS = {url.removeprefix(prefix): url for url in (CHAT_URL, COMPLETIONS_URL) for prefix in ("", "/v1")}
-
-# Ignored: they do not change the output.
-_WITHOUT_EFFECT = frozenset(
-    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority cache_salt
-    request_id return_token_ids return_tokens_as_token_ids""".split()
-)
 # Unsupported fields, with the values that change nothing and are therefore accepted.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -61,10 +53,6 @@ _OF_THE_FORM = ("logprobs", "top_logprobs", "include_reasoning", "return_token_i
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 # Sampling fields that all rows share. A row may only repeat the job's value.
 _OF_THE_JOB = ("n", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-
-
-class _Refused(Exception):
-    """The message names the field and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,36 +101,14 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
 
-NUM_LOOKED_AT = 100
-
-
-def check_batch_models(spec: JobSpec, rows: Sequence[Mapping[str, object]]) -> None:
-    """Raise SpecError if all of the first lines of a batch file name a model that is not the job's.
-
-    spec: resolved, its input `recognised`. rows: the values of the first lines.
-    """
-    if not spec.input.is_batch_file:
-        return
-    reader = BatchReader(spec)
-    objections = [reader.model_objection(values) for values in rows]
-    if all(objections):
-        many = "the only line" if len(rows) == 1 else f"each of the first {len(rows):,} lines"
-        raise SpecError(f"model.name: {many} of {spec.input.path} names another model; {objections[0]}")
-
-
-def _body(values: Mapping[str, object]) -> object:
-    """The body of a line. The body is JSON text if its column has mixed types. Raises ValueError or RecursionError."""
-    body = values.get("body")
-    return json.loads(body) if isinstance(body, str) else body
-
-
-class BatchReader:
+class BatchReader(LineReader):
     """Lines of a batch file → requests."""
 
+    urls = (CHAT_URL, COMPLETIONS_URL)
+
     def __init__(self, spec: JobSpec) -> None:
-        """spec: resolved. `body.model` must be its model's name or one of `engine.served_model_name`."""
-        served = spec.engine.get("served_model_name") or []
-        self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
+        """See `LineReader`."""
+        super().__init__(spec)
         self._sampling = spec.sampling
         self._chat_kwargs = spec.input.chat_template_kwargs or {}
         self._parses_calls = spec.model.tool_parser is not None
@@ -155,24 +121,7 @@ class BatchReader:
             return RowError("unsupported_request", str(error))
 
     def _read(self, values: Mapping[str, object]) -> BatchRequest:
-        for name in COLUMNS:
-            if values.get(name) is None:
-                raise _Refused(f"{name} is missing; a batch request has {', '.join(COLUMNS)}")
-        strange = sorted(set(values) - set(COLUMNS))
-        if strange:
-            raise _Refused(f"{strange[0]}: not known; a batch request has {', '.join(COLUMNS)}")
-        if values["method"] != "POST":
-            raise _Refused(f"method: got {_show(values['method'])}; must be POST")
-        url = _URLS.get(str(values["url"]))
-        body = values["body"]
-        if url is None:
-            raise _Refused(f"url: got {_show(values['url'])}; must be {CHAT_URL} or {COMPLETIONS_URL}")
-        if not isinstance(body, dict):
-            raise _Refused(f"body: got {_show(body)}; must be a mapping")
-        # Null means the same as leaving out the field.
-        body = {name: value for name, value in body.items() if value is not None}
-        if (model := body.pop("model", None)) not in (None, *self._models):  # without one, vLLM takes its own too
-            raise _Refused(self._objection(model))
+        url, body = self.open(values)
         form = {"url": url} | {name: body[name] for name in _OF_THE_FORM if name in body}
         if url != CHAT_URL:
             prompt = self._text(body)
@@ -200,21 +149,6 @@ class BatchReader:
         if tools is not None and tools.choice != "auto" and has_structure:
             what = f"got {tools.name or tools.choice}, which forces a call, beside a structure for the text"
             raise _Refused(f"body.tool_choice: {what}; give one of them")
-
-    def model_objection(self, values: Mapping[str, object]) -> str | None:
-        """The objection if a line names a model that is not the job's; None if it names no model or cannot be read."""
-        try:
-            body = _body(values)
-        except (ValueError, RecursionError):
-            return None
-        model = body.get("model") if isinstance(body, dict) else None
-        return None if model is None or model in self._models else self._objection(model)
-
-    def _objection(self, model: object) -> str:
-        return (
-            f"body.model: got {_show(model)}; the job's model is {' or '.join(map(_show, self._models))}: "
-            "name it so, or list the name in engine.served_model_name"
-        )
 
     def _messages(self, body: dict[str, Any]) -> dict[str, Any]:
         messages = body.pop("messages", None)
@@ -274,7 +208,7 @@ class BatchReader:
                 of_job = getattr(self._sampling, name)
                 if value != of_job or type(value) is not type(of_job):
                     raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {of_job}")
-            elif name not in _WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
+            elif name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
                 raise _Refused(f"body.{name}: got {_show(value)}, which is not supported")
         return sampling
 
@@ -341,13 +275,6 @@ def _structure(response_format: object) -> dict[str, Any] | None:
     raise _Refused(f"body.response_format: got {_show(kind or response_format)}; must be {allowed}")
 
 
-def _show(value: object) -> str:
-    if isinstance(value, str | int | float) or value is None:
-        text = "nothing" if value is None else repr(value)
-        return text if len(text) <= 80 else f"{text[:80]}…"
-    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else type(value).__name__
-
-
 class BatchPrompts:
     """Lines of a batch file → prompts, with the job's chat template and system prompt."""
 
@@ -362,14 +289,13 @@ class BatchPrompts:
 
     def read(self, row: Row) -> BatchRequest | RowError:
         """The request of a row, its messages as text; or the row's error."""
-        if row.error is not None:
-            return RowError("unreadable", row.error)
-        try:
-            values = {**row.values, "body": _body(row.values)}
-        except (ValueError, RecursionError):
-            return RowError("unsupported_request", "body: got text that is not JSON; must be a mapping")
-        request = self._reader.read(values)
-        if isinstance(request, RowError) or request.messages is None:
+        values = line_of(row)
+        request = values if isinstance(values, RowError) else self._reader.read(values)
+        return request if isinstance(request, RowError) else self.rendered(request)
+
+    def rendered(self, request: BatchRequest) -> BatchRequest | RowError:
+        """The request with its messages as text, or the row's error."""
+        if request.messages is None:
             return request
         text = self._render(request)
         return text if isinstance(text, RowError) else replace(request, messages=None, text=text, is_chat=True)

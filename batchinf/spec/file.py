@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -106,6 +106,15 @@ class SpecFile:
     def error(self, field: str, message: str) -> SpecError:
         """An error about one field, for checks that need more than the spec itself."""
         return SpecError(self.line(field, message))
+
+
+def with_task(file: SpecFile, task: str) -> SpecFile:
+    """The spec with this task. Raises SpecError if the rest of the spec does not fit the task."""
+    try:
+        spec = JobSpec.model_validate({**file.spec.model_dump(mode="json", exclude_unset=True), "task": task})
+    except ValidationError as error:
+        raise _joined([_line(file.places, *problem) for problem in explain(error)]) from None
+    return replace(file, spec=spec)
 
 
 SpecSource = str | os.PathLike[str] | Mapping[str, Any] | JobSpec

@@ -265,7 +265,7 @@ class JobSpec(Section):
 
     model: ModelSpec
     task: Annotated[str, IDENTITY]
-    """What the job computes from each row."""
+    """What the job computes from each row. Without it, the first line of an OpenAI batch file decides."""
     input: InputSpec
     sampling: SamplingSpec = SamplingSpec()
     # The sections of the tasks follow here.

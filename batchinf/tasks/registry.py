@@ -30,5 +30,10 @@ def task_of(spec: JobSpec) -> Task:
     return TASKS[spec.task](spec)
 
 
+def task_of_url(url: str | None) -> str | None:
+    """The name of the first task that runs lines of a batch file with this URL; None if none does."""
+    return next((name for name, task in TASKS.items() if url in task.batch_urls), None)
+
+
 _BUILT_IN = (Generate, Score, Logits, Embed, Classify, Reward, HiddenStates)
 register(*_BUILT_IN)

@@ -68,10 +68,10 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
 
     Raises UserError if the data is for another purpose.
     """
-    if data.is_batch and purpose != "generate":
+    if data.is_batch and purpose not in ("generate", "embed"):
         raise UserError(
-            f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate; "
-            "write --for generate, or make a file with the texts in a column"
+            f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate or "
+            "to embed; write --for generate or --for embed, or make a file with the texts in a column"
         )
     what, asked, section = PURPOSES[purpose](data, wanted)
     why_no_id = f"; {data.repeated_id}" if data.repeated_id else ""
@@ -174,6 +174,9 @@ def _embed(data: Data, wanted: StarterWanted) -> _Starter:
         "  normalize: true    # vectors of length 1: a dot product is the cosine",
         "  dtype: float32     # float16 halves the output",
     )
+    if data.is_batch:
+        asked = ["  format: openai    # a line has its inputs, and may have its own dimensions and encoding_format"]
+        return "Embeds the inputs of an OpenAI batch file.", asked, pooling
     prompt = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text)}"
     return "Stores a vector for each text.", [prompt], pooling
 

@@ -243,7 +243,11 @@ class _Vectors:
     def _sums_of(self, a: npt.NDArray[Any], rows: Int64Array, b: npt.NDArray[Any], other_rows: Int64Array) -> Floats:
         """The sums of these rows of a and b, a block at a time."""
         sums = np.zeros((len(rows), 6))
-        step = max(1, _BLOCK // a.shape[1])
+        if len(rows) and a.shape[1] != b.shape[1]:
+            raise OutputError(
+                f"{self._name}: vectors of {a.shape[1]:,} and of {b.shape[1]:,} numbers cannot be compared"
+            )
+        step = max(1, _BLOCK // max(1, a.shape[1]))
         for start in range(0, len(rows), step):
             block = slice(start, start + step)
             sums[block] = self._sums(a[rows[block]], b[other_rows[block]])

@@ -117,7 +117,9 @@ def test_completions() -> None:
         (line({}, custom_id=None), "custom_id is missing; a batch request has custom_id, method, url, body"),
         (line({}, extra=1), "extra: not known; a batch request has custom_id, method, url, body"),
         (line({}, method="GET"), "method: got 'GET'; must be POST"),
-        (line({}, "/v1/embeddings"), "url: got '/v1/embeddings'; must be /v1/chat/completions or /v1/completions"),
+        (line({}, "/v1/embeddings"), "url: got '/v1/embeddings'; must be /v1/chat/completions or "
+         "/v1/completions, as the job's task does not run it: put such lines into a job of their own"),
+        (line({}, "/v1/images"), "url: got '/v1/images'; must be /v1/chat/completions or /v1/completions"),
         (line([]), "body: got a list; must be a mapping"),  # type: ignore[arg-type]
         (chat(model="gpt-5"), "body.model: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, "
          "or list the name in engine.served_model_name"),

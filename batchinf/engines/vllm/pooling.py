@@ -73,7 +73,10 @@ class VllmPooling(VllmEngine):
             raise self._task.width_error(values.shape[1])
 
     def _params(self, request: Request) -> Any:
-        return self._pooling_params  # vLLM copies it
+        if request.dimensions is None:
+            return self._pooling_params  # vLLM copies it
+        wanted = self._pooling_params
+        return PoolingParams(task=wanted.task, use_activation=wanted.use_activation, dimensions=request.dimensions)
 
     def _came_whole(self, output: Any) -> bool:
         # From 0.26 to 0.32 an aborted request returns an empty tensor.

@@ -35,10 +35,10 @@ from batchinf.tasks.columns import (
     result_schema,
     without_requests,
 )
+from batchinf.tasks.row_groups import RowGroups
 from batchinf.tasks.score.accuracy import ANSWER, ANSWER_ERROR, WINNERS, Accuracy, answer_lines, count_answers
 from batchinf.tasks.score.compare import ScoreVerification, begin_changes
 from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
-from batchinf.tasks.score.row_groups import RowGroups
 from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_columns
 
 # The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
@@ -54,6 +54,7 @@ class Score(Task):
     comparison = staticmethod(begin_changes)
     verification = ScoreVerification
     section = SECTION
+    batch_urls = ()
     only_scores = True
     takes_generation_config = False
 
@@ -161,12 +162,7 @@ class Score(Task):
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
         """See `Task.reduce`. If a request of a row failed, the row has its error and no scores."""
         rows = RowGroups(results)
-        arrays = {name: rows.first(name) for name in results.column_names}
-        arrays["attempts"] = pa.array(np.maximum.reduceat(rows.numbers("attempts"), rows.starts), pa.int32())
-        arrays["num_prompt_tokens"] = rows.total("num_prompt_tokens", pa.int32())
-        arrays["num_output_tokens"] = rows.of_good(np.zeros(rows.num_good, np.int32), pa.int32())
-        for name in ("error_type", "error_message"):
-            arrays[name] = rows.first_error(name)
+        arrays = rows.shared()
         for name, type in self.result_fields():
             if pa.types.is_list(type):
                 arrays[name] = rows.joined(name)

@@ -7,7 +7,7 @@ from batchinf.records import Prompt, Request
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.compare import JobOutput
 from batchinf.tasks.vector_changes import VectorChanges, shared_columns, vector_widths
-from batchinf.tasks.vectors.section import is_activated, stored_columns
+from batchinf.tasks.vectors.section import LINES_COLUMN, is_activated, stored_columns
 from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, stored_vectors
 
 if TYPE_CHECKING:
@@ -18,6 +18,12 @@ class EmbedChanges(VectorChanges):
     """See `VectorChanges`."""
 
     has_cosine = True
+
+    def vector_columns(self, a: JobOutput, b: JobOutput) -> list[str]:
+        """See `VectorChanges`. The vectors of lines of a batch file have their widths row by row."""
+        if all(LINES_COLUMN in job.schema.names for job in (a, b)):
+            return [LINES_COLUMN]
+        return super().vector_columns(a, b)
 
 
 class HiddenStatesChanges(VectorChanges):
@@ -59,7 +65,17 @@ class PooledVerification(Verification):
         self.is_relative = self._has_direction or (spec.task == "classify" and is_activated(spec))
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
-        return stored_vectors(row, requests[0].prompt_token_ids, has_direction=self._has_direction)
+        if self.vector_columns != (LINES_COLUMN,):
+            yield from stored_vectors(row, requests[0].prompt_token_ids, has_direction=self._has_direction)
+            return
+        for request, vector in zip(requests, row.numbers(LINES_COLUMN), strict=True):
+            yield StoredVectors(
+                kind=LINES_COLUMN,
+                token_ids=request.prompt_token_ids,
+                positions=None,
+                values=vector[None],
+                has_direction=True,
+            )
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
         from batchinf.tasks.vectors.reference import REFERENCES

@@ -59,11 +59,13 @@ class EmbedReference(_PooledReference):
                 "its embeddings cannot be verified"
             )
         super().__init__(spec, wanted)
+        self._has_lines = spec.input.is_batch_file
 
     def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
         states = _rows(output.last_hidden_state)
+        dimensions = stored.values.shape[1] if self._has_lines else self._pooling.dimensions  # a line has its own
         means = {"LAST": lambda: states[-1:], "CLS": lambda: states[:1], "MEAN": lambda: states.mean(0, keepdim=True)}
-        vector: torch.Tensor = means[self._pooling_type]()[:, : self._pooling.dimensions]
+        vector: torch.Tensor = means[self._pooling_type]()[:, :dimensions]
         return torch.nn.functional.normalize(vector, dim=-1) if self._pooling.normalize else vector
 
 

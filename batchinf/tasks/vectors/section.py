@@ -12,8 +12,11 @@ from batchinf.spec.fields import IDENTITY, Positive, Section, Texts, TokenIds, w
 from batchinf.spec.job import JobSpec, TaskSection
 
 OPENAI_LINES = (
-    "got 'openai', whose lines ask for text; must be another format with task {task}: name the prompt's column"
+    "got 'openai', whose lines ask for text or embeddings; must be another format with task {task}: name the prompt's "
+    "column"
 )
+# Of task `embed` over lines of a batch file.
+LINES_COLUMN = "embeddings"
 # The fields that each task uses.
 _FIELDS = {
     "embed": ("normalize", "dimensions", "pooling_type", "dtype", "width"),
@@ -70,7 +73,7 @@ def stored_columns(spec: JobSpec) -> tuple[str, ...]:
     layers = pooling_of(spec).layers
     match spec.task:
         case "embed":
-            return ("embedding",)
+            return (LINES_COLUMN,) if spec.input.is_batch_file else ("embedding",)
         case "classify":
             return ("probabilities" if is_activated(spec) else "logits",)
         case "reward":
@@ -102,7 +105,7 @@ def _check(spec: JobSpec) -> None:
     if spec.model.reasoning_parser is not None:
         reason = f"got '{spec.model.reasoning_parser}'; must be left out with task {task}, which generates no text"
         raise wrong(reason, "model.reasoning_parser")
-    if spec.input.is_batch_file:
+    if spec.input.is_batch_file and task != "embed":
         raise wrong(OPENAI_LINES.format(task=task), "input.format")
     if spec.output.logprobs_dtype != "float32":
         reason = f"got '{spec.output.logprobs_dtype}'; must be left out with task {task}, which has no logprobs"

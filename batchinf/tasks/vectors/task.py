@@ -10,11 +10,25 @@ import pyarrow as pa
 from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.openai_lines import EMBEDDINGS_URL
 from batchinf.records import FloatArray, Prompt, Request, Result
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import LIKELY_TOKENS, PoolingWanted, ShownColumns, Task
-from batchinf.tasks.columns import ITEM, Fields, concatenate, float_type, id_lists, list_of, strings, vector_lists
+from batchinf.tasks.columns import (
+    ITEM,
+    Fields,
+    concatenate,
+    float_type,
+    id_lists,
+    list_array,
+    list_of,
+    offsets_of,
+    strings,
+    vector_lists,
+)
+from batchinf.tasks.row_groups import RowGroups
 from batchinf.tasks.vectors.compare import (
     ClassifyChanges,
     EmbedChanges,
@@ -22,7 +36,9 @@ from batchinf.tasks.vectors.compare import (
     PooledVerification,
     RewardChanges,
 )
+from batchinf.tasks.vectors.prompts import EmbeddingPrompts
 from batchinf.tasks.vectors.section import (
+    LINES_COLUMN,
     OPENAI_LINES,
     SECTION,
     is_activated,
@@ -40,6 +56,7 @@ class Pooled(Task):
     section = SECTION
     verification = PooledVerification
     takes_generation_config = False
+    batch_urls: ClassVar[tuple[str, ...]] = ()
     output_room = 0
     pooling_tasks: ClassVar[tuple[str, ...]]
     """vLLM's names of the pooling tasks that fit, the best first."""
@@ -81,8 +98,8 @@ class Pooled(Task):
         return self.spec.model_copy(update={SECTION.name: self._pooling.model_copy(update=update)})
 
     def check_input(self) -> None:
-        """See `Task`. Requests of a batch file ask for text."""
-        if self.spec.input.is_batch_file:
+        """See `Task`. Requests of a batch file ask for text or for embeddings."""
+        if self.spec.input.is_batch_file and not self.batch_urls:
             raise SpecError(f"input.format: {OPENAI_LINES.format(task=self.name)}")
 
     def width_error(self, got: int) -> SpecError:
@@ -138,22 +155,80 @@ def check_shapes(values: Sequence[Values | None], width: int, num_positions: Seq
 
 
 class Embed(Pooled):
-    """`embedding`: fixed_size_list<float32 or float16>[width], of length 1 unless the spec says otherwise."""
+    """`embedding`: fixed_size_list<float32 or float16>[width], of length 1 unless the spec says otherwise.
+
+    A line of a batch file has several inputs, and numbers of dimensions of its own. So their column is `embeddings`,
+    list<list<float>>: a vector for each input.
+    """
 
     name = "embed"
     vector_column = "embedding"
     comparison = EmbedChanges
     pooling_tasks = ("embed",)
+    batch_urls = (EMBEDDINGS_URL,)
+
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self._has_lines = spec.input.is_batch_file
+
+    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
+        if not self._has_lines:
+            return super().prompt_builder(tokenizer, vocab_size, begun_at)
+        return EmbeddingPrompts(self.spec, tokenizer, vocab_size, begun_at)
+
+    def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
+        """See `Task`: a request for each input of a line."""
+        if not prompt.inputs:
+            return super().expand(prompt, max_model_len)
+        return [
+            Request(prompt.row_index, index, token_ids, self.spec.sampling, dimensions=prompt.dimensions)
+            for index, token_ids in enumerate(prompt.inputs)
+        ]
+
+    def result_fields(self) -> Fields:
+        """See `Task`. A line has a vector for each input."""
+        return (
+            [(LINES_COLUMN, list_of(list_of(float_type(self.dtype))))] if self._has_lines else super().result_fields()
+        )
+
+    def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
+        """See `Task.encode`. The result of one input of a line is a list of one vector."""
+        if not self._has_lines:
+            return super().encode(results)
+        values = [None if result.completion is None else result.completion.values for result in results]
+        num_tokens = [
+            len(result.prompt.inputs[result.request_index]) if result.prompt.inputs else None for result in results
+        ]
+        counts = pa.array(num_tokens, pa.int32())
+        return self.result_batch(results, {LINES_COLUMN: self._vector_lists(values), "num_prompt_tokens": counts})
+
+    def _vector_lists(self, values: Sequence[Values | None]) -> pa.ListArray:
+        """list<list<float>>, one vector each; None becomes null."""
+        known = [value.reshape(-1) for value in values if value is not None]
+        vectors = list_array(
+            offsets_of([len(vector) for vector in known]), pa.array(concatenate(known, self.dtype)), None
+        )
+        is_null = np.array([value is None for value in values], np.bool_)
+        return list_array(offsets_of(~is_null), vectors, is_null)
+
+    def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
+        """See `Task.reduce`. If a request of a line failed, the line has its error and no vectors."""
+        if not self._has_lines:
+            return super().reduce(columns, results)
+        rows = RowGroups(results)
+        arrays = {**rows.shared(), LINES_COLUMN: rows.joined(LINES_COLUMN)}
+        return self.output_table(columns, {name: arrays[name] for name in self.computed_schema.names})
 
     def describe(self) -> str:
         length = "of length 1" if self._pooling.normalize else "as it is"
-        return f"task embed: a vector of {self.width:,} {self._pooling.dtype} for each row, {length}"
+        each = "input of a line" if self._has_lines else "row"
+        return f"task embed: a vector of {self.width:,} {self._pooling.dtype} for each {each}, {length}"
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=False, is_embedded=True)
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
-        values = super().scripted_values(request, draw)
+        values = super().scripted_values(request, draw)[:, : request.dimensions]
         if not self._pooling.normalize:
             return values
         unit: FloatArray = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)

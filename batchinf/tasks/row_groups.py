@@ -1,4 +1,4 @@
-"""The results of one input row each, for output rows that several results make. Task `score` uses it."""
+"""The results of one input row each, for output rows that several results make."""
 
 from typing import Any
 
@@ -38,6 +38,16 @@ class RowGroups:
     def numbers(self, name: str) -> npt.NDArray[Any]:
         """A column without nulls, as numpy array."""
         return np.asarray(self._column(name).to_numpy(zero_copy_only=False))
+
+    def shared(self) -> dict[str, pa.Array]:
+        """All columns of the output rows: counts and errors of all results of a row, other values of its first one."""
+        arrays = {name: self.first(name) for name in self._results.column_names}
+        arrays["attempts"] = pa.array(np.maximum.reduceat(self.numbers("attempts"), self.starts), pa.int32())
+        arrays["num_prompt_tokens"] = self.total("num_prompt_tokens", pa.int32())
+        arrays["num_output_tokens"] = self.of_good(np.zeros(self.num_good, np.int32), pa.int32())
+        for name in ("error_type", "error_message"):
+            arrays[name] = self.first_error(name)
+        return arrays
 
     def first(self, name: str) -> pa.Array:
         """Each row's value from its first result."""

@@ -1,0 +1,125 @@
+"""What all lines of OpenAI batch files share: columns, URLs, the model's name. The readers of lines use it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from batchinf.base.errors import RowError, SpecError
+from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.rows import Row
+from batchinf.spec.job import JobSpec
+
+COLUMNS = OpenAIBatch.columns
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+EMBEDDINGS_URL = "/v1/embeddings"
+# Azure's batch files have no `/v1`.
+_URLS = {alias: url for url in (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL) for alias in (url, url.removeprefix("/v1"))}
+# Of a body: they do not change the output.
+WITHOUT_EFFECT = frozenset(
+    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority cache_salt
+    request_id return_token_ids return_tokens_as_token_ids""".split()
+)
+
+
+class Refused(Exception):
+    """The message names the field and the reason."""
+
+
+def url_of(values: Mapping[str, object]) -> str | None:
+    """The URL of a line in OpenAI's form; None if no task runs it."""
+    url = values.get("url")
+    return _URLS.get(url) if isinstance(url, str) else None
+
+
+def line_of(row: Row) -> dict[str, Any] | RowError:
+    """The values of a row that is a line, or the row's error."""
+    if row.error is not None:
+        return RowError("unreadable", row.error)
+    try:
+        return {**row.values, "body": _body(row.values)}
+    except (ValueError, RecursionError):
+        return RowError("unsupported_request", "body: got text that is not JSON; must be a mapping")
+
+
+def _body(values: Mapping[str, object]) -> object:
+    """The body of a line. The body is JSON text if its column has mixed types. Raises ValueError or RecursionError."""
+    body = values.get("body")
+    return json.loads(body) if isinstance(body, str) else body
+
+
+class LineReader:
+    """Opens lines: checks all but the fields of the body that a URL has for itself."""
+
+    urls: ClassVar[tuple[str, ...]]
+    """The URLs that it reads."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """spec: resolved. `body.model` must be its model's name or one of `engine.served_model_name`."""
+        served = spec.engine.get("served_model_name") or []
+        self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
+
+    def open(self, values: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
+        """The URL of a line in OpenAI's form, and its body without nulls and without the model. Raises Refused."""
+        for name in COLUMNS:
+            if values.get(name) is None:
+                raise Refused(f"{name} is missing; a batch request has {', '.join(COLUMNS)}")
+        strange = sorted(set(values) - set(COLUMNS))
+        if strange:
+            raise Refused(f"{strange[0]}: not known; a batch request has {', '.join(COLUMNS)}")
+        if values["method"] != "POST":
+            raise Refused(f"method: got {show(values['method'])}; must be POST")
+        url = url_of(values)
+        body = values["body"]
+        if url not in self.urls:
+            why = "" if url is None else ", as the job's task does not run it: put such lines into a job of their own"
+            raise Refused(f"url: got {show(values['url'])}; must be {' or '.join(self.urls)}{why}")
+        if not isinstance(body, dict):
+            raise Refused(f"body: got {show(body)}; must be a mapping")
+        # Null means the same as leaving out the field.
+        body = {name: value for name, value in body.items() if value is not None}
+        if (model := body.pop("model", None)) not in (None, *self._models):  # without one, vLLM takes its own too
+            raise Refused(self._objection(model))
+        return url, body
+
+    def model_objection(self, values: Mapping[str, object]) -> str | None:
+        """The objection if a line names a model that is not the job's; None if it names no model or cannot be read."""
+        try:
+            body = _body(values)
+        except (ValueError, RecursionError):
+            return None
+        model = body.get("model") if isinstance(body, dict) else None
+        return None if model is None or model in self._models else self._objection(model)
+
+    def _objection(self, model: object) -> str:
+        return (
+            f"body.model: got {show(model)}; the job's model is {' or '.join(map(show, self._models))}: "
+            "name it so, or list the name in engine.served_model_name"
+        )
+
+
+NUM_LOOKED_AT = 100
+
+
+def check_models(spec: JobSpec, rows: Sequence[Mapping[str, object]]) -> None:
+    """Raise SpecError if all of the first lines of a batch file name a model that is not the job's.
+
+    spec: resolved. rows: the values of the first lines.
+    """
+    reader = LineReader(spec)
+    objections = [reader.model_objection(values) for values in rows]
+    if all(objections):
+        raise SpecError(f"model.name: {all_of(rows)} of {spec.input.path} names another model; {objections[0]}")
+
+
+def all_of(rows: Sequence[object]) -> str:
+    """The first lines of a batch file in words."""
+    return "the only line" if len(rows) == 1 else f"each of the first {len(rows):,} lines"
+
+
+def show(value: object) -> str:
+    """A value of a line, for messages."""
+    if isinstance(value, str | int | float) or value is None:
+        text = "nothing" if value is None else repr(value)
+        return text if len(text) <= 80 else f"{text[:80]}…"
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else type(value).__name__
