@@ -155,7 +155,7 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     parts of them. began_as: the identity of a job that has begun, which keeps what it has.
     """
     config = dict(spec.engine.get(_STRUCTURES_CONFIG) or {})
-    has_structures = spec.sampling.structured_outputs is not None or spec.input.is_batch_file
+    has_structures = spec.sampling.may_have("structured_outputs") or spec.input.is_batch_file
     if spec.scripted is not None or not has_structures or config.get("backend", "auto") != "auto":
         return spec
     before = began_as.get(f"engine.{_STRUCTURES_CONFIG}") or {}
@@ -174,6 +174,8 @@ def _with_defaults(task: Task, model: Model, state: State | None) -> tuple[JobSp
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, spec.engine))
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), model)
+    check_token_ids("sampling.logit_bias", tuple(sampling.logit_bias), model)
     where = spec.input
     if state is not None:
         stored = state.header.spec["input"]

@@ -38,6 +38,7 @@ from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import STRUCTURE_FIELDS
 from batchinf.tasks.base import Task
 
 # row_index, then 0 for a free slot or 2 * (order of entering) + (1 once a token came out).
@@ -498,8 +499,9 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
         from batchinf.engines.vllm.structures import reasoner_of
 
         split = reasoner_of(spec, tokenizer).split
-    structures = spec.sampling.structured_outputs or {}
-    if detokenizer is not None and spec.scripted is None and structures.keys() & {"regex", "grammar"}:
+    structures = {*(spec.sampling.structured_outputs or {}), *map(STRUCTURE_FIELDS.get, spec.sampling.columns)}
+    may_match = bool(structures & {"regex", "grammar"}) or spec.input.is_batch_file
+    if detokenizer is not None and spec.scripted is None and may_match:
         from batchinf.engines.vllm.arguments import structures_backend
         from batchinf.engines.vllm.structures import matcher
 
