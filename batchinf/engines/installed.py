@@ -19,6 +19,7 @@ from batchinf.records import Prompt
 from batchinf.spec.fields import null_hint
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import PER_ROW_FIELDS
 
 
 @contextlib.contextmanager
@@ -62,15 +63,34 @@ def _body_of(*path: str) -> list[ast.stmt]:
 
 @functools.cache
 def engine_argument_names() -> frozenset[str] | None:
-    """Names of the installed vLLM's EngineArgs, or None if vLLM is not installed.
+    """Names of the installed vLLM's EngineArgs, or None if vLLM is not installed."""
+    return _field_names("EngineArgs", "engine", "arg_utils.py")
+
+
+@functools.cache
+def _field_names(name: str, *path: str) -> frozenset[str] | None:
+    """The fields of a class in a file of the installed vLLM; None if it is not there.
 
     Read from the source: importing vLLM takes 7 s, too long to report a typo in a spec.
     """
-    for node in _body_of("engine", "arg_utils.py"):
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+    for node in _body_of(*path):
+        if isinstance(node, ast.ClassDef) and node.name == name:
             targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
             return frozenset(target.id for target in targets if isinstance(target, ast.Name))
     return None
+
+
+def check_sampling_fields(file: SpecFile) -> None:
+    """Raise SpecError for a field of `sampling`, of the job or by a column, that the installed vLLM does not have."""
+    known = _field_names("SamplingParams", "sampling_params.py")
+    if known is None:
+        return
+    sampling = file.spec.sampling
+    for name in PER_ROW_FIELDS:
+        is_set = name in sampling.columns or getattr(sampling, name) not in (None, (), {})
+        if is_set and name not in known:
+            what = "no sampling parameter of the installed vLLM"
+            raise file.error(f"sampling.{name}", f"{what}; leave it out, or install a later version")
 
 
 _STRUCTURES_CONFIG = "structured_outputs_config"

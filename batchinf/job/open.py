@@ -223,6 +223,8 @@ def _with_defaults(task: Task, model: Model, state: State | None) -> tuple[JobSp
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, spec.engine))
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), model)
+    check_token_ids("sampling.logit_bias", tuple(sampling.logit_bias), model)
     where = spec.input
     if state is not None:
         stored = state.header.spec["input"]

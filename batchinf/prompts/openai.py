@@ -29,12 +29,10 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "spaces_between_special_tokens": (True,),
@@ -268,10 +266,12 @@ def _structure(response_format: object) -> dict[str, Any] | None:
         return None
     if kind == "json_object":
         return {"json": {"type": "object"}}
+    if kind == "structural_tag":  # the tag is the whole mapping
+        return {"structural_tag": fields}
     schema = fields.get("json_schema")
     if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return {"json": schema["schema"]}
-    allowed = "text, json_object, or json_schema with its schema"
+    allowed = "text, json_object, structural_tag, or json_schema with its schema"
     raise _Refused(f"body.response_format: got {_show(kind or response_format)}; must be {allowed}")
 
 

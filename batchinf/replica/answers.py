@@ -349,10 +349,16 @@ class StructureChecks:
 
             assert isinstance(value, str)
             return functools.partial(_json_error, Schema(value))
+        if kind == "structural_tag":
+            return _no_error  # only parts of the text are held to it, and a text may end between them
         if kind == "choice":
             return functools.partial(_choice_error, frozenset(value))
         matches = None if self._matcher is None else self._matcher({kind: value})
         return functools.partial(_structure_error, kind, matches)
+
+
+def _no_error(text: str | None, completion: Completion) -> RowError | None:
+    return None
 
 
 def _is_finished(completion: Completion) -> bool:

@@ -329,6 +329,10 @@ class JobSpec(Section):
             section.check(self)
         if self.backend == "ray" and self.parallel.devices is not None:
             raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
+        takes_budget = self.model.reasoning_parser is not None or "reasoning_config" in self.engine
+        if self.sampling.may_have("thinking_token_budget") and not takes_budget:
+            raise wrong("must be left out, or stand beside model.reasoning_parser or engine.reasoning_config, which "
+                        "say where the reasoning ends", "sampling.thinking_token_budget")  # fmt: skip
         lora = self.model.lora
         column = self.input.adapter_column
         if column is not None and not isinstance(lora, dict):
@@ -361,7 +365,7 @@ class JobSpec(Section):
     def may_have_structures(self) -> bool:
         """Whether a row's text may have to follow a structure: the job's, the row's own, or that of a tool call."""
         has_own = self.input.is_batch_file or self.model.tool_parser is not None
-        return self.sampling.structured_outputs is not None or has_own
+        return self.sampling.may_have("structured_outputs") or has_own
 
     @property
     def has_auto_length(self) -> bool:
@@ -447,6 +451,8 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
 def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): item for key, item in value.items()}  # JSON has no numbers as keys
     return value.model_dump(mode="json") if isinstance(value, Section) else value
 
 

@@ -160,6 +160,12 @@ QUOTES = "text that looks like something else needs quotes"
         ("sampling.min_p", ".nan", "got NaN; must be a number, at least 0 and at most 1"),
         ("sampling.ignore_eos", "no", "got 'no'; must be true or false"),
         ("sampling.ignore_eos", "1", "got 1; must be true or false"),
+        ("sampling.logit_bias", "{a: 1}", "got 'a' as a key; must be token ids, each of them once"),
+        ("sampling.logit_bias", "{'5': x}", "got 'x' for token 5; must be a number, at least -100 and at most 100"),
+        ("sampling.allowed_token_ids", "[]", "got no token; must be at least one, and without the field all are "
+         "allowed"),
+        ("sampling.thinking_token_budget", "5", "must be left out, or stand beside "
+         "model.reasoning_parser or engine.reasoning_config, which say where the reasoning ends"),
         ("sampling.stop", "5", f"got 5; must be a list of texts, or text; {QUOTES}"),
         ("sampling.stop", "''", "got empty text; must be a list of texts, or text; leave empty texts out"),
         ("sampling.stop_token_ids", "5", f"got 5; must be a list of {WHOLE[2:].replace('number', 'numbers')}"),
@@ -558,7 +564,12 @@ def test_json_schema():
 
 
 def test_equal_meanings_have_equal_fingerprints():
-    pairs = [({"stop": "a"}, {"stop": ["a"]}), ({"temperature": 1}, {"temperature": 1.0}), ({}, {"n": 1})]
+    pairs = [
+        ({"logit_bias": {5: 1, 6: 2}}, {"logit_bias": {"6": 2.0, "5": 1}}),
+        ({"stop": "a"}, {"stop": ["a"]}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({}, {"n": 1}),
+    ]
     for left, right in pairs:
         prints = [fingerprint(fields(JobSpec.model_validate(data(sampling=one)), "identity")) for one in (left, right)]
         assert prints[0] == prints[1]

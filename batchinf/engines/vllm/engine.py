@@ -32,7 +32,6 @@ from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartErro
 from batchinf.base.text import counted, one_line
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
-    TEMPLATE_OF,
     engine_args,
     engine_arguments,
     extra_of,
@@ -43,6 +42,7 @@ from batchinf.engines.vllm.arguments import (
     sampling_params,
     scored_ks,
     structures_backend,
+    template_of,
     wants_late_mask,
 )
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
@@ -77,6 +77,9 @@ _NO_RAW = (
     f"vLLM {vllm.__version__} as it is set here gives no raw logprobs of structured outputs, only those after the "
     "grammar's mask: set sampling.logprobs_mode to processed_logprobs or processed_logits, leave out "
     "sampling.logprobs, or use task: score with choices"
+)
+_NO_THINKING = (
+    "thinking_token_budget needs model.reasoning_parser, or engine.reasoning_config, with the marks of the reasoning"
 )
 _REFUSALS = (VLLMValidationError, ValueError, TypeError)  # from 0.32 on, the first is not a ValueError
 _WARM_UP_REQUESTS = 8
@@ -170,6 +173,7 @@ class VllmEngine:
 
             self._calls = CallParser(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
         self._adapters = lora_requests(adapters)
+        self._finds_thinking = getattr(getattr(self._engine.vllm_config, "reasoning_config", None), "enabled", False)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
 
@@ -296,7 +300,7 @@ class VllmEngine:
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any], *, keeps_special_tokens: bool) -> Any:
         """The cached template. Its key is by value: rows may all have their own objects and differ only in `seed`."""
         structure = sampling.structured_outputs
-        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), json.dumps(extra), keeps_special_tokens)
+        key = (template_of(sampling), structure and json.dumps(structure), json.dumps(extra), keeps_special_tokens)
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
@@ -311,7 +315,25 @@ class VllmEngine:
                 found = self._templates[key] = sampling_params(sampling, keeps_special_tokens, extra, self._backend)
             except _REFUSALS as error:
                 raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+            self._check_bad_words(found)
         return found
+
+    def _check_bad_words(self, params: Any) -> None:
+        """Raise RequestRefused for more tokens of bad words than a request of the V2 runner holds: its worker would
+        raise an error, which ends the engine."""
+        most = getattr(vllm.envs, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", None)
+        if not params.bad_words or most is None:
+            return
+        trial = copy.copy(params)
+        try:
+            trial.update_from_tokenizer(self._engine.input_processor.tokenizer)
+        except _REFUSALS as error:
+            raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+        if (number := sum(map(len, trial.bad_words_token_ids))) > most:
+            message = (
+                f"bad_words has {number:,} tokens; vLLM's runner takes at most {most:,}: give fewer or shorter ones"
+            )
+            raise RequestRefused(RowError("invalid_sampling", message))
 
     def _objection(self, request: Request) -> RowError | None:
         """Why a request cannot run: a clearer message than vLLM's, and errors that vLLM does not notice."""
@@ -325,6 +347,8 @@ class VllmEngine:
         low, high = min(token_ids), max(token_ids)  # 7 µs for a list of 256; numpy takes 15
         if low < 0 or high >= size:  # 0.26 accepts negative ids
             return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
+        if request.sampling.thinking_token_budget not in (None, -1) and not self._finds_thinking:
+            return RowError("invalid_sampling", _NO_THINKING)
         least, most = request.sampling.min_tokens, request.max_tokens
         if least > most:  # vLLM checks it when the core process decodes SamplingParams; the core then goes silent
             return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")

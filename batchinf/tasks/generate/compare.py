@@ -12,6 +12,7 @@ from batchinf.base.errors import UserError
 from batchinf.base.ragged import common_lengths, reduce_runs
 from batchinf.base.text import plain_line
 from batchinf.records import Int64Array, Prompt, Request
+from batchinf.spec.sampling import CHOICE_COLUMN
 from batchinf.tasks.compare import (
     Changes,
     Deltas,
@@ -181,7 +182,8 @@ class TextChanges(Changes):
 
 
 def _has_choices(job: JobOutput) -> bool:
-    return bool((job.spec["sampling"].get("structured_outputs") or {}).get("choice"))
+    sampling = job.spec["sampling"]
+    return "choice" in (sampling.get("structured_outputs") or {}) or CHOICE_COLUMN in (sampling.get("columns") or {})
 
 
 class TextVerification(Verification):

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchinf.records import Prompt, Request, Result, ToolCall
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import SamplingSpec
+from batchinf.spec.sampling import CHOICE_COLUMN, SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, ShownColumns, Task
 from batchinf.tasks.columns import (
     Fields,
@@ -60,7 +60,8 @@ class Generate(Task):
     def shown_columns(self) -> ShownColumns:
         """See `Task`. The probability of a label is that of all its tokens, if logprobs count the labels alone."""
         sampling = self._sampling
-        is_label = "choice" in (sampling.structured_outputs or {}) and sampling.logprobs_mode == "processed_logprobs"
+        has_choices = "choice" in (sampling.structured_outputs or {}) or CHOICE_COLUMN in sampling.columns
+        is_label = has_choices and sampling.logprobs_mode == "processed_logprobs"
         names = ("text", "reasoning", "tool_calls", "finish_reason", "chosen_logprobs")
         return ShownColumns(names, label_logprob="cumulative_logprob" if is_label else None)
 
