@@ -211,10 +211,10 @@ def has_gpu() -> bool:
 
 
 def shape(heads: tuple[int, int, int], **more: Any) -> Any:
-    """A `Shape` of the pieces. heads: their number, that of keys, and their size."""
+    """A `AttentionShape` of the pieces. heads: their number, that of keys, and their size."""
     num_heads, num_key_heads, head_size = heads
     more = {"dtype": torch.bfloat16, "scales": (0.5, 0.75, 2.0), **more}
-    kind = importlib.import_module("batchinf.engines.vllm.kernels.comparison").Shape
+    kind = importlib.import_module("batchinf.engines.vllm.kernels.comparison").AttentionShape
     return kind(num_heads=num_heads, num_key_heads=num_key_heads, head_size=head_size, **more)
 
 

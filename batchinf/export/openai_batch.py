@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
-from batchinf.export.base import Format, Job, json_line
+from batchinf.export.base import ExportedJob, Format, row_line
 from batchinf.export.tokens import token_columns, tokens_of
 from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
@@ -23,21 +23,21 @@ _NAMES = (
 Row = Mapping[str, Any]
 
 
-class OpenAIBatchFile(Format):
+class OpenAIBatchExport(Format):
     """Lines `{"id", "custom_id", "response", "error"}`. Ids and times follow from the job and the row alone."""
 
     name = "openai-batch"
     suffix = ".jsonl"
     splits_errors = True
 
-    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+    def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
         """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._has_tokens = bool(token_columns("", schema))
         self._held: tuple[Row, ...] = ()
 
     @classmethod
-    def notes(cls, job: Job) -> list[str]:
+    def notes(cls, job: ExportedJob) -> list[str]:
         """See `Format`. OpenAI has a form for texts and for embeddings."""
         spec = job.spec
         if not job.task.makes_text and job.task.vector_column is None:
@@ -69,7 +69,7 @@ class OpenAIBatchFile(Format):
 
     def _write(self, requests: Sequence[tuple[Row, ...]]) -> None:
         for samples in requests:
-            line = json_line(self._line(samples))
+            line = row_line(self._line(samples))
             is_error = all(row["error_type"] is not None for row in samples)
             (self.errors if is_error else self.stream).write(line)
 

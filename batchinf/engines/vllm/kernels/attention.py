@@ -21,7 +21,14 @@ from vllm import envs
 
 from batchinf.engines.vllm.kernels import mixed_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
-from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, Shape, example, require_close, scales_of
+from batchinf.engines.vllm.kernels.comparison import (
+    FLASH_ATTENTION,
+    SHORT,
+    AttentionShape,
+    example,
+    require_close,
+    scales_of,
+)
 from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
 from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.kernels.triton_names import HAS_TRITON, tl, triton
@@ -298,7 +305,7 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype, block_size: int, long
         if isinstance(impl, kind) and _is_known(impl)
     }
     shapes = [
-        Shape(
+        AttentionShape(
             num_heads=num_heads,
             num_key_heads=num_key_heads,
             head_size=head_size,
@@ -333,7 +340,7 @@ def _is_known(impl: Any) -> bool:
     )
 
 
-def is_right(theirs: Callable[..., Any], shape: Shape, longest: int, device: str = "cuda") -> bool:
+def is_right(theirs: Callable[..., Any], shape: AttentionShape, longest: int, device: str = "cuda") -> bool:
     """Whether the kernel runs on this device and gives what FlashAttention gives for random numbers. Prints why not.
 
     One request has `longest` tokens, among many short ones.

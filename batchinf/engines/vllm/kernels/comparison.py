@@ -28,7 +28,7 @@ _SCALES = (0.5, 0.75, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class AttentionShape:
     """The attention of a layer, as far as it decides how a kernel runs."""
 
     num_heads: int
@@ -44,7 +44,9 @@ class Shape:
     """Of queries, keys and values, if these are float8."""
 
 
-def example(lengths: Sequence[int], shape: Shape, device: str, counts: Sequence[int] | None = None) -> dict[str, Any]:
+def example(
+    lengths: Sequence[int], shape: AttentionShape, device: str, counts: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Arguments of FlashAttention for requests of these lengths, with random numbers over a paged cache.
 
     counts: new tokens of each request, its last ones; None is one of each. `out` has no numbers yet, so that a result

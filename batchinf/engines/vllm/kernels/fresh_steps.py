@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, Shape, example, require_close
+from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, AttentionShape, example, require_close
 from batchinf.engines.vllm.kernels.long_requests import chooser_of
 from batchinf.engines.vllm.names import optional
 
@@ -78,7 +78,7 @@ def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype, block_s
     if attend is None or not all(hasattr(impl, name) for name in _SEAM):
         return False
     shapes = {
-        Shape(
+        AttentionShape(
             num_heads=one.num_heads,
             num_key_heads=one.num_kv_heads,
             head_size=one.head_size,
@@ -147,7 +147,7 @@ def fresh_attention(
     )  # fmt: skip
 
 
-def is_right(attend: Callable[..., Any], shape: Shape, longest: int, device: str = "cuda") -> bool:
+def is_right(attend: Callable[..., Any], shape: AttentionShape, longest: int, device: str = "cuda") -> bool:
     """Whether attention without a cache gives what FlashAttention gives with one. Prints why not.
 
     One prompt has `longest` tokens, or as many as fit, among many short ones.

@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from batchinf.engines.vllm.kernels.comparison import Planner, Shape, attend_as, common_of, example, require_close
+from batchinf.engines.vllm.kernels.comparison import (
+    AttentionShape,
+    Planner,
+    attend_as,
+    common_of,
+    example,
+    require_close,
+)
 from batchinf.engines.vllm.kernels.long_requests import is_even
 from batchinf.engines.vllm.names import optional
 
@@ -122,7 +129,7 @@ def is_right(
     theirs: Callable[..., Any],
     ours: Callable[..., Any],
     plan: Any,
-    shape: Shape,
+    shape: AttentionShape,
     *,
     longest: int,
     device: str = "cuda",

@@ -20,8 +20,8 @@ from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
     SHORT,
+    AttentionShape,
     Planner,
-    Shape,
     attend_as,
     common_of,
     example,
@@ -116,7 +116,7 @@ def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one, for all these layers."""
     attend, plan = (optional(_BACKEND, name, _COST) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
     shapes = {
-        Shape(
+        AttentionShape(
             num_heads=one.num_heads,
             num_key_heads=one.num_kv_heads,
             head_size=one.head_size,
@@ -130,7 +130,9 @@ def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
     return attend is not None and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
 
 
-def is_right(attend: Callable[..., Any], plan: Any, vllm_config: Any, shape: Shape, *, device: str = "cuda") -> bool:
+def is_right(
+    attend: Callable[..., Any], plan: Any, vllm_config: Any, shape: AttentionShape, *, device: str = "cuda"
+) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one. Prints why not.
 
     plan: vLLM's `get_scheduler_metadata`, which does not exist without a GPU.
