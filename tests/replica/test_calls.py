@@ -102,6 +102,8 @@ def test_a_text_without_a_call(tokenizer: Any) -> None:
     found = read(answers(tokenizer), tokenizer, "It rains.<|turn|>")
     assert found == Answer("It rains.", None, finish_reason="stop")
     assert read(answers(tokenizer), tokenizer, f"{ROME}<|turn|>", tools=None) == Answer(ROME)
+    for parser in ("hermes", "qwen3_coder"):
+        assert read(answers(tokenizer, parser), tokenizer, "") == Answer("", None, finish_reason="stop")
 
 
 def test_ids_follow_from_job_and_row(tokenizer: Any) -> None:

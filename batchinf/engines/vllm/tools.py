@@ -5,6 +5,7 @@ names.
 """
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -18,6 +19,7 @@ from batchinf.base.errors import SpecError
 from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.arguments import GUIDANCE, structures_backend
+from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.structures import TAIL_TOKENS, unknown_parser
 from batchinf.records import ParsedAnswer, ToolCall, Tools
 from batchinf.spec.answer_schemas import objection
@@ -46,11 +48,17 @@ class CallParser:
         known = sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
         if name not in known:
             raise SpecError(f"{FIELD}: {unknown_parser(name, known)}")
-        self._tokenizer = tokenizer
+        cached = optional(
+            "vllm.tokenizers.hf", "get_cached_tokenizer", "each text takes longer to parse", lambda it: it
+        )
+        # A copy: a tokenizer that encodes on another thread meanwhile fails with "Already borrowed". Cached, because
+        # the parser of each text reads the vocabulary.
+        self._tokenizer = cached(copy.deepcopy(tokenizer))
         self._backend = structures_backend(spec.engine)
         self._template_kwargs = dict(spec.input.chat_template_kwargs or {})
         self._request_class = ChatCompletionRequest
         self._adjusted = functools.lru_cache(_MOST_REQUESTS)(self._adjust)
+        self._structure = functools.lru_cache(_MOST_REQUESTS)(self._make_structure)
         compose = functools.partial(
             ParserManager.get_parser, tool_parser_name=name, enable_auto_tools=True, is_harmony=name == _GPT_OSS
         )
@@ -94,12 +102,17 @@ class CallParser:
 
         Raises ValueError if vLLM refuses the tools, or if the job's backend cannot force calls.
         """
+        return self._structure(tools, None if own is None else json.dumps(own))
+
+    def _make_structure(self, tools: Tools, own: str | None) -> dict[str, Any] | None:
         try:
-            request = self._adjusted(tools, None if own is None else json.dumps(own))
+            request = self._adjusted(tools, own)
         except Exception as error:
             # Pydantic's, vLLM's and xgrammar's own.
             raise ValueError(f"vLLM refuses the tools: {one_line(error_message(error), _MOST_CHARS)}") from error
         found = _structure_in(request)
+        if own is not None and found == json.loads(own):
+            return found
         if found is not None and "json" in found and (problem := objection(found["json"])) is not None:
             raise ValueError(f"the parameters are no JSON schema that texts can be checked against: {problem}")
         if found is not None and _TAG in found and self._backend == GUIDANCE:
@@ -146,7 +159,11 @@ class CallParser:
             text, request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
         )
         found = tuple(ToolCall(call.id or "", call.name, call.arguments) for call in calls or ())
-        return ParsedAnswer(reasoning=reasoning, text=content or None, calls=found, whole=whole)
+        if found:
+            content = content or None
+        elif not whole:  # some parsers make null of an empty text
+            content = whole
+        return ParsedAnswer(reasoning=reasoning, text=content, calls=found, whole=whole)
 
 
 def _structure_in(request: Any) -> dict[str, Any] | None:
