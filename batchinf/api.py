@@ -32,7 +32,7 @@ from batchinf.commands.validate import validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.epoch import run_job
-from batchinf.engines.installed import check_structures_config, engine_argument_names
+from batchinf.engines.installed import check_sampling_fields, check_structures_config, engine_argument_names
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.status import JobStatus
 from batchinf.results import Results
@@ -259,6 +259,7 @@ def read_checked(spec: SpecSource, overrides: Overrides, slice: Slice | None = N
     file = read_spec(spec, overrides)
     if file.spec.scripted is None:
         check_engine_arguments(file, engine_argument_names())
+        check_sampling_fields(file)
     check_structures_config(file)
     return SpecFile(file.spec, file.places, file.path, slice)
 

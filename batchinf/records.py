@@ -206,6 +206,45 @@ class Lease(Shard):
 
 
 @dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools that the model may call in its answer to a row."""
+
+    functions: str
+    """A list of OpenAI's tools as JSON text."""
+    choice: Literal["auto", "required", "named"] = "auto"
+    """Whether the model may call one of them, must call one, or must call the one that is named."""
+    name: str | None = None
+    """With `named`: the tool's name."""
+    are_parallel: bool = True
+    """Whether an answer may have several calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the model made."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON mapping as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """A text as a parser of tool calls splits it."""
+
+    reasoning: str | None
+    text: str | None
+    """Beside the calls."""
+    calls: tuple[ToolCall, ...]
+    """Their ids are empty, or made up by the parser, unless the model has written them."""
+    whole: str | None
+    """All that comes after the reasoning, with the calls."""
+    problem: str | None = None
+    """Why a call in the text could not be parsed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A row made ready for an engine: its token ids, or the error why there are none."""
 
@@ -231,6 +270,8 @@ class Prompt:
     """See `Request.dimensions`."""
     request: str | None = None
     """Of a line of a batch file: its URL, and what it asks of the form of its answer, as JSON text."""
+    tools: Tools | None = None
+    """Those whose calls are parsed; None: the text is taken as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +305,8 @@ class Request:
     """Tokens whose logprobs are returned at each output position, instead of the likeliest tokens."""
     rows: RowsWanted | None = None
     """The logits to return."""
+    tools: Tools | None = None
+    """See `Prompt.tools`."""
     dimensions: int | None = None
     """Numbers to which the pooling runner cuts its vector, in place of the job's."""
 
@@ -324,6 +367,8 @@ class Result:
     attempts: int
     reasoning: str | None = None
     """The text before the answer, if a reasoning parser splits it off."""
+    tool_calls: tuple[ToolCall, ...] | None = None
+    """The calls in the answer; None without any."""
 
 
 @dataclass(frozen=True, slots=True)

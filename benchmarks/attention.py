@@ -24,14 +24,14 @@ from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from batchinf.engines.vllm.kernels.attention import run_ours
-from batchinf.engines.vllm.kernels.comparison import example
+from batchinf.engines.vllm.kernels.comparison import AttentionShape, example
 
 # Heads, heads of keys, head size; and float8 or not.
 MODELS = {
-    "8B": (32, 8, 128, False),
-    "8B fp8": (32, 8, 128, True),
-    "1B": (32, 8, 64, False),
-    "0.6B": (16, 8, 128, False),
+    "8B": AttentionShape(num_heads=32, num_key_heads=8, head_size=128, dtype=torch.bfloat16),
+    "8B fp8": AttentionShape(num_heads=32, num_key_heads=8, head_size=128, dtype=torch.bfloat16, is_fp8=True),
+    "1B": AttentionShape(num_heads=32, num_key_heads=8, head_size=64, dtype=torch.bfloat16),
+    "0.6B": AttentionShape(num_heads=16, num_key_heads=8, head_size=128, dtype=torch.bfloat16),
 }
 _SPLITS = 32  # vLLM's limit for graphs
 _PROMPT_TOKENS = 128
@@ -51,7 +51,7 @@ class Batch:
         lengths = [chance.randint(max(1, context * 3 // 4), context * 5 // 4) for _ in range(num)]
         lengths += [_PROMPT_TOKENS] * num_prompts
         torch.manual_seed(1)
-        self.given = example(lengths, *MODELS[model], torch.bfloat16, "cuda")
+        self.given = example(lengths, MODELS[model], "cuda")
         if longest:
             self._lengthen(longest)
             lengths[0] = longest

@@ -97,7 +97,7 @@ MIXED_STEPS = (
     Mutant("leaves decoding out", "run_ours(decodes)", "pass", "kernels.attention"),
     Mutant("decodes over the blocks of others", "run_ours(decodes)",
            'run_ours({**decodes, "block_table": decodes["block_table"].roll(1, 0)})', "kernels.attention"),
-    Mutant("drops the scale of values", 'given.get("v_descale")), shape', 'given["q_descale"]), shape',
+    Mutant("drops the scale of values", 'given.get("v_descale")),', 'given["q_descale"]),',
            "kernels.attention"),
     Mutant("runs prompts as if they decoded", '"max_seqlen_q": others.max_query_len', '"max_seqlen_q": 1'),
 )  # fmt: skip
@@ -136,7 +136,7 @@ FRESH_STEPS = (
     Mutant("leaves the tokens behind the prompts", "torch.cat((starts, starts.new_full((1,), num_tokens)))", "starts"),
     Mutant("joins the first two prompts", "torch.cat((starts, starts.new",
            "torch.cat((starts[:1], starts[2:], starts.new"),
-    Mutant("swaps keys and values", "q=query, k=key, v=value", "q=query, k=value, v=key"),
+    Mutant("swaps keys and values", '"k": key, "v": value', '"k": value, "v": key'),
     Mutant("has no scale", "softmax_scale=scale", "softmax_scale=1.0"),
     Mutant("has the plan of decoding", "max_seqlen_q=longest", "max_seqlen_q=1"),
     Mutant("drops the last token", "attn_metadata.num_actual_tokens, attn",
@@ -155,8 +155,9 @@ SCORES = (
     Mutant("is wrong after the fiftieth row", "token_id = tl.load(token_ids + row)",
            "token_id = tl.load(token_ids + tl.minimum(row, 50))"),
     Mutant("gives the likeliest its logit", "WIDTH + 1, -log_total", "WIDTH + 1, most - log_total"),
-    Mutant("takes rows for contiguous", "logits + row * stride, own, vocab_size, ranks",
-           "logits + row * vocab_size, own, vocab_size, ranks"),
+    Mutant("takes rows for contiguous", "row=logits + row * stride,\n        own=own,\n        vocab_size=vocab_size,\n"
+           "        maxima=ranks", "row=logits + row * vocab_size,\n        own=own,\n        vocab_size=vocab_size,\n"
+           "        maxima=ranks"),
     Mutant("searches the least segments", "maxima.topk(k, dim=-1, sorted=False)",
            "maxima.topk(k, dim=-1, largest=False, sorted=False)"),
     Mutant("loses the last segment", "num_segments = -(-vocab_size // _SEGMENT)",
@@ -209,26 +210,30 @@ def has_gpu() -> bool:
     return importlib.import_module("vllm.platforms").current_platform.is_cuda()  # type: ignore[no-any-return]
 
 
-def decoding_cases(is_mutant: bool) -> list[tuple[Any, ...]]:
-    """Heads, heads of keys, head size, float8 or not, the model's type, block size, longest context, and scales."""
-    scales = (0.5, 0.75, 2.0)
+def shape(heads: tuple[int, int, int], **more: Any) -> Any:
+    """A `AttentionShape` of the pieces. heads: their number, that of keys, and their size."""
+    num_heads, num_key_heads, head_size = heads
+    more = {"dtype": torch.bfloat16, "scales": (0.5, 0.75, 2.0), **more}
+    kind = importlib.import_module("batchinf.engines.vllm.kernels.comparison").AttentionShape
+    return kind(num_heads=num_heads, num_key_heads=num_key_heads, head_size=head_size, **more)
+
+
+def decoding_cases(is_mutant: bool) -> list[tuple[Any, int]]:
+    """Shapes with their longest contexts."""
     if not has_gpu():
-        cases = [
-            (4, 2, 64, False, torch.bfloat16, 32, 1100, scales),
-            (4, 2, 64, True, torch.bfloat16, 32, 1100, scales),
-        ]
-        return cases if is_mutant else [*cases, (3, 1, 64, False, torch.float16, 16, 700, scales)]
+        cases = [(shape((4, 2, 64), block_size=32, is_fp8=is_fp8), 1100) for is_fp8 in (False, True)]
+        return cases if is_mutant else [*cases, (shape((3, 1, 64), dtype=torch.float16), 700)]
     cases = [
-        (32, 8, 128, False, torch.bfloat16, 32, 131072, scales),
-        (32, 8, 128, True, torch.bfloat16, 64, 32768, (0.02, 0.05, 0.05)),
+        (shape((32, 8, 128), block_size=32), 131072),
+        (shape((32, 8, 128), block_size=64, is_fp8=True, scales=(0.02, 0.05, 0.05)), 32768),
     ]
     more = [
-        (32, 8, 128, False, torch.bfloat16, 16, 40960, scales),
-        (32, 8, 64, False, torch.float16, 16, 131072, scales),
-        (28, 4, 128, False, torch.bfloat16, 128, 32768, scales),
-        (16, 16, 128, False, torch.bfloat16, 16, 8192, scales),
-        (8, 1, 128, True, torch.bfloat16, 16, 131072, scales),
-        (32, 8, 64, True, torch.bfloat16, 32, 40960, scales),  # of float8, FlashAttention makes bfloat16 alone
+        (shape((32, 8, 128)), 40960),
+        (shape((32, 8, 64), dtype=torch.float16), 131072),
+        (shape((28, 4, 128), block_size=128), 32768),
+        (shape((16, 16, 128)), 8192),
+        (shape((8, 1, 128), is_fp8=True), 131072),
+        (shape((32, 8, 64), block_size=32, is_fp8=True), 40960),  # of float8, FlashAttention makes bfloat16 alone
     ]
     return cases if is_mutant else cases + more
 
@@ -242,7 +247,8 @@ def prompt_cases(is_mutant: bool) -> list[tuple[int, int, int]]:
 
 def attention(modules: dict[str, Any], is_mutant: bool) -> bool:
     own = modules["kernels.attention"]
-    return all(own.is_right(flash_attention(), *case, device=device()) for case in decoding_cases(is_mutant))
+    cases = decoding_cases(is_mutant)
+    return all(own.is_right(flash_attention(), case, longest, device()) for case, longest in cases)
 
 
 def mixed_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
@@ -250,7 +256,8 @@ def mixed_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
     ours = modules["kernels.attention"].attention_of_decoding(theirs, is_for_few=True)
     given = theirs, ours, plan()
     own = modules["kernels.mixed_steps"]
-    return all(own.is_right(*given, *case, device=device()) for case in decoding_cases(is_mutant))
+    cases = decoding_cases(is_mutant)
+    return all(own.is_right(*given, case, longest=longest, device=device()) for case, longest in cases)
 
 
 def whole_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
@@ -263,15 +270,18 @@ def whole_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
         cache_config=types.SimpleNamespace(block_size=16),
     )
     own = modules["kernels.whole_steps"]
-    return all(
-        own.is_right(flash_attention(), plan(), config, *heads, is_fp8, device=device())
+    cases = [
+        shape(heads, is_fp8=is_fp8, scales=own._CHECKED_SCALES)
         for heads, is_fp8 in itertools.product(prompt_cases(is_mutant), (False, *([True] if has_gpu() else [])))
-    )
+    ]
+    return all(own.is_right(flash_attention(), plan(), config, case, device=device()) for case in cases)
 
 
 def fresh_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
-    own, sizes = modules["kernels.fresh_steps"], (torch.bfloat16, 16, 40960 if has_gpu() else 700)
-    return all(own.is_right(flash_attention(), *heads, *sizes, device=device()) for heads in prompt_cases(is_mutant))
+    own = modules["kernels.fresh_steps"]
+    longest = 40960 if has_gpu() else 700
+    cases = [shape(heads) for heads in prompt_cases(is_mutant)]
+    return all(own.is_right(flash_attention(), case, longest, device()) for case in cases)
 
 
 def logprobs(modules: dict[str, Any], is_mutant: bool) -> bool:
@@ -281,7 +291,7 @@ def logprobs(modules: dict[str, Any], is_mutant: bool) -> bool:
         cases = [(50257, torch.bfloat16, [0, 1, 5])]
         more = [(128256, torch.bfloat16, [0, 1, 20]), (151936, torch.float16, [1, 100])]
         cases += [] if is_mutant else more
-    return all(own.is_right(topk_scores(), size, dtype, device(), ks) for size, dtype, ks in cases)
+    return all(own.is_right(topk_scores(), size, dtype, device(), ks=ks) for size, dtype, ks in cases)
 
 
 def joined_results(modules: dict[str, Any], is_mutant: bool) -> bool:

@@ -93,8 +93,8 @@ class Layer:
 
     def without_cache(self, attend: Callable[..., object] = flash_attn_varlen_func) -> None:
         starts = with_padding(self.starts, self.num_tokens)
-        tensors = (self.query, self.key, self.value, self.out)
-        fresh_attention(attend, *tensors, starts, self.num_tokens, self.scale, causal=True)
+        tensors = {"q": self.query, "k": self.key, "v": self.value, "out": self.out}
+        fresh_attention(attend, tensors, starts, longest=self.num_tokens, scale=self.scale, causal=True)
 
     def error(self, run: Callable[[], object]) -> float:
         """The largest difference of all results from float32."""

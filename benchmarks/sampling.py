@@ -33,7 +33,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     logits = torch.randn(args.requests, args.vocab_size, device="cuda").to(dtype)
     sampled = logits.argmax(dim=-1)
-    if not is_right(compute_topk_scores, args.vocab_size, dtype, logits.device, args.k):
+    if not is_right(compute_topk_scores, args.vocab_size, dtype, logits.device, ks=args.k):
         sys.exit("batchinf's kernels do not give what vLLM's kernels give")
     if args.tiles:
         compare_tiles(logits, sampled, args.k)

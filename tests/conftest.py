@@ -4,12 +4,14 @@ import atexit
 import gc
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from fork_server import forking
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -69,7 +71,7 @@ LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_w
 # These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.
 WITH_VLLM = set(
     """test_answers test_batch_files test_chat test_end_to_end test_verify test_vllm_engine test_vllm_logits
-    test_vllm_pooling test_vllm_score test_vllm_scheduler test_vllm_worker""".split()
+    test_vllm_pooling test_vllm_sampling_fields test_vllm_score test_vllm_scheduler test_vllm_worker""".split()
 )
 
 
@@ -101,7 +103,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
-    jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None
+    jobs.has_fewer_rows = item.get_closest_marker("all_rows") is None
     # A command that ran in an earlier test's process ignores them from its end on, and children would inherit that. A
     # library, such as Ray, may have set handlers of its own, beside which batchinf sets none.
     for number in STOP_SIGNALS:
@@ -118,12 +120,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _is_frozen.append(True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Kill the jobs that a failed test has left at work: one that is held at a step would wait for ever."""
+    jobs.started.clear()
+    try:
+        return (yield)
+    except BaseException:
+        for process in jobs.started:
+            if process.poll() is None:
+                jobs.kill(jobs.family(process.pid))
+        raise
+
+
 @pytest.fixture(scope="module")
 def quick_replicas() -> Iterator[None]:
-    """Replicas of jobs that run in the tests' own process start faster, too."""
+    """Replicas of jobs that run in the tests' own process start faster, too: a server forks them."""
+    server = jobs.fork_server()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in jobs.quick_start().items():
             patch.setenv(name, value)
+        may_fork = lambda: jobs.may_fork and server.can_fork(jobs.inherited())  # noqa: E731
+        patch.setattr(subprocess, "Popen", forking(server.address, may_fork))
         yield
 
 

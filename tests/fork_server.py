@@ -26,7 +26,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 # Other imports of a job on the scripted engine.
@@ -224,7 +224,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> str:
     sys.stdout = os.fdopen(1, "w", 1 if is_unbuffered else -1, "utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
     if module == "batchinf":
-        _fork_modules(request["replicas"])
+        subprocess.Popen = forking(request["replicas"])  # type: ignore[misc]
     elif module in sys.modules:
         # It becomes the main module.
         package, _, name = module.rpartition(".")
@@ -251,20 +251,20 @@ def _show(command: list[str]) -> None:
     ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
 
 
-def _fork_modules(server: str) -> None:
-    """Replace `subprocess.Popen`, so that a server forks each `python -P -m MODULE`: replicas, and queries to vLLM."""
+def forking(server: str, may_fork: Callable[[], bool] = lambda: True) -> Any:
+    """A `subprocess.Popen` whose `python -P -m MODULE` a server forks: replicas, and queries to vLLM."""
     new = subprocess.Popen
 
     class Popen(ForkedPopen):
         def __new__(cls, command: Any, *args: Any, **options: Any) -> Any:
-            if command[1:3] == ["-P", "-m"]:
+            if command[1:3] == ["-P", "-m"] and may_fork():
                 return super().__new__(cls)
             return new(command, *args, **options)
 
         def __init__(self, command: Any, *args: Any, **options: Any) -> None:
             super().__init__(server, server, command, *args, **options)
 
-    subprocess.Popen = Popen  # type: ignore[misc]
+    return Popen
 
 
 def _run(module: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """Runs whole jobs in tests: starts commands as users do, injects faults, and reads rows as readers see them."""
 
 import atexit
+import collections
 import contextlib
 import functools
 import importlib.metadata
@@ -34,9 +35,12 @@ NUM_FEWER = 240
 # Whether a process that a test kills may be forked by a server instead of a new Python. conftest.py sets it for each
 # test; the soak does not.
 may_fork = False
-# Whether jobs have NUM_FEWER rows instead of 657, in a third of the time. conftest.py sets it for each test.
+# Whether jobs have NUM_FEWER rows instead of 657, in a third of the time. conftest.py sets it for each test that is not
+# marked `all_rows`; the soak does not.
 has_fewer_rows = False
 fork_servers: list[ForkServer] = []
+# The latest processes of `start`. conftest.py kills those of a test that fails.
+started: collections.deque[subprocess.Popen[str]] = collections.deque(maxlen=50)
 environment = dict(os.environ)  # of the servers, without variables of single tests
 # cv2, vLLM's engine, lm_eval and Ray set these in the process that uses them. Processes that tests start do not
 # inherit them: a server forks no process whose libraries would read other variables than its own.
@@ -122,8 +126,11 @@ def start(
     options = {"cwd": ROOT, "env": own, "start_new_session": True, "text": True}
     if (may_fork or is_unhurt) and not prefix and fork_server().can_fork(own):
         replicas = fork_server(has_vllm=True) if not is_refused and _is_of_vllm(*arguments) else fork_server()
-        return fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        process = fork_server().start(replicas, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    else:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    started.append(process)
+    return process
 
 
 def inherited() -> dict[str, str]:
@@ -221,7 +228,8 @@ def family(pid: int) -> list[psutil.Process]:
     """A process and all its descendants, the root last."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        return [*_forked_for(pid), *root.children(recursive=True), root]
+        # The tests' own process is the parent of the server, and so an ancestor of what the server has forked for it.
+        return [*dict.fromkeys([*_forked_for(pid), *root.children(recursive=True)]), root]
     return []
 
 

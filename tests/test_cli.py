@@ -110,7 +110,7 @@ def test_the_resolved_spec_is_stored(done: Any) -> None:
 
 def test_kept_columns_and_prompts_are_the_inputs_own(done: Any) -> None:
     _, out, _ = done
-    inputs = [json.loads(line) for line in jobs.PROMPTS.read_text(encoding="utf-8").split("\n") if line]
+    inputs = [json.loads(line) for line in jobs.prompts().read_text(encoding="utf-8").split("\n") if line]
     rows = jobs.rows_of(out)
     for name in ("id", "language", "prompt"):
         assert [row[name] for row in rows] == [row[name] for row in inputs]
@@ -147,7 +147,7 @@ def test_another_jobs_folder_is_refused_in_one_line(done: Any, tmp_path: pathlib
     refused = jobs.run("run", jobs.spec_of(tmp_path, **sections, output={"path": str(out)}))
     assert refused.returncode == 2
     [line] = [line for line in refused.stderr.splitlines() if "job" in line]
-    assert line.startswith(f"error: {out} holds another job: task generate with {jobs.MODEL} over {jobs.PROMPTS}, ")
+    assert line.startswith(f"error: {out} holds another job: task generate with {jobs.MODEL} over {jobs.prompts()}, ")
     assert line.endswith("give this job another output.path, or run it with --fresh (in Python fresh=True), which "
                          "keeps the old folder under another name")  # fmt: skip
 

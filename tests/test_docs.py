@@ -1,6 +1,7 @@
 """What the documents name is there."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -14,16 +15,21 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]*)\)")
 
 
-def functions_of(path: pathlib.Path) -> set[str]:
-    """Names of a file's test functions."""
+@functools.cache
+def functions_of(path: pathlib.Path) -> tuple[ast.FunctionDef, ...]:
+    """A file's test functions."""
     body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
-    return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return tuple(node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+
+
+def names_of(path: pathlib.Path) -> set[str]:
+    return {function.name for function in functions_of(path)}
 
 
 @pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
 def test_every_test_that_is_named_exists(document: pathlib.Path) -> None:
     named = TEST.findall(document.read_text(encoding="utf-8"))
-    absent = [f"{file}::{test}" for file, test in named if test not in functions_of(jobs.ROOT / file)]
+    absent = [f"{file}::{test}" for file, test in named if test not in names_of(jobs.ROOT / file)]
     assert absent == []
     assert document.name != "reliability.md" or len(set(named)) > 50
 
@@ -55,10 +61,10 @@ def test_no_character_was_decoded_wrongly(document: pathlib.Path) -> None:
 
 def slow_tests_of(path: pathlib.Path) -> set[str]:
     """Names of a file's test functions that are marked slow."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
     return {
-        node.name for node in functions if any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
+        function.name
+        for function in functions_of(path)
+        if any(ast.unparse(mark) == "pytest.mark.slow" for mark in function.decorator_list)
     }
 
 
@@ -109,13 +115,18 @@ def messages_of(document: str) -> list[str]:
 
 
 def test_every_message_is_one_of_the_code() -> None:
-    """A message's pieces between the … stand in one text of the code, in their order."""
     texts = texts_of_the_code()
     messages = set(messages_of("troubleshooting.md") + messages_of("cluster.md")) - OF_OTHERS
     assert len(messages) > 50
-    absent = []
-    for message in messages:
-        pattern = re.compile(".*".join(re.escape(piece.strip()) for piece in message.split("…")), re.DOTALL)
-        if not any(pattern.search(text) for text in texts):
-            absent.append(message)
-    assert absent == []
+    assert [message for message in messages if not any(has_pieces(text, message) for text in texts)] == []
+
+
+def has_pieces(text: str, message: str) -> bool:
+    """Whether a message's pieces between the … stand in a text, in their order."""
+    place = 0
+    for piece in message.split("…"):
+        found = text.find(piece.strip(), place)
+        if found < 0:
+            return False
+        place = found + len(piece.strip())
+    return True

@@ -1,4 +1,7 @@
-"""The recipes of CONTRIBUTING.md: each is carried out on a copy of the package by its smallest example, and works."""
+"""The recipes of CONTRIBUTING.md: each is carried out on a copy of the package by its smallest example, and works.
+
+The four that change a job share a copy and its job.
+"""
 
 import bz2
 import json
@@ -21,15 +24,20 @@ RECIPES = (jobs.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 class Copy:
-    """A copy of the package, for one recipe."""
+    """A copy of the package, in which recipes are carried out."""
 
     def __init__(self, folder: pathlib.Path, heading: str) -> None:
         self.folder = folder
-        shutil.copytree(jobs.ROOT / "batchinf", folder / "batchinf", ignore=shutil.ignore_patterns("__pycache__"))
-        [self._recipe] = re.findall(rf"^## {heading}\n(.*?)(?=^## )", RECIPES, re.MULTILINE | re.DOTALL)
+        # With the compiled modules, so that only what a recipe changes is compiled.
+        shutil.copytree(jobs.ROOT / "batchinf", folder / "batchinf")
+        self.begin(heading)
         quick = jobs.ROOT / "tests" / "quick"
         path = {"PYTHONPATH": f"{quick}{os.pathsep}{folder}"}
         self.environment = {**os.environ, **jobs.quick_start(), **path}
+
+    def begin(self, heading: str) -> None:
+        """What is replaced from now on is of this recipe."""
+        [self._recipe] = re.findall(rf"^## {heading}\n(.*?)(?=^## )", RECIPES, re.MULTILINE | re.DOTALL)
 
     def replace(self, path: str, old: str, new: str) -> None:
         """Change text of a file that the recipe names."""
@@ -49,10 +57,8 @@ class Copy:
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=200
         )
 
-    def run(self, **sections: Any) -> list[dict[str, Any]]:
-        """Run a job of three rows on one replica. Returns its output rows."""
-        done = self.batchinf("run", self.spec(**sections))
-        assert done.returncode == 0, done.stderr
+    def rows(self) -> list[dict[str, Any]]:
+        """The output rows of the copy's job."""
         rows: list[dict[str, Any]] = []
         for path in sorted((self.folder / "out" / "parts").iterdir()):
             rows += pq.read_table(path).to_pylist()
@@ -91,8 +97,30 @@ class ErrorRateExceeded''',
     assert done.stderr == "error: got a quota of 0 rows; must be at least 1: ask for more\n"
 
 
-def test_an_error_type_of_rows(tmp_path: pathlib.Path) -> None:
-    copy = Copy(tmp_path, "Add an error")
+ROWS = ("Hello", "France", "Once", "a", "b", "c", "d", "e")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Copy, "subprocess.CompletedProcess[str]"]:
+    """A copy in which the four recipes that change a job are carried out, and a job that it has run."""
+    folder = tmp_path_factory.mktemp("recipes")
+    copy = Copy(folder, "Add an error")
+    add_error_type(copy)
+    copy.begin("Add a message between coordinator and replica")
+    add_messages(copy)
+    copy.begin("Add an output column")
+    add_column(copy)
+    copy.begin("Add a count of a part")
+    add_count(copy)
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ROWS))
+    input = {"path": str(rows), "id_column": None, "prompt_template": "say {{ prompt }}", "limit": len(ROWS)}
+    done = copy.batchinf("run", copy.spec(input=input, output={"keep_columns": []}, max_error_rate=1.0))
+    assert done.returncode == 0, done.stderr
+    return copy, done
+
+
+def add_error_type(copy: Copy) -> None:
     copy.replace(
         "batchinf/prompts/templates.py",
         '        return "".join(pieces)\n',
@@ -103,16 +131,9 @@ def test_an_error_type_of_rows(tmp_path: pathlib.Path) -> None:
         return text
 """,
     )
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a"}\n{"prompt": "France"}\n')
-    input = {"path": str(rows), "id_column": None, "prompt_template": "say {{ prompt }}"}
-    found = copy.run(input=input, output={"keep_columns": []}, max_error_rate=1.0)
-    assert [row["error_type"] for row in found] == [None, "forbidden_word"]
-    assert found[1]["error_message"] == "the prompt has the word France; leave it out"
 
 
-def test_a_message_in_each_direction(tmp_path: pathlib.Path) -> None:
-    copy = Copy(tmp_path, "Add a message between coordinator and replica")
+def add_messages(copy: Copy) -> None:
     path = "batchinf/replica/messages.py"
     copy.replace(
         path,
@@ -169,13 +190,9 @@ Command = Greet | ''',
             case Stopped():
 """,
     )
-    done = copy.batchinf("run", copy.spec())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("hello world\n")
 
 
-def test_an_output_column(tmp_path: pathlib.Path) -> None:
-    copy = Copy(tmp_path, "Add an output column")
+def add_column(copy: Copy) -> None:
     path = "batchinf/tasks/generate/task.py"
     copy.replace(
         path,
@@ -193,12 +210,9 @@ def test_an_output_column(tmp_path: pathlib.Path) -> None:
         "num_words": pa.array([len((result.text or "").split()) for result in results], pa.int32()),
 """,
     )
-    found = copy.run()
-    assert [row["num_words"] for row in found] == [len(row["text"].split()) for row in found]
 
 
-def test_a_count_of_a_part(tmp_path: pathlib.Path) -> None:
-    copy = Copy(tmp_path, "Add a count of a part")
+def add_count(copy: Copy) -> None:
     copy.replace(
         "batchinf/records.py",
         '    """Rows with an infinity among the model\'s numbers."""\n',
@@ -216,12 +230,30 @@ def test_a_count_of_a_part(tmp_path: pathlib.Path) -> None:
         num_long=pc.sum(pc.greater_equal(num_output_tokens, 10)).as_py(),
 """,
     )
-    found = copy.run()
+
+
+def test_an_error_type_of_rows(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
+    found = job[0].rows()
+    assert [row["error_type"] for row in found] == ["forbidden_word" if row == "France" else None for row in ROWS]
+    assert found[1]["error_message"] == "the prompt has the word France; leave it out"
+
+
+def test_a_message_in_each_direction(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
+    assert job[1].stdout.startswith("hello world\n")
+
+
+def test_an_output_column(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
+    found = [row for row in job[0].rows() if row["error_type"] is None]
+    assert [row["num_words"] for row in found] == [len(row["text"].split()) for row in found]
+
+
+def test_a_count_of_a_part(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
+    copy, _ = job
     # The manifest, the footers of the parts, and the check that compares both.
-    lines = "".join(path.read_text() for path in (tmp_path / "out" / "manifest").iterdir())
-    num_long = sum(row["num_output_tokens"] >= 10 for row in found)
+    lines = "".join(path.read_text() for path in (copy.folder / "out" / "manifest").iterdir())
+    num_long = sum((row["num_output_tokens"] or 0) >= 10 for row in copy.rows())
     assert sum(json.loads(line).get("num_long", 0) for line in lines.splitlines()) == num_long > 0
-    checked = copy.batchinf("check", tmp_path / "out", "--deep")
+    checked = copy.batchinf("check", copy.folder / "out", "--deep")
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -61,6 +61,10 @@ language = types.SimpleNamespace(
 )  # fmt: skip
 
 
+def _as_pointer(item: Any) -> Any:
+    return Pointer(item) if isinstance(item, torch.Tensor) else item
+
+
 class Launcher:
     """Replaces a kernel: `Launcher(kernel)[grid](*arguments)` runs all its programs."""
 
@@ -69,9 +73,10 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **named: Any) -> None:
-            given = [Pointer(item) if isinstance(item, torch.Tensor) else item for item in arguments]
+            given = list(map(_as_pointer, arguments))
+            more = {name: _as_pointer(item) for name, item in named.items()}
             for places in itertools.product(*map(range, grid)):
                 _program[: len(places)] = places
-                self.kernel(*given, **named)
+                self.kernel(*given, **more)
 
         return launch

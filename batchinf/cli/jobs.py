@@ -27,7 +27,7 @@ from batchinf.cli.arguments import (
     new_spec_file,
     path_option,
 )
-from batchinf.cli.program import app, errors_as, print_error, print_lines, show
+from batchinf.cli.program import app, errors_as, print_error, print_lines, print_report
 
 _Found = TypeVar("_Found")
 _PURPOSES = "label, generate, score, logits or embed"
@@ -193,7 +193,7 @@ def _validate(
         found=None if as_json else lambda finding: print_lines(finding.lines()),
     )
     if as_json:
-        show(report, (), as_json)
+        print_report(report, (), as_json)
 
 
 @app.command("plan", epilog="Example: batchinf plan job.yaml --gpu h100-80 --gpus 8")
@@ -240,7 +240,7 @@ def _plan(
     )
     if plot is not None:
         write_chart(report, plot)
-    show(report, report.lines(), as_json)
+    print_report(report, report.lines(), as_json)
 
 
 @app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
@@ -273,7 +273,7 @@ def _tune(
         report = api.tune(
             spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
         )
-    show(report, tune_lines(report), as_json)
+    print_report(report, tune_lines(report), as_json)
 
 
 def _seconds(text: str, option: str) -> float:

@@ -16,7 +16,7 @@ from batchinf.cli.arguments import (
     output_folder,
     path_option,
 )
-from batchinf.cli.program import app, print_json, print_lines, show
+from batchinf.cli.program import app, print_json, print_lines, print_report
 
 
 @app.command("status", epilog="Example: batchinf status out/job")
@@ -34,10 +34,10 @@ def _status(
         from batchinf.commands.watch import watch, why_ended
 
         report = watch(out, as_json=as_json)
-        show(report, [*report.lines(), *why_ended(report)], as_json)
+        print_report(report, [*report.lines(), *why_ended(report)], as_json)
     else:
         report = job_status(out)
-        show(report, report.lines(), as_json)
+        print_report(report, report.lines(), as_json)
 
 
 @app.command("head", epilog="Example: batchinf head out/job -n 20 --columns id,text")
@@ -103,7 +103,7 @@ def _export(
     if path == STDOUT:
         print(plain("\n".join(exported.lines())), file=sys.stderr)
     else:
-        show(exported, exported.lines(), as_json)
+        print_report(exported, exported.lines(), as_json)
 
 
 @app.command("inspect", epilog="Example: batchinf inspect out/job review-17 --html row.html")
@@ -126,7 +126,7 @@ def _inspect(
     [named] = given
     report = inspect_row(out, named)
     if as_json:
-        show(report, (), as_json)
+        print_report(report, (), as_json)
         return
     from batchinf.commands.inspect import row_items
     from batchinf.commands.screen import console
@@ -167,7 +167,7 @@ def _check(
     from batchinf.commands.check import check_job
 
     report = check_job(out, is_deep=deep, repair=repair)
-    show(report, report.lines(), as_json)
+    print_report(report, report.lines(), as_json)
     report.raise_if_wrong()
 
 
@@ -197,7 +197,7 @@ def _diff(
     from batchinf.commands.diff import diff_jobs
 
     report = diff_jobs(a, b, on=on, to=to, num_examples=num_rows)
-    show(report, report.lines(), as_json)
+    print_report(report, report.lines(), as_json)
 
 
 @app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
@@ -221,5 +221,5 @@ def _verify(
 
     file = api.read_checked(spec, set_ or ())
     report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
-    show(report, report.lines(), as_json)
+    print_report(report, report.lines(), as_json)
     report.raise_if_beyond()

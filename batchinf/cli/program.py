@@ -85,7 +85,7 @@ def print_error(error: BatchinfError) -> None:
         print(wrapped(line, sys.stderr), file=sys.stderr)
 
 
-def show(report: object, lines: Iterable[str], as_json: bool) -> None:
+def print_report(report: object, lines: Iterable[str], as_json: bool) -> None:
     if as_json:
         print_json([to_json(report)])
     else:

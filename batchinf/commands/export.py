@@ -6,6 +6,7 @@ import pathlib
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -14,8 +15,8 @@ import pyarrow as pa
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.text import counted, list_names
-from batchinf.export.base import Format, Job
-from batchinf.export.huggingface import CARD, DATA, HuggingFace, card
+from batchinf.export.base import ExportedJob, Format
+from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, card
 from batchinf.export.registry import FORMATS
 from batchinf.export.rows import Rows
 from batchinf.results import Results
@@ -60,9 +61,9 @@ class ExportRequest:
 def export_job(out: str, request: ExportRequest) -> Exported:
     """Write the committed rows of the job in an output folder, in bounded memory. Raises UserError."""
     form = _format(request)
-    if request.path == STDOUT and (request.num_files > 1 or form is HuggingFace):
+    if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
         raise UserError("-o: got stdout, which holds one file; give a path")
-    job = Job(Results(out))
+    job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
     if unknown := [name for name in request.columns if name not in schema.names]:
@@ -82,7 +83,7 @@ def export_job(out: str, request: ExportRequest) -> Exported:
             num_rows += batch.num_rows
         for writer in writers:
             writer.close()
-        if form is HuggingFace:
+        if form is HuggingFaceExport:
             files.open(os.path.join(request.path, CARD)).write(card(job, num_rows, request.where).encode())
     return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes))
 
@@ -128,7 +129,7 @@ def _format(request: ExportRequest) -> type[Format]:
 def _names(form: type[Format], request: ExportRequest) -> list[str]:
     """The files: `rows.jsonl`, or `rows-00000-of-00004.jsonl` and so on."""
     base, ending = os.path.splitext(request.path)
-    if form is HuggingFace:
+    if form is HuggingFaceExport:
         base, ending = os.path.join(request.path, DATA, "train"), form.suffix
     elif request.num_files == 1:
         return [request.path]
@@ -184,7 +185,7 @@ class _Files:
             return sys.stdout.buffer
         if os.path.lexists(name) and not self._overwrites:
             raise UserError(f"-o: {name} is there already; give another name, or --overwrite")
-        temporary = f"{name}.{os.getpid()}.tmp"
+        temporary = f"{name}.{uuid.uuid4().hex[:12]}.tmp"
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         stream = open(temporary, "wb")  # noqa: SIM115  # `__exit__` closes it
         self._stack.callback(stream.close)

@@ -11,6 +11,7 @@ from typing import Any
 from batchinf.base.errors import UserError
 from batchinf.commands.export import ExportRequest
 from batchinf.engines.installed import engine_argument_names
+from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE
 
 # vLLM's short flags.
@@ -65,7 +66,7 @@ def batch_run(
         )
     spec: dict[str, Any] = {
         "model": {"name": model},
-        "input": {"path": input_file, "format": "openai"},
+        "input": {"path": input_file, "format": OpenAIBatch.name},
         "sampling": {"logprobs": most_logprobs(input_file)},
         "engine": {},
         "output": {"path": folder},

@@ -1,5 +1,6 @@
 """Tables and colour for the terminal, through rich. Without a terminal, or with NO_COLOR, all is plain text."""
 
+import json
 import os
 import sys
 
@@ -25,6 +26,8 @@ def cell(value: object, style: str = "") -> Text:
         return Text(f"{value:.4g}", style)
     if isinstance(value, list):
         return Text(_list_text(value), style)
+    if isinstance(value, dict):
+        return Text(plain_line(json.dumps(value, ensure_ascii=False, default=str)), style)
     return Text(plain_line(str(value)), style)
 
 

@@ -176,8 +176,11 @@ def shown_row(
 
 
 def _sampling(request: Request, own: SamplingSpec | None, job: SamplingSpec, left: int | None) -> ShownSampling:
-    values = {} if own is None else job.model_dump(exclude={"columns", "structured_outputs", "max_tokens"})
-    changed = (RowSetting(name, getattr(own, name), value) for name, value in values.items())
+    values, job_values = (
+        {} if own is None else each.model_dump(exclude={"columns", "structured_outputs", "max_tokens"})
+        for each in (own or job, job)
+    )
+    changed = (RowSetting(name, value, job_values[name]) for name, value in values.items())
     return ShownSampling(
         own=tuple(setting for setting in changed if setting.value != setting.job_value),
         max_tokens=job.max_tokens if own is None else own.max_tokens,

@@ -19,6 +19,7 @@ from batchinf.records import Prompt
 from batchinf.spec.fields import null_hint
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import PER_ROW_FIELDS
 
 
 @contextlib.contextmanager
@@ -62,15 +63,34 @@ def _body_of(*path: str) -> list[ast.stmt]:
 
 @functools.cache
 def engine_argument_names() -> frozenset[str] | None:
-    """Names of the installed vLLM's EngineArgs, or None if vLLM is not installed.
+    """Names of the installed vLLM's EngineArgs, or None if vLLM is not installed."""
+    return _field_names("EngineArgs", "engine", "arg_utils.py")
+
+
+@functools.cache
+def _field_names(name: str, *path: str) -> frozenset[str] | None:
+    """The fields of a class in a file of the installed vLLM; None if it is not there.
 
     Read from the source: importing vLLM takes 7 s, too long to report a typo in a spec.
     """
-    for node in _body_of("engine", "arg_utils.py"):
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+    for node in _body_of(*path):
+        if isinstance(node, ast.ClassDef) and node.name == name:
             targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
             return frozenset(target.id for target in targets if isinstance(target, ast.Name))
     return None
+
+
+def check_sampling_fields(file: SpecFile) -> None:
+    """Raise SpecError for a field of `sampling`, of the job or by a column, that the installed vLLM does not have."""
+    known = _field_names("SamplingParams", "sampling_params.py")
+    if known is None:
+        return
+    sampling = file.spec.sampling
+    for name in PER_ROW_FIELDS:
+        is_set = name in sampling.columns or getattr(sampling, name) not in (None, (), {})
+        if is_set and name not in known:
+            what = "no sampling parameter of the installed vLLM"
+            raise file.error(f"sampling.{name}", f"{what}; leave it out, or install a later version")
 
 
 _STRUCTURES_CONFIG = "structured_outputs_config"
@@ -158,6 +178,7 @@ def cuda_of_build(torch_folder: pathlib.Path | None = None) -> tuple[int, int] |
 _WAIT_S = 600.0
 _MODULE = "batchinf.engines.vllm.structures"
 _PARSER = "model.reasoning_parser"
+_TOOL_PARSER = "model.tool_parser"
 
 
 class StructuresCheck:
@@ -168,15 +189,13 @@ class StructuresCheck:
         spec = file.spec
         self._file = file
         self._question: Question | None = None
-        name = spec.model.reasoning_parser
-        structure = spec.sampling.structured_outputs
-        if name is None and structure is None:
+        parsers = spec.model.reasoning_parser, spec.model.tool_parser
+        if parsers == (None, None) and spec.sampling.structured_outputs is None:
             return
-        known = reasoning_parser_names()
-        has_more = spec.engine.get("reasoning_parser_plugin")
-        if name is not None and known is not None and name not in known and not has_more:
-            raise file.error(_PARSER, f"got '{name}'; the installed vLLM has {', '.join(known)}{null_hint(name)}")
-        if importlib.util.find_spec("vllm") is not None and (name is not None or not _is_sure(spec)):
+        if not spec.engine.get("reasoning_parser_plugin"):
+            _check_name(file, _PARSER, spec.model.reasoning_parser, reasoning_parser_names())
+        _check_name(file, _TOOL_PARSER, spec.model.tool_parser, tool_parser_names())
+        if importlib.util.find_spec("vllm") is not None and (any(parsers) or not _is_sure(spec)):
             question = {"spec": spec.model_dump_json(), "tokenizer": tokenizer}
             self._question = Question(_MODULE, question, _WAIT_S, {"VLLM_LOGGING_LEVEL": "ERROR"})
 
@@ -197,7 +216,6 @@ class StructuresCheck:
         spec = self._file.spec
         is_here = self._question is not None
         structure = spec.sampling.structured_outputs
-        name = spec.model.reasoning_parser
         backend, left_out = self._compiled() if is_here else ("", ())
         unknown = "not looked at, as vLLM is not installed here"
         if structure is not None:
@@ -206,8 +224,9 @@ class StructuresCheck:
             yield f"structured outputs: {', '.join(structure)}, {compiled}{obeys}"
             if left_out:
                 yield f"structured outputs: {_only_checked(left_out)}"
-        if name is not None:
-            yield f"reasoning parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
+        for what, name in (("reasoning", spec.model.reasoning_parser), ("tool", spec.model.tool_parser)):
+            if name is not None:
+                yield f"{what} parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
 
     def _compiled(self) -> tuple[str, tuple[str, ...]]:
         """The name of vLLM's backend that compiles the structure, and the keywords that it leaves out.
@@ -222,6 +241,12 @@ class StructuresCheck:
         if answer["problems"]:
             raise SpecError("\n".join(self._file.line(field, message) for field, message in answer["problems"]))
         return str(answer["backend"]), tuple(answer["left_out"])
+
+
+def _check_name(file: SpecFile, field: str, name: str | None, known: tuple[str, ...] | None) -> None:
+    """Raise SpecError for a parser that the installed vLLM does not have, as far as its source says it."""
+    if name is not None and known is not None and name not in known:
+        raise file.error(field, f"got '{name}'; the installed vLLM has {', '.join(known)}{null_hint(name)}")
 
 
 def _only_checked(keywords: Iterable[str]) -> str:
@@ -284,7 +309,18 @@ def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
 @functools.cache
 def reasoning_parser_names() -> tuple[str, ...] | None:
     """Names of the installed vLLM's own reasoning parsers, sorted; None if not found. Read from the source."""
-    for node in _body_of("reasoning", "__init__.py"):
+    return _keys_in("reasoning")
+
+
+@functools.cache
+def tool_parser_names() -> tuple[str, ...] | None:
+    """Names of the installed vLLM's own tool parsers, sorted; None if not found. Read from the source."""
+    return _keys_in("tool_parsers")
+
+
+def _keys_in(package: str) -> tuple[str, ...] | None:
+    """The keys of the table in a package of vLLM, sorted; None without one."""
+    for node in _body_of(package, "__init__.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
             return tuple(sorted(str(key) for key in keys))

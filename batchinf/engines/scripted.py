@@ -4,7 +4,7 @@ import functools
 import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,33 @@ from batchinf.spec.job import ScriptedSpec
 from batchinf.tasks.base import Task
 from batchinf.version import __version__
 
+_MOST_CHOICES = 4096
+
 
 class ScriptedEngine:
     """Outputs depend only on prompt, seed and sampling, so any two runs agree, whatever their batches.
 
-    choices: token ids of the texts of which each output is one, if the job has such a structure.
+    choices: token ids of the texts of which each output is one, whatever its structure. encode: text to token ids, for
+    outputs that are one of the choices of their structure.
     """
 
     output_room = 1  # tokens that must fit after a prompt
 
     def __init__(
-        self, script: ScriptedSpec, vocab_size: int, eos_token_id: int, choices: Sequence[Sequence[int]] = ()
+        self,
+        script: ScriptedSpec,
+        vocab_size: int,
+        eos_token_id: int,
+        choices: Sequence[Sequence[int]] = (),
+        *,
+        encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
         faults.point("engine.start")
         time.sleep(script.start_s)
         self._script = script
         self._eos_token_id = eos_token_id
         self._choices = choices
+        self._encode = None if encode is None else functools.lru_cache(_MOST_CHOICES)(encode)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, list[Completion]] = {}
         self._begun: list[Request] = []
@@ -105,8 +115,8 @@ class ScriptedEngine:
 
     def _output(self, request: Request, first: int, second: int) -> tuple[IntArray, bool]:
         """The tokens, and whether they end by themselves. first, second: numbers drawn for the request."""
-        if self._choices:
-            whole = [*self._choices[first % len(self._choices)], self._eos_token_id]
+        if choices := self._choices_of(request):
+            whole = [*choices[first % len(choices)], self._eos_token_id]
             return np.array(whole[: request.max_tokens], np.int32), len(whole) <= request.max_tokens
         length = request.max_tokens
         if self._script.vary_lengths:
@@ -117,6 +127,12 @@ class ScriptedEngine:
         if stops:
             token_ids[-1] = self._eos_token_id
         return token_ids, stops
+
+    def _choices_of(self, request: Request) -> Sequence[Sequence[int]]:
+        texts = (request.sampling.structured_outputs or {}).get("choice")
+        if self._choices or not texts or self._encode is None:
+            return self._choices
+        return [self._encode(text) for text in texts]
 
     def begun(self) -> list[Request]:
         """See `Engine.begun`."""

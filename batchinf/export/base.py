@@ -16,10 +16,12 @@ from batchinf.export.tokens import TokenTexts
 from batchinf.manifest.versions import stored_spec
 from batchinf.results import Results
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import Task
+from batchinf.tasks.registry import stored_task
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportedJob:
     """The job whose rows are exported."""
 
     results: Results
@@ -28,6 +30,11 @@ class Job:
     def spec(self) -> JobSpec:
         """As the job began."""
         return stored_spec(self.results.spec)
+
+    @functools.cached_property
+    def task(self) -> type[Task]:
+        """Of the job."""
+        return stored_task(self.results.spec)
 
     @functools.cached_property
     def tokens(self) -> TokenTexts:
@@ -45,7 +52,7 @@ class Format(abc.ABC):
     splits_errors: ClassVar[bool] = False
     """Whether error rows go to a stream of their own."""
 
-    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+    def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
         """schema: of the batches that `write` gets. errors: for error rows, if the format has them apart."""
         self.job = job
         self.schema = schema
@@ -53,7 +60,7 @@ class Format(abc.ABC):
         self.errors = errors
 
     @classmethod
-    def notes(cls, job: Job) -> list[str]:
+    def notes(cls, job: ExportedJob) -> list[str]:
         """What the format leaves out of the job's output, in lines for the user.
 
         Raises UserError for a job whose output it has no form for.
@@ -73,7 +80,7 @@ class Format(abc.ABC):
         """Write what was held back, and the end of the file."""
 
 
-def json_line(row: Mapping[str, Any]) -> bytes:
+def row_line(row: Mapping[str, Any]) -> bytes:
     """A row as a line of JSON. A number that is not finite becomes null, bytes become base64, a time its ISO form."""
     try:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_json_value)

@@ -3,22 +3,22 @@
 import yaml
 
 from batchinf.base.text import counted
-from batchinf.export.base import Job
-from batchinf.export.plain import Parquet
+from batchinf.export.base import ExportedJob
+from batchinf.export.plain import ParquetExport
 
 DATA = "data"
 """The folder of the Parquet files."""
 CARD = "README.md"
 
 
-class HuggingFace(Parquet):
+class HuggingFaceExport(ParquetExport):
     """`datasets.load_dataset(FOLDER)` reads it."""
 
     name = "hf"
     suffix = ".parquet"
 
 
-def card(job: Job, num_rows: int, where: str | None) -> str:
+def card(job: ExportedJob, num_rows: int, where: str | None) -> str:
     """The dataset card: what the hub reads, in YAML, and the facts of the job, for people.
 
     num_rows: exported. where: the expression that chose them.
@@ -29,7 +29,7 @@ def card(job: Job, num_rows: int, where: str | None) -> str:
     versions = {name.removeprefix("version."): it for name, it in made_with.items() if name.startswith("version.")}
     facts = {
         "model": f"`{job.spec.model.name}`",
-        "task": f"`{job.spec.task}`",
+        "task": f"`{job.task.name}`",
         "rows": f"{num_rows:,}" if where is None else f"{num_rows:,}, those with `{where}`",
         "error rows of the job": f"{counts.num_errors:,}",
         "tokens of the job": f"{counts.num_prompt_tokens:,} of prompts, {counts.num_output_tokens:,} of outputs",

@@ -5,11 +5,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinf.export.base import Format, json_line
-from batchinf.export.tokens import PREFIXES, Token, token_columns, tokens_of
+from batchinf.export.base import Format, row_line
+from batchinf.export.tokens import PREFIXES, StoredToken, token_columns, tokens_of
 
 
-class JsonLines(Format):
+class JsonLinesExport(Format):
     """Columns of tokens become one list: `{"token", "token_id", "logprob", "rank", "top"}` for each token."""
 
     name = "jsonl"
@@ -29,7 +29,7 @@ class JsonLines(Format):
             if columns := token_columns(prefix, batch.schema):
                 for row in rows:
                     self._join(prefix, columns, row)
-        self.stream.write(b"".join(map(json_line, rows)))
+        self.stream.write(b"".join(map(row_line, rows)))
 
     def _join(self, prefix: str, columns: Sequence[str], row: dict[str, Any]) -> None:
         """Put all that is known of a row's tokens into its column of logprobs."""
@@ -40,7 +40,7 @@ class JsonLines(Format):
         if tokens[f"{prefix}logprobs"] is not None:
             row[f"{prefix}logprobs"] = list(map(self._entry, tokens_of(prefix, tokens)))
 
-    def _entry(self, token: Token) -> dict[str, Any]:
+    def _entry(self, token: StoredToken) -> dict[str, Any]:
         text = self.job.tokens.text
         entry: dict[str, Any] = {
             "token": text(token.id),

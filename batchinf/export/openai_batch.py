@@ -10,40 +10,40 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
-from batchinf.export.base import Format, Job, json_line
+from batchinf.export.base import ExportedJob, Format, row_line
 from batchinf.export.tokens import token_columns, tokens_of
 from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
 _NAMES = (
-    "id", "row_index", "sample_index", "request", "text", "reasoning", "finish_reason", "stop_reason", "embedding",
-    "embeddings", "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
+    "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls", "finish_reason", "stop_reason",
+    "embedding", "embeddings", "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
 )  # fmt: skip
 
 Row = Mapping[str, Any]
 
 
-class OpenAIBatchFile(Format):
+class OpenAIBatchExport(Format):
     """Lines `{"id", "custom_id", "response", "error"}`. Ids and times follow from the job and the row alone."""
 
     name = "openai-batch"
     suffix = ".jsonl"
     splits_errors = True
 
-    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+    def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
         """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._has_tokens = bool(token_columns("", schema))
         self._held: tuple[Row, ...] = ()
 
     @classmethod
-    def notes(cls, job: Job) -> list[str]:
+    def notes(cls, job: ExportedJob) -> list[str]:
         """See `Format`. OpenAI has a form for texts and for embeddings."""
         spec = job.spec
-        if spec.task not in ("generate", "embed"):
+        if not job.task.makes_text and job.task.vector_column is None:
             raise UserError(
-                f"--to: got openai-batch, which has no form for the output of task {spec.task}: export it as jsonl, "
-                "csv, parquet or hf"
+                f"--to: got openai-batch, which has no form for the output of task {job.task.name}: export it as "
+                "jsonl, csv, parquet or hf"
             )
         if spec.sampling.logprobs is not None and not token_columns("", job.results.schema):
             return ["logprobs are left out: the job does not store the tokens that they are of"]
@@ -69,7 +69,7 @@ class OpenAIBatchFile(Format):
 
     def _write(self, requests: Sequence[tuple[Row, ...]]) -> None:
         for samples in requests:
-            line = json_line(self._line(samples))
+            line = row_line(self._line(samples))
             is_error = all(row["error_type"] is not None for row in samples)
             (self.errors if is_error else self.stream).write(line)
 
@@ -124,7 +124,7 @@ class OpenAIBatchFile(Format):
             form: dict[str, Any] = json.loads(row["request"])
             return form
         spec = self.job.spec
-        if spec.task == "embed":
+        if self.job.task.vector_column is not None:
             return {"url": EMBEDDINGS_URL}
         number = spec.sampling.logprobs
         if spec.input.is_chat:
@@ -135,9 +135,14 @@ class OpenAIBatchFile(Format):
         message = {"role": "assistant", "content": row["text"], "refusal": None}
         if row.get("reasoning") is not None and form.get("include_reasoning", True):
             message["reasoning"] = row["reasoning"]
+        if calls := row.get("tool_calls"):
+            message |= _calls(calls, is_legacy=form.get("functions", False))
         content = list(self._content(row, form.get("top_logprobs") or 0)) if form.get("logprobs") else None
+        choice = _choice(row)
+        if "function_call" in message and choice["finish_reason"] == "tool_calls":
+            choice["finish_reason"] = "function_call"
         return {
-            **_choice(row),
+            **choice,
             "message": message,
             "logprobs": None if content is None else {"content": content, "refusal": None},
         }
@@ -184,6 +189,20 @@ def _embeddings(row: Row, form: Row) -> list[dict[str, Any]]:
 def _choice(row: Row) -> dict[str, Any]:
     index = row.get("sample_index") or 0
     return {"index": index, "finish_reason": row["finish_reason"], "stop_reason": row["stop_reason"]}
+
+
+def _calls(calls: Sequence[Mapping[str, str]], *, is_legacy: bool) -> dict[str, Any]:
+    """The calls of a message; of a request with `functions`, its one call in OpenAI's form of old."""
+    functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+    if is_legacy:
+        return {"function_call": functions[0]}
+    ids = [call["id"] for call in calls]
+    return {
+        "tool_calls": [
+            {"id": call_id, "type": "function", "function": function}
+            for call_id, function in zip(ids, functions, strict=True)
+        ]
+    }
 
 
 def _error(samples: Sequence[Row]) -> dict[str, Any] | None:

@@ -7,18 +7,18 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from batchinf.export.base import Format, Job, json_line
+from batchinf.export.base import ExportedJob, Format, row_line
 
 _GROUP_BYTES = 32 << 20
 
 
-class Parquet(Format):
+class ParquetExport(Format):
     """The columns with their types."""
 
     name = "parquet"
     suffix = ".parquet"
 
-    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+    def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
         """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._writer = pq.ParquetWriter(stream, schema, compression="zstd")
@@ -44,13 +44,13 @@ class Parquet(Format):
         self._held_bytes = 0
 
 
-class Csv(Format):
+class CsvExport(Format):
     """A header and a line for each row. A null is an empty field, and an empty text is `""`."""
 
     name = "csv"
     suffix = ".csv"
 
-    def __init__(self, job: Job, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+    def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
         """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._has_text = [_becomes_text(field.type) for field in schema]
@@ -83,5 +83,5 @@ def _text(value: Any) -> str | None:
     """The JSON text of a list or a mapping; the base64 of bytes."""
     if value is None:
         return None
-    text = json_line({"": value}).decode()
+    text = row_line({"": value}).decode()
     return str(json.loads(text)[""]) if isinstance(value, bytes) else text[len('{"": ') : -len("}\n")]

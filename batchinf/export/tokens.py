@@ -13,7 +13,7 @@ PREFIXES = ("", "prompt_")
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class StoredToken:
     """A token at its position. A value is None where it has none, as at a prompt's first token."""
 
     id: int
@@ -33,7 +33,7 @@ def token_columns(prefix: str, schema: pa.Schema) -> list[str]:
     return [ids, logprobs, ranks, *(name for name in _top(prefix) if name in schema.names)]
 
 
-def tokens_of(prefix: str, row: Mapping[str, Any]) -> Iterator[Token]:
+def tokens_of(prefix: str, row: Mapping[str, Any]) -> Iterator[StoredToken]:
     """The tokens of a row, whose values are those of `token_columns`. The lists of a row have one length."""
     ids, logprobs, ranks = (row[f"{prefix}{name}"] for name in ("token_ids", "logprobs", "ranks"))
     top_ids, top_logprobs = (row.get(name) for name in _top(prefix))
@@ -41,7 +41,7 @@ def tokens_of(prefix: str, row: Mapping[str, Any]) -> Iterator[Token]:
         top = None
         if top_ids is not None and top_logprobs is not None and top_ids[place] is not None:
             top = list(zip(top_ids[place], top_logprobs[place], strict=True))
-        yield Token(token_id, logprob, rank, top)
+        yield StoredToken(token_id, logprob, rank, top)
 
 
 def _top(prefix: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai import may_be_batch, recognised
 from batchinf.prompts.openai_lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, url_of
 from batchinf.prompts.row_sampling import check_sampling_columns
+from batchinf.prompts.tool_parsers import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.files import InputLocation
 from batchinf.source.find import NoInputError
@@ -43,6 +44,8 @@ _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
 # milliseconds, where xgrammar may take seconds; a mask costs it more: `benchmarks/structures.py`.
 _BACKEND = "guidance"
+# The only one that has the structural tags by which vLLM forces most models' calls.
+_BACKEND_OF_CALLS = "xgrammar"
 
 
 def open_job(
@@ -83,6 +86,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
         model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
+        file = replace(file, spec=_with_tool_parser(file.spec, model))
         task = task_of(file.spec)
         spec, origins = _with_defaults(task, model, state)
         task = type(task)(spec)
@@ -182,6 +186,16 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
     return replace(file, spec=spec)
 
 
+def _with_tool_parser(spec: JobSpec, model: Model) -> JobSpec:
+    """The spec with the parser's name in place of `auto`. Raises SpecError, also for a task without texts."""
+    task = task_of(spec)
+    if spec.model.tool_parser is not None and not task.makes_text:
+        got = f"got '{spec.model.tool_parser}'; must be left out with task {task.name}, which makes no text"
+        raise SpecError(f"model.tool_parser: {got}")
+    named = with_tool_parser(spec.model, model, spec.input.chat_template)
+    return spec.model_copy(update={"model": named})
+
+
 def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     """The spec with a fixed backend for structured outputs, if it has or may have some and names none.
 
@@ -189,12 +203,12 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     parts of them. began_as: the identity of a job that has begun, which keeps what it has.
     """
     config = dict(spec.engine.get(_STRUCTURES_CONFIG) or {})
-    makes_tokens = task_of(spec).pooling is None
-    has_structures = spec.sampling.structured_outputs is not None or (spec.input.is_batch_file and makes_tokens)
-    if spec.scripted is not None or not has_structures or config.get("backend", "auto") != "auto":
+    may_have = spec.may_have_structures and task_of(spec).pooling is None
+    if spec.scripted is not None or not may_have or config.get("backend", "auto") != "auto":
         return spec
     before = began_as.get(f"engine.{_STRUCTURES_CONFIG}") or {}
-    backend = before.get("backend", "auto") if began_as else _BACKEND
+    chosen = _BACKEND if spec.model.tool_parser is None else _BACKEND_OF_CALLS
+    backend = before.get("backend", "auto") if began_as else chosen
     if backend == "auto":
         return spec
     return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})
@@ -209,6 +223,8 @@ def _with_defaults(task: Task, model: Model, state: State | None) -> tuple[JobSp
         sampling, origins = resolve_sampling(sampling, sampling_defaults(model, spec.engine))
     check_token_ids("sampling.logprob_token_ids", sampling.logprob_token_ids, model)
     check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, model)
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or (), model)
+    check_token_ids("sampling.logit_bias", tuple(sampling.logit_bias), model)
     where = spec.input
     if state is not None:
         stored = state.header.spec["input"]

@@ -92,7 +92,8 @@ def rules_out_tokens(spec: Mapping[str, Any]) -> bool:
     """Whether tokens may have probability 0, because a structure or the sampling rules them out. spec: as stored."""
     sampling = spec.get("sampling") or {}
     is_processed = str(sampling.get("logprobs_mode")).startswith("processed")
-    return is_processed or sampling.get("structured_outputs") is not None
+    has_structures = any(name.startswith("structured_outputs") for name in sampling.get("columns") or ())
+    return is_processed or has_structures or sampling.get("structured_outputs") is not None
 
 
 def non_finite_lines(num_nan_rows: int, num_inf_rows: int, *, expects_inf: bool) -> list[str]:

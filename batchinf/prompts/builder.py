@@ -18,7 +18,8 @@ from batchinf.prompts.openai import BatchPrompts
 from batchinf.prompts.openai_lines import COLUMNS
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.prompts.templates import RowTemplate, column_call
-from batchinf.records import Prompt
+from batchinf.prompts.tools import ToolsError, tools_of_row
+from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
 from batchinf.spec.input import InputSpec
@@ -194,10 +195,26 @@ class Renderer:
         return text if isinstance(text, RowError) else check_text(text)
 
     def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
-        """The row's own tools as an option of the chat template; without any, the job's options stay."""
+        """The row's tools as an option of the chat template; without any, the job's options stay."""
+        tools = self._own_tools(values)
+        return tools if isinstance(tools, RowError) else {} if tools is None else {"tools": tools}
+
+    def _own_tools(self, values: Mapping[str, object]) -> list[dict[str, Any]] | RowError | None:
+        """The tools in the row's column, or else those of the spec."""
         column = self._input.tools_column
         tools = None if column is None else read_tools(values.get(column), f"column '{column}'")
-        return tools if isinstance(tools, RowError) else {} if tools is None else {"tools": tools}
+        return list(self._input.tools) if tools is None and self._input.tools is not None else tools
+
+    def tools(self, row: Row) -> Tools | RowError | None:
+        """The tools that the model may call in its answer to a row; None without any. For a job that parses calls."""
+        tools = None if row.error is not None or not self._is_chat else self._own_tools(row.values)
+        if tools is None or isinstance(tools, RowError):
+            return tools
+        where = self._input
+        try:
+            return tools_of_row(tools, where.tool_choice, are_parallel=where.parallel_tool_calls)
+        except ToolsError as error:
+            return RowError("invalid_tools", str(error))
 
     def messages(self, row: Row) -> list[Message] | RowError:
         """The row's conversation, before the chat template, or the row's error."""
@@ -282,6 +299,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
+        self._parses_calls = spec.model.tool_parser is not None
         self._keeps_text = spec.output.include_prompt
         self._side: Side | None = None
         if spec.input.on_overlong != "error":
@@ -364,7 +382,11 @@ class PromptBuilder:
             return self._batch_draft(self._batch, row, max_model_len)
         if self._takes_ids:
             return Draft(None, self._renderer.token_ids(row))
-        return self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
+        draft = self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
+        if not self._parses_calls or isinstance(draft.ids, RowError):
+            return draft
+        tools = self._renderer.tools(row)
+        return Draft(None, tools) if isinstance(tools, RowError) else replace(draft, tools=tools)
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)
@@ -377,7 +399,7 @@ class PromptBuilder:
             return Draft(None, request.token_ids, sampling=sampling, request=request.form)
         encoder = self._chat_encoder if request.is_chat else self._encoder
         draft = self._text_draft(check_text(request.text), encoder, max_model_len)
-        return replace(draft, sampling=sampling, is_chat=request.is_chat, request=request.form)
+        return replace(draft, sampling=sampling, is_chat=request.is_chat, request=request.form, tools=request.tools)
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "Draft":
         """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
@@ -416,6 +438,7 @@ class PromptBuilder:
             is_truncated=outcome is not ids,
             has_second_bos=begins_with_two(outcome, self._bos),
             request=draft.request,
+            tools=draft.tools,
         )
 
     def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
@@ -475,6 +498,8 @@ class Draft:
     request: str | None = None
     """See `Prompt.request`."""
     is_chat: bool = False
+    tools: Tools | None = None
+    """See `Prompt.tools`."""
 
 
 def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:

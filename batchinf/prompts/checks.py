@@ -49,6 +49,9 @@ def _check_chat(where: InputSpec, model: Model) -> None:
     if where.chat_template is not None and "messages" not in names:
         words = "it has nothing of `messages` in it, so that all prompts would be the same; is it a file's path? "
         raise SpecError(f"input.chat_template: {words}Write input.chat_template: {{file: path}}")
+    if where.tools is not None and "tools" not in names:
+        words = "the chat template has no variable `tools`, so the model would not see them; give one that has it"
+        raise SpecError(f"input.tools: {words} as input.chat_template")
     for name in where.chat_template_kwargs or {}:
         if name not in names:
             free = sorted(names - GIVEN - {"bos_token", "eos_token", "pad_token", "unk_token"})

@@ -11,6 +11,8 @@ from batchinf.prompts.chat import ChatTemplate, read_messages
 from batchinf.prompts.openai_lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, WITHOUT_EFFECT, LineReader, line_of
 from batchinf.prompts.openai_lines import Refused as _Refused
 from batchinf.prompts.openai_lines import show as _show
+from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
+from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE, PROMPT_FORMS, InputSpec
@@ -21,17 +23,16 @@ from batchinf.spec.sampling import PER_ROW_FIELDS
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
+    # In the body of a completion, which has no tools.
     "tools": ([],),
-    "tool_choice": ("none", "auto"),  # no tools are there to choose from
+    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "spaces_between_special_tokens": (True,),
@@ -65,7 +66,9 @@ class BatchRequest:
     """Arguments of the chat template by name."""
     is_chat: bool = False
     """The text has gone through the chat template, so it has its special tokens."""
-    form: str | None = None
+    tools: Tools | None = None
+    """Those that the model may call."""
+    form: str | None = field(default=None, compare=False)
     """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
 
 
@@ -106,6 +109,7 @@ class BatchReader(LineReader):
         super().__init__(spec)
         self._sampling = spec.sampling
         self._chat_kwargs = spec.input.chat_template_kwargs or {}
+        self._parses_calls = spec.model.tool_parser is not None
 
     def read(self, values: Mapping[str, object]) -> BatchRequest | RowError:
         """The request of a line, or the error `unsupported_request`, whose message names the field."""
@@ -117,9 +121,32 @@ class BatchReader(LineReader):
     def _read(self, values: Mapping[str, object]) -> BatchRequest:
         url, body = self.open(values)
         form = {"url": url} | {name: body[name] for name in _OF_THE_FORM if name in body}
-        prompt = self._messages(body) if url == CHAT_URL else self._text(body)
-        sampling = self._take_sampling(body, is_chat=url == CHAT_URL)
-        return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
+        if url != CHAT_URL:
+            prompt = self._text(body)
+            return BatchRequest(**prompt, sampling=self._take_sampling(body, is_chat=False), form=json.dumps(form))
+        line = self._tools(body)
+        prompt = self._messages(body)
+        sampling = self._take_sampling(body, is_chat=True)
+        if line is None:
+            return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
+        if line.is_legacy:
+            form["functions"] = True
+        prompt["chat"]["tools"] = line.rendered
+        self._check_choice(line.tools, sampling)
+        return BatchRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
+
+    def _tools(self, body: dict[str, Any]) -> LineTools | None:
+        try:
+            return tools_of_line(body, has_parser=self._parses_calls)
+        except ToolsError as error:
+            raise _Refused(str(error)) from None
+
+    def _check_choice(self, tools: Tools | None, sampling: Mapping[str, Any]) -> None:
+        """Raise _Refused for a forced call in a text that must follow a structure."""
+        has_structure = "structured_outputs" in sampling or self._sampling.structured_outputs is not None
+        if tools is not None and tools.choice != "auto" and has_structure:
+            what = f"got {tools.name or tools.choice}, which forces a call, beside a structure for the text"
+            raise _Refused(f"body.tool_choice: {what}; give one of them")
 
     def _messages(self, body: dict[str, Any]) -> dict[str, Any]:
         messages = body.pop("messages", None)
@@ -136,7 +163,7 @@ class BatchReader(LineReader):
                 raise _Refused(f"body.chat_template_kwargs.{name}: it is no variable of a chat template")
         if given := {name: body.pop(name) for name in _OF_TEMPLATES if name in body}:
             chat["chat_template_kwargs"] = self._variables(given, chat.get("chat_template_kwargs", {}))
-        return {"messages": messages, "chat": chat}
+        return {"messages": [with_tool_calls(message) for message in messages], "chat": chat}
 
     def _variables(self, given: Mapping[str, object], own: Mapping[str, Any]) -> dict[str, Any]:
         """The row's variables of the chat template, with those that vLLM's server makes of `reasoning_effort`."""
@@ -239,10 +266,12 @@ def _structure(response_format: object) -> dict[str, Any] | None:
         return None
     if kind == "json_object":
         return {"json": {"type": "object"}}
+    if kind == "structural_tag":  # the tag is the whole mapping
+        return {"structural_tag": fields}
     schema = fields.get("json_schema")
     if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return {"json": schema["schema"]}
-    allowed = "text, json_object, or json_schema with its schema"
+    allowed = "text, json_object, structural_tag, or json_schema with its schema"
     raise _Refused(f"body.response_format: got {_show(kind or response_format)}; must be {allowed}")
 
 

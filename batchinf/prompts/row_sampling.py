@@ -1,5 +1,6 @@
 """The sampling that rows set for themselves: `sampling.columns`, and the fields of batch files."""
 
+import contextlib
 import decimal
 import json
 from collections.abc import Mapping, Sequence
@@ -15,15 +16,17 @@ from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import is_json_column, is_text
 from batchinf.spec.job import field_docs
-from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
+from batchinf.spec.sampling import MAPPINGS, PER_ROW_FIELDS, STRUCTURE_FIELDS, SamplingSpec, allowed_structure
 
 # Size of the cache of checked settings. To check one costs about 20 µs, a hit less than 1 µs.
 _MOST_KNOWN = 4096
 _SHOWN_CHARS = 60
-_LISTS = frozenset({"stop", "stop_token_ids"})
-_TEXTS = frozenset({"stop"})
+# What a row cannot have.
+_OF_A_SPEC = ", or {file: path}"
+_LISTS = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words", "structured_outputs.choice"})
+_TEXTS = frozenset({"stop", "bad_words", *STRUCTURE_FIELDS})
 # `field_docs` knows these too, but takes 0.3 s in each process, and the first row would wait for that.
-WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "seed", "top_k"})
+WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "seed", "thinking_token_budget", "top_k"})
 
 
 class RowSampling:
@@ -72,9 +75,12 @@ class RowSampling:
 
     def _make(self, row_values: Mapping[str, Any]) -> SamplingSpec | RowError:
         values = {field: _as_in_a_spec(field, value) for field, value in row_values.items() if value is not None}
+        for field in values.keys() & STRUCTURE_FIELDS.keys():
+            values["structured_outputs"] = {STRUCTURE_FIELDS[field]: values.pop(field)}
         for field, value in values.items():
-            # SamplingSpec reads a mapping as the name of a column. In a row a mapping is an error, and so is True.
-            if isinstance(value, dict) and field in PER_ROW_FIELDS:
+            # SamplingSpec may read a mapping as the name of a column. In a row that is an error, and so is True.
+            is_column = isinstance(value, dict) and (field not in MAPPINGS or [*value] == ["column"])
+            if is_column and field in PER_ROW_FIELDS:
                 values[field] = True
         try:
             sampling = SamplingSpec.model_validate({**self._job, **values})
@@ -86,9 +92,11 @@ class RowSampling:
         first = error.errors(include_url=False)[0]
         context = first.get("ctx", {})
         field = str(context.get("field") or "") if not first["loc"] else str(first["loc"][0])
-        column = f" (column '{self._fields[field]}')" if field in self._fields else ""
+        inner = f".{context['field']}" if first["loc"] and context.get("field") else ""
+        own_column = self._fields.get(field + inner, self._fields.get(field))
+        column = "" if own_column is None else f" (column '{own_column}')"
         if first["type"] == "wrong":
-            return f"sampling.{field}{column}: {context['reason']}"
+            return f"sampling.{field}{inner}{column}: {context['reason'].removesuffix(_OF_A_SPEC)}"
         doc = field_docs()[f"sampling.{field}"]
         value = row_values.get(field)
         shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
@@ -106,9 +114,15 @@ def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:
         type = schema.field(column).type
         if not is_json_column(schema.field(column)) and not _may_fit(field, type):
             words = "text, or nothing at all" if is_text(type) else str(type)
+            kind = STRUCTURE_FIELDS.get(field)
+            allowed = (
+                field_docs()[f"sampling.{field}"].allowed
+                if kind is None
+                else allowed_structure(kind).removesuffix(_OF_A_SPEC)
+            )
             raise SpecError(
                 f"sampling.{field}: the column '{column}' holds {words}; "
-                f"each value must be {field_docs()[f'sampling.{field}'].allowed}, or null for the job's own"
+                f"each value must be {allowed}, or null for the job's own"
             )
 
 
@@ -118,6 +132,8 @@ def _may_fit(field: str, type: pa.DataType) -> bool:
     is_list = any(test(type) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
     if is_list and field in _LISTS:
         return _may_fit(field, type.value_type) if not pa.types.is_nested(type.value_type) else False
+    if field in MAPPINGS or STRUCTURE_FIELDS.get(field) in ("json", "structural_tag"):
+        return is_text(type) or pa.types.is_struct(type) or pa.types.is_map(type)
     if field in _TEXTS:
         return is_text(type)
     return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_decimal(type))
@@ -138,7 +154,32 @@ def setting(field: str, value: Any) -> str:
 def _as_in_a_spec(field: str, value: Any) -> Any:
     if field in WHOLE_FIELDS:
         value = whole_number(value)
+    if field in MAPPINGS or field in STRUCTURE_FIELDS:
+        value = _mapping(value, is_parsed=STRUCTURE_FIELDS.get(field) not in ("regex", "grammar"))
     return float(value) if isinstance(value, decimal.Decimal) and value.is_finite() else value
+
+
+def _mapping(value: Any, *, is_parsed: bool) -> Any:
+    """A mapping or list, from JSON text, or from Arrow, which gives null to a key that only other rows have.
+
+    is_parsed: whether text is JSON. As JSON text, a mapping keeps its nulls.
+    """
+    if isinstance(value, str):
+        if is_parsed:
+            with contextlib.suppress(ValueError, RecursionError):
+                return json.loads(value)
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):  # of Arrow's type `map`
+        value = dict(value)
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def whole_number(value: Any) -> Any:

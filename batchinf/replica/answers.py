@@ -16,7 +16,8 @@ from tokenizers.decoders import DecodeStream
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, counted, one_line
-from batchinf.records import Completion
+from batchinf.records import Completion, ToolCall
+from batchinf.replica.calls import Calls, call_error, finish_reason
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -45,6 +46,9 @@ class Answer:
     text: str | None
     reasoning: str | None = None
     error: RowError | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+    finish_reason: str | None = None
+    """In place of the engine's."""
 
 
 class Answers:
@@ -57,17 +61,21 @@ class Answers:
         detokenizer: "Detokenizer | None",
         *,
         split: Split | None = None,
+        calls: Calls | None = None,
         matcher: Matcher | None = None,
     ) -> None:
-        """detokenizer: None for tasks without text. split: for a job with a reasoning parser. matcher: as `Matcher`."""
+        """detokenizer: None for tasks without text. split: for a job with a reasoning parser. calls: for one with a
+        tool parser. matcher: as `Matcher`.
+        """
         self._detokenizer = detokenizer
         self._sampling = spec.sampling
         self._split = split
+        self._calls = calls
         self._special: re.Pattern[str] | None = None
         self._special_ids: frozenset[int] = frozenset()
-        if split is not None and spec.sampling.skip_special_tokens:
-            # The parser must see special tokens: the marks around the reasoning may be among them.
-            self._sampling = spec.sampling.model_copy(update={"skip_special_tokens": False})
+        # Parsers must see special tokens: the marks around reasoning and calls may be among them.
+        self._with_marks = spec.sampling.model_copy(update={"skip_special_tokens": False})
+        if (split is not None or calls is not None) and spec.sampling.skip_special_tokens:
             tokens = _special_tokens(tokenizer)
             self._special_ids = frozenset(tokens)
             longest_first = sorted(tokens.values(), key=len, reverse=True)
@@ -78,13 +86,27 @@ class Answers:
         """One answer for each completion, in order."""
         if self._detokenizer is None:
             return [Answer(None)] * len(completions)
-        texts = self._detokenizer.decode(completions, self._sampling)
-        return [self._read(completion, text) for completion, text in zip(completions, texts, strict=True)]
+        plain = [completion for completion in completions if not self._is_parsed(completion)]
+        parsed = [completion for completion in completions if self._is_parsed(completion)]
+        plain_texts = iter(self._detokenizer.decode(plain, self._sampling))
+        parsed_texts = iter(self._detokenizer.decode(parsed, self._with_marks))
+        return [
+            self._read(completion, next(parsed_texts if self._is_parsed(completion) else plain_texts))
+            for completion in completions
+        ]
+
+    def _is_parsed(self, completion: Completion) -> bool:
+        return self._split is not None or self._has_tools(completion)
+
+    def _has_tools(self, completion: Completion) -> bool:
+        return self._calls is not None and completion.request.tools is not None
 
     def _read(self, completion: Completion, whole: str) -> Answer:
         structure = completion.request.sampling.structured_outputs
         if completion.finish_reason == "error":
             return Answer(None, None, RowError("refused", f"vLLM ended the request: {completion.stop_reason}"))
+        if self._has_tools(completion):
+            return self._read_calls(completion, whole)
         if self._split is None and structure is None:
             return Answer(whole)
         text: str | None = whole
@@ -100,6 +122,25 @@ class Answers:
             text = self._stripped(text, completion)
         error = None if structure is None else self._checks.error(structure, text, completion)
         return Answer(text, reasoning, error)
+
+    def _read_calls(self, completion: Completion, whole: str) -> Answer:
+        calls = self._calls
+        assert calls is not None
+        try:
+            text = whole if calls.keeps_special_tokens(completion) else self._stripped(whole, completion)
+            parsed = calls.read(completion, text or "")
+        except Exception as failure:
+            # As of a reasoning parser.
+            words = one_line(f"{type(failure).__name__}: {failure}", 300)
+            return Answer(whole, None, RowError("invalid_tool_call", f"the tool parser failed: {words}"))
+        reasoning = self._stripped(parsed.reasoning, completion)
+        error = call_error(
+            completion, parsed, lambda structure, answer: self._checks.error(structure, answer, completion)
+        )
+        if error is not None:
+            return Answer(self._stripped(parsed.whole, completion), reasoning, error)
+        text = self._stripped(parsed.text, completion)
+        return Answer(text, reasoning, tool_calls=parsed.calls or None, finish_reason=finish_reason(completion, parsed))
 
     def _stripped(self, text: str | None, completion: Completion) -> str | None:
         if not text or self._special is None or self._special_ids.isdisjoint(completion.token_ids.tolist()):
@@ -308,10 +349,16 @@ class StructureChecks:
 
             assert isinstance(value, str)
             return functools.partial(_json_error, Schema(value))
+        if kind == "structural_tag":
+            return _no_error  # only parts of the text are held to it, and a text may end between them
         if kind == "choice":
             return functools.partial(_choice_error, frozenset(value))
         matches = None if self._matcher is None else self._matcher({kind: value})
         return functools.partial(_structure_error, kind, matches)
+
+
+def _no_error(text: str | None, completion: Completion) -> RowError | None:
+    return None
 
 
 def _is_finished(completion: Completion) -> bool:

@@ -6,6 +6,7 @@ the pipeline.
 """
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -177,9 +178,9 @@ class Incarnation:
         script = self._spec.scripted.model_copy(update={"max_model_len": scripted_length(self._spec)})
         if self._task.pooling is not None:
             return ScriptedPooling(self._task, script, len(tokenizer))
-        texts = (self._spec.sampling.structured_outputs or {}).get("choice") or ()
-        choices = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return ScriptedEngine(script, len(tokenizer), getattr(tokenizer, "eos_token_id", None) or 0, choices)
+        encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+        eos_token_id = getattr(tokenizer, "eos_token_id", None) or 0
+        return ScriptedEngine(script, len(tokenizer), eos_token_id, encode=encode)
 
     def _open(self, work: Work) -> None:
         """Open the input and start the pipeline. If that fails, `run` raises the error when it needs the pipeline."""

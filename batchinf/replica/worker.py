@@ -32,12 +32,14 @@ from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
+from batchinf.replica.calls import Calls
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
 from batchinf.replica.messages import Event, InFlightRequest, Progress
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import STRUCTURE_FIELDS
 from batchinf.tasks.base import Task
 
 # row_index, then 0 for a free slot or 2 * (order of entering) + (1 once a token came out).
@@ -429,7 +431,9 @@ class Pipeline:
         writer = Writer(
             finished=self._finished,
             task=self.task,
-            answers=answers_of(self._spec, self.tokenizer, self._detokenizer.result()),
+            answers=answers_of(
+                self._spec, self.tokenizer, self._detokenizer.result(), self.metadata.get("batchinf.job_id", "")
+            ),
             write_part=self._write_by(info),
             emit=self.emit,
             checkpoint_interval_s=self._spec.checkpoint_interval_s,
@@ -487,21 +491,27 @@ def _num_ready(max_num_seqs: int) -> int:
     return max(16, window(max_num_seqs) // 2)
 
 
-def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None) -> Answers:
-    """The reader of completions. Imports vLLM only for reasoning parsers, regexes and grammars.
+def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None, job_id: str = "") -> Answers:
+    """The reader of completions. Imports vLLM only for parsers, regexes and grammars.
 
     The scripted engine ignores regexes and grammars. detokenizer: None for tasks without text.
     """
     split = None
+    calls = None
     matcher_of = None
     if detokenizer is not None and spec.model.reasoning_parser is not None:
         from batchinf.engines.vllm.structures import reasoner_of
 
         split = reasoner_of(spec, tokenizer).split
-    structures = spec.sampling.structured_outputs or {}
-    if detokenizer is not None and spec.scripted is None and structures.keys() & {"regex", "grammar"}:
+    if detokenizer is not None and spec.model.tool_parser is not None:
+        from batchinf.engines.vllm.tools import CallParser
+
+        calls = Calls(CallParser(spec, tokenizer), job_id)
+    structures = {*(spec.sampling.structured_outputs or {}), *map(STRUCTURE_FIELDS.get, spec.sampling.columns)}
+    may_match = bool(structures & {"regex", "grammar"}) or spec.input.is_batch_file or calls is not None
+    if detokenizer is not None and spec.scripted is None and may_match:
         from batchinf.engines.vllm.arguments import structures_backend
         from batchinf.engines.vllm.structures import matcher
 
         matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))
-    return Answers(spec, tokenizer, detokenizer, split=split, matcher=matcher_of)
+    return Answers(spec, tokenizer, detokenizer, split=split, calls=calls, matcher=matcher_of)

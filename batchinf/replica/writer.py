@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batchinf.base import faults
 from batchinf.output.batches import count_errors
@@ -248,13 +248,17 @@ class Writer(threading.Thread):
 
 def _result(finished: Finished, answer: Answer) -> Result:
     pending = finished.pending
+    completion = finished.completion
+    if answer.finish_reason is not None:
+        completion = replace(completion, finish_reason=answer.finish_reason)
     return Result(
         prompt=pending.prompt,
         request_index=pending.request.request_index,
         num_requests=pending.num_requests,
-        completion=finished.completion,
+        completion=completion,
         text=answer.text,
         error=answer.error,
         attempts=pending.lease.lease.attempts,
         reasoning=answer.reasoning,
+        tool_calls=answer.tool_calls,
     )

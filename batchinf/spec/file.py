@@ -23,7 +23,7 @@ MAX_VALUE_BYTES = 960 << 10
 # Fields of `input` and of `sampling.structured_outputs` that accept `{file: path}`. True: the content is parsed
 # as YAML or JSON. All others take it as text.
 _TEXTS = ("prompt_template", "system_prompt", "chat_template")
-_STRUCTURES = {"json": True, "choice": True, "regex": False, "grammar": False}
+_STRUCTURES = {"json": True, "choice": True, "regex": False, "grammar": False, "structural_tag": True}
 
 
 def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
@@ -33,8 +33,9 @@ def _value_places(data: dict[str, Any]) -> Iterator[tuple[Any, Any, str, bool]]:
     """
     section = _mapping(data.get("input"))
     yield from ((section, name, f"input.{name}", False) for name in _TEXTS if name in section)
-    if "messages" in section:
-        yield section, "messages", "input.messages", True
+    for name in ("messages", "tools"):
+        if name in section:
+            yield section, name, f"input.{name}", True
     messages = section.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if "content" in _mapping(message):
@@ -205,8 +206,7 @@ class _Draft:
             raise SpecError(f"{place}: {_FORM_OF_SET}")
         data = self._section(sections, place)
         data[last] = value
-        if sections == ["sampling"] and isinstance(data.get("columns"), dict):
-            data["columns"].pop(last, None)  # the override applies to every row
+        self._leave_out_columns(field)
         for old in [name for name in self.places if name.startswith((f"{field}.", f"{field}["))]:
             del self.places[old]
         self.places.update({**(inner_places or {}), field: place})
@@ -235,6 +235,16 @@ class _Draft:
                 problems.append(_line(self.places, field, str(error)))
         if problems:
             raise _joined(problems)
+
+    def _leave_out_columns(self, field: str) -> None:
+        """Leave out the columns of a field of sampling that was set, because it applies to every row."""
+        columns = _mapping(self.data.get("sampling")).get("columns")
+        _, _, name = field.partition("sampling.")
+        if not isinstance(columns, dict) or not name:
+            return
+        for column in [*columns]:
+            if f"{column}.".startswith(f"{name}.") or f"{name}.".startswith(f"{column}."):
+                del columns[column]
 
     def take_in_files(self) -> None:
         """Replace each `{file: path}` by the content of the file."""

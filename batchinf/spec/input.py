@@ -22,6 +22,7 @@ from batchinf.spec.fields import (
     on_this_host,
     wrong,
 )
+from batchinf.spec.tools import objection_to
 
 if TYPE_CHECKING:
     FormatName = str
@@ -36,7 +37,7 @@ PROMPT_FORMS = (
 # If any of these is given, prompts go through the chat template.
 CHAT_FIELDS = (
     "messages", "messages_column", "system_prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message",
+    "continue_final_message", "tools",
 )  # fmt: skip
 # Refused keys of `chat_template_kwargs` → the field to write instead; empty: the key is an argument of the tokenizer.
 KWARGS_ELSEWHERE = {
@@ -93,6 +94,12 @@ class InputSpec(Section):
     tools_column: Annotated[Text | None, IDENTITY] = None
     """The column with the tools of each row's conversation, for the chat template: a list of mappings, or JSON text of
     one; null: none. Default with `messages_column`: `tools`, if the input has such a column."""
+    tools: Annotated[Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)] | None, FROM_FILE] = None
+    """Tools of all conversations, in OpenAI's form; a row with tools in `tools_column` has those instead."""
+    tool_choice: Annotated[Text | None, IDENTITY] = None
+    """With `model.tool_parser`: `auto` (default), `required`, `none`, or the name of the tool to call."""
+    parallel_tool_calls: Annotated[bool, IDENTITY] = True
+    """With `model.tool_parser`: whether an answer may have several calls."""
     token_ids_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the prompt's token ids: a list, or JSON text of one. Nothing is added to them."""
     text_column: Annotated[Text | None, IDENTITY] = None
@@ -163,6 +170,7 @@ class InputSpec(Section):
                         "have these tools", "tools_column")  # fmt: skip
         if self.is_chat:
             self._check_chat()
+        self._check_tools()
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
             raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
         for field in ("split", "name", "revision"):
@@ -189,6 +197,32 @@ class InputSpec(Section):
                 "got true with continue_final_message; the model continues the final message or begins a new turn: "
                 "give one of them"
             ), "add_generation_prompt")  # fmt: skip
+
+    def _check_tools(self) -> None:
+        if self.is_batch_file:
+            given = next((name for name in ("tools", "tool_choice") if getattr(self, name) is not None), None)
+            if given is not None:
+                raise wrong("got it with format openai, whose lines have their own; leave it out", given)
+        elif self.tool_choice is not None and self.tools is None and self.messages_column is None:
+            raise wrong(
+                f"got {self.tool_choice!r} without tools; must be given beside tools or tools_column", "tool_choice"
+            )
+        is_name = self.tool_choice not in (None, "none", "auto", "required")
+        if is_name and self.tools is not None and self.tools_column is None:
+            names = [tool["function"]["name"] for tool in self.tools]
+            if self.tool_choice not in names:
+                allowed = f"none, auto, required or the name of a tool: {', '.join(names)}"
+                raise wrong(f"got {self.tool_choice!r}; must be {allowed}", "tool_choice")
+
+    @field_validator("tools")
+    @classmethod
+    def _openai_tools(cls, tools: tuple[dict[str, Any], ...] | None) -> tuple[dict[str, Any], ...] | None:
+        for tool in tools or ():
+            if not is_json(tool):
+                raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings")
+            if (objection := objection_to(tool)) is not None:
+                raise wrong(objection)
+        return tools
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -92,6 +92,9 @@ class ModelSpec(Section):
     """Run Python code of the model. Use it only if you would run a program of the model's author."""
     reasoning_parser: Annotated[Text | None, IDENTITY] = None
     """vLLM's name of a reasoning parser, such as `qwen3`. The reasoning goes to the column `reasoning`."""
+    tool_parser: Annotated[Text | None, IDENTITY] = None
+    """vLLM's name of a parser of tool calls, such as `hermes`; `auto`: by the model's type. The calls go to the column
+    `tool_calls`."""
     lora: Annotated[Annotated[dict[Text, HubOrPath], Field(min_length=1)] | HubOrPath | None, RUNTIME] = None
     """A LoRA adapter for all rows: a folder or a Hugging Face id. Or several: a mapping from names to adapters;
     `input.adapter_column` then names the adapter of each row. All bytes of a folder's files identify it. A resume
@@ -326,6 +329,10 @@ class JobSpec(Section):
             section.check(self)
         if self.backend == "ray" and self.parallel.devices is not None:
             raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
+        takes_budget = self.model.reasoning_parser is not None or "reasoning_config" in self.engine
+        if self.sampling.may_have("thinking_token_budget") and not takes_budget:
+            raise wrong("must be left out, or stand beside model.reasoning_parser or engine.reasoning_config, which "
+                        "say where the reasoning ends", "sampling.thinking_token_budget")  # fmt: skip
         lora = self.model.lora
         column = self.input.adapter_column
         if column is not None and not isinstance(lora, dict):
@@ -335,9 +342,30 @@ class JobSpec(Section):
         if isinstance(lora, dict) and len(lora) > 1 and column is None:
             raise wrong(f"got {len(lora)} adapters, but nothing says which of them a row has; name the column that "
                         "does in input.adapter_column", "model.lora")  # fmt: skip
+        self._check_tools()
         if lora is not None and self.engine.get("enable_lora") is False:
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
         return self
+
+    def _check_tools(self) -> None:
+        parser = self.model.tool_parser
+        where = self.input
+        choice = where.tool_choice
+        if parser is None and choice not in (None, "none"):
+            raise wrong(f"got {choice!r}, but nothing says how the model writes its calls: name the parser in "
+                        "model.tool_parser, such as hermes, or auto", "input.tool_choice")  # fmt: skip
+        if parser is not None and "tools" in (where.chat_template_kwargs or {}):
+            raise wrong("got them with model.tool_parser, which would not see them; give them as input.tools",
+                        "input.chat_template_kwargs.tools")  # fmt: skip
+        if choice not in (None, "none", "auto") and self.sampling.structured_outputs is not None:
+            raise wrong(f"got it with input.tool_choice {choice}, which forces a call in its place; leave out one of "
+                        "them", "sampling.structured_outputs")  # fmt: skip
+
+    @property
+    def may_have_structures(self) -> bool:
+        """Whether a row's text may have to follow a structure: the job's, the row's own, or that of a tool call."""
+        has_own = self.input.is_batch_file or self.model.tool_parser is not None
+        return self.sampling.may_have("structured_outputs") or has_own
 
     @property
     def has_auto_length(self) -> bool:
@@ -423,6 +451,8 @@ def _walk(section: Section, prefix: str = "") -> Iterator[tuple[str, Any, Resume
 def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): item for key, item in value.items()}  # JSON has no numbers as keys
     return value.model_dump(mode="json") if isinstance(value, Section) else value
 
 

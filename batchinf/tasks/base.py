@@ -77,6 +77,8 @@ class Task(abc.ABC):
     """Whether its completions are decoded to text and checked against the job's structure."""
     takes_generation_config: ClassVar[bool] = True
     """Whether the model's `generation_config` gives defaults for the section `sampling`."""
+    vector_column: ClassVar[str | None] = None
+    """The column with the one vector of each row, for a task whose output is that."""
     only_scores: ClassVar[bool] = False
     """Whether all results are logprobs of given tokens."""
     output_room: ClassVar[int] = 1
@@ -177,6 +179,7 @@ class Task(abc.ABC):
             seed=None if sampling.temperature == 0 else seed_of(sampling.seed, prompt.row_index, index),
             logprob_token_ids=logprob_token_ids,
             rows=rows,
+            tools=prompt.tools,
         )
 
     def warm_up_request(self) -> Request:

@@ -330,7 +330,7 @@ def test_a_command_that_a_signal_ends_before_its_block_has_the_exit_code(monkeyp
         raise stop_signals.StopAskedFor(TERM)
         yield
 
-    monkeypatch.setattr(cli, "interruptible", struck)
+    monkeypatch.setattr(cli.jobs, "interruptible", struck)
     with pytest.raises(Interrupted, match="stopped on SIGTERM") as caught:
         cli.app(["run", "job.yaml"], standalone_mode=False)
     assert caught.value.exit_code == 75

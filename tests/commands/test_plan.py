@@ -35,8 +35,8 @@ def test_a_job_has_lengths_time_and_a_choice(tmp_path: pathlib.Path) -> None:
     path = jobs.spec_of(tmp_path)
     report = planned(str(path), "--gpu", "h200", "--gpus", "4", "--price", "2")
     [gpu] = report["gpus"]
-    assert report["job"]["num_rows"] == 657
-    assert sum(it["num_rows"] for it in report["job"]["histogram"]) == 657
+    assert report["job"]["num_rows"] == jobs.NUM_FEWER
+    assert sum(it["num_rows"] for it in report["job"]["histogram"]) == jobs.NUM_FEWER
     assert report["job"]["output"] == pytest.approx(32, rel=0.05)
     assert gpu["chosen"]["degrees"]["tensor"] == 1
     assert gpu["chosen"]["data"] == 4
@@ -80,7 +80,8 @@ def test_a_folder_with_only_a_config_has_no_time_and_says_why(model_type: str, t
     assert "name a tokenizer in model.tokenizer" in report["notes"][-1]
     assert report["choice"]
     if model_type == "llama":
-        assert planned(path, "--gpu", "a100-80", "--set", f"model.tokenizer={jobs.MODEL}")["job"]["num_rows"] == 657
+        of_job = planned(path, "--gpu", "a100-80", "--set", f"model.tokenizer={jobs.MODEL}")["job"]
+        assert of_job["num_rows"] == jobs.NUM_FEWER
         assert planned(str(tmp_path / "config.json"), "--gpu", "a100-80")["choice"]
 
 
@@ -177,7 +178,7 @@ def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> No
     places = {line.index("GiB" if number == 0 else f"{report.gpus[number - 1].gpu.memory_bytes / GIB:.1f}")
               for number, line in enumerate(table)}  # fmt: skip
     assert len(places) == 1
-    assert "657 rows read" not in "".join(lines)
+    assert "240 rows read" not in "".join(lines)
     assert lines[lines.index("prompt lengths in tokens:") - 1].startswith("input ")
     assert ", the least memory of 15 kinds that hold the model: " in report.choice
 

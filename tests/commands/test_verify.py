@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import scipy.stats
 from adapters import make_adapter
 
 import jobs
@@ -184,6 +183,13 @@ def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> No
         TextVerification(read_spec(path).spec).check(pa.schema([("logprobs", pa.list_(pa.float32()))]))
 
 
+def spearmanr(one: Any, other: Any) -> Any:
+    """Scipy's. Each process of pytest reads this file, and only one runs it: the import takes 1.5 s."""
+    from scipy.stats import spearmanr
+
+    return spearmanr(one, other)
+
+
 @pytest.mark.parametrize("num_values", [1, 2, 5, 30])
 def test_spearman_is_scipys(num_values: int) -> None:
     random = np.random.default_rng(num_values)
@@ -194,7 +200,7 @@ def test_spearman_is_scipys(num_values: int) -> None:
         if len(set(one)) < 2 or len(set(other)) < 2:
             assert np.isnan(correlation)
         else:
-            assert correlation == pytest.approx(scipy.stats.spearmanr(one, other).statistic)
+            assert correlation == pytest.approx(spearmanr(one, other).statistic)
 
 
 def test_how_logprobs_are_counted() -> None:
@@ -268,7 +274,7 @@ def test_how_rows_of_numbers_are_counted() -> None:
     # The second row's likeliest is another; the third has two highest, of which the reference's is one.
     assert (found.num_ranked, found.num_agreeing) == (4, 3)
     assert found.num_correlated == 2
-    assert found.sum_correlation == pytest.approx(1.0 + scipy.stats.spearmanr([1, 1, 0.5], [1, 1.25, 0.5]).statistic)
+    assert found.sum_correlation == pytest.approx(1.0 + spearmanr([1, 1, 0.5], [1, 1.25, 0.5]).statistic)
 
 
 def test_one_number_a_row_and_what_float16_cannot_hold() -> None:

@@ -156,7 +156,8 @@ def test_a_disk_with_too_little_room(limits: list[str], words: str, tmp_path: pa
 
 def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
-    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 600}, checkpoint_interval_s=600)
+    one = {"data_parallel_size": 1}
+    spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 600}, checkpoint_interval_s=600, parallel=one)
     limited = 'ulimit -f 64; exec "$@"'
     failed = subprocess.run(
         ["bash", "-c", limited, "bash", sys.executable, "-m", "batchinf", "run", str(spec)],
@@ -167,7 +168,6 @@ def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     finished_unhurt(spec, out)
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.parametrize("limit", jobs.slowly(16, 24, 40, 64))
 def test_a_limit_on_open_files(limit: int, tmp_path: pathlib.Path) -> None:
     (tmp_path / "in").mkdir()
@@ -207,7 +207,6 @@ NUMBERS = {
 }
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.parametrize("number", [errno.ENOSPC, *jobs.slowly(errno.EDQUOT, errno.EROFS)], ids=errno.errorcode.get)
 def test_each_write_may_be_refused(number: int, tmp_path: pathlib.Path) -> None:
     out, before = tmp_path / "out", {}
@@ -227,7 +226,6 @@ def test_each_write_may_be_refused(number: int, tmp_path: pathlib.Path) -> None:
     finished_unhurt(spec, out, before)
 
 
-@pytest.mark.fewer_rows
 def test_what_is_only_for_looking_at_ends_no_job(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path)
     jobs.finish(spec, faults=f"status.before_fsync=raise {errno.ENOSPC},status.before_rename:2=raise {errno.EDQUOT}")
@@ -238,7 +236,6 @@ def test_what_is_only_for_looking_at_ends_no_job(tmp_path: pathlib.Path) -> None
 # -- a disk that cannot be written any more ----------------------------------------------------------------------------
 
 
-@pytest.mark.fewer_rows
 @needs_tmpfs
 def test_a_read_only_folder_at_the_start(tmp_path: pathlib.Path) -> None:
     with mounted(tmp_path / "disk", *TMPFS[:-1], "tmpfs") as disk:
@@ -259,7 +256,6 @@ def test_a_read_only_folder_at_the_start(tmp_path: pathlib.Path) -> None:
         finished_unhurt(spec, out, before)
 
 
-@pytest.mark.fewer_rows
 @needs_ext4
 @pytest.mark.parametrize("harm", ["gone", *jobs.slowly("read-only")])
 def test_a_disk_that_fails_under_a_job_at_work(harm: str, tmp_path: pathlib.Path) -> None:
@@ -301,7 +297,6 @@ def hurt(folder: pathlib.Path, harm: str) -> None:
     pathlib.Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("1")
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     "where", ["journal.before_fsync", *jobs.slowly("parts.before_rename", "feeder.read:2", "writer.store:2")]
 )
@@ -318,7 +313,6 @@ def test_a_disk_that_fails_once(where: str, tmp_path: pathlib.Path) -> None:
     assert leftovers(out) == []
 
 
-@pytest.mark.fewer_rows
 def test_a_disk_that_goes_on_failing(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     spec = jobs.spec_of(tmp_path, max_restarts=0, parallel=ONE_REPLICA)

@@ -26,11 +26,11 @@ SLOW = {"step_s": 0.02, "max_num_seqs": 4}
 
 
 def as_jsonl(path: pathlib.Path) -> pathlib.Path:
-    return shutil.copy(jobs.PROMPTS, path.with_suffix(".jsonl"))
+    return shutil.copy(jobs.prompts(), path.with_suffix(".jsonl"))
 
 
 def as_parquet(path: pathlib.Path) -> pathlib.Path:
-    lines = jobs.PROMPTS.read_text(encoding="utf-8").split("\n")
+    lines = jobs.prompts().read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
     pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"), row_group_size=50)
     return path.with_suffix(".parquet")

@@ -1,9 +1,13 @@
 """Replicas share the rows of a job: real processes, the scripted engine, rows by replica. Times are in benchmarks/."""
 
+import contextlib
 import json
 import pathlib
+import signal
+import time
 from typing import Any
 
+import psutil
 import pytest
 
 import jobs
@@ -38,10 +42,25 @@ def finish_together(spec: pathlib.Path, folder: pathlib.Path) -> str:
 
     process = jobs.start("run", spec, faults=f"engine.start=hold {marker}")
     jobs.wait_until(lambda: marker.exists() and are_starting())
+    # The coordinator hears of all of them at once, however late one is on a busy machine.
+    process.send_signal(signal.SIGSTOP)
     marker.unlink()
+    replicas = jobs.replicas_of(process.pid)
+    jobs.wait_until(lambda: all(are_idle(replicas) for _ in range(20)))
+    process.send_signal(signal.SIGCONT)
     code, said, errors = jobs.end(process)
     assert code == 0, errors
     return said
+
+
+def are_idle(processes: list[psutil.Process]) -> bool:
+    """Whether no thread of them runs or waits for a processor or a disk."""
+    time.sleep(0.005)
+    for path in (path for one in processes for path in pathlib.Path(f"/proc/{one.pid}/task").glob("*/stat")):
+        with contextlib.suppress(OSError):  # a thread may have ended
+            if path.read_text().rpartition(") ")[2][0] in "RD":
+                return False
+    return True
 
 
 def rows_by_replica(out: pathlib.Path) -> list[int]:

@@ -1,18 +1,23 @@
 """The start of a job: replicas start while the input is read, the rows are the same, no refusal leaves one."""
 
+import io
 import json
 import pathlib
 import signal
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fleets import fleet_of
 
 import jobs
 from batchinf.base.storage import Folder
+from batchinf.coordinator import start
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.fleet.local.backend import LocalBackend
 from batchinf.manifest.commit_log import read_lines
 from batchinf.manifest.state import read_beginning, read_state
 
@@ -389,6 +394,34 @@ def test_a_lock_that_is_lost_meanwhile(prompts: pathlib.Path, tmp_path: pathlib.
     assert (code, "pid 1 on host elsewhere" in error_line(errors)) == (2, True)
     assert jobs.are_gone(held.everyone)
     assert log_of(held.out) == before
+
+
+class Check:
+    """In the place of vLLM's look at a structure: it is done at the fourth question."""
+
+    num_asked = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    @property
+    def is_done(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked == 4
+
+    def lines(self) -> list[str]:
+        return ["structured outputs: choice, compiled by xgrammar"]
+
+
+def test_the_progress_is_shown_while_vllm_looks_at_a_structure(tmp_path: pathlib.Path) -> None:
+    stream, check, launch = io.StringIO(), cast(Any, Check()), cast(Any, None)
+    start._await(check, fleet_of(LocalBackend(), [], launch, tmp_path), 12, ProgressDisplay(stream))
+    first, second, last = stream.getvalue().splitlines()
+    assert (first, last) == (start.CHECKING, "structured outputs: choice, compiled by xgrammar")
+    assert second.startswith("starting: 0/12")
 
 
 # -- real vLLM on the CPU ----------------------------------------------------------------------------------------------

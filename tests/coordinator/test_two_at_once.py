@@ -61,7 +61,6 @@ def is_at_work(out: pathlib.Path) -> bool:
     return snapshot.get("state") == "running" and any(replica["in_flight"] for replica in snapshot["replicas"])
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.parametrize("is_begun", [False, True], ids=["a new job", "a dead holder's"])
 @pytest.mark.parametrize("has_locks", [True, *jobs.slowly(False)], ids=["with flock", "without flock"])
 def test_two_that_start_at_once(has_locks: bool, is_begun: bool, tmp_path: pathlib.Path) -> None:
@@ -85,7 +84,6 @@ def test_two_that_start_at_once(has_locks: bool, is_begun: bool, tmp_path: pathl
     assert not (out / "lock").exists()
 
 
-@pytest.mark.fewer_rows
 def test_one_of_another_host_is_told_who_holds_the_job(tmp_path: pathlib.Path) -> None:
     # In one shard, so that no part is committed meanwhile.
     spec = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}, output={"rows_per_shard": 10_000})
@@ -137,7 +135,6 @@ def test_a_holder_that_lost_its_lock_ends_before_it_commits(successor: str | Non
     assert jobs.state_of(out).last_epoch == 2
 
 
-@pytest.mark.fewer_rows
 def test_a_holder_that_stood_still_touches_nothing_of_its_successors(tmp_path: pathlib.Path) -> None:
     """As on a machine that was suspended right after it had looked at its lock."""
     spec, out, marker = jobs.spec_of(tmp_path), tmp_path / "out", tmp_path / "held"

@@ -45,8 +45,11 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(lengths: Any, heads: tuple[int, int] = (4, 2), head_size: int = 64, **changed: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {"is_fp8": False, "dtype": torch.float32, "device": "cpu", **changed}
-    return comparison.example(lengths, *heads, head_size, **made)
+    counts = changed.pop("counts", None)
+    num_heads, num_key_heads = heads
+    made: dict[str, Any] = {"dtype": torch.float32, **changed}
+    shape = comparison.AttentionShape(num_heads=num_heads, num_key_heads=num_key_heads, head_size=head_size, **made)
+    return comparison.example(lengths, shape, "cpu", counts)
 
 
 def expected(given: dict[str, Any]) -> torch.Tensor:
@@ -276,7 +279,10 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
         patch.setattr(attention, "is_right", lambda *given: compared.append(given[1:]) or check(*given))
         assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), *SIZES)
     scales = (0.5, 0.75, 2.0)  # a layer without scales
-    assert sorted(compared) == [(4, 2, 64, is_fp8, *SIZES, scales) for is_fp8 in (False, True)]
+    of = functools.partial(comparison.AttentionShape, num_heads=4, num_key_heads=2, head_size=64, scales=scales)
+    dtype, block_size, longest = SIZES
+    shapes = [of(dtype=dtype, block_size=block_size, is_fp8=is_fp8) for is_fp8 in (False, True)]
+    assert sorted(compared, key=str) == [(shape, longest) for shape in shapes]
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
     build = backend.FlashAttentionMetadataBuilder.build
     assert build.__wrapped__ is Builder.build

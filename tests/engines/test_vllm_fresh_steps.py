@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from batchinf.engines.vllm.kernels import fresh_steps
+from batchinf.engines.vllm.kernels.comparison import AttentionShape
 from batchinf.engines.vllm.scheduling import whole_prompts
 from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER, pooling_scheduler
 from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
@@ -390,7 +391,9 @@ def no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
 def test_a_right_attention_is_taken(heads: tuple[int, int], dtype: torch.dtype) -> None:
-    assert fresh_steps.is_right(pytorch_attention, *heads, 8, dtype, 16, 200, "cpu")
+    num_heads, num_key_heads = heads
+    shape = AttentionShape(num_heads=num_heads, num_key_heads=num_key_heads, head_size=8, dtype=dtype)
+    assert fresh_steps.is_right(pytorch_attention, shape, 200, "cpu")
 
 
 def no_first_key(*, k: Any, cu_seqlens_q: Any, **given: Any) -> None:
@@ -417,7 +420,8 @@ def fails(**_: Any) -> None:
 @pytest.mark.usefixtures("no_graph")
 @pytest.mark.parametrize("wrong", [no_first_key, next_prompt_s_keys, nothing_behind_the_prompts, fails])
 def test_a_wrong_one_is_said_and_left_alone(wrong: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not fresh_steps.is_right(wrong, 4, 2, 8, torch.float32, 16, 200, "cpu")
+    shape = AttentionShape(num_heads=4, num_key_heads=2, head_size=8, dtype=torch.float32)
+    assert not fresh_steps.is_right(wrong, shape, 200, "cpu")
     assert capsys.readouterr().out.startswith("steps of prompts use the KV cache, which is slower for short ones: ")
 
 

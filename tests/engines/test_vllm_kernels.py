@@ -153,15 +153,15 @@ def test_it_is_used_only_where_it_gives_what_vllm_gives(
     monkeypatch.setattr(kernels, "HAS_TRITON", True)
     device = torch.device("cpu")
     for k in (0, 1, 3):
-        assert kernels.is_right(theirs, 100, torch.bfloat16, device, [k])
+        assert kernels.is_right(theirs, 100, torch.bfloat16, device, ks=[k])
         assert capsys.readouterr().out == ""
-        assert not kernels.is_right(off_by_one, 100, torch.bfloat16, device, [k])
+        assert not kernels.is_right(off_by_one, 100, torch.bfloat16, device, ks=[k])
         assert "not used: AssertionError" in capsys.readouterr().out
-    assert not kernels.is_right(other_tokens, 100, torch.bfloat16, device, [3])
+    assert not kernels.is_right(other_tokens, 100, torch.bfloat16, device, ks=[3])
     assert "not used: AssertionError" in capsys.readouterr().out
     monkeypatch.setattr(kernels, "token_scores", lambda *_: 1 / 0)
-    assert kernels.is_right(theirs, 100, torch.bfloat16, device, [4])  # too many of 25 segments: vLLM's are used
-    assert not kernels.is_right(theirs, 100, torch.bfloat16, device, [3])
+    assert kernels.is_right(theirs, 100, torch.bfloat16, device, ks=[4])  # too many of 25 segments: vLLM's are used
+    assert not kernels.is_right(theirs, 100, torch.bfloat16, device, ks=[3])
     assert "not used: ZeroDivisionError" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 
 from batchinf.engines.vllm.kernels import attention
-from batchinf.engines.vllm.kernels.comparison import example, require_close, scales_of
+from batchinf.engines.vllm.kernels.comparison import AttentionShape, example, require_close, scales_of
 from benchmarks import mutants
 
 pytestmark = pytest.mark.skipif(attention.HAS_TRITON, reason="benchmarks/mutants.py runs them on a GPU")
@@ -53,7 +53,8 @@ def test_a_result_may_differ_by_a_part_of_its_length(error: float, is_close: boo
 
 def test_a_long_request_shares_blocks_beyond_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchinf.engines.vllm.kernels.comparison._MOST_NUMBERS", 40 * 16 * 2 * 2 * 64)
-    given = example((5, 16 * 100, 33), 4, 2, 64, False, torch.bfloat16, "cpu")
+    shape = AttentionShape(num_heads=4, num_key_heads=2, head_size=64, dtype=torch.bfloat16)
+    given = example((5, 16 * 100, 33), shape, "cpu")
     assert len(given["k"]) == 40
     assert set(given["block_table"][1].tolist()) == set(range(40))
     assert given["block_table"].shape == (3, 100)

@@ -205,7 +205,8 @@ def test_a_wrong_plan_is_not_used(backend: Any, monkeypatch: pytest.MonkeyPatch)
     theirs = backend.FlashAttentionMetadataBuilder.build
     assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch) == CUDAGraphMode.PIECEWISE
     assert backend.FlashAttentionMetadataBuilder.build is theirs
-    assert compared == [(4, 2, 8, True)]
+    [[shape]] = compared
+    assert (shape.num_heads, shape.num_key_heads, shape.head_size, shape.is_fp8) == (4, 2, 8, True)
 
 
 def test_an_older_flash_attention_has_them_too(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

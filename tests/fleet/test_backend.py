@@ -61,7 +61,6 @@ def backends_of(out: pathlib.Path) -> list[str]:
     return [event["backend"] for event in jobs.events_of(out, "replica_started")]
 
 
-@pytest.mark.fewer_rows
 def test_a_job_on_threads_has_the_rows_of_one_on_processes(tmp_path: pathlib.Path) -> None:
     finish(jobs.spec_of(tmp_path))
     out = tmp_path / "out"
@@ -71,7 +70,6 @@ def test_a_job_on_threads_has_the_rows_of_one_on_processes(tmp_path: pathlib.Pat
     assert {event["replica"] for event in jobs.events_of(out, "ready")} == {0, 1}
 
 
-@pytest.mark.fewer_rows
 def test_rows_of_a_replica_that_is_lost_run_again(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output={"rows_per_shard": 20}, checkpoint_interval_s=60)
     said = finish(spec, LOSES="000001.0001")
@@ -84,7 +82,6 @@ def test_rows_of_a_replica_that_is_lost_run_again(tmp_path: pathlib.Path) -> Non
     assert "replica 0 restarting: ended with the loss of its thread" in said
 
 
-@pytest.mark.fewer_rows
 def test_a_row_that_kills_the_engine_is_found(tmp_path: pathlib.Path) -> None:
     out, fault = tmp_path / "out", "engine.prompt.20:*=die"
     finish(jobs.spec_of(tmp_path), BATCHINF_FAULTS=fault)
@@ -94,7 +91,6 @@ def test_a_row_that_kills_the_engine_is_found(tmp_path: pathlib.Path) -> None:
     assert [event["row_index"] for event in jobs.events_of(out, "condemned")] == [20]
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 75), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_job_that_is_stopped_goes_on_with_processes(number: int, code: int, tmp_path: pathlib.Path) -> None:
     slow, out = {"step_s": 0.02, "max_num_seqs": 4}, tmp_path / "out"

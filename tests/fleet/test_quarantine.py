@@ -212,7 +212,6 @@ def deaths_of(out: pathlib.Path) -> list[dict[str, object]]:
     return jobs.events_of(out, "death")
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     ("point", "action", "most"),
     [
@@ -269,6 +268,7 @@ def test_an_idle_replica_takes_over_no_suspects(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.all_rows
 def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
     points = ("prompt.100", "prompt.101", "output.103", "prompt.400")
     spec = jobs.spec_of(tmp_path, output=SHARDS)
@@ -277,7 +277,6 @@ def test_several_rows_that_kill(tmp_path: pathlib.Path) -> None:
     check_rows(tmp_path / "out", [100, 101, 103, 400])
 
 
-@pytest.mark.fewer_rows
 def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib.Path) -> None:
     once = tmp_path / "once"
     once.mkdir()
@@ -287,7 +286,6 @@ def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib
     check_rows(tmp_path / "out", [])
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.slow
 def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS, sampling={"n": 3, "temperature": 1.0, "max_tokens": 16})
@@ -297,7 +295,6 @@ def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     assert errors == [(137, 0), (137, 1), (137, 2)]
 
 
-@pytest.mark.fewer_rows
 @pytest.mark.slow
 @pytest.mark.real_starts
 @pytest.mark.parametrize("num_deaths", [3])

@@ -20,7 +20,6 @@ pytest.importorskip("ray")
 
 pytestmark = [
     pytest.mark.real_starts,
-    pytest.mark.fewer_rows,
     # Ray's own, in this process, which starts the clusters.
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -147,6 +147,7 @@ def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: path
 
 
 @pytest.mark.slow
+@pytest.mark.all_rows
 def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
     # All outputs of a batch end in the same step, so that nearly every sample sees a full batch.
     script = {"max_num_seqs": 64, "step_s": 0.02, "vary_lengths": False}
@@ -157,6 +158,7 @@ def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
     assert "engine.max_num_seqs 128" in "\n".join(summary.lines())
 
 
+@pytest.mark.all_rows
 def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> None:
     """On GPUs that are not here: the speed of both replicas, and the time for half of the rows."""
     batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
@@ -180,6 +182,7 @@ def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> 
     job.source.close()
 
 
+@pytest.mark.all_rows
 def test_replicas_that_share_a_gpu_are_slower_than_those_that_have_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

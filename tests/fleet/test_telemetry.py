@@ -75,7 +75,6 @@ def test_a_torn_line_is_left_out(tmp_path: pathlib.Path) -> None:
     assert [len(found["replicas"]) for found in read_looks(Folder(tmp_path))] == [1, 0]
 
 
-@pytest.mark.fewer_rows
 def test_a_job_writes_it(tmp_path: pathlib.Path) -> None:
     jobs.finish(jobs.spec_of(tmp_path, scripted={"step_s": 0.005}))
     found = list(read_looks(Folder(tmp_path / "out")))

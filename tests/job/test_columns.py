@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from inputs import open_jsonl
 from test_choose import chosen_of, spec_over
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 import jobs
 from batchinf.base.errors import InputError, SpecError
@@ -32,6 +32,7 @@ KINDS: dict[str, list[Any]] = {
 }
 PAIRS = list(itertools.combinations(KINDS, 2))
 NAMES = [f"{a}_{b}" for a, b in PAIRS]
+TOKENIZER = PreTrainedTokenizerFast.from_pretrained(jobs.MODEL)
 
 
 def values_of(pair: tuple[str, str]) -> list[Any]:
@@ -99,18 +100,18 @@ def test_prompts_and_answers_are_the_rows_own(pair: tuple[str, str], tmp_path: p
     """A prompt is a text or an error row, and a template prints the value itself, whatever other rows have."""
     values = values_of(pair)
     source = open_jsonl(tmp_path, *[{"x": value, "c": ["plain-1", "42"]} for value in values])
-    rows, tokenizer = source.read(0, len(values)), AutoTokenizer.from_pretrained(jobs.MODEL)
+    rows = source.read(0, len(values))
     source.close()
 
     def built(**input: Any) -> list[Any]:
         task = {"task": "score", "sampling": None} if "answer_column" in input else {}
         spec = read_spec(jobs.spec_of(tmp_path, input={"id_column": None, **input}, **task)).spec
-        return task_of(spec).prompt_builder(tokenizer, None).build(rows, 512)
+        return task_of(spec).prompt_builder(TOKENIZER, None).build(rows, 512)
 
     for value, prompt in zip(values, built(prompt_column="x", apply_chat_template=False), strict=True):
         assert (prompt.error is None) == (isinstance(value, str) and value != "")
     for value, prompt in zip(values, built(prompt_template="<{{ x }}>"), strict=True):
-        assert prompt.token_ids == (tokenizer(f"<{value}>").input_ids if value is not None else [])
+        assert prompt.token_ids == (TOKENIZER(f"<{value}>").input_ids if value is not None else [])
     answers = built(context_column="x", choices_column="c", answer_column="x")
     assert [prompt.scoring and prompt.scoring.answer for prompt in answers if prompt.error is None] == [
         {"plain-1": 0, "42": 1}.get(value) for value in values if isinstance(value, str)
@@ -158,8 +159,7 @@ def prompts_of(folder: pathlib.Path, rows: list[dict[str, Any]], **input: Any) -
         read_spec(spec_over(folder, rows, input=given, output={"include_prompt": True, "keep_columns": []})),
         folder / "cache",
     )
-    tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
-    builder = job.task.prompt_builder(tokenizer, None)
+    builder = job.task.prompt_builder(TOKENIZER, None)
     read = job.source.read(0, job.source.num_rows, builder.columns)
     job.source.close()
     return builder.build(read, 512)
@@ -170,9 +170,8 @@ def test_tools_beside_messages_are_those_of_the_chat_template(tmp_path: pathlib.
     listed = [{"messages": MESSAGES, "tools": tools} for tools in ([TOOL], [TOOL, OTHER], [], None, json.dumps([TOOL]))]
     rows = [*listed, {"messages": MESSAGES}, {"messages": MESSAGES, "tools": ""}]
     texts = [prompt.text for prompt in prompts_of(tmp_path / "a", rows)]
-    tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
     expected = [
-        tokenizer.apply_chat_template(MESSAGES, tools=tools, chat_template=PRINTS_TOOLS, tokenize=False)
+        TOKENIZER.apply_chat_template(MESSAGES, tools=tools, chat_template=PRINTS_TOOLS, tokenize=False)
         for tools in ([TOOL], [TOOL, OTHER], None, None, [TOOL], None, None)
     ]
     assert texts == expected
@@ -185,7 +184,7 @@ def test_tools_beside_messages_are_those_of_the_chat_template(tmp_path: pathlib.
     pq.write_table(pa.Table.from_pylist([{"messages": MESSAGES, "tools": [OTHER, bare]}]), tmp_path / "rows.parquet")
     [prompt] = prompts_of(tmp_path / "c", [], path=str(tmp_path / "rows.parquet"))
     options = {"chat_template": PRINTS_TOOLS, "tokenize": False}
-    assert prompt.text == tokenizer.apply_chat_template(MESSAGES, tools=[OTHER, bare], **options)
+    assert prompt.text == TOKENIZER.apply_chat_template(MESSAGES, tools=[OTHER, bare], **options)
 
 
 @pytest.mark.parametrize("tools", ["rain", '{"a": 1}', ["rain"], {"name": "rain"}, 7, [None]])

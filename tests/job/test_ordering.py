@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,17 +79,22 @@ def grouped_texts(*, shuffled: bool) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "least", "most"),
+    ("made", "least", "most"),
     [
-        (grouped_texts(shuffled=True), 0.3, 0.7),
-        (grouped_texts(shuffled=False), 0.0, 0.01),  # the cache has them anyhow
-        ([text(random.Random(i), 800) for i in range(2000)], 0.0, 0.0),
-        ([bytes(700) + text(random.Random(i), 100) for i in range(2000)], 0.0, 0.02),  # one system prompt for all
-        ([], 0.0, 0.0),
+        (lambda: grouped_texts(shuffled=True), 0.3, 0.7),
+        (lambda: grouped_texts(shuffled=False), 0.0, 0.01),  # the cache has them anyhow
+        (lambda: [text(random.Random(i), 800) for i in range(2000)], 0.0, 0.0),
+        (
+            lambda: [bytes(700) + text(random.Random(i), 100) for i in range(2000)],
+            0.0,
+            0.02,
+        ),  # one system prompt for all
+        (list, 0.0, 0.0),
     ],
     ids=["shuffled", "in order", "unlike", "one prefix", "none"],
 )
-def test_auto_knows_what_sorting_would_save(prompts: list[bytes], least: float, most: float) -> None:
+def test_auto_knows_what_sorting_would_save(made: Callable[[], list[bytes]], least: float, most: float) -> None:
+    prompts = made()
     runs = [prompts[i : i + ordering.RUN_ROWS] for i in range(0, len(prompts), ordering.RUN_ROWS)]
     share, num_rows = ordering.saved_share(runs)
     assert least <= share <= most

@@ -605,8 +605,8 @@ def test_any_byte_of_a_snapshot_is_guarded(folder: Folder) -> None:
     size = path.stat().st_size
     manifest.event("x")
     manifest.commit()
-    # Every third will do: all of a line is under one checksum.
-    for offset in range(0, path.stat().st_size, 3):
+    # Every eleventh will do: all of a line is under one checksum.
+    for offset in range(0, path.stat().st_size, 11):
         with flipped(path, offset, offset % 8):
             if offset < size:
                 with pytest.raises(OutputError, match=r"000003.jsonl is damaged"):
@@ -698,7 +698,7 @@ STEPS = ["part", "part", "part", "event", "started", "ended", "extent", "done", 
 histories = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 12)), max_size=60)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(histories, st.integers(0))
 def test_any_history_cut_at_any_byte_is_a_prefix_of_it(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]], cut: int

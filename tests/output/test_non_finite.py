@@ -22,7 +22,11 @@ from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 
 # In every process of a job: of the requests whose first drawn token is even, the first logprob is not finite.
-HURT = """
+HURT = f"""
+import runpy
+
+runpy.run_path({str(jobs.ROOT / "tests" / "quick" / "sitecustomize.py")!r})
+
 import numpy
 from batchinf.engines.scripted import ScriptedEngine
 
@@ -125,10 +129,9 @@ def test_kept_and_counted_in_a_part(folder: Folder, dtype: str) -> None:
     assert verify_part(folder, f"staging/{part.file}", SHARD, "f00d") == part
 
 
-@pytest.mark.fewer_rows
 def test_a_whole_job_says_so_at_its_end(tmp_path: pathlib.Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HURT)
-    spec, out = jobs.spec_of(tmp_path), tmp_path / "out"
+    spec, out = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}), tmp_path / "out"
     done = jobs.run("run", spec, PYTHONPATH=f"{tmp_path}:{jobs.ROOT}")
     assert done.returncode == 0, done.stderr
     rows, expected = jobs.rows_of(out), list(jobs.unhurt())

@@ -13,7 +13,7 @@ import pytest
 import jobs
 from batchinf.planning import lengths
 from batchinf.planning.lengths import shared_share
-from batchinf.source import sample
+from batchinf.source import rows as source_rows
 from batchinf.spec.file import read_spec
 
 RULES = "Say whether the review below is good or bad. Answer with one word. " * 8  # 536 characters
@@ -53,7 +53,7 @@ def test_the_text_of_a_template_counts(tmp_path: pathlib.Path) -> None:
 
 
 def test_of_a_large_input_a_copy_of_some_rows_is_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "_MANY_BYTES", 1)
+    monkeypatch.setattr(source_rows, "_MANY_BYTES", 1)
     assert share_of(tmp_path, [RULES + own(number) for number in range(20_000)]) == pytest.approx(0.8, abs=0.01)
 
 
@@ -79,7 +79,7 @@ def test_where_the_share_is_unknown(tmp_path: pathlib.Path, given: dict[str, str
 def test_an_input_that_cannot_be_read_is_left_to_the_start(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample, "_MANY_BYTES", 1)
+    monkeypatch.setattr(source_rows, "_MANY_BYTES", 1)
     whole = tmp_path / "whole.parquet"
     pq.write_table(pa.table({"prompt": [own(number) for number in range(5000)]}), whole)
     assert share_of(tmp_path, [], path=str(whole)) == 0.0

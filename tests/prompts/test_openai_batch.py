@@ -9,6 +9,7 @@ from batchinf.prompts.openai import BatchReader, BatchRequest
 from batchinf.spec.job import JobSpec
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
+TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -59,7 +60,7 @@ def completion(**body: Any) -> dict[str, Any]:
         ({"temperature": None, "tools": None, "anything": None}, {}),
         # As clients spell out defaults.
         ({"model": None, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "top_p": 1}, {"top_p": 1}),
-        ({"length_penalty": 1.0, "use_beam_search": False, "bad_words": [], "include_reasoning": True, "priority": 3,
+        ({"length_penalty": 1.0, "use_beam_search": False, "include_reasoning": True, "priority": 3,
           "cache_salt": "x", "return_token_ids": True, "add_special_tokens": False}, {}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
@@ -124,8 +125,7 @@ def test_completions() -> None:
          "or list the name in engine.served_model_name"),
         (chat(messages=[]), "body.messages: got an empty list; must be a list of messages"),
         (chat(prompt="a"), "body.prompt: got 'a', which is not supported"),
-        (chat(tools=[{"type": "function"}]), "body.tools: got a list, which is not supported"),
-        (chat(tool_choice="required"), "body.tool_choice: got 'required', which is not supported"),
+        (completion(tools=[TOOL]), "body.tools: got a list, which is not supported"),
         (chat(include_reasoning=False), "body.include_reasoning: got False, which is not supported"),
         (chat(length_penalty=2.0), "body.length_penalty: got 2.0, which is not supported"),
         (chat(add_special_tokens=True), "body.add_special_tokens: got True, which is not supported: a chat template "
@@ -135,7 +135,6 @@ def test_completions() -> None:
         (chat(guided_choice=["a"], response_format={"type": "json_object"}),
          "body.guided_choice: given beside response_format; give one of them"),
         (chat(stream=True), "body.stream: got True, which is not supported"),
-        (chat(logit_bias={"5": 1}), "body.logit_bias: got a mapping, which is not supported"),
         (chat(reasoning_effort=3), "body.reasoning_effort: got 3; must be text"),
         (chat(chat_template_kwargs={"messages": []}), "body.chat_template_kwargs.messages: it is no variable of a chat "
          "template"),
@@ -153,10 +152,10 @@ def test_completions() -> None:
         (chat(logprobs=3), "body.logprobs: got 3; must be true or false"),
         (chat(max_tokens=4, max_completion_tokens=5), "body.max_tokens: differs from body.max_completion_tokens; "
          "give one of them"),
-        (chat(response_format={"type": "xml"}), "body.response_format: got 'xml'; must be text, json_object, or "
-         "json_schema with its schema"),
+        (chat(response_format={"type": "xml"}), "body.response_format: got 'xml'; must be text, json_object, "
+         "structural_tag, or json_schema with its schema"),
         (chat(response_format={"type": "json_schema"}), "body.response_format: got 'json_schema'; must be text, "
-         "json_object, or json_schema with its schema"),
+         "json_object, structural_tag, or json_schema with its schema"),
         (chat(chat_template_kwargs=[]), "body.chat_template_kwargs: got a list; must be a mapping"),
         (completion(prompt=["a", "b"]), "body.prompt: got a list; must be one text, or the token ids of one"),
         (completion(echo=True), "body.echo: got True, which is not supported"),

@@ -177,7 +177,7 @@ def test_ids_are_the_tokenizers_own(name: str, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pieces=st.lists(
         st.tuples(

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jobs
 from batchinf.base.errors import RowError, SpecError
+from batchinf.engines import installed
 from batchinf.prompts import row_sampling
 from batchinf.prompts.builder import PromptBuilder, check_columns
 from batchinf.prompts.row_sampling import RowSampling, check_sampling_columns
@@ -22,7 +23,7 @@ from batchinf.source.rows import Row
 from batchinf.source.types import JSON_MARK
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, field_docs, json_schema
-from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
+from batchinf.spec.sampling import MAPPINGS, PER_ROW_FIELDS, SamplingSpec
 from batchinf.tasks.base import seed_of
 from batchinf.tasks.generate.task import Generate
 
@@ -49,6 +50,12 @@ def make_spec(**fields: Any) -> JobSpec:
         ("top_p", 1, 1), ("top_k", 3.0, 3), ("min_p", 0.1, 0.1), ("seed", -5, -5), ("min_tokens", 9, 9),
         ("presence_penalty", -2, -2), ("frequency_penalty", 2.0, 2), ("repetition_penalty", 1.5, 1.5),
         ("stop", "x", ("x",)), ("stop", ["x", "y"], ("x", "y")), ("stop", [], ()), ("stop_token_ids", [1, 2], (1, 2)),
+        ("logit_bias", {"5": 1, "6": None}, {5: 1.0}), ("logit_bias", '{"5": -2.5}', {5: -2.5}), ("logit_bias", {}, {}),
+        ("logit_bias", [("5", 1.0), ("7", 2)], {5: 1.0, 7: 2.0}), ("allowed_token_ids", [5], (5,)),
+        ("bad_words", "x", ("x",)), ("bad_words", ["x", " y"], ("x", " y")), ("thinking_token_budget", 3.0, 3),
+        ("thinking_token_budget", -1, -1), ("repetition_detection", '{"max_pattern_size": 0}', {}),
+        ("repetition_detection", {"max_pattern_size": 3, "min_count": 2, "min_pattern_size": None},
+         {"max_pattern_size": 3, "min_pattern_size": 0, "min_count": 2}),
     ],
 )  # fmt: skip
 def test_a_row_s_value_takes_the_place_of_the_job_s(field: str, value: Any, expected: Any) -> None:
@@ -80,6 +87,26 @@ def test_a_row_s_value_takes_the_place_of_the_job_s(field: str, value: Any, expe
         ("stop", [""], f"sampling.stop (column 'own'): got ['']; {STOP}"),
         ("stop", ["a", ""], f"sampling.stop (column 'own'): got ['a', '']; {STOP}"),
         ("stop", {"column": 1}, "sampling.stop (column 'own'): got {'column': 1}; must be a list of texts, or text"),
+        ("logit_bias", {"a": 1}, "sampling.logit_bias (column 'own'): got 'a' as a key; must be token ids, each of "
+         "them once"),
+        ("logit_bias", {"5": 101}, "sampling.logit_bias (column 'own'): got 101 for token 5; must be a number, at "
+         "least -100 and at most 100"),
+        ("logit_bias", {"5": float("nan")}, "sampling.logit_bias (column 'own'): got nan for token 5; must be a "
+         "number, at least -100 and at most 100"),
+        ("logit_bias", dict.fromkeys(range(1025), 1), "sampling.logit_bias (column 'own'): got 1,025 tokens; must be "
+         "at most 1,024, as vLLM's runner takes no more"),
+        ("logit_bias", "[]", "sampling.logit_bias (column 'own'): got '[]'; must be a mapping"),
+        ("logit_bias", {"column": 1}, "sampling.logit_bias (column 'own'): got {'column': 1}; must be a mapping"),
+        ("allowed_token_ids", [], "sampling.allowed_token_ids (column 'own'): got no token; must be at least one, and "
+         "without the field all are allowed"),
+        ("repetition_detection", {"min_count": 2}, "sampling.repetition_detection.max_pattern_size (column 'own'): "
+         "missing; must be the longest pattern that is looked for, in tokens"),
+        ("repetition_detection", {"max_pattern_size": 2, "min_count": 1}, "sampling.repetition_detection.min_count "
+         "(column 'own'): got 1; must be at least 2"),
+        ("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3}, "sampling.repetition_detection."
+         "min_pattern_size (column 'own'): got 3 with max_pattern_size 2; must not be above it"),
+        ("repetition_detection", {"x": 1}, "sampling.repetition_detection.x (column 'own'): unknown field; it has "
+         "max_pattern_size, min_pattern_size, min_count"),
         ("stop", {"a": 1}, "sampling.stop (column 'own'): got {'a': 1}; must be a list of texts, or text"),
     ],
 )  # fmt: skip
@@ -116,6 +143,66 @@ def test_few_distinct_settings_are_made_once_and_many_do_not_pile_up() -> None:
         assert isinstance(found, SamplingSpec)
         assert (found.seed, found.max_tokens) == (seed, None)
     assert len(rows._known) <= row_sampling._MOST_KNOWN
+
+
+TAG = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "expected"),
+    [
+        ("json", {"type": "object", "title": None}, '{"type": "object"}'),
+        ("json", '{"const": null}', '{"const": null}'),
+        ("json", {"anyOf": [{"type": "null", "x": None}]}, '{"anyOf": [{"type": "null"}]}'),
+        ("choice", ["a", "b"], ["a", "b"]), ("choice", '["a"]', ["a"]), ("regex", '["a"]', '["a"]'),
+        ("grammar", "root ::= x", "root ::= x"),
+        ("structural_tag", TAG, json.dumps({"type": "structural_tag", **TAG})),
+        ("structural_tag", '{"format": {}}', '{"type": "structural_tag", "format": {}}'),
+    ],
+)  # fmt: skip
+def test_a_row_s_structure_takes_the_place_of_the_job_s(kind: str, value: Any, expected: Any) -> None:
+    rows = RowSampling(sampling(structured_outputs={kind: {"column": "own"}}))
+    assert rows.columns == ("own",)
+    own, job = rows.of({"own": value}), rows.of({"own": None})
+    assert isinstance(own, SamplingSpec)
+    assert isinstance(job, SamplingSpec)
+    assert (own.structured_outputs, job.structured_outputs) == ({kind: expected}, None)
+    both = RowSampling(sampling(columns={f"structured_outputs.{kind}": "own"}, structured_outputs={"regex": "x"}))
+    fallback = both.of({})
+    assert isinstance(fallback, SamplingSpec)
+    assert fallback.structured_outputs == {"regex": "x"}
+    assert both.of({"own": value}) == own.model_copy(update={"columns": both.of({}).columns})  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("json", "{", 'got text that is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 '
+         "(char 1); must be a JSON schema, as a mapping, as text or as {file: path}"),
+        ("json", {"type": "objet"}, "not a JSON schema that texts can be checked against: at $.type: 'objet' is not "
+         "valid under any of the given schemas"),
+        ("choice", [], "got []; must be a list of texts"), ("choice", "a", 'got "a"; must be a list of texts'),
+        ("regex", 5, "got 5; must be text"),
+    ],
+)  # fmt: skip
+def test_a_structure_that_cannot_be_is_an_error_of_its_row(kind: str, value: Any, message: str) -> None:
+    found = RowSampling(sampling(structured_outputs={kind: {"column": "own"}})).of({"own": value})
+    assert found == RowError("invalid_sampling", f"sampling.structured_outputs.{kind} (column 'own'): {message}")
+
+
+def test_columns_of_structures_are_checked_and_only_one_is_allowed() -> None:
+    schema = pa.schema([("s", pa.struct([("type", pa.string())])), ("t", pa.string()), ("l", pa.list_(pa.string()))])
+    fits = {"json": "st", "structural_tag": "st", "choice": "tl", "regex": "t", "grammar": "t"}
+    for kind, columns in fits.items():
+        for column in schema.names:
+            job = sampling(structured_outputs={kind: {"column": column}})
+            if column in columns:
+                check_sampling_columns(job, schema)
+            else:
+                with pytest.raises(SpecError, match=f"sampling.structured_outputs.{kind}: the column '{column}' holds"):
+                    check_sampling_columns(job, schema)
+    with pytest.raises(ValueError, match="got columns of json and choice"):
+        sampling(columns={"structured_outputs.json": "a", "structured_outputs.choice": "b"})
 
 
 def test_a_structure_is_the_job_s_for_every_row() -> None:
@@ -193,7 +280,10 @@ def test_columns_that_may_fit_are_let_through() -> None:
     schema = pa.schema(
         [mixed, ("n", pa.null()), ("d", pa.decimal128(9, 2)), ("t", pa.list_(pa.string())), ("l", pa.large_string())]
     )
-    fits = [("max_tokens", "mixed"), ("stop", "mixed"), ("seed", "n"), ("top_p", "d"), ("stop", "t"), ("stop", "l")]
+    schema = schema.append(pa.field("s", pa.struct([("5", pa.float64())])))
+    schema = schema.append(pa.field("m", pa.map_(pa.string(), pa.float64())))
+    fits = [("logit_bias", name) for name in ("s", "m", "l", "mixed")]
+    fits += [("max_tokens", "mixed"), ("stop", "mixed"), ("seed", "n"), ("top_p", "d"), ("stop", "t"), ("stop", "l")]
     for field, column in fits:
         check_sampling_columns(sampling(**{field: {"column": column}}), schema)
 
@@ -210,6 +300,16 @@ def test_set_wins_over_a_column_however_it_was_written(tmp_path: pathlib.Path) -
         assert (found.max_tokens, found.columns) == (5, {"top_p": "p"})
 
 
+@pytest.mark.parametrize("override", ["sampling.structured_outputs={regex: x}", "sampling.structured_outputs.regex=x"])
+def test_set_wins_over_a_column_of_structures(override: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "job.yaml"
+    for written in ("{structured_outputs: {regex: {column: r}}}", "{columns: {structured_outputs.regex: r}}"):
+        path.write_text(f"model: a/b\ninput: {{path: x}}\noutput: {{path: out}}\nsampling: {written}\n")
+        assert read_spec(path).spec.sampling.columns == {"structured_outputs.regex": "r"}
+        found = read_spec(path, [override]).spec.sampling
+        assert (found.structured_outputs, found.columns) == ({"regex": "x"}, {})
+
+
 def test_editors_allow_a_column_for_these_fields_alone() -> None:
     schema = jsonschema.Draft202012Validator(json_schema())
 
@@ -220,7 +320,7 @@ def test_editors_allow_a_column_for_these_fields_alone() -> None:
         assert allows(**{field: {"column": "c"}}) == (
             field in PER_ROW_FIELDS or field in ("columns", "structured_outputs")
         )
-        assert not allows(**{field: {"colum": 1}}) or field == "structured_outputs"
+        assert not allows(**{field: {"colum": 1}}) or field in ("structured_outputs", *MAPPINGS)
     assert allows(max_tokens=5, stop=["a"], temperature=0.5)
     assert not allows(max_tokens=0)
 
@@ -330,6 +430,51 @@ def test_renamed_columns_and_what_a_structure_misses_from_json_lines(tmp_path: p
         assert row["text"] is not None
         assert len(row["token_ids"]) == row["num_output_tokens"] > 0
     assert jobs.state_of(tmp_path / "out").counts.num_errors == 12
+
+
+def test_rows_choose_among_their_own_texts_and_a_killed_job_goes_on(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": index, "prompt": f"Row {index}", "labels": [f"a{index}", f"b{index}"] if index % 3 else None}
+            for index in range(60)]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = []
+    for name, faults in (("whole", ""), ("killed", "coordinator.after_publish:2=kill")):
+        folder = tmp_path / name
+        folder.mkdir()
+        spec = jobs.spec_of(
+            folder,
+            input={"path": str(tmp_path / "in.jsonl")},
+            sampling={"structured_outputs": {"choice": {"column": "labels"}}, "logprobs": None, "max_tokens": 40},
+            output={"keep_columns": []},
+            parallel={"data_parallel_size": 1},
+        )
+        if faults:
+            assert jobs.run("run", spec, faults=faults).returncode != 0
+        jobs.finish(spec)
+        found.append(jobs.rows_of(folder / "out"))
+    assert found[0] == found[1]
+    for row, given in zip(found[0], rows, strict=True):
+        assert row["error_type"] is None
+        assert given["labels"] is None or row["text"] in given["labels"]
+    assert {row["text"][0] for row in found[0] if rows[row["id"]]["labels"]} == {"a", "b"}
+
+
+def test_a_field_that_the_installed_vllm_lacks_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sampling_params.py").write_text("class SamplingParams:\n    top_p: float = 1.0\n    stop: str = ''\n")
+    (tmp_path / "job.yaml").write_text("model: a/b\ninput: {path: x}\noutput: {path: out}\nsampling: {top_p: 0.5}\n")
+    monkeypatch.setattr(installed, "_folder_of", lambda package: tmp_path)
+    installed._field_names.cache_clear()
+    try:
+        installed.check_sampling_fields(read_spec(tmp_path / "job.yaml"))
+        for override in ("sampling.bad_words=[x]", "sampling.bad_words={column: c}"):
+            with pytest.raises(
+                SpecError, match=r"sampling\.bad_words: no sampling parameter of the installed vLLM; leave"
+            ):
+                installed.check_sampling_fields(read_spec(tmp_path / "job.yaml", [override]))
+    finally:
+        installed._field_names.cache_clear()
+    installed.check_sampling_fields(read_spec(tmp_path / "job.yaml"))
 
 
 def test_the_whole_numbers_are_those_of_the_spec() -> None:

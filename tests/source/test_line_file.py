@@ -39,7 +39,7 @@ def expected_of_line(line: str) -> dict[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=35, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lines=st.lists(json_lines, max_size=20),
     end=st.sampled_from(["", "\n"]),

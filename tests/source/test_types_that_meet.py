@@ -202,11 +202,11 @@ def test_a_dictionary_without_values_fits_every_type(tmp_path: pathlib.Path) -> 
 
 
 def test_no_pair_of_types_changes_a_value() -> None:
-    run_pairs(100, ".arrow")
+    run_pairs(40, ".arrow")
 
 
 # A scan of Parquet starts a process, which takes half a second.
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_examples", "ending"), [(1500, ".arrow"), (40, ".parquet")])
+@pytest.mark.parametrize(("num_examples", "ending"), [(500, ".arrow"), (15, ".parquet")])
 def test_no_pair_of_types_changes_a_value_at_length(num_examples: int, ending: str) -> None:
     run_pairs(num_examples, ending)

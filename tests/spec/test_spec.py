@@ -160,6 +160,12 @@ QUOTES = "text that looks like something else needs quotes"
         ("sampling.min_p", ".nan", "got NaN; must be a number, at least 0 and at most 1"),
         ("sampling.ignore_eos", "no", "got 'no'; must be true or false"),
         ("sampling.ignore_eos", "1", "got 1; must be true or false"),
+        ("sampling.logit_bias", "{a: 1}", "got 'a' as a key; must be token ids, each of them once"),
+        ("sampling.logit_bias", "{'5': x}", "got 'x' for token 5; must be a number, at least -100 and at most 100"),
+        ("sampling.allowed_token_ids", "[]", "got no token; must be at least one, and without the field all are "
+         "allowed"),
+        ("sampling.thinking_token_budget", "5", "must be left out, or stand beside "
+         "model.reasoning_parser or engine.reasoning_config, which say where the reasoning ends"),
         ("sampling.stop", "5", f"got 5; must be a list of texts, or text; {QUOTES}"),
         ("sampling.stop", "''", "got empty text; must be a list of texts, or text; leave empty texts out"),
         ("sampling.stop_token_ids", "5", f"got 5; must be a list of {WHOLE[2:].replace('number', 'numbers')}"),
@@ -179,7 +185,7 @@ QUOTES = "text that looks like something else needs quotes"
         ("engine.a", "[.inf]", "must be made of text, finite numbers, true or false, null, lists and mappings"),
         ("engine.gpu_memory_utilization", "90", "got 90; must be a number above 0 and at most 1"),
         ("model", "5", "got 5; must be text, or a mapping of fields (name, revision, tokenizer, dtype, quantization, "
-         "load_format, trust_remote_code, reasoning_parser, lora)"),
+         "load_format, trust_remote_code, reasoning_parser, tool_parser, lora)"),
         ("model.revision", "12", f"got 12; must be text; {QUOTES}"),
         ("model.dtype", "int4", "got 'int4'; must be one of auto, bfloat16, float16, float32"),
         ("model.tokenizer", '"\\0"', "got '\\x00'; a path cannot hold a null character"),
@@ -187,6 +193,16 @@ QUOTES = "text that looks like something else needs quotes"
          "begins with ~ write ./~"),
         ("input.prompt_template", "b, prompt_column: a", "got prompt_template beside prompt_column; give one of them"),
         ("input.messages", "[]", "got an empty list; must be {file: path}, or a list of mappings that is not empty"),
+        ("input.tools", "[]", "got an empty list; must be {file: path}, or a list of mappings that is not empty"),
+        ("input.tools", "[{type: web}]", "got a tool of type web; must be {type: function, function: {name, "
+         "description, parameters}}"),
+        ("input.tool_choice", "required", "got 'required' without tools; must be given beside tools or tools_column"),
+        ("input.tool_choice", "g, tools: [{function: {name: f}}]", "got 'g'; must be none, auto, required or the name "
+         "of a tool: f"),
+        ("input.tool_choice", "f, tools: [{function: {name: f}}]", "got 'f', but nothing says how the model writes its "
+         "calls: name the parser in model.tool_parser, such as hermes, or auto"),
+        ("input.tools", "[{function: {name: f}}], format: openai", "got it with format openai, whose lines have their "
+         "own; leave it out"),
         ("input.split", "a, format: csv", "got 'a' with format csv; only a Hugging Face dataset (format hf) has a "
          "split: leave it out"),
         ("output.keep_columns", "a", "got 'a'; must be a list of texts, or a mapping; for a list of one write [a]"),
@@ -548,7 +564,12 @@ def test_json_schema():
 
 
 def test_equal_meanings_have_equal_fingerprints():
-    pairs = [({"stop": "a"}, {"stop": ["a"]}), ({"temperature": 1}, {"temperature": 1.0}), ({}, {"n": 1})]
+    pairs = [
+        ({"logit_bias": {5: 1, 6: 2}}, {"logit_bias": {"6": 2.0, "5": 1}}),
+        ({"stop": "a"}, {"stop": ["a"]}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({}, {"n": 1}),
+    ]
     for left, right in pairs:
         prints = [fingerprint(fields(JobSpec.model_validate(data(sampling=one)), "identity")) for one in (left, right)]
         assert prints[0] == prints[1]

@@ -35,10 +35,10 @@ def make_spec(id_column: str | None = None, output: dict[str, Any] | None = None
 
 
 def test_the_scripted_engine_chooses_of_the_structure() -> None:
-    spec = make_spec()
+    choices = {"a": [5], "b": [6, 7, 8, 9, 10]}
+    spec = make_spec(structured_outputs={"choice": [*choices]})
     assert spec.scripted is not None
-    choices = [[5], [6, 7, 8, 9, 10]]
-    engine = ScriptedEngine(spec.scripted, vocab_size=70_000, eos_token_id=2, choices=choices)
+    engine = ScriptedEngine(spec.scripted, vocab_size=70_000, eos_token_id=2, encode=choices.__getitem__)
     prompts = [Prompt(row, [row, 1], None, None) for row in range(20)]
     requests = [request for prompt in prompts for request in task_of(spec).expand(prompt, MAX_MODEL_LEN)]
     found = {(*done.token_ids.tolist(), done.finish_reason) for done in map(engine.complete, requests)}

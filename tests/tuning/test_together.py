@@ -85,7 +85,7 @@ def spec_of(folder: pathlib.Path, **sections: Any) -> pathlib.Path:
 
 @contextlib.contextmanager
 def beside(action: Callable[[], object], held: pathlib.Path) -> Iterator[None]:
-    """Run an action on another thread, and release what is held at its end. An error in it fails the test."""
+    """Run an action on another thread. At its end the engine that `held` holds goes on. An error fails the test."""
     errors: list[BaseException] = []
 
     def act() -> None:
@@ -93,7 +93,7 @@ def beside(action: Callable[[], object], held: pathlib.Path) -> Iterator[None]:
             action()
         except BaseException as error:
             errors.append(error)
-        held.unlink(missing_ok=True)  # else the job would wait for ever
+        held.unlink(missing_ok=True)
 
     thread = threading.Thread(target=act)
     thread.start()
@@ -111,7 +111,7 @@ def test_replicas_of_a_trial_begin_together_and_share_its_rows(
     tuned = Tuned(tmp_path, f"engine.start=hold {held}", monkeypatch)
 
     def release() -> None:
-        jobs.wait_until(lambda: held.exists() and tuned.is_one_waiting(), 60)
+        jobs.wait_until(lambda: held.exists() and tuned.is_one_waiting())
 
     with beside(release, held):
         trial = tuned.run()
@@ -160,7 +160,7 @@ def test_a_replica_that_dies_while_it_waits_comes_again(
     tuned = Tuned(tmp_path, f"engine.start=hold {held}", monkeypatch)
 
     def kill_and_release() -> None:
-        jobs.wait_until(lambda: held.exists() and held.read_text() and tuned.is_one_waiting(), 60)
+        jobs.wait_until(lambda: held.exists() and held.read_text() and tuned.is_one_waiting())
         starting = int(held.read_text())
         [waiting] = [one for one in jobs.replicas_of(psutil.Process().pid) if one.pid != starting]
         jobs.kill([waiting])

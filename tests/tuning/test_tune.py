@@ -117,6 +117,7 @@ def test_wrong_calls(tmp_path: pathlib.Path) -> None:
     assert "--budget soon: must be a time, such as 90s, 15m or 2h" in done.stderr
 
 
+@pytest.mark.all_rows
 def test_a_search_that_has_used_its_budget_is_the_same_the_next_time(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

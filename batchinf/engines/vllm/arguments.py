@@ -24,7 +24,7 @@ from batchinf.model.lora import Adapter, rank_for
 from batchinf.model.memory import on_cpu, vocab_size_of
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import SamplingSpec
+from batchinf.spec.sampling import MAPPINGS, SamplingSpec
 from batchinf.tasks.base import Task
 
 # Adapters in one batch, if the spec does not say: each takes memory on the device.
@@ -92,9 +92,17 @@ def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
 # Fields of SamplingSpec with the same name in SamplingParams. None: vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
     include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
-# The values that make a template of SamplingParams. Requests share a template and add their own `max_tokens` and
-# `seed`.
-TEMPLATE_OF = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids")
+# Fields that are given to SamplingParams only where they are set: 0.26 lacks some of them.
+_IF_SET = ("allowed_token_ids", "bad_words", "thinking_token_budget", *MAPPINGS)
+_UNSET: tuple[Any, ...] = (None, (), {})
+_of_template = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
+                                   "thinking_token_budget")  # fmt: skip
+
+
+def template_of(sampling: SamplingSpec) -> tuple[Any, ...]:
+    """The values that make a template of SamplingParams. Requests with the same values share a template and add their
+    own `max_tokens` and `seed`."""
+    return (*_of_template(sampling), *(tuple(getattr(sampling, name).items()) for name in MAPPINGS))
 
 
 # By name, because their modules import vLLM's worker, which only worker processes need.
@@ -108,7 +116,8 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
     given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    if spec.sampling.structured_outputs is not None or spec.input.is_batch_file:  # it begins after the thinking
+    # A structure begins after the thinking, and a budget ends it.
+    if spec.may_have_structures or spec.sampling.may_have("thinking_token_budget"):
         given["reasoning_parser"] = spec.model.reasoning_parser
     given["logprobs_mode"] = task.logprobs_mode
     chosen = {"seed": 0, "disable_log_stats": False} | (
@@ -158,9 +167,10 @@ def scored_ks(task: Task) -> list[int]:
 
 def wants_late_mask(task: Task) -> bool:
     """Whether requests may want raw logprobs of structured outputs. With a batch file they may."""
-    sampling = task.spec.sampling
-    has_both = sampling.structured_outputs is not None and (sampling.logprobs is not None or sampling.logprob_token_ids)
-    return task.logprobs_mode.startswith("raw_") and bool(has_both or task.spec.input.is_batch_file)
+    spec = task.spec
+    has_logprobs = spec.sampling.logprobs is not None or bool(spec.sampling.logprob_token_ids)
+    may_have_both = spec.input.is_batch_file or (spec.may_have_structures and has_logprobs)
+    return task.logprobs_mode.startswith("raw_") and may_have_both
 
 
 def _cpu_defaults(spec: JobSpec, max_model_len: int | None) -> dict[str, Any]:
@@ -213,11 +223,22 @@ def structures_backend(engine: Mapping[str, Any]) -> str:
 
 def for_backend(structure: dict[str, Any], backend: str) -> dict[str, Any]:
     """The structure as this backend gets it. Raises ValueError if guidance cannot take it."""
+    if backend == GUIDANCE and "format" in json.loads(structure.get("structural_tag", "{}")):
+        raise ValueError("guidance takes structural tags with `structures` and `triggers`, and none with `format`; "
+                         "engine.structured_outputs_config: {backend: xgrammar} takes both")  # fmt: skip
     if backend != GUIDANCE or "json" not in structure:
         return structure
     from batchinf.engines.vllm.guidance import relaxed
 
     return {"json": relaxed(structure["json"])[0]}
+
+
+def _as_in_vllm(name: str, value: Any) -> Any:
+    if name == "repetition_detection":
+        with importing("sampling.repetition_detection"):
+            from vllm.sampling_params import RepetitionDetectionParams
+        return RepetitionDetectionParams(**value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def sampling_params(
@@ -232,6 +253,7 @@ def sampling_params(
     extra: see `extra_of`. backend: of structured outputs. Raises ValueError for a structure that it cannot take.
     """
     given = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
+    given |= {name: _as_in_vllm(name, value) for name in _IF_SET if (value := getattr(sampling, name)) not in _UNSET}
     if keeps_special_tokens:
         given["skip_special_tokens"] = False
     if sampling.structured_outputs is not None:

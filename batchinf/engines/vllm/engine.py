@@ -32,7 +32,6 @@ from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartErro
 from batchinf.base.text import counted, one_line
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
-    TEMPLATE_OF,
     engine_args,
     engine_arguments,
     extra_of,
@@ -43,6 +42,7 @@ from batchinf.engines.vllm.arguments import (
     sampling_params,
     scored_ks,
     structures_backend,
+    template_of,
     wants_late_mask,
 )
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
@@ -50,6 +50,7 @@ from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocab
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores, join_results
 from batchinf.model.lora import Adapter
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
 from batchinf.spec.job import WHOLE_STEPS
 from batchinf.spec.sampling import SamplingSpec
@@ -76,6 +77,9 @@ _NO_RAW = (
     f"vLLM {vllm.__version__} as it is set here gives no raw logprobs of structured outputs, only those after the "
     "grammar's mask: set sampling.logprobs_mode to processed_logprobs or processed_logits, leave out "
     "sampling.logprobs, or use task: score with choices"
+)
+_NO_THINKING = (
+    "thinking_token_budget needs model.reasoning_parser, or engine.reasoning_config, with the marks of the reasoning"
 )
 _REFUSALS = (VLLMValidationError, ValueError, TypeError)  # from 0.32 on, the first is not a ValueError
 _WARM_UP_REQUESTS = 8
@@ -159,11 +163,17 @@ class VllmEngine:
         self._live: dict[str, Request] = {}
         self._unbegun: deque[tuple[Request, Any]] = deque()  # requests without a token yet, with vLLM's state
         self._death: str | None = None
-        self._latest: tuple[SamplingSpec | None, dict[str, Any], Any] = (None, {}, None)
+        self._latest: tuple[SamplingSpec | None, tuple[dict[str, Any], bool], Any] = (None, ({}, False), None)
         self._templates: dict[Any, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self._backend = structures_backend(arguments)
+        self._calls = None
+        if spec.model.tool_parser is not None:
+            from batchinf.engines.vllm.tools import CallParser
+
+            self._calls = CallParser(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
         self._adapters = lora_requests(adapters)
+        self._finds_thinking = getattr(getattr(self._engine.vllm_config, "reasoning_config", None), "enabled", False)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
 
@@ -207,6 +217,7 @@ class VllmEngine:
         """See `Engine.add`."""
         if objection := self._objection(request):
             raise RequestRefused(objection)
+        request = self._forced(request)
         request_id = f"{request.row_index}-{request.request_index}"
         self._submit(request_id, request, self._params(request))
         self._live[request_id] = request
@@ -263,18 +274,33 @@ class VllmEngine:
         structure, which vLLM rewrites once to an equivalent form.
         """
         extra = extra_of(request)
-        if request.sampling is not self._latest[0] or extra != self._latest[1]:
-            self._latest = request.sampling, extra, self._template(request.sampling, extra)
+        keeps = self._keeps_special_tokens or request.tools is not None
+        if request.sampling is not self._latest[0] or (extra, keeps) != self._latest[1]:
+            template = self._template(request.sampling, extra, keeps_special_tokens=keeps)
+            self._latest = request.sampling, (extra, keeps), template
         params = copy.copy(self._latest[2])
         params.max_tokens, params.seed = request.max_tokens, request.seed
         if (positions := positions_of(request)) is not None:
             params.extra_args = positions
         return params
 
-    def _template(self, sampling: SamplingSpec, extra: dict[str, Any]) -> Any:
+    def _forced(self, request: Request) -> Request:
+        """The request with the structure that its tools force on the text, which is checked with the answer."""
+        own = request.sampling.structured_outputs
+        if request.tools is None or self._calls is None:
+            return request
+        try:
+            structure = self._calls.structure(request.tools, own)
+        except ValueError as error:
+            raise RequestRefused(RowError("invalid_tools", str(error))) from error
+        if structure == own:
+            return request
+        return replace(request, sampling=request.sampling.model_copy(update={"structured_outputs": structure}))
+
+    def _template(self, sampling: SamplingSpec, extra: dict[str, Any], *, keeps_special_tokens: bool) -> Any:
         """The cached template. Its key is by value: rows may all have their own objects and differ only in `seed`."""
         structure = sampling.structured_outputs
-        key = (TEMPLATE_OF(sampling), structure and json.dumps(structure), json.dumps(extra))
+        key = (template_of(sampling), structure and json.dumps(structure), json.dumps(extra), keeps_special_tokens)
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
@@ -286,12 +312,28 @@ class VllmEngine:
                 if self._lacks_raw and (sampling.logprobs is not None or extra):
                     raise RequestRefused(RowError("invalid_sampling", _NO_RAW))
             try:
-                found = self._templates[key] = sampling_params(
-                    sampling, self._keeps_special_tokens, extra, self._backend
-                )
+                found = self._templates[key] = sampling_params(sampling, keeps_special_tokens, extra, self._backend)
             except _REFUSALS as error:
                 raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+            self._check_bad_words(found)
         return found
+
+    def _check_bad_words(self, params: Any) -> None:
+        """Raise RequestRefused for more tokens of bad words than a request of the V2 runner holds: its worker would
+        raise an error, which ends the engine."""
+        most = getattr(vllm.envs, "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", None)
+        if not params.bad_words or most is None:
+            return
+        trial = copy.copy(params)
+        try:
+            trial.update_from_tokenizer(self._engine.input_processor.tokenizer)
+        except _REFUSALS as error:
+            raise RequestRefused(RowError("invalid_sampling", str(error))) from error
+        if (number := sum(map(len, trial.bad_words_token_ids))) > most:
+            message = (
+                f"bad_words has {number:,} tokens; vLLM's runner takes at most {most:,}: give fewer or shorter ones"
+            )
+            raise RequestRefused(RowError("invalid_sampling", message))
 
     def _objection(self, request: Request) -> RowError | None:
         """Why a request cannot run: a clearer message than vLLM's, and errors that vLLM does not notice."""
@@ -305,6 +347,8 @@ class VllmEngine:
         low, high = min(token_ids), max(token_ids)  # 7 µs for a list of 256; numpy takes 15
         if low < 0 or high >= size:  # 0.26 accepts negative ids
             return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
+        if request.sampling.thinking_token_budget not in (None, -1) and not self._finds_thinking:
+            return RowError("invalid_sampling", _NO_THINKING)
         least, most = request.sampling.min_tokens, request.max_tokens
         if least > most:  # vLLM checks it when the core process decodes SamplingParams; the core then goes silent
             return RowError("invalid_sampling", f"min_tokens is {least}, but only {most} tokens may be generated")

@@ -81,7 +81,7 @@ def _words(error: Exception) -> str:
 
 
 def matcher(structure: dict[str, Any], backend: str) -> Callable[[str], bool] | None:
-    """A function that says whether a text matches a regex or grammar completely; None if it cannot be compiled.
+    """A function that says whether a text matches a whole regex, grammar or structural tag; None if none can be made.
 
     It is the backend's own: Python's `re` has another dialect. outlines and lm-format-enforcer have none, but their
     regexes are those of guidance. A call takes 4 to 70 µs for a short text.
@@ -109,6 +109,8 @@ def _grammar(structure: dict[str, Any]) -> Any:
 
     if "regex" in structure:
         return xgrammar.Grammar.from_regex(structure["regex"])
+    if "structural_tag" in structure:
+        return xgrammar.Grammar.from_structural_tag(structure["structural_tag"])
     from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
     text = structure["grammar"]
@@ -175,13 +177,27 @@ def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[st
             keywords = left_out(structure, backend)
         except ValueError as error:
             found.append([f"sampling.structured_outputs.{kind}", f"cannot be compiled: {error}"])
+    found += _parser_problems(spec, tokenizer_path)
+    return found, backend, keywords
+
+
+def _parser_problems(spec: JobSpec, tokenizer_path: str) -> list[list[str]]:
+    """Why the parsers do not go with the tokenizer, as [field, message] each."""
+    from batchinf.engines.vllm.tools import CallParser
+
+    found = []
+    wanted: list[Callable[[JobSpec, Any], object]] = []
     if spec.model.reasoning_parser is not None:
+        wanted.append(reasoner_of)
+    if spec.model.tool_parser is not None:
+        wanted.append(CallParser)
+    for make in wanted:
         try:
-            reasoner_of(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
+            make(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
         except BatchinfError as error:
             field, _, message = str(error).partition(": ")
             found.append([field, message])
-    return found, backend, keywords
+    return found
 
 
 def main() -> None:
@@ -194,7 +210,7 @@ def main() -> None:
 _FIELD = "model.reasoning_parser"
 # Tokens at a prompt's end that may hold the end of the thinking. A chat template closes it in the prompt with
 # `enable_thinking: false`.
-_TAIL_TOKENS = 32
+TAIL_TOKENS = 32
 _GPT_OSS = "openai_gptoss"
 _HARMONY_MARK = "<|message|>"
 _HARMONY_TRIAL = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
@@ -249,7 +265,7 @@ class Reasoner:
             # With a structure, the engine lets the model write no marks, and all of the text is the answer.
             return self._whole(token_ids) if self._mark in token_ids else (None, text)
         reasoning, answer = self._parser.extract_reasoning(text, self._request)
-        if answer is None and text and self._parser.is_reasoning_end(list(prompt_token_ids[-_TAIL_TOKENS:])):
+        if answer is None and text and self._parser.is_reasoning_end(list(prompt_token_ids[-TAIL_TOKENS:])):
             return None, text
         return reasoning, answer
 

@@ -318,7 +318,7 @@ def _install_kernels(runner: Any, ks: list[int]) -> bool:
     if any(module.compute_topk_scores is not theirs for module in modules):
         return False
     config = runner.model_config
-    if not is_right(theirs, config.get_vocab_size(), config.dtype, runner.device, ks):
+    if not is_right(theirs, config.get_vocab_size(), config.dtype, runner.device, ks=ks):
         return False
     for module in modules:
         module.compute_topk_scores = scores_in_one_pass(theirs, ks)

@@ -12,6 +12,7 @@ from batchinf.base.errors import UserError
 from batchinf.base.ragged import common_lengths, reduce_runs
 from batchinf.base.text import plain_line
 from batchinf.records import Int64Array, Prompt, Request
+from batchinf.spec.sampling import CHOICE_COLUMN
 from batchinf.tasks.compare import (
     Changes,
     Deltas,
@@ -20,6 +21,7 @@ from batchinf.tasks.compare import (
     JobOutput,
     TaskChanges,
     ValueChange,
+    both_columns,
     clip_value,
     delta,
     equal,
@@ -70,7 +72,11 @@ class TextsCompared(TaskChanges):
         token = row["first_difference"]
         where = "" if token is None else f", other from token {token} on"
         yield f"  {key} {row['key']}, sample {row['sample_index']}{where}:"
-        yield from (f"    {name} {clip_value(row[f'text_{name.lower()}'])}" for name in "AB")
+        for name in "AB":
+            text = row[f"text_{name.lower()}"]
+            calls = _calls_of(row.get(f"tool_calls_{name.lower()}"))
+            answer = text if calls is None else (text or "") + str(calls)
+            yield f"    {name} {clip_value(answer)}"
 
 
 def confusion_lines(labels: Sequence[ValueChange]) -> Iterator[str]:
@@ -98,11 +104,16 @@ def _label(name: str | None) -> str:
     return "(error)" if name is None else plain_line(name, _LABEL_CHARS)
 
 
-_SHOWN = ("text", "finish_reason", "cumulative_logprob")
+_SHOWN = ("text", "tool_calls", "finish_reason", "cumulative_logprob")
+
+
+def _calls_of(calls: list[dict[str, str]] | None) -> list[tuple[str, str]] | None:
+    """Names and arguments of calls. Their ids differ between jobs."""
+    return None if calls is None else [(call["name"], call["arguments"]) for call in calls]
 
 
 class TextChanges(Changes):
-    """Task generate. A row has changed if its text differs. The same text by other tokens is counted apart."""
+    """Task generate. A row has changed if its text or its tool calls differ. By other tokens alone: counted apart."""
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
         super().__init__(a, b, num_examples, (*_SHOWN, "token_ids", "logprobs"))
@@ -116,6 +127,9 @@ class TextChanges(Changes):
 
     def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
         is_other = ~equal(rows, "text")
+        if "tool_calls" in self.columns:
+            pairs = zip(*(column.to_pylist() for column in both_columns(rows, "tool_calls")), strict=True)
+            is_other |= np.array([_calls_of(a) != _calls_of(b) for a, b in pairs], np.bool_)
         columns: dict[str, Any] = {
             "is_changed": is_other,
             "has_other_tokens": pa.nulls(rows.num_rows, pa.bool_()),
@@ -168,7 +182,8 @@ class TextChanges(Changes):
 
 
 def _has_choices(job: JobOutput) -> bool:
-    return bool((job.spec["sampling"].get("structured_outputs") or {}).get("choice"))
+    sampling = job.spec["sampling"]
+    return "choice" in (sampling.get("structured_outputs") or {}) or CHOICE_COLUMN in (sampling.get("columns") or {})
 
 
 class TextVerification(Verification):

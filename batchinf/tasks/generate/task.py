@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
 
-from batchinf.records import Prompt, Request, Result
+from batchinf.records import Prompt, Request, Result, ToolCall
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import SamplingSpec
+from batchinf.spec.sampling import CHOICE_COLUMN, SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, ShownColumns, Task
 from batchinf.tasks.columns import (
     Fields,
@@ -59,8 +60,9 @@ class Generate(Task):
     def shown_columns(self) -> ShownColumns:
         """See `Task`. The probability of a label is that of all its tokens, if logprobs count the labels alone."""
         sampling = self._sampling
-        is_label = "choice" in (sampling.structured_outputs or {}) and sampling.logprobs_mode == "processed_logprobs"
-        names = ("text", "reasoning", "finish_reason", "chosen_logprobs")
+        has_choices = "choice" in (sampling.structured_outputs or {}) or CHOICE_COLUMN in sampling.columns
+        is_label = has_choices and sampling.logprobs_mode == "processed_logprobs"
+        names = ("text", "reasoning", "tool_calls", "finish_reason", "chosen_logprobs")
         return ShownColumns(names, label_logprob="cumulative_logprob" if is_label else None)
 
     def result_fields(self) -> Fields:
@@ -70,6 +72,7 @@ class Generate(Task):
         return [
             ("text", pa.string()),
             *([("reasoning", pa.string())] if self.spec.model.reasoning_parser is not None else []),
+            *([("tool_calls", _CALLS)] if self.spec.model.tool_parser is not None else []),
             *([("token_ids", list_of(pa.int32()))] if output.include_token_ids else []),
             ("finish_reason", pa.string()),
             ("stop_reason", pa.string()),
@@ -117,9 +120,17 @@ def _text_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
     return {
         "text": strings([result.text for result in results]),
         "reasoning": strings([result.reasoning for result in results]),
+        "tool_calls": _call_lists([result.tool_calls for result in results]),
         "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
         "stop_reason": strings(stops),
     }
+
+
+_CALLS = list_of(pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())]))
+
+
+def _call_lists(answers: Sequence[tuple[ToolCall, ...] | None]) -> pa.Array:
+    return pa.array([None if calls is None else [asdict(call) for call in calls] for calls in answers], _CALLS)
 
 
 def _num_top(sampling: SamplingSpec) -> int | None:

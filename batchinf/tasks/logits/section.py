@@ -72,7 +72,10 @@ class LogitsSpec(Section):
 # Fields of `sampling` that concern what is stored of a generated text, or several texts.
 _OF_TEXT = ("logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode", "structured_outputs", "stop")
 # Fields of `sampling` that concern how a text is generated.
-_OF_GENERATION = ("max_tokens", "min_tokens", "stop_token_ids", "columns")
+_OF_GENERATION = (
+    "max_tokens", "min_tokens", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words",
+    "thinking_token_budget", "repetition_detection", "columns",
+)  # fmt: skip
 
 
 def logits_of(spec: JobSpec) -> LogitsSpec:
@@ -87,7 +90,9 @@ def _check(spec: JobSpec) -> None:
         if getattr(spec, SECTION.name) is not None:
             raise wrong(f"must be left out with task {spec.task}; or set task: logits", "logits")
         return
-    changed = spec.sampling.model_dump(exclude_defaults=True)
+    changed = set(spec.sampling.model_dump(exclude_defaults=True))
+    if spec.sampling.may_have("structured_outputs"):
+        changed.add("structured_outputs")
     for name in _OF_TEXT:
         if name in changed:
             instead = "; logits.values says which numbers are stored" if "logprob" in name else ""

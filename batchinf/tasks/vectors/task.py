@@ -162,6 +162,7 @@ class Embed(Pooled):
     """
 
     name = "embed"
+    vector_column = "embedding"
     comparison = EmbedChanges
     pooling_tasks = ("embed",)
     batch_urls = (EMBEDDINGS_URL,)

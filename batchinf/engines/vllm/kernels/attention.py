@@ -13,7 +13,7 @@ Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the so
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from vllm import envs
 
 from batchinf.engines.vllm.kernels import mixed_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
-from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, example, require_close, scales_of
+from batchinf.engines.vllm.kernels.comparison import (
+    FLASH_ATTENTION,
+    SHORT,
+    AttentionShape,
+    example,
+    require_close,
+    scales_of,
+)
 from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
 from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.kernels.triton_names import HAS_TRITON, tl, triton
@@ -236,9 +243,16 @@ def attention_of_decoding(theirs: Callable[..., Any], is_for_few: bool = False) 
 def run_ours(given: Mapping[str, Any], shape: tuple[int, int, int] = _SHAPE) -> None:
     """`decode_attention` with the arguments of FlashAttention that it takes."""
     decode_attention(
-        given["out"], given["q"], given["k"], given["v"], given["block_table"], given["seqused_k"],
-        given["softmax_scale"], (given.get("q_descale"), given.get("k_descale"), given.get("v_descale")), shape,
-    )  # fmt: skip
+        out=given["out"],
+        query=given["q"],
+        keys=given["k"],
+        values=given["v"],
+        block_table=given["block_table"],
+        lengths=given["seqused_k"],
+        scale=given["softmax_scale"],
+        scales=(given.get("q_descale"), given.get("k_descale"), given.get("v_descale")),
+        shape=shape,
+    )
 
 
 class DecodingWorker(Worker):
@@ -285,20 +299,31 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype, block_size: int, long
     if hasattr(theirs, _ATTRIBUTE):  # it is ours, for an earlier engine of this process
         theirs = theirs.__wrapped__
     # Each shape has the scales of one of its layers.
-    shapes = {
+    scales = {
         (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8")): scales_of(layer)
         for layer, impl in ((layer, getattr(layer, "impl", None)) for layer in layers.values())
         if isinstance(impl, kind) and _is_known(impl)
     }
-    checked = [(*shape, dtype, block_size, longest, scales) for shape, scales in shapes.items()]
-    if not checked or not all(is_right(theirs, *each) for each in checked):
+    shapes = [
+        AttentionShape(
+            num_heads=num_heads,
+            num_key_heads=num_key_heads,
+            head_size=head_size,
+            dtype=dtype,
+            block_size=block_size,
+            is_fp8=is_fp8,
+            scales=own,
+        )
+        for (num_heads, num_key_heads, head_size, is_fp8), own in scales.items()
+    ]
+    if not shapes or not all(is_right(theirs, shape, longest) for shape in shapes):
         return False
     importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs)  # type: ignore[attr-defined]
     builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
     plan = optional(_BACKEND, "get_scheduler_metadata", _COST)
     attend = attention_of_decoding(theirs, is_for_few=True)
     can = builder is not None and allowed("mixed")
-    if can and all(mixed_steps.is_right(theirs, attend, plan, *each) for each in checked):
+    if can and all(mixed_steps.is_right(theirs, attend, plan, shape, longest=longest) for shape in shapes):
         mixed_steps.install(builder, pays_in_mixed_step)
     return True
 
@@ -315,34 +340,22 @@ def _is_known(impl: Any) -> bool:
     )
 
 
-def is_right(
-    theirs: Callable[..., Any],
-    num_heads: int,
-    num_key_heads: int,
-    head_size: int,
-    is_fp8: bool,
-    dtype: torch.dtype,
-    block_size: int,
-    longest: int,
-    scales: Sequence[float] = (1.0, 1.0, 1.0),
-    device: str = "cuda",
-) -> bool:
+def is_right(theirs: Callable[..., Any], shape: AttentionShape, longest: int, device: str = "cuda") -> bool:
     """Whether the kernel runs on this device and gives what FlashAttention gives for random numbers. Prints why not.
 
-    One request has `longest` tokens, among many short ones. scales: of query, keys and values, if these are float8.
+    One request has `longest` tokens, among many short ones.
     """
     if not HAS_TRITON:
         return False
     try:
         lengths = (_CHECKED * _CHECKED_TIMES)[:-1]
         lengths = (*lengths[: len(lengths) // 2], longest, *lengths[len(lengths) // 2 :])
-        shape = (num_heads, num_key_heads, head_size, is_fp8, dtype, device)
-        given = example(lengths, *shape, block_size=block_size, scales=scales)
+        given = example(lengths, shape, device)
         expected = torch.empty_like(given["out"])
         theirs(**{**given, "out": expected})
         expected[given["seqused_k"] == 0] = 0
         run_ours(given)
-        require_close(given["out"], expected, is_fp8)
+        require_close(given["out"], expected, shape.is_fp8)
     except Exception as error:  # a compiler may fail in any way, and FlashAttention does the work then
         print(f"the kernel for decoding is not used: {type(error).__name__}: {error}", flush=True)
         return False

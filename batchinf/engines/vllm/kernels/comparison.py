@@ -7,6 +7,7 @@ result has the limit that its own length allows.
 
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,31 +27,44 @@ _MOST_FP8 = 448
 _SCALES = (0.5, 0.75, 2.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The attention of a layer, as far as it decides how a kernel runs."""
+
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    dtype: torch.dtype
+    """Of the model."""
+    block_size: int = 16
+    """Tokens of a block of the cache."""
+    is_fp8: bool = False
+    """Whether queries, keys and values are float8."""
+    scales: tuple[float, ...] = (1.0, 1.0, 1.0)
+    """Of queries, keys and values, if these are float8."""
+
+
 def example(
-    lengths: Sequence[int],
-    num_heads: int,
-    num_key_heads: int,
-    head_size: int,
-    is_fp8: bool,
-    dtype: torch.dtype,
-    device: str,
-    block_size: int = 16,
-    scales: Sequence[float] = (1.0, 1.0, 1.0),
-    counts: Sequence[int] | None = None,
+    lengths: Sequence[int], shape: AttentionShape, device: str, counts: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """Arguments of FlashAttention for requests of these lengths, with random numbers over a paged cache.
 
-    counts: new tokens of each request, its last ones; None is one of each. scales: of query, keys and values, if these
-    are float8. `out` has no numbers yet, so that a result which is never written is found.
+    counts: new tokens of each request, its last ones; None is one of each. `out` has no numbers yet, so that a result
+    which is never written is found.
     """
+    block_size = shape.block_size
+    num_key_heads = shape.num_key_heads
+    head_size = shape.head_size
+    dtype = shape.dtype
+    scales = shape.scales
     num = len(lengths)
     counts = [1] * len(lengths) if counts is None else list(counts)
     blocks_of = [-(-length // block_size) for length in lengths]
     num_blocks = max(1, min(sum(blocks_of), _MOST_NUMBERS // (block_size * num_key_heads * 2 * head_size)))
     cache = torch.randn((num_blocks, num_key_heads, block_size, 2 * head_size), device=device, dtype=dtype)
-    query = torch.randn((sum(counts), num_heads, head_size), device=device, dtype=dtype)
+    query = torch.randn((sum(counts), shape.num_heads, head_size), device=device, dtype=dtype)
     out = torch.full(query.shape, torch.nan, device=device, dtype=dtype)
-    if is_fp8:
+    if shape.is_fp8:
         cache[..., :head_size] /= scales[1]
         cache[..., head_size:] /= scales[2]
         cache, query = (

@@ -18,12 +18,12 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, example, require_close
+from batchinf.engines.vllm.kernels.comparison import FLASH_ATTENTION, SHORT, AttentionShape, example, require_close
 from batchinf.engines.vllm.kernels.long_requests import chooser_of
 from batchinf.engines.vllm.names import optional
 
@@ -77,8 +77,17 @@ def install(steps: FreshSteps, impls: Iterable[Any], dtype: torch.dtype, block_s
     impl, attend = optional(_BACKEND, "FlashAttentionImpl", _COST), optional(_BACKEND, "flash_attn_varlen_func", _COST)
     if attend is None or not all(hasattr(impl, name) for name in _SEAM):
         return False
-    shapes = {(one.num_heads, one.num_kv_heads, one.head_size) for one in impls}
-    if not all(is_right(attend, *shape, dtype, block_size, longest) for shape in shapes):
+    shapes = {
+        AttentionShape(
+            num_heads=one.num_heads,
+            num_key_heads=one.num_kv_heads,
+            head_size=one.head_size,
+            dtype=dtype,
+            block_size=block_size,
+        )
+        for one in impls
+    }
+    if not all(is_right(attend, shape, longest) for shape in shapes):
         return False
     _replace(impl, steps, attend)
     return True
@@ -106,7 +115,8 @@ def _replace(impl: Any, steps: FreshSteps, attend: Callable[..., Any]) -> None:
             setattr(attn_metadata, _STARTS, (is_captured, starts))
         query, key, value, out = (each[:num_tokens] for each in (query, key, value, output))
         more = {"causal": attn_metadata.causal, "softcap": self.logits_soft_cap, "s_aux": self.sinks}
-        fresh_attention(attend, query, key, value, out, starts, longest, self.scale, **more)
+        tensors = {"q": query, "k": key, "v": value, "out": out}
+        fresh_attention(attend, tensors, starts, longest=longest, scale=self.scale, **more)
         return output
 
     @functools.wraps(their_update)
@@ -125,26 +135,26 @@ def with_padding(starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def fresh_attention(
-    attend: Callable[..., Any], query: Any, key: Any, value: Any, out: Any, starts: Any, longest: int, scale: float,
-    **more: Any,
-) -> None:  # fmt: skip
-    """FlashAttention of each token over its prompt. starts: [n + 1] int32, see vLLM's `cu_seqlens_q`."""
+    attend: Callable[..., Any], tensors: Mapping[str, Any], starts: Any, *, longest: int, scale: float, **more: Any
+) -> None:
+    """FlashAttention of each token over its prompt.
+
+    tensors: `q`, `k`, `v` and `out`. starts: [n + 1] int32, see vLLM's `cu_seqlens_q`.
+    """
     attend(
-        q=query, k=key, v=value, out=out, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest,
-        max_seqlen_k=longest, softmax_scale=scale, window_size=[-1, -1], fa_version=FLASH_ATTENTION, num_splits=1,
-        **more,
+        **tensors, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=scale, window_size=[-1, -1], fa_version=FLASH_ATTENTION, num_splits=1, **more,
     )  # fmt: skip
 
 
-def is_right(
-    attend: Callable[..., Any], num_heads: int, num_key_heads: int, head_size: int, dtype: torch.dtype, block_size: int,
-    longest: int, device: str = "cuda",
-) -> bool:  # fmt: skip
+def is_right(attend: Callable[..., Any], shape: AttentionShape, longest: int, device: str = "cuda") -> bool:
     """Whether attention without a cache gives what FlashAttention gives with one. Prints why not.
 
     One prompt has `longest` tokens, or as many as fit, among many short ones.
     """
-    shape = (num_heads, num_key_heads, head_size)
+    num_heads = shape.num_heads
+    num_key_heads = shape.num_key_heads
+    head_size = shape.head_size
     steps = FreshSteps()
     layer: Any = type("CheckedLayer", (_CheckedLayer,), {})(attend, head_size)
     _replace(type(layer), steps, attend)
@@ -154,12 +164,12 @@ def is_right(
         for lengths in (SHORT[::-1], (*SHORT, longest, *SHORT)):
             # A graph is filled up with prompts without tokens. Tokens behind the prompts are computed as one more.
             all_lengths = *lengths, _CHECKED_PADDING
-            given = example(all_lengths, *shape, False, dtype, device, block_size, counts=all_lengths)
+            given = example(all_lengths, shape, device, counts=all_lengths)
             num_tokens = len(given["q"])
             starts = given["cu_seqlens_q"][:-1]
             # As in a layer: keys and values lie beside the queries.
             width = num_heads + 2 * num_key_heads
-            mixed = torch.randn((num_tokens + 3, width, head_size), device=device, dtype=dtype)
+            mixed = torch.randn((num_tokens + 3, width, head_size), device=device, dtype=shape.dtype)
             tensors = mixed.split((num_heads, num_key_heads, num_key_heads), dim=1)
             metadata = types.SimpleNamespace(
                 num_actual_tokens=num_tokens, max_query_len=4 * num_tokens, causal=True,

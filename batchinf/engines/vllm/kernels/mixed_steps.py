@@ -13,14 +13,20 @@ Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from batchinf.engines.vllm.kernels.comparison import Planner, attend_as, common_of, example, require_close
+from batchinf.engines.vllm.kernels.comparison import (
+    AttentionShape,
+    Planner,
+    attend_as,
+    common_of,
+    example,
+    require_close,
+)
 from batchinf.engines.vllm.kernels.long_requests import is_even
 from batchinf.engines.vllm.names import optional
 
@@ -123,14 +129,9 @@ def is_right(
     theirs: Callable[..., Any],
     ours: Callable[..., Any],
     plan: Any,
-    num_heads: int,
-    num_key_heads: int,
-    head_size: int,
-    is_fp8: bool,
-    dtype: torch.dtype,
-    block_size: int,
+    shape: AttentionShape,
+    *,
     longest: int,
-    scales: Sequence[float] = (1.0, 1.0, 1.0),
     device: str = "cuda",
 ) -> bool:
     """Whether a mixed step has the same results divided between both kernels as with FlashAttention alone.
@@ -143,17 +144,14 @@ def is_right(
         return False
     new, lengths = zip(*((count, length or max(longest, count)) for count, length in _CHECKED_PROMPTS), strict=True)
     try:
-        given = example(
-            _CHECKED_DECODES + lengths, num_heads, num_key_heads, head_size, is_fp8, dtype, device, block_size, scales,
-            counts=(1,) * len(_CHECKED_DECODES) + new,
-        )  # fmt: skip
+        given = example(_CHECKED_DECODES + lengths, shape, device, counts=(1,) * len(_CHECKED_DECODES) + new)
         config = types.SimpleNamespace(speculative_config=None)
         common = common_of(given, kind)
         expected = attend_as(theirs, given, Planner(plan, given, config).build(0, common))
         builder: Any = type("CheckedPlanner", (Planner,), {})
         install(builder, lambda num, heads: True)
         metadata = builder(plan, given, config).build(0, common)
-        require_close(attend_as(ours, given, metadata), expected, is_fp8)
+        require_close(attend_as(ours, given, metadata), expected, shape.is_fp8)
     except Exception as error:  # a compiler may fail in any way, and FlashAttention does the work then
         print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
         return False

@@ -88,7 +88,15 @@ def score_kernel(  # type: ignore[no-untyped-def]
     token_id = tl.load(token_ids + row)
     own = tl.load(logits + row * stride + token_id).to(tl.float32)
     most, log_total, likeliest, rank = one_pass(
-        logits + row * stride, own, vocab_size, ranks, 0, 0, BLOCK, GROUP, LOG2_E
+        row=logits + row * stride,
+        own=own,
+        vocab_size=vocab_size,
+        maxima=ranks,
+        num_segments=0,
+        SEGMENT=0,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        LOG2_E=LOG2_E,
     )
     tl.store(found_ids + row * WIDTH, token_id)
     tl.store(logprobs + row * WIDTH, own - most - log_total)
@@ -118,7 +126,15 @@ def maxima_kernel(  # type: ignore[no-untyped-def]
     own = tl.load(logits + row * stride + tl.load(token_ids + row)).to(tl.float32)
     place = maxima + row * num_segments
     most, log_total, _, rank = one_pass(
-        logits + row * stride, own, vocab_size, place, num_segments, SEGMENT, BLOCK, GROUP, LOG2_E
+        row=logits + row * stride,
+        own=own,
+        vocab_size=vocab_size,
+        maxima=place,
+        num_segments=num_segments,
+        SEGMENT=SEGMENT,
+        BLOCK=BLOCK,
+        GROUP=GROUP,
+        LOG2_E=LOG2_E,
     )
     tl.store(log_sums + row, most + log_total)
     tl.store(ranks + row, rank)
@@ -145,16 +161,18 @@ def token_scores(
         maxima = logits.new_empty((num_rows, num_segments))
         log_sums = torch.empty((num_rows, 1), dtype=torch.float32, device=logits.device)
         maxima_kernel[(num_rows,)](
-            log_sums, ranks, maxima, logits, logits.stride(0), token_ids, vocab_size, num_segments,
-            SEGMENT=_SEGMENT, BLOCK=block, GROUP=_GROUP, LOG2_E=_LOG2_E, num_warps=num_warps,
+            log_sums=log_sums, ranks=ranks, maxima=maxima, logits=logits, stride=logits.stride(0), token_ids=token_ids,
+            vocab_size=vocab_size, num_segments=num_segments, SEGMENT=_SEGMENT, BLOCK=block, GROUP=_GROUP,
+            LOG2_E=_LOG2_E, num_warps=num_warps,
         )  # fmt: skip
         found_ids = torch.cat((token_ids[:, None], _likeliest(logits, maxima, k)), dim=1)
         return found_ids, logits.gather(1, found_ids).float() - log_sums, ranks
     found_ids = torch.empty((num_rows, k + 1), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty((num_rows, k + 1), dtype=torch.float32, device=logits.device)
     score_kernel[(num_rows,)](
-        found_ids, logprobs, ranks, logits, logits.stride(0), token_ids, vocab_size,
-        WIDTH=k + 1, BLOCK=block, GROUP=_GROUP, LOG2_E=_LOG2_E, num_warps=num_warps,
+        found_ids=found_ids, logprobs=logprobs, ranks=ranks, logits=logits, stride=logits.stride(0),
+        token_ids=token_ids, vocab_size=vocab_size, WIDTH=k + 1, BLOCK=block, GROUP=_GROUP, LOG2_E=_LOG2_E,
+        num_warps=num_warps,
     )  # fmt: skip
     return found_ids, logprobs, ranks
 
@@ -176,7 +194,7 @@ def _likeliest(logits: torch.Tensor, maxima: torch.Tensor, k: int) -> torch.Tens
 
 
 def is_right(
-    theirs: Callable[..., Any], vocab_size: int, dtype: torch.dtype, device: torch.device, ks: Iterable[int]
+    theirs: Callable[..., Any], vocab_size: int, dtype: torch.dtype, device: torch.device, *, ks: Iterable[int]
 ) -> bool:
     """Whether `token_scores` runs on this device and gives what vLLM's `compute_topk_scores` gives for random logits.
 

@@ -20,6 +20,7 @@ from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
     SHORT,
+    AttentionShape,
     Planner,
     attend_as,
     common_of,
@@ -114,14 +115,24 @@ def attention_of(layers: Mapping[str, Any]) -> list[Any]:
 def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one, for all these layers."""
     attend, plan = (optional(_BACKEND, name, _COST) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
-    shapes = {(one.num_heads, one.num_kv_heads, one.head_size, one.kv_cache_dtype.startswith("fp8")) for one in impls}
-    return attend is not None and all(is_right(attend, plan, vllm_config, *shape) for shape in shapes)
+    shapes = {
+        AttentionShape(
+            num_heads=one.num_heads,
+            num_key_heads=one.num_kv_heads,
+            head_size=one.head_size,
+            dtype=vllm_config.model_config.dtype,
+            block_size=vllm_config.cache_config.block_size,
+            is_fp8=one.kv_cache_dtype.startswith("fp8"),
+            scales=_CHECKED_SCALES,
+        )
+        for one in impls
+    }
+    return attend is not None and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
 
 
 def is_right(
-    attend: Callable[..., Any], plan: Any, vllm_config: Any, num_heads: int, num_key_heads: int, head_size: int,
-    is_fp8: bool, device: str = "cuda",
-) -> bool:  # fmt: skip
+    attend: Callable[..., Any], plan: Any, vllm_config: Any, shape: AttentionShape, *, device: str = "cuda"
+) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one. Prints why not.
 
     plan: vLLM's `get_scheduler_metadata`, which does not exist without a GPU.
@@ -129,22 +140,20 @@ def is_right(
     kind = optional("vllm.v1.attention.backend", "CommonAttentionMetadata", _COST)
     if kind is None:
         return False
-    dtype = vllm_config.model_config.dtype
     longest = vllm_config.model_config.max_model_len
     most = vllm_config.scheduler_config.max_num_batched_tokens
     # The longest request has only its last tokens in the step.
     lengths = [min(length, longest) for length in (*SHORT, longest, *SHORT)]
     counts = [min(length, SHORT[-1], most) for length in lengths]
     try:
-        shape = (num_heads, num_key_heads, head_size, is_fp8, dtype, device)
-        given = example(lengths, *shape, vllm_config.cache_config.block_size, _CHECKED_SCALES, counts)
+        given = example(lengths, shape, device, counts)
         common = common_of(given, kind)
         expected = attend_as(attend, given, Planner(None, given, vllm_config).build(0, common))
         builder: Any = type("CheckedPlanner", (Planner,), {})
         install(builder)
         planner = builder(plan, given, vllm_config)
         metadata = planner.build(0, common)
-        require_close(attend_as(attend, given, metadata), expected, is_fp8)
+        require_close(attend_as(attend, given, metadata), expected, shape.is_fp8)
         # A graph that is captured for longer requests would read past the table of their blocks.
         longer = {"seqused_k": given["seqused_k"] + longest, "max_seqlen_k": 2 * longest}
         captured = common_of({**given, **longer}, kind)

@@ -307,7 +307,15 @@ class HoldingMixin:
             request.num_output_placeholders = placeholders + num_placeholders
         names = [request.request_id for request in scheduled]
         new = {r.request_id: r.all_token_ids.copy() for r in scheduled if takes_all and r.request_id not in before}
-        steps = CachedRequestData(names, set(), [], new, new_block_ids, computed_tokens, output_tokens)
+        steps = CachedRequestData(
+            req_ids=names,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids=new,
+            new_block_ids=new_block_ids,
+            num_computed_tokens=computed_tokens,
+            num_output_tokens=output_tokens,
+        )
         return num_head, steps, masked
 
     def _lower_limits(self, num_requests: int, num_tokens: int) -> None:

@@ -1,0 +1,143 @@
+"""Reads the tools of a row: of a line of a batch file, or beside a conversation in columns or in the spec."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchinf.base.text import clip, name_type
+from batchinf.records import Tools
+from batchinf.spec.tools import as_served, objection_to
+
+_NO_PARSER = (
+    "nothing says how the model writes its calls: name vLLM's parser in model.tool_parser, such as hermes, or auto; "
+    "tool_choice none shows the tools to the model and takes its text as it is"
+)
+
+
+class ToolsError(Exception):
+    """The message begins with the field of the body, or says what is wrong with the tools of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineTools:
+    """What a line of a batch file says about tools."""
+
+    rendered: list[dict[str, Any]]
+    """For the chat template, as vLLM's server gives them."""
+    tools: Tools | None
+    """None if the model may call none of them."""
+    is_legacy: bool
+    """Whether they were given as `functions`, so that the answer has a `function_call`."""
+
+
+def tools_of_line(body: dict[str, Any], *, has_parser: bool) -> LineTools | None:
+    """The tools of a body, whose fields are taken out; None without any.
+
+    has_parser: whether the job can parse calls. Raises ToolsError.
+    """
+    given = _taken(body, "tools", "tool_choice", "parallel_tool_calls")
+    legacy = _taken(body, "functions", "function_call")
+    is_legacy = bool(legacy.get("functions"))
+    if is_legacy and given.get("tools"):
+        raise ToolsError("body.functions: given beside tools; give one of them")
+    field = "body.functions" if is_legacy else "body.tools"
+    choice_field = "body.function_call" if is_legacy else "body.tool_choice"
+    given = _as_tools(legacy) if is_legacy else given
+    are_parallel = given.get("parallel_tool_calls", True)
+    if not isinstance(are_parallel, bool):
+        raise ToolsError(f"body.parallel_tool_calls: got {name_type(are_parallel)}; must be true or false")
+    rendered = _rendered(given.get("tools", []), field)
+    choice = given.get("tool_choice", "auto")
+    if not rendered:
+        _check_no_choice({"tool_choice": choice, "function_call": legacy.get("function_call", "none")})
+        return None
+    kind, name = _choice(choice, rendered, choice_field)
+    if kind == "none":
+        return LineTools(rendered, None, is_legacy)
+    if not has_parser:
+        raise ToolsError(f"{field}: got tools with tool_choice {name or kind}, but {_NO_PARSER}")
+    functions = json.dumps(given["tools"], ensure_ascii=False)
+    return LineTools(rendered, Tools(functions, kind, name, are_parallel), is_legacy)
+
+
+def with_tool_calls(message: object) -> object:
+    """A message with OpenAI's `function_call` or role `function` of old in the form of now; others as they are."""
+    if not isinstance(message, dict):
+        return message
+    call = message.get("function_call")
+    if isinstance(call, dict) and not message.get("tool_calls"):
+        rest = {name: value for name, value in message.items() if name != "function_call"}
+        return {**rest, "tool_calls": [{"type": "function", "function": call}]}
+    return {**message, "role": "tool"} if message.get("role") == "function" else message
+
+
+def _taken(body: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: body.pop(name) for name in names if name in body}
+
+
+def _rendered(tools: object, field: str) -> list[dict[str, Any]]:
+    """The tools for the chat template. Raises ToolsError."""
+    if not isinstance(tools, list):
+        raise ToolsError(f"{field}: got {name_type(tools)}; must be a list")
+    for tool in tools:
+        if (objection := objection_to(tool)) is not None:
+            raise ToolsError(f"{field}: {objection}")
+    return [as_served(tool) for tool in tools]
+
+
+def _check_no_choice(choices: dict[str, object]) -> None:
+    """Raise ToolsError if a body without tools wants one of them called."""
+    for name, choice in choices.items():
+        if choice not in ("none", "auto"):
+            raise ToolsError(f"body.{name}: got {clip(json.dumps(choice))}, but there are no tools")
+
+
+def _as_tools(legacy: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's fields of old, of which an answer has one call at most, as those of now."""
+    functions = legacy["functions"]
+    if not isinstance(functions, list):
+        raise ToolsError(f"body.functions: got {name_type(functions)}; must be a list of functions")
+    choice = legacy.get("function_call", "auto")
+    return {
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": {"type": "function", "function": choice} if isinstance(choice, dict) else choice,
+        "parallel_tool_calls": False,
+    }
+
+
+def _choice(
+    choice: object, tools: Sequence[dict[str, Any]], field: str
+) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
+    """The kind of a choice, and the tool's name if one is named. Raises ToolsError."""
+    match choice:
+        case "none" | "auto" | "required":
+            return choice, None
+        case {"type": "function", "function": {"name": str(name)}}:
+            names = [tool["function"]["name"] for tool in tools]
+            if name not in names:
+                raise ToolsError(f"{field}: got {clip(name)}; the tools are {', '.join(map(clip, names))}")
+            return "named", name
+    allowed = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
+    raise ToolsError(f"{field}: got {clip(json.dumps(choice))}; must be {allowed}")
+
+
+def tools_of_row(tools: Sequence[dict[str, Any]], choice: str | None, *, are_parallel: bool) -> Tools | None:
+    """The tools of a row, from its column or the spec; None if the model may call none of them.
+
+    choice: as in `input.tool_choice`. Raises ToolsError.
+    """
+    if choice == "none" or not tools:
+        return None
+    for tool in tools:
+        if (objection := objection_to(tool)) is not None:
+            raise ToolsError(objection)
+    choices = ("auto", "required")
+    wanted = choice or "auto"
+    named = {"type": "function", "function": {"name": wanted}}
+    kind, name = _choice(wanted if wanted in choices else named, tools, "input.tool_choice")
+    assert kind != "none"
+    try:
+        return Tools(json.dumps(list(tools), ensure_ascii=False), kind, name, are_parallel)
+    except (TypeError, ValueError) as error:  # of values that JSON does not have, such as dates
+        raise ToolsError(f"the tools are no JSON: {error}") from None
