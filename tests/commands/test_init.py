@@ -124,11 +124,21 @@ def test_a_batch_file_keeps_its_own_prompts(tmp_path: pathlib.Path) -> None:
     assert report.rows[0].id == "a"
     path.unlink()
     for purpose in PURPOSES:
-        if purpose != "generate":
+        if purpose not in ("generate", "embed"):
             refused = jobs.run("init", path, "--for", purpose, *given)
             assert refused.returncode == 2
             assert "is an OpenAI batch file" in refused.stderr
             assert not path.exists()
+
+
+def test_a_batch_file_of_embeddings(tmp_path: pathlib.Path) -> None:
+    line = {"method": "POST", "url": "/v1/embeddings", "body": {"input": ["Tell me", "a story"]}}
+    data = rows_file(tmp_path, [{"custom_id": name, **line} for name in "ab"])
+    path = written("embed", data, tmp_path)
+    found = yaml.safe_load(path.read_text())
+    assert (found["task"], found["input"]["format"]) == ("embed", "openai")
+    report = batchinf.validate(str(path))
+    assert report.rows[0].text.endswith("a story")
 
 
 def test_choices_in_a_csv_file_are_json(tmp_path: pathlib.Path) -> None:

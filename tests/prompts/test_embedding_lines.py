@@ -197,6 +197,13 @@ def test_one_bad_input_makes_an_error_row_that_names_it() -> None:
     assert built(input="").error == RowError("empty_prompt", "the prompt is an empty string")
 
 
+def test_inputs_that_the_spec_cuts() -> None:
+    prompt = built(spec_of(input={"on_overlong": "truncate_left"}), 8, input=["a", "fox " * 40])
+    assert (prompt.error, prompt.is_truncated) == (None, True)
+    assert [len(ids) for ids in prompt.inputs] == [2, 8]
+    assert prompt.token_ids == [*prompt.inputs[0], *prompt.inputs[1]]
+
+
 # -- the task ----------------------------------------------------------------------------------------------------------
 
 
