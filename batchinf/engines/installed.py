@@ -86,9 +86,9 @@ def check_sampling_fields(file: SpecFile) -> None:
     if known is None:
         return
     sampling = file.spec.sampling
+    changed = {*sampling.model_dump(exclude_defaults=True), *sampling.columns}
     for name in PER_ROW_FIELDS:
-        is_set = name in sampling.columns or getattr(sampling, name) not in (None, (), {})
-        if is_set and name not in known:
+        if name in changed and name not in known:
             what = "no sampling parameter of the installed vLLM"
             raise file.error(f"sampling.{name}", f"{what}; leave it out, or install a later version")
 
