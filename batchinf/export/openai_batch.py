@@ -45,9 +45,12 @@ class OpenAIBatchExport(Format):
                 f"--to: got openai-batch, which has no form for the output of task {job.task.name}: export it as "
                 "jsonl, csv, parquet or hf"
             )
+        left_out = []
+        if spec.sampling.prompt_logprobs is not None:
+            left_out.append("prompt_logprobs are left out: they have no place in this form; jsonl has them")
         if spec.sampling.logprobs is not None and not token_columns("", job.results.schema):
-            return ["logprobs are left out: the job does not store the tokens that they are of"]
-        return []
+            left_out.append("logprobs are left out: the job does not store the tokens that they are of")
+        return left_out
 
     @classmethod
     def columns(cls, wanted: Sequence[str], schema: pa.Schema) -> list[str]:

@@ -221,6 +221,7 @@ class BatchReader(LineReader):
 
     def _check_logprobs(self, body: dict[str, Any], *, is_chat: bool) -> None:
         """Raise _Refused if a row asks for more logprobs than the job stores."""
+        self._check_number("prompt_logprobs", body.pop("prompt_logprobs", None), self._sampling.prompt_logprobs)
         number = body.pop("logprobs", None)
         top = body.pop("top_logprobs", None)
         name = "top_logprobs" if is_chat and top else "logprobs"
@@ -228,12 +229,17 @@ class BatchReader(LineReader):
             number = _number_of_chat(number, top)
         elif top is not None:
             raise _Refused(f"body.top_logprobs: got {_show(top)}, which is not supported")
+        self._check_number(name, number, self._sampling.logprobs)
+
+    def _check_number(self, name: str, number: object, most: int | None) -> None:
+        """most: the number of logprobs that the job stores."""
         if number is None:
             return
         if type(number) is not int or number < 0:
             raise _Refused(f"body.{name}: got {_show(number)}; must be a whole number, at least 0")
-        if self._sampling.logprobs is None or number > self._sampling.logprobs:
-            raise _Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.logprobs")
+        if most is None or number > most:
+            field = name.replace("top_", "")
+            raise _Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.{field}")
 
 
 def _number_of_chat(has_logprobs: object, top: object) -> object:

@@ -88,6 +88,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"n": 2}, "body.n"),
     (CHAT, {"stream": True}, "body.stream"),
     (CHAT, {"top_logprobs": 9, "logprobs": True}, "body.top_logprobs"),
+    (CHAT, {"prompt_logprobs": 0}, "body.prompt_logprobs"),
     (CHAT, {"audio": {}}, "body.audio"),
     (CHAT, {"model": "gpt-5"}, "body.model"),
     (CHAT, {"temperature": 9}, "sampling.temperature"),
@@ -119,6 +120,21 @@ def spec_of(**sections: Any) -> JobSpec:
     parsed = JobSpec.model_validate(spec)
     sampling, _ = resolve_sampling(parsed.sampling, {})
     return parsed.model_copy(update={"sampling": sampling})
+
+
+def test_lines_may_ask_for_the_prompt_logprobs_that_the_job_stores() -> None:
+    tokenizer = load_tokenizer(MODEL, False)
+    builder = PromptBuilder(spec_of(sampling={"prompt_logprobs": 2, "max_tokens": 4}), tokenizer, len(tokenizer))
+    asked = [0, 2, 3, -1, True]
+    rows = [Row(row, line(row, COMPLETIONS, {"prompt_logprobs": number})) for row, number in enumerate(asked)]
+    found = [None if prompt.error is None else prompt.error.error_message for prompt in builder.build(rows, 512)]
+    assert found == [
+        None,
+        None,
+        "body.prompt_logprobs: asks for 3, but the job stores other columns: set sampling.prompt_logprobs",
+        "body.prompt_logprobs: got -1; must be a whole number, at least 0",
+        "body.prompt_logprobs: got True; must be a whole number, at least 0",
+    ]
 
 
 def test_each_field_on_real_vllm(vllm_engine: "VllmEngine") -> None:
