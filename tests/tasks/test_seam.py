@@ -158,7 +158,7 @@ def test_a_new_task_is_one_class_and_one_line(tmp_path: pathlib.Path) -> None:
     done = jobs.finish(path, **environment)
     assert "task: count" in done.stderr + done.stdout
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
-    prompts = [json.loads(line)["prompt"] for line in jobs.PROMPTS.read_text().split("\n") if line]
+    prompts = [json.loads(line)["prompt"] for line in jobs.prompts().read_text().split("\n") if line]
     rows = sorted(jobs.rows_of(tmp_path / "out"), key=lambda row: row["row_index"])
     assert [row["num_tokens"] for row in rows] == [3 * len(tokenizer(prompt).input_ids) for prompt in prompts]
     assert all(row["error_type"] is None for row in rows)
