@@ -13,6 +13,7 @@ from pages import Block, blocks_of, check_spec, environment, lay_out, run_quicks
 
 import jobs
 from batchinf.cli import app
+from batchinf.engines.installed import engine_argument_names
 
 PAGES = [
     "README.md",
@@ -118,4 +119,6 @@ def test_every_command_that_is_named_exists_with_its_options(page: str) -> None:
             continue
         assert words[0] in commands, line
         known = {option for parameter in commands[words[0]].params for option in parameter.opts} | {"--help"}
+        if commands[words[0]].context_settings.get("allow_extra_args"):  # it checks them itself
+            known |= {f"--{name.replace('_', '-')}" for name in engine_argument_names() or ()}
         assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} <= known, line

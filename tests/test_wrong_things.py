@@ -235,7 +235,8 @@ WRONG = [
     Wrong("sampling field", {"sampling": {"max_tokns": 3}},
           "job.yaml:7:3: sampling.max_tokns: unknown field; did you mean max_tokens? Allowed: n, temperature, "
           "top_p, top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, "
-          "stop, stop_token_ids, include_stop_str_in_output, ignore_eos, skip_special_tokens, seed, logprobs, "
+          "stop, stop_token_ids, logit_bias, allowed_token_ids, bad_words, thinking_token_budget, "
+          "repetition_detection, include_stop_str_in_output, ignore_eos, skip_special_tokens, seed, logprobs, "
           "prompt_logprobs, logprob_token_ids, logprobs_mode, structured_outputs, columns"),
     Wrong("sampling value", {"sampling": {"temperature": -1}},
           "job.yaml:5:3: sampling.temperature: got -1; must be a number, at least 0 and at most 2"),
@@ -246,16 +247,25 @@ WRONG = [
           "job.yaml:8:5: sampling.columns.n: must be the job's, as a row cannot have its own; it can have temperature, "
           "top_p, "
           "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
-          "stop_token_ids, seed"),
+          "stop_token_ids, seed, logit_bias, allowed_token_ids, bad_words, thinking_token_budget, "
+          "repetition_detection, structured_outputs.json, structured_outputs.regex, "
+          "structured_outputs.choice, structured_outputs.grammar, "
+          "structured_outputs.structural_tag"),
     Wrong("a row's own n, in short", {"sampling": {"n": {"column": "language"}}},
           "job.yaml:7:3: sampling.n: must be the job's, as a row cannot have its own; it can have temperature, top_p, "
           "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
-          "stop_token_ids, seed"),
+          "stop_token_ids, seed, logit_bias, allowed_token_ids, bad_words, thinking_token_budget, "
+          "repetition_detection, structured_outputs.json, structured_outputs.regex, "
+          "structured_outputs.choice, structured_outputs.grammar, "
+          "structured_outputs.structural_tag"),
     Wrong("a typo in a row's own", {"sampling": {"columns": {"max_tokns": "id"}}},
           "job.yaml:8:5: sampling.columns.max_tokns: must be the job's, as a row cannot have its own; did you mean "
           "max_tokens? it can have temperature, top_p, "
           "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
-          "stop_token_ids, seed"),
+          "stop_token_ids, seed, logit_bias, allowed_token_ids, bad_words, thinking_token_budget, "
+          "repetition_detection, structured_outputs.json, structured_outputs.regex, "
+          "structured_outputs.choice, structured_outputs.grammar, "
+          "structured_outputs.structural_tag"),
     Wrong("a typo in column", {"sampling": {"top_p": {"colum": "language"}}},
           "job.yaml:7:3: sampling.top_p: got {colum: \"language\"}; must be a value, or {column: name} with the column "
           "of each row's own"),
@@ -284,9 +294,11 @@ WRONG = [
           "job.yaml:8:5: sampling.structured_outputs.choice: got [\"one\", 1]; must be a list of texts; text that "
           "looks like something else needs quotes"),
     Wrong("two structures", {"sampling": {"structured_outputs": {"json": {}, "regex": "a"}}},
-          "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar"),
+          "job.yaml:7:3: sampling.structured_outputs: got json, regex; must be one of json, regex, choice, grammar, "
+          "structural_tag, json_object"),
     Wrong("no structure", {"sampling": {"structured_outputs": {"jsn": {}}}},
-          "job.yaml:7:3: sampling.structured_outputs: got jsn; must be one of json, regex, choice, grammar"),
+          "job.yaml:7:3: sampling.structured_outputs: got jsn; must be one of json, regex, choice, grammar, "
+          "structural_tag, json_object"),
     # The model
     Wrong("missing shard", {},
           "the weights of 'model' are not whole: model-00001-of-00002.safetensors is missing; "
@@ -508,11 +520,11 @@ WRONG = [
           "job.yaml:3:3: model.reasoning_parser: got 'qwen3'; must be left out with task reward, which "
           "generates no text"),
     Wrong("batch lines of vectors", {"task": "embed", "sampling": None, "input": {"format": "openai"}},
-          "job.yaml:4:3: input.format: got 'openai', whose lines ask for text; must be another format with task"
-          " embed: name the prompt's column"),
+          "job.yaml:4:3: input.format: got openai, but the input has no column 'custom_id'; a batch request has "
+          "custom_id, method, url, body"),
     Wrong("batch lines of vectors, recognised", {"task": "embed", "sampling": None},
-          "job.yaml:2:1: input.format: got 'openai', whose lines ask for text; must be another format with task"
-          " embed: name the prompt's column",
+          "task: got embed, but the only line of rows.jsonl has another kind of request, such as "
+          "/v1/chat/completions; must be generate",
           rows=({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}},)),
     Wrong("logprobs of vectors", {"task": "embed", "sampling": None, "output": {"logprobs_dtype": "float16"}},
           "job.yaml:6:3: output.logprobs_dtype: got 'float16'; must be left out with task embed, which has no "

@@ -463,18 +463,16 @@ def test_a_field_that_the_installed_vllm_lacks_is_refused(
 ) -> None:
     (tmp_path / "sampling_params.py").write_text("class SamplingParams:\n    top_p: float = 1.0\n    stop: str = ''\n")
     (tmp_path / "job.yaml").write_text("model: a/b\ninput: {path: x}\noutput: {path: out}\nsampling: {top_p: 0.5}\n")
-    monkeypatch.setattr(installed, "_folder_of", lambda package: tmp_path)
-    installed._field_names.cache_clear()
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(installed, "_folder_of", lambda package: tmp_path)
+        installed._field_names.cache_clear()
         installed.check_sampling_fields(read_spec(tmp_path / "job.yaml"))
         for override in ("sampling.bad_words=[x]", "sampling.bad_words={column: c}"):
             with pytest.raises(
                 SpecError, match=r"sampling\.bad_words: no sampling parameter of the installed vLLM; leave"
             ):
                 installed.check_sampling_fields(read_spec(tmp_path / "job.yaml", [override]))
-    finally:
-        installed._field_names.cache_clear()
-    installed.check_sampling_fields(read_spec(tmp_path / "job.yaml"))
+    installed._field_names.cache_clear()
 
 
 def test_the_whole_numbers_are_those_of_the_spec() -> None:
