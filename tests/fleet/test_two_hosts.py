@@ -37,7 +37,10 @@ def refused(spec: pathlib.Path, hosts: TwoHosts) -> str:
 
 
 def test_a_job_over_two_hosts(hosts: TwoHosts, tmp_path: pathlib.Path) -> None:
-    jobs.finish(spec_of(tmp_path, hosts), prefix=hosts.prefix())
+    # Slow steps: the second replica comes up while the first one works.
+    section = ray_cluster.section_of(hosts.address)
+    spec = jobs.spec_of(tmp_path, **section, scripted={"max_num_seqs": 4, "step_s": 0.02})
+    jobs.finish(spec, prefix=hosts.prefix())
     out = tmp_path / "out"
     assert jobs.rows_of(out) == list(jobs.unhurt())
     assert {event["replica"] for event in jobs.events_of(out, "ready")} == {0, 1}
