@@ -168,6 +168,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: pathlib.Path) -> None:
     finished_unhurt(spec, out)
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.parametrize("limit", jobs.slowly(16, 24, 40, 64))
 def test_a_limit_on_open_files(limit: int, tmp_path: pathlib.Path) -> None:
     (tmp_path / "in").mkdir()
@@ -207,6 +208,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.parametrize("number", [errno.ENOSPC, *jobs.slowly(errno.EDQUOT, errno.EROFS)], ids=errno.errorcode.get)
 def test_each_write_may_be_refused(number: int, tmp_path: pathlib.Path) -> None:
     out, before = tmp_path / "out", {}
@@ -256,6 +258,7 @@ def test_a_read_only_folder_at_the_start(tmp_path: pathlib.Path) -> None:
         finished_unhurt(spec, out, before)
 
 
+@pytest.mark.fewer_rows
 @needs_ext4
 @pytest.mark.parametrize("harm", ["gone", *jobs.slowly("read-only")])
 def test_a_disk_that_fails_under_a_job_at_work(harm: str, tmp_path: pathlib.Path) -> None:
@@ -297,6 +300,7 @@ def hurt(folder: pathlib.Path, harm: str) -> None:
     pathlib.Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("1")
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     "where", ["journal.before_fsync", *jobs.slowly("parts.before_rename", "feeder.read:2", "writer.store:2")]
 )

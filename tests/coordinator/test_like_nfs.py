@@ -80,6 +80,7 @@ print((folder / "c").read_text().strip(), os.listdir(folder))
     assert done.stdout.splitlines() == ["ENOLCK ENOLCK", "['.nfs']", "[]", "ESTALE ENOENT []", "y ['c']"], done.stderr
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     "faults",
     [
@@ -99,6 +100,7 @@ def test_killed_and_resumed(faults: str, library: pathlib.Path, tmp_path: pathli
     finish(spec, **environment)
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 3, 6, 10, 15])
 def test_a_close_that_finds_no_room(number: int, library: pathlib.Path, tmp_path: pathlib.Path) -> None:

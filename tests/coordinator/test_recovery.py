@@ -14,6 +14,8 @@ import pytest
 
 import jobs
 
+pytestmark = pytest.mark.fewer_rows
+
 # Where one process stands still while the victims are killed.
 STEPS = {
     "mid-generation": "engine.step:40",

@@ -61,6 +61,7 @@ def is_at_work(out: pathlib.Path) -> bool:
     return snapshot.get("state") == "running" and any(replica["in_flight"] for replica in snapshot["replicas"])
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.parametrize("is_begun", [False, True], ids=["a new job", "a dead holder's"])
 @pytest.mark.parametrize("has_locks", [True, *jobs.slowly(False)], ids=["with flock", "without flock"])
 def test_two_that_start_at_once(has_locks: bool, is_begun: bool, tmp_path: pathlib.Path) -> None:

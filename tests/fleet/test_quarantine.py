@@ -212,6 +212,7 @@ def deaths_of(out: pathlib.Path) -> list[dict[str, object]]:
     return jobs.events_of(out, "death")
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.parametrize(
     ("point", "action", "most"),
     [
@@ -286,6 +287,7 @@ def test_a_death_without_a_culprit_costs_nothing_but_a_restart(tmp_path: pathlib
     check_rows(tmp_path / "out", [])
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.slow
 def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, output=SHARDS, sampling={"n": 3, "temperature": 1.0, "max_tokens": 16})
@@ -295,6 +297,7 @@ def test_samples_of_a_row_share_its_fate(tmp_path: pathlib.Path) -> None:
     assert errors == [(137, 0), (137, 1), (137, 2)]
 
 
+@pytest.mark.fewer_rows
 @pytest.mark.slow
 @pytest.mark.real_starts
 @pytest.mark.parametrize("num_deaths", [3])

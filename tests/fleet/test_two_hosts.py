@@ -39,7 +39,7 @@ def refused(spec: pathlib.Path, hosts: TwoHosts) -> str:
 def test_a_job_over_two_hosts(hosts: TwoHosts, tmp_path: pathlib.Path) -> None:
     # Slow steps: the second replica comes up while the first one works.
     section = ray_cluster.section_of(hosts.address)
-    spec = jobs.spec_of(tmp_path, **section, scripted={"max_num_seqs": 4, "step_s": 0.02})
+    spec = jobs.spec_of(tmp_path, **section, scripted={"max_num_seqs": 4, "step_s": 0.01})
     jobs.finish(spec, prefix=hosts.prefix())
     out = tmp_path / "out"
     assert jobs.rows_of(out) == list(jobs.unhurt())
