@@ -263,11 +263,11 @@ class Fleet:
         self.requests_per_row = 1
         self.revoked: list[tuple[FleetReplica, list[Key]]] = []
 
-    def assign(self, replica: FleetReplica, leases: list[Lease], condemned: Any, *, progress_s: float) -> None:
+    def give(self, replica: FleetReplica, message: Any) -> None:
         own = self.by_number[replica.number]
-        own.progress_s = progress_s
+        own.progress_s = message.progress_s
         # No time is counted for a part.
-        open_leases = [lease for lease in leases if not lease.is_stored]
+        open_leases = [lease for lease in message.leases if not lease.is_stored]
         replica.give(open_leases)
         own.assigned.extend(open_leases)
 
