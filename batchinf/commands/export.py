@@ -69,7 +69,7 @@ def export_job(out: str, request: ExportRequest) -> Exported:
     if unknown := [name for name in request.columns if name not in schema.names]:
         raise UserError(f"--columns: no column {list_names(unknown)}; the output has {list_names(schema.names)}")
     if not job.results.is_done:
-        notes.append(f"the job is not done: these are its first {counted(len(job.results), 'committed row')}")
+        notes.append(f"the job is not done: {counted(len(job.results), 'row')} are committed so far")
     rows = Rows(job.results, form.columns(request.columns, schema), request.where)
     names = _names(form, request)
     error_name = _error_name(request) if form.splits_errors and request.splits_errors else None
@@ -130,7 +130,8 @@ def _names(form: type[Format], request: ExportRequest) -> list[str]:
     """The files: `rows.jsonl`, or `rows-00000-of-00004.jsonl` and so on."""
     base, ending = os.path.splitext(request.path)
     if form is HuggingFaceExport:
-        base, ending = os.path.join(request.path, DATA, "train"), form.suffix
+        base = os.path.join(request.path, DATA, "train")
+        ending = form.suffix
     elif request.num_files == 1:
         return [request.path]
     return [f"{base}-{number:05}-of-{request.num_files:05}{ending}" for number in range(request.num_files)]

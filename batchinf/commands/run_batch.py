@@ -70,7 +70,7 @@ def batch_run(
         "sampling": {"logprobs": most_logprobs(input_file)},
         "engine": {},
         "output": {"path": folder},
-        "max_error_rate": 1.0,  # as vLLM's, it ends well whatever the lines ask for
+        "max_error_rate": 1.0,  # `vllm run-batch` ends with 0 even if lines fail
     }
     notes = []
     for name, value in read_flags(flags):

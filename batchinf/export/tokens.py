@@ -34,7 +34,7 @@ def token_columns(prefix: str, schema: pa.Schema) -> list[str]:
 
 
 def tokens_of(prefix: str, row: Mapping[str, Any]) -> Iterator[StoredToken]:
-    """The tokens of a row, whose values are those of `token_columns`. The lists of a row have one length."""
+    """The tokens of a row. row: the values of `token_columns`, lists of one length."""
     ids, logprobs, ranks = (row[f"{prefix}{name}"] for name in ("token_ids", "logprobs", "ranks"))
     top_ids, top_logprobs = (row.get(name) for name in _top(prefix))
     for place, (token_id, logprob, rank) in enumerate(zip(ids, logprobs, ranks, strict=True)):

@@ -290,4 +290,4 @@ def test_a_job_that_is_not_done_says_so(tmp_path: pathlib.Path) -> None:
     done = exported(tmp_path / "out", tmp_path / "rows.jsonl", columns=("id",))
     assert 0 < done.num_rows == len(batchinf.open(tmp_path / "out"))
     [note] = done.notes
-    assert note == f"the job is not done: these are its first {done.num_rows} committed rows"
+    assert note == f"the job is not done: {done.num_rows} rows are committed so far"
