@@ -87,7 +87,10 @@ def batch_run(
 def _put(spec: dict[str, Any], name: str, value: Any) -> None:
     """Write a flag's value into the spec. Raises UserError for a flag that is not known."""
     if name == "chat_template":
-        spec["input"]["chat_template"] = {"file": value} if os.path.isfile(str(value)) else value
+        is_file = os.path.isfile(str(value))
+        if not is_file and "{" not in str(value):  # else each prompt would be this text
+            raise UserError(f"--chat-template: got {value}; must be a file that is there, or a template in Jinja")
+        spec["input"]["chat_template"] = {"file": value} if is_file else value
         return
     if name == "response_role" and value == "assistant":
         return

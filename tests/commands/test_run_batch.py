@@ -64,6 +64,7 @@ def test_flags_go_to_the_fields_of_the_spec(tmp_path: pathlib.Path) -> None:
     [
         ("--enable-metrics", "--enable-metrics: not supported: no server runs"),
         ("--lora-modules a=b", "--lora-modules: not supported: write a spec with model.lora"),
+        ("--chat-template gone.jinja", "--chat-template: got gone.jinja; must be a file that is there"),
         ("512", "run-batch: got '512' where a flag is expected"),
     ],
 )
