@@ -103,8 +103,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
     jobs.may_fork = item.get_closest_marker("real_starts") is None
-    is_slow = item.get_closest_marker("slow") is not None and item.get_closest_marker("fewer_rows") is None
-    jobs.has_fewer_rows = item.get_closest_marker("all_rows") is None and not is_slow
+    has_all_rows = any(item.get_closest_marker(name) is not None for name in ("all_rows", "slow", "slurm"))
+    jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None or not has_all_rows
     # A command that ran in an earlier test's process ignores them from its end on, and children would inherit that. A
     # library, such as Ray, may have set handlers of its own, beside which batchinf sets none.
     for number in STOP_SIGNALS:

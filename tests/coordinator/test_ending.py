@@ -94,7 +94,9 @@ def test_no_row_is_told_under_the_reason_of_another(tmp_path: pathlib.Path, caps
     assert page.count("<td>unsupported_request</td>") == 6
 
 
-@pytest.mark.parametrize(("drain_s", "is_long"), [(0.0, True), pytest.param(30.0, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drain_s", "is_long"), [(0.0, True), pytest.param(30.0, False, marks=(pytest.mark.slow, pytest.mark.fewer_rows))]
+)
 def test_a_stop_says_what_is_kept(
     drain_s: float, is_long: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
