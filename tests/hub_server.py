@@ -1,6 +1,8 @@
-"""A replacement for the Hugging Face hub on 127.0.0.1, for finding and fetching models."""
+"""A replacement for the Hugging Face hub on 127.0.0.1: models are found and fetched, datasets pushed and read."""
 
+import base64
 import contextlib
+import hashlib
 import json
 import pathlib
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 
 class Hub(ThreadingHTTPServer):
-    """The hub's answers about models. repos: id → revision → commit → files. refusals: id → answer."""
+    """The hub's answers about models, and about datasets, whose ids are here `datasets/USER/NAME`."""
 
     daemon_threads = True
     block_on_close = False
@@ -26,6 +28,8 @@ class Hub(ThreadingHTTPServer):
         self.refusals: dict[str, tuple[int, dict[str, str]]] = {}
         self.gated_files: set[str] = set()
         self.asked: list[str] = []
+        self.visibility: dict[str, str] = {}
+        self.uploads: dict[str, bytes] = {}
         self.delay_s = 0.0
 
     @property
@@ -46,10 +50,89 @@ class Answer(BaseHTTPRequestHandler):
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             self.describe("/".join(parts[2:4]), parts[4:])
+        elif parts[:2] == ["api", "datasets"]:
+            self.describe("/".join(parts[1:4]), parts[4:])
+        elif parts[0] == "api":
+            self.send(404, {})
+        elif parts[0] == "datasets":
+            self.give("/".join(parts[:3]), parts[4], "/".join(parts[5:]))
         else:
             self.give("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 
     do_HEAD = do_GET  # noqa: N815
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.asked.append(path)
+        parts = path.strip("/").split("/")
+        body = self.body()
+        if "Authorization" not in self.headers:
+            self.send(401, {})
+        elif path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"datasets/{asked['organization']}/{asked['name']}"
+            if name in self.server.refusals:
+                self.send(*self.server.refusals[name])
+            elif name in self.server.refs:
+                self.send_json({"url": f"{self.server.url}/{name}"}, status=409)
+            else:
+                self.server.refs[name] = {"main": "0" * 40}
+                self.server.commits["0" * 40] = {".gitattributes": b""}
+                self.server.visibility[name] = asked["visibility"]
+                self.send_json({"url": f"{self.server.url}/{name}"})
+        elif path == "/api/validate-yaml":
+            self.send_json({"errors": [], "warnings": []})
+        elif path.endswith("/preupload/main"):
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith((".parquet", ".png")) else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            self.send_json({"files": files})
+        elif path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {**thing, "actions": {"upload": {"href": f"{self.server.url}/lfs/{thing['oid']}"}}}
+                for thing in json.loads(body)["objects"]
+            ]
+            self.send_json({"transfer": "basic", "objects": objects})
+        elif parts[:2] == ["api", "datasets"] and parts[4] == "commit":
+            self.commit("/".join(parts[1:4]), [json.loads(line) for line in body.splitlines()])
+        else:
+            self.send(404, {})
+
+    def do_PUT(self) -> None:
+        data = b"".join(self.chunks()) if "chunked" in self.headers.get("Transfer-Encoding", "") else self.body()
+        oid = self.path.rpartition("/")[2]
+        assert hashlib.sha256(data).hexdigest() == oid
+        self.server.uploads[oid] = data
+        self.send(200, {})
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def chunks(self) -> Iterator[bytes]:
+        while size := int(self.rfile.readline(), 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+
+    def commit(self, name: str, operations: list[dict[str, Any]]) -> None:
+        files = dict(self.server.commits[self.server.refs[name]["main"]])
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "deletedFile":
+                del files[value["path"]]
+            elif operation["key"] == "lfsFile":
+                files[value["path"]] = self.server.uploads[value["oid"]]
+            elif operation["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.server.commits[commit] = files
+        self.server.refs[name]["main"] = commit
+        self.send_json({"success": True, "commitOid": commit, "commitUrl": f"{self.server.url}/{name}/commit/{commit}"})
 
     def describe(self, name: str, rest: list[str]) -> None:
         refs = self.server.refs.get(name, {})
@@ -76,8 +159,8 @@ class Answer(BaseHTTPRequestHandler):
         data = self.server.commits[commit][file]
         self.send(200, {"ETag": f'"{hash((commit, file)):x}"', "X-Repo-Commit": commit}, data)
 
-    def send_json(self, value: Any) -> None:
-        self.send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
+    def send_json(self, value: Any, status: int = 200) -> None:
+        self.send(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
 
     def send(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         self.send_response(status)
@@ -106,6 +189,7 @@ def serving(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol, with another server
     yield server
     close_session()
     server.shutdown()

@@ -86,10 +86,23 @@ def _export(
         typer.Option("--where", metavar="SQL", help="Export rows for which this expression over the columns is true."),
     ] = None,
     overwrites: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")] = False,
+    push_to: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", metavar="USER/NAME", help="Upload the dataset of hf to the hub, too."),
+    ] = None,
+    is_public: Annotated[
+        bool, typer.Option("--public", help="A dataset that is new on the hub can be read by all, not only by you.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
     from batchinf.commands.export import STDOUT, ExportRequest, export_job
+
+    card_files = None
+    if to == "hf":
+        from batchinf.report import dataset_card  # imports libraries for charts
+
+        card_files = dataset_card.card_files
 
     request = ExportRequest(
         path=path,
@@ -98,8 +111,10 @@ def _export(
         columns=names_in(",".join(columns or ())),
         where=where,
         overwrites=overwrites,
+        push_to=push_to,
+        is_public=is_public,
     )
-    exported = export_job(out, request)
+    exported = export_job(out, request, card_files)
     if path == STDOUT:
         print(plain("\n".join(exported.lines())), file=sys.stderr)
     else:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -16,13 +16,15 @@ import pyarrow as pa
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.text import counted, list_names
 from batchinf.export.base import ExportedJob, Format
-from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, card
+from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
 from batchinf.export.registry import FORMATS
 from batchinf.export.rows import Rows
 from batchinf.results import Results
 
 STDOUT = "-"
 _FOLLOW_S = 5.0
+_MOST_FILES = 4
+"""More are not all named to people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,16 @@ class Exported:
     files: tuple[str, ...]
     notes: tuple[str, ...]
     """What the export does not have, in lines for the user."""
+    pushed_to: str | None = None
+    """The URL of the commit on the hub."""
 
     def lines(self) -> Iterator[str]:
         """For people."""
         yield from (f"note: {note}" for note in self.notes)
-        yield f"{counted(self.num_rows, 'row')} in {list_names(self.files)}"
+        files = self.files if len(self.files) <= _MOST_FILES else (*self.files[:2], f"{len(self.files) - 2} more files")
+        yield f"{counted(self.num_rows, 'row')} in {list_names(files)}"
+        if self.pushed_to is not None:
+            yield f"pushed to the hub: {self.pushed_to}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +63,26 @@ class ExportRequest:
     overwrites: bool = False
     splits_errors: bool = True
     """Whether a format that has them apart writes error rows to a file of their own."""
+    push_to: str | None = None
+    """The name of a dataset on the hub, for `hf`."""
+    is_public: bool = False
+    """Whether a dataset that is new on the hub can be read by all."""
 
 
-def export_job(out: str, request: ExportRequest) -> Exported:
-    """Write the committed rows of the job in an output folder, in bounded memory. Raises UserError."""
+CardFiles = Callable[[str, ExportedJob, int, str | None], dict[str, bytes]]
+"""The card of a dataset and its plots, by file. Of: a job's folder, the job, the number of rows, and their filter."""
+
+
+def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = None) -> Exported:
+    """Write the committed rows of the job in an output folder, in bounded memory. Raises UserError.
+
+    card_files: None means that a dataset gets no card.
+    """
     form = _format(request)
     if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
         raise UserError("-o: got stdout, which holds one file; give a path")
+    if request.push_to is not None and form is not HuggingFaceExport:
+        raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
     job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
@@ -73,8 +93,12 @@ def export_job(out: str, request: ExportRequest) -> Exported:
     rows = Rows(job.results, form.columns(request.columns, schema), request.where)
     names = _names(form, request)
     error_name = _error_name(request) if form.splits_errors and request.splits_errors else None
+    if form is HuggingFaceExport:
+        _check_is_free(os.path.join(request.path, CARD), request)  # it is written last
+    if request.push_to is not None:
+        reserve(request.push_to, is_public=request.is_public, overwrites=request.overwrites)
     num_rows = 0
-    with _Files(overwrites=request.overwrites) as files:
+    with _Files(request) as files:
         errors = None if error_name is None else files.open(error_name, is_optional=True)
         streams = [files.open(name) for name in names]
         writers = [form(job, rows.schema, stream, errors or stream) for stream in streams]
@@ -83,9 +107,11 @@ def export_job(out: str, request: ExportRequest) -> Exported:
             num_rows += batch.num_rows
         for writer in writers:
             writer.close()
-        if form is HuggingFaceExport:
-            files.open(os.path.join(request.path, CARD)).write(card(job, num_rows, request.where).encode())
-    return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes))
+        if form is HuggingFaceExport and card_files is not None:
+            for name, data in card_files(out, job, num_rows, request.where).items():
+                files.open(os.path.join(request.path, name)).write(data)
+    pushed_to = None if request.push_to is None else push(request.push_to, request.path)
+    return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes), pushed_to=pushed_to)
 
 
 @contextlib.contextmanager
@@ -137,6 +163,11 @@ def _names(form: type[Format], request: ExportRequest) -> list[str]:
     return [f"{base}-{number:05}-of-{request.num_files:05}{ending}" for number in range(request.num_files)]
 
 
+def _check_is_free(name: str, request: ExportRequest) -> None:
+    if os.path.lexists(name) and not request.overwrites:
+        raise UserError(f"-o: {name} is there already; give another name, or --overwrite")
+
+
 def _error_name(request: ExportRequest) -> str | None:
     """The file of the error rows; None: they go to stdout like the others."""
     base, ending = os.path.splitext(request.path)
@@ -166,8 +197,8 @@ def _pieces(rows: Rows, num_rows: int, num_files: int) -> Iterator[tuple[int, pa
 class _Files:
     """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do."""
 
-    def __init__(self, *, overwrites: bool) -> None:
-        self._overwrites = overwrites
+    def __init__(self, request: ExportRequest) -> None:
+        self._request = request
         self._stack = contextlib.ExitStack()
         self._begun: list[tuple[str, str, bool]] = []
         self.written: list[str] = []
@@ -184,8 +215,7 @@ class _Files:
         if name == STDOUT:
             self.written.append("stdout")
             return sys.stdout.buffer
-        if os.path.lexists(name) and not self._overwrites:
-            raise UserError(f"-o: {name} is there already; give another name, or --overwrite")
+        _check_is_free(name, self._request)
         temporary = f"{name}.{uuid.uuid4().hex[:12]}.tmp"
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         stream = open(temporary, "wb")  # noqa: SIM115  # `__exit__` closes it

@@ -1,14 +1,18 @@
-"""Export as a dataset of the Hugging Face hub: a folder of Parquet files with a card of the job's facts."""
+"""Export as a dataset of the Hugging Face hub: a folder of Parquet files and a card, which may be pushed."""
 
-import yaml
+import contextlib
+from collections.abc import Iterator
 
-from batchinf.base.text import counted
-from batchinf.export.base import ExportedJob
+from batchinf.base.errors import UserError
 from batchinf.export.plain import ParquetExport
 
 DATA = "data"
 """The folder of the Parquet files."""
+PLOTS = "plots"
+"""The folder of the plots, PNG files."""
 CARD = "README.md"
+# The hub makes this file itself.
+_HUBS_OWN = {".gitattributes"}
 
 
 class HuggingFaceExport(ParquetExport):
@@ -18,32 +22,62 @@ class HuggingFaceExport(ParquetExport):
     suffix = ".parquet"
 
 
-def card(job: ExportedJob, num_rows: int, where: str | None) -> str:
-    """The dataset card: what the hub reads, in YAML, and the facts of the job, for people.
+def reserve(name: str, *, is_public: bool, overwrites: bool) -> None:
+    """Make the dataset on the hub if it is not there, so that a missing right is found before rows are written.
 
-    num_rows: exported. where: the expression that chose them.
+    is_public: of a new dataset. overwrites: whether files that it has already may be replaced. Raises UserError.
     """
-    results = job.results
-    counts = results.counts
-    made_with = results.facts()
-    versions = {name.removeprefix("version."): it for name, it in made_with.items() if name.startswith("version.")}
-    facts = {
-        "model": f"`{job.spec.model.name}`",
-        "task": f"`{job.task.name}`",
-        "rows": f"{num_rows:,}" if where is None else f"{num_rows:,}, those with `{where}`",
-        "error rows of the job": f"{counts.num_errors:,}",
-        "tokens of the job": f"{counts.num_prompt_tokens:,} of prompts, {counts.num_output_tokens:,} of outputs",
-        "job": f"`{results.job_id}`, begun {results.begun_at:%Y-%m-%d %H:%M} UTC",
-        "device": made_with.get("device", "unknown"),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-    }
-    data = [{"config_name": "default", "data_files": [{"split": "train", "path": f"{DATA}/*.parquet"}]}]
-    head = yaml.safe_dump({"configs": data, "tags": ["batchinf"]}, sort_keys=False)
-    own = job.spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
-    spec = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
-    table = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
-    return (
-        f"---\n{head}---\n\n# Outputs of {job.spec.model.name}\n\n"
-        f"{counted(num_rows, 'row')} of a job of batchinf.\n\n"
-        f"| | |\n| --- | --- |\n{table}\n## Spec\n\n```yaml\n{spec}```\n"
-    )
+    from huggingface_hub import HfApi
+
+    with _told(name):
+        api = HfApi()
+        api.create_repo(name, repo_type="dataset", private=not is_public, exist_ok=True)
+        there = [file for file in api.list_repo_files(name, repo_type="dataset") if file not in _HUBS_OWN]
+    if there and not overwrites:
+        raise UserError(
+            f"--push-to-hub: the dataset {name} has {there[0]!r} already; give another name, or --overwrite to replace "
+            "its data, plots and card"
+        )
+
+
+def push(name: str, folder: str) -> str:
+    """Upload the folder in one commit that replaces data and plots of an earlier one. Returns the commit's URL.
+
+    Raises UserError, which says how to upload the folder without another export.
+    """
+    from huggingface_hub import HfApi
+
+    again = f"the dataset is in {folder}; `hf upload {name} {folder} . --repo-type dataset` uploads it"
+    with _told(name, again):
+        commit = HfApi().upload_folder(
+            repo_id=name,
+            repo_type="dataset",
+            folder_path=folder,
+            commit_message="Export of batchinf",
+            delete_patterns=[f"{DATA}/*", f"{PLOTS}/*"],
+        )
+    return str(commit.commit_url)
+
+
+@contextlib.contextmanager
+def _told(name: str, again: str = "nothing was exported") -> Iterator[None]:
+    """Errors of the hub as one line. again: what is left, and what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.HFValidationError:
+        raise UserError(f"--push-to-hub: got {name!r}; must be the name of a dataset on the hub: USER/NAME") from None
+    except errors.LocalTokenNotFoundError:
+        raise UserError(f"--push-to-hub: no token of the hub is here; run `hf auth login`; {again}") from None
+    except errors.OfflineModeIsEnabled:
+        raise UserError(f"--push-to-hub: HF_HUB_OFFLINE is set; unset it; {again}") from None
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
+        # An upload that fails is a RuntimeError that names the file, because of one of the others.
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status in (401, 403):
+            why = f"the hub does not let this machine's token write to {name} ({status}); run `hf auth login`"
+        else:
+            why = f"the hub answered with status {status}" if status else f"the hub cannot be reached: {cause}"
+        raise UserError(f"--push-to-hub: {why}; {again}") from error

@@ -2,6 +2,7 @@
 
 import importlib.resources
 import pathlib
+import re
 from typing import Any
 
 import jinja2
@@ -10,6 +11,12 @@ from batchinf.base.errors import UserError
 from batchinf.base.storage import PAGE_MARK, reason, write_named
 from batchinf.base.text import plain
 from batchinf.commands.inspect import InspectReport, probability, token_text
+
+
+def light_colors() -> dict[str, str]:
+    """The colours of the pages on a light screen, by the names of their variables."""
+    page = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return dict(re.findall(r"(--\w+): (#\w+);", page.partition("@media")[0]))
 
 
 def template(name: str) -> jinja2.Template:

@@ -5,12 +5,16 @@ import csv
 import io
 import json
 import pathlib
+import re
+import shutil
 from typing import Any
 
 import openai.types
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from datasets import load_dataset
+from hub_server import serving
 from openai.types.chat import ChatCompletion
 
 import batchinf
@@ -18,6 +22,7 @@ import jobs
 from batchinf.base.errors import OutputError, UserError
 from batchinf.commands.export import STDOUT, Exported, ExportRequest, export_job
 from batchinf.export import rows as export_rows
+from batchinf.report.dataset_card import card_files
 from batchinf.schedule.predicate import PredicateError
 
 NUM_ROWS = 60
@@ -140,9 +145,58 @@ def test_a_dataset_is_read_by_datasets(sampled: pathlib.Path, tmp_path: pathlib.
     dataset = load_dataset(str(tmp_path / "data set"), split="train", cache_dir=str(tmp_path / "cache"))
     assert dataset["id"][:] == [row["id"] for row in stored(sampled)]
     assert dataset["logprobs"][:] == [row["logprobs"] for row in stored(sampled)]
-    card = (tmp_path / "data set" / "README.md").read_text(encoding="utf-8")
-    for fact in (f"| model | `{jobs.MODEL}` |", "| rows | 180 |", batchinf.open(sampled).job_id, "n: 3"):
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own use of httpx
+def test_a_dataset_is_pushed_to_the_hub(
+    sampled: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "someone/answers"
+    folder = tmp_path / "dataset"
+    with serving(tmp_path, monkeypatch) as hub:
+
+        def push(**options: Any) -> Exported:
+            request = ExportRequest(path=str(folder), to="hf", push_to=name, **options)
+            return export_job(str(sampled), request, card_files)
+
+        def refused(**options: Any) -> str:
+            with pytest.raises(UserError) as raised:
+                push(**options)
+            return str(raised.value)
+
+        assert (
+            "does not let this machine's token write to someone/answers (401); run `hf auth login`; nothing was"
+            in refused()
+        )
+        (tmp_path / "token").write_text("hf_word")
+        hub.refusals[f"datasets/{name}"] = (403, {})
+        assert "does not let this machine's token write to someone/answers (403)" in refused()
+        del hub.refusals[f"datasets/{name}"]
+        assert not folder.exists()
+
+        pushed = push(num_files=4)
+        commit = hub.refs[f"datasets/{name}"]["main"]
+        assert pushed.pushed_to == f"{hub.url}/datasets/{name}/commit/{commit}"
+        assert hub.visibility[f"datasets/{name}"] == "private"
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert {**files, ".gitattributes": b""} == hub.commits[commit]
+
+        shutil.rmtree(folder)
+        assert "has 'README.md' already; give another name, or --overwrite" in refused()
+        push(num_files=1, overwrites=True, where="sample_index = 0")
+        there = hub.commits[hub.refs[f"datasets/{name}"]["main"]]
+        assert [file for file in there if file.startswith("data/")] == ["data/train-00000-of-00001.parquet"]
+        assert pq.read_table(io.BytesIO(there["data/train-00000-of-00001.parquet"])).num_rows == NUM_ROWS
+
+    assert "the hub cannot be reached" in refused(overwrites=True)
+    card = there["README.md"].decode()
+    assert yaml.safe_load(card.split("---")[1])["configs"][0]["data_files"][0]["split"] == "train"
+    facts = (f"| model | `{jobs.MODEL}` |", "| rows | 60, those with `sample_index = 0` |", "n: 3")
+    for fact in (*facts, batchinf.open(sampled).job_id):
         assert fact in card
+    plots = re.findall(r"!\[\]\((plots/.+\.png)\)", card)
+    assert len(plots) > 3
+    assert all(there[plot].startswith(b"\x89PNG") for plot in plots)
 
 
 def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
