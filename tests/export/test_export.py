@@ -338,6 +338,29 @@ def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:
     assert done.notes == ()
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_an_export_is_the_input_of_a_job_with_the_same_export(ending: str, tmp_path: pathlib.Path) -> None:
+    rows = [{"id": f"r{n}", "prompt": f'"{n}",\n  ä\t{"".join(map(chr, range(32, 32 + n)))}'} for n in range(NUM_ROWS)]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    exports = []
+    source = tmp_path / "in.jsonl"
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        spec = jobs.spec_of(
+            folder,
+            input={"path": str(source), "id_column": "id"},
+            output={"include_prompt": True, "keep_columns": []},
+            scripted={"step_s": 0.0},
+        )
+        jobs.finish(spec)
+        source = folder / f"rows.{ending}"
+        exported(folder / "out", source, columns=("id", "prompt", "text", "token_ids", "cumulative_logprob"))
+        exports.append(source.read_bytes())
+    assert exports[0] == exports[1]
+    assert [row["prompt"] for row in stored(tmp_path / "second" / "out")] == [row["prompt"] for row in rows]
+
+
 def test_a_job_that_is_not_done_says_so(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.0})
     jobs.run("run", spec, faults="coordinator.after_publish:3=kill")
