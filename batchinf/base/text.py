@@ -95,12 +95,9 @@ def name_type(value: object) -> str:
     return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
-def to_json(report: Any, *, ensure_ascii: bool = True, default: Callable[[Any], Any] = str) -> str:
-    """A report as one line of JSON. A number that is not finite becomes null.
-
-    default: what becomes of other values; an input row may have dates or bytes.
-    """
-    return json.dumps(_values(report), default=default, ensure_ascii=ensure_ascii)
+def to_json(report: Any, *, ensure_ascii: bool = True) -> str:
+    """A report as one line of JSON. A number that is not finite becomes null; a date, as of a row, becomes text."""
+    return json.dumps(_values(report), default=str, ensure_ascii=ensure_ascii)
 
 
 def _values(value: Any) -> Any:

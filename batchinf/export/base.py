@@ -1,17 +1,15 @@
 """What a format of an export is: it writes batches of rows to a binary stream."""
 
 import abc
-import base64
 import datetime
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar
 
+import msgspec
 import pyarrow as pa
 
-from batchinf.base.text import to_json
 from batchinf.export.tokens import TokenTexts
 from batchinf.manifest.versions import stored_spec
 from batchinf.results import Results
@@ -80,16 +78,19 @@ class Format(abc.ABC):
         """Write what was held back, and the end of the file."""
 
 
-def row_line(row: Mapping[str, Any]) -> bytes:
-    """A row as a line of JSON. A number that is not finite becomes null, bytes become base64, a time its ISO form."""
-    try:
-        text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_json_value)
-    except ValueError:
-        text = to_json(row, ensure_ascii=False, default=_json_value)
-    return f"{text}\n".encode()
+def json_of(value: object) -> bytes:
+    """JSON text. A number that is not finite becomes null, bytes become base64, a time its ISO form."""
+    return _ENCODER.encode(value)
 
 
-def _json_value(value: object) -> object:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
+def json_lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A line of JSON for each row, as `json_of` writes values."""
+    return _ENCODER.encode_lines(rows)
+
+
+def _json_value(value: object) -> str:
+    """Of types that are unknown to the encoder, such as a time in nanoseconds."""
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_json_value)

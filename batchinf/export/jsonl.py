@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinf.export.base import Format, row_line
+from batchinf.export.base import Format, json_lines
 from batchinf.export.tokens import PREFIXES, StoredToken, token_columns, tokens_of
 
 
@@ -29,7 +29,7 @@ class JsonLinesExport(Format):
             if columns := token_columns(prefix, batch.schema):
                 for row in rows:
                     self._join(prefix, columns, row)
-        self.stream.write(b"".join(map(row_line, rows)))
+        self.stream.write(json_lines(rows))
 
     def _join(self, prefix: str, columns: Sequence[str], row: dict[str, Any]) -> None:
         """Put all that is known of a row's tokens into its column of logprobs."""

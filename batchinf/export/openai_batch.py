@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import UserError
-from batchinf.export.base import ExportedJob, Format, row_line
+from batchinf.export.base import ExportedJob, Format, json_lines
 from batchinf.export.tokens import token_columns, tokens_of
 from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
@@ -72,7 +72,7 @@ class OpenAIBatchExport(Format):
 
     def _write(self, requests: Sequence[tuple[Row, ...]]) -> None:
         for samples in requests:
-            line = row_line(self._line(samples))
+            line = json_lines([self._line(samples)])
             is_error = all(row["error_type"] is not None for row in samples)
             (self.errors if is_error else self.stream).write(line)
 

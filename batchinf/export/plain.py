@@ -1,13 +1,13 @@
 """Exports of the columns as they are: Parquet, and CSV with lists as JSON text."""
 
-import json
+import base64
 from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from batchinf.export.base import ExportedJob, Format, row_line
+from batchinf.export.base import ExportedJob, Format, json_of
 
 _GROUP_BYTES = 32 << 20
 
@@ -83,5 +83,4 @@ def _text(value: Any) -> str | None:
     """The JSON text of a list or a mapping; the base64 of bytes."""
     if value is None:
         return None
-    text = row_line({"": value}).decode()
-    return str(json.loads(text)[""]) if isinstance(value, bytes) else text[len('{"": ') : -len("}\n")]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else json_of(value).decode()

@@ -316,24 +316,28 @@ def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:
         "prompt": ["a", "b"],
         "data": pa.array([b"\xff\x00", None]),
         "at": [datetime.datetime(2026, 1, 2, 3, 4, 5), None],
+        "exact": pa.array([1_767_323_045_000_000_001, None], pa.timestamp("ns")),
         "number": [float("nan"), float("inf")],
     })  # fmt: skip
     pq.write_table(table, tmp_path / "in.parquet")
     spec = jobs.spec_of(
         tmp_path,
         input={"path": str(tmp_path / "in.parquet"), "id_column": None},
-        output={"keep_columns": ["data", "at", "number"]},
+        output={"keep_columns": ["data", "at", "exact", "number"]},
     )
     jobs.finish(spec)
-    columns = ("data", "at", "number")
+    columns = ("data", "at", "exact", "number")
     done = exported(tmp_path / "out", tmp_path / "rows.jsonl", columns=columns)
     first, second = lines_of(tmp_path / "rows.jsonl")
     text = base64.b64encode(b"\xff\x00").decode()
-    assert first == {"data": text, "at": "2026-01-02T03:04:05", "number": None}
-    assert second == {"data": None, "at": None, "number": None}
+    exact = "2026-01-02T03:04:05.000000001"
+    assert first == {"data": text, "at": "2026-01-02T03:04:05", "exact": exact, "number": None}
+    assert second == {"data": None, "at": None, "exact": None, "number": None}
     exported(tmp_path / "out", tmp_path / "rows.csv", columns=columns)
     assert (tmp_path / "rows.csv").read_text().splitlines() == [
-        '"data","at","number"', f'"{text}",2026-01-02 03:04:05.000000,nan', ",,inf",
+        '"data","at","exact","number"',
+        f'"{text}",2026-01-02 03:04:05.000000,2026-01-02 03:04:05.000000001,nan',
+        ",,,inf",
     ]  # fmt: skip
     assert done.notes == ()
 
