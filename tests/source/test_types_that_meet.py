@@ -207,6 +207,6 @@ def test_no_pair_of_types_changes_a_value() -> None:
 
 # A scan of Parquet starts a process, which takes half a second.
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_examples", "ending"), [(500, ".arrow"), (15, ".parquet")])
+@pytest.mark.parametrize(("num_examples", "ending"), [(200, ".arrow"), (10, ".parquet")])
 def test_no_pair_of_types_changes_a_value_at_length(num_examples: int, ending: str) -> None:
     run_pairs(num_examples, ending)
