@@ -67,7 +67,7 @@ def batch_run(
     spec: dict[str, Any] = {
         "model": {"name": model},
         "input": {"path": input_file, "format": OpenAIBatch.name},
-        "sampling": {"logprobs": most_logprobs(input_file)},
+        "sampling": most_logprobs(input_file),
         "engine": {},
         "output": {"path": folder},
         "max_error_rate": 1.0,  # `vllm run-batch` ends with 0 even if lines fail
@@ -149,11 +149,14 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def most_logprobs(path: str) -> int | None:
-    """The most logprobs that a line of a batch file asks for; None if none does, or if the file is not on this host."""
-    most = None
+def most_logprobs(path: str) -> dict[str, int | None]:
+    """The most logprobs of outputs and of prompts that a line of a batch file asks for, by the field of `sampling`.
+
+    None: no line asks for them, or the file is not on this host.
+    """
+    most: dict[str, int | None] = {"logprobs": None, "prompt_logprobs": None}
     if not os.path.isfile(path):
-        return None
+        return most
     with open(path, "rb") as file:
         for line in file:
             if b"logprobs" not in line:
@@ -161,9 +164,11 @@ def most_logprobs(path: str) -> int | None:
             try:
                 body = json.loads(line)["body"]
                 number = body.get("logprobs")
+                of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue  # the job makes an error row of it
             number = (body.get("top_logprobs") or 0) if number is True else number
-            if type(number) is int and number >= 0:
-                most = max(most or 0, number)
+            for field, asked in (("logprobs", number), ("prompt_logprobs", of_prompt)):
+                if type(asked) is int and asked >= 0:
+                    most[field] = max(most[field] or 0, asked)
     return most

@@ -11,7 +11,7 @@ from batchinf.spec.fields import IDENTITY, Positive, Section, Text, Texts, Token
 
 # Fields that a row may set for itself. None of them changes the output's columns or the engine.
 PER_ROW_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "seed", "logit_bias", "allowed_token_ids", "bad_words",
     "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
