@@ -18,7 +18,7 @@ from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE, PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import PER_ROW_FIELDS
+from batchinf.spec.sampling import NOT_TAKEN, PER_ROW_FIELDS
 
 # Unsupported fields, with the values that change nothing and are therefore accepted.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -266,8 +266,9 @@ class BatchReader(LineReader):
                 if value != of_job or type(value) is not type(of_job):
                     raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {of_job}")
             elif name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
-                why = _REASONS.get(name, "")
-                raise _Refused(f"body.{name}: got {_show(value)}, which is not supported{why and f': {why}'}")
+                why = _REASONS.get(name) or NOT_TAKEN.get(name)
+                reason = "" if why is None else f": {why}"
+                raise _Refused(f"body.{name}: got {_show(value)}, which is not supported{reason}")
         return sampling
 
     def _check_text(self, body: dict[str, Any], *, is_chat: bool) -> None:
