@@ -277,6 +277,10 @@ class Prompt:
     first_request: int = 0
     """Of a part: the index of its first request among those of the row."""
 
+    def part_of(self, request_index: int) -> "Prompt":
+        """The part that has this request; the prompt itself if it has no parts."""
+        return next((part for part in reversed(self.parts) if part.first_request <= request_index), self)
+
 
 @dataclass(frozen=True, slots=True)
 class RowsWanted:

@@ -1,6 +1,6 @@
 """`batchinf verify`: runs a sample of a job's rows through transformers and compares the stored values."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -130,7 +130,7 @@ def verify_job(
         rows = read_rows(results, places, verification)
         prompts = _prompts(job, state, sorted({row.values["row_index"] for row in rows}))
     for row in rows:
-        _check_prompt(_prompt_of(prompts, row), row.values)
+        _check_prompt(prompts[row.values["row_index"]].part_of(row.values["sample_index"]), row.values)
     pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
     wanted = ReferenceWanted(
         model=job.model,
@@ -255,13 +255,6 @@ def _prompts(job: Job, state: State, positions: Sequence[int]) -> dict[int, Prom
     builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state.header))
     read = job.source.read_rows(np.asarray(positions, np.int64), builder.columns)
     return {prompt.row_index: prompt for prompt in builder.build(read, max_model_len(job))}
-
-
-def _prompt_of(prompts: Mapping[int, Prompt], row: StoredRow) -> Prompt:
-    """The prompt of an output row: that of its input row, or one of its parts."""
-    prompt: Prompt = prompts[row.values["row_index"]]
-    parts = [part for part in prompt.parts if part.first_request <= row.values["sample_index"]]
-    return parts[-1] if parts else prompt
 
 
 def _check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:

@@ -473,12 +473,9 @@ class PromptBuilder:
         self, wanted: Truncation, draft: "Draft", ids: list[int], max_model_len: int | None
     ) -> list[int] | RowError:
         """The ids as a line's own `truncate_prompt_tokens` cuts them."""
-        of_row = self._max_tokens if draft.sampling is None else draft.sampling.max_tokens
-        most = None if max_model_len is None else max_model_len - (of_row or 0)
-        # As in vLLM, -1 leaves room for `max_tokens` and one token more.
-        room = None if most is None else max(0, most - 1)
+        room = None if max_model_len is None else max_model_len - self._output_room
         # vLLM's tokenizer cuts the beginning where a text is generated.
-        return wanted.cut(ids, draft.encoder, most=most, room=room, default_side="left")
+        return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side="left")
 
     def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
         """The ids with `room` left for the output."""

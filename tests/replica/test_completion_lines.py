@@ -45,7 +45,7 @@ GOOD: dict[str, tuple[str, dict[str, Any]]] = {
     "conversation": ("/v1/chat/completions", {"messages": CHAT, "truncate_prompt_tokens": 30}),
 }  # fmt: skip
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "too much": (COMPLETIONS, {"prompt": LONG, "truncate_prompt_tokens": MAX_MODEL_LEN}),
+    "too much": (COMPLETIONS, {"prompt": LONG, "truncate_prompt_tokens": MAX_MODEL_LEN + 1}),
     "suffix": (COMPLETIONS, {"prompt": "Once", "suffix": "end"}),
     "greedy samples": (COMPLETIONS, {"prompt": "Once", "n": 2}),
     "nothing to write": (COMPLETIONS, {"prompt": "Once", "max_tokens": 0}),
