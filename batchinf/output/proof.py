@@ -280,6 +280,8 @@ def _key_flaw(path: pathlib.Path, shard: ShardRows, num_samples: int | None) -> 
             is_right = (rows == row) & (samples == expected) & (places >= 0) & (places < len(shard))
             if not is_right.all():
                 i = int(is_right.argmin())
+                if places[i] >= len(shard):
+                    return f"has row {rows[i]}, sample {samples[i]} after its last row"
                 return f"has row {rows[i]}, sample {samples[i]} in the place of row {row[i]}, sample {expected[i]}"
             place, sample = int(places[-1]), int(expected[-1])
     if place + 1 == len(shard) and (num_samples is None or sample == num_samples - 1):
