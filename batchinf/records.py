@@ -272,6 +272,14 @@ class Prompt:
     """Of a line of a batch file: its URL, and what it asks of the form of its answer, as JSON text."""
     tools: Tools | None = None
     """Those whose calls are parsed; None: the text is taken as it is."""
+    parts: "tuple[Prompt, ...]" = ()
+    """The prompts of a row that has several, each with its own requests; `token_ids` are then those of all."""
+    first_request: int = 0
+    """Of a part: the index of its first request among those of the row."""
+
+    def part_of(self, request_index: int) -> "Prompt":
+        """The part that has this request; the prompt itself if it has no parts."""
+        return next((part for part in reversed(self.parts) if part.first_request <= request_index), self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ PREDICATES = ("errors", "true", "row_index % 3 = 0", "id < 'row-09'")
 SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
     "plain": ({"parallel": {"data_parallel_size": 2}}, ".jsonl", 0),
     "samples": ({"sampling": {"n": 2, "temperature": 0.8, "seed": 7}}, ".csv", 0),
+    "mixed": ({"sampling": {"columns": {"n": "samples"}, "temperature": 0.8}}, ".jsonl", 0),
     "parquet": ({"output": {"rows_per_shard": 4}, "sampling": {"logprobs": 1}}, ".parquet", 0),
     "ordered": ({"input": {"order": "prefix", "where": "language <> 'fr'"}}, ".jsonl", 0),
     "slices": ({}, ".jsonl", 2),
@@ -100,7 +101,7 @@ def all_rows() -> list[Row]:
     """The input's rows, of which some have no valid prompt."""
     prompts = ["" if n % 13 == 5 else f"Say {n * 7 % 31}." + " More." * (n % 4) for n in range(MOST_ROWS)]
     return [
-        {"id": f"row-{n:02d}", "prompt": prompt, "language": ("en", "de", "fr")[n % 3]}
+        {"id": f"row-{n:02d}", "prompt": prompt, "language": ("en", "de", "fr")[n % 3], "samples": 1 + n * 5 % 4}
         for n, prompt in enumerate(prompts)
     ]
 

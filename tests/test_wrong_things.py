@@ -243,16 +243,17 @@ WRONG = [
     Wrong("greedy samples", {"sampling": {"n": 4}},
           "job.yaml:7:3: sampling.n: got 4 with temperature 0; greedy samples are all equal: set n to 1, or a "
           "temperature above 0"),
-    Wrong("a row's own n", {"sampling": {"columns": {"n": "language"}}},
-          "job.yaml:8:5: sampling.columns.n: must be the job's, as a row cannot have its own; it can have temperature, "
-          "top_p, "
+    Wrong("a row's own ignore_eos", {"sampling": {"columns": {"ignore_eos": "language"}}},
+          "job.yaml:8:5: sampling.columns.ignore_eos: must be the job's, as a row cannot have its own; it can have n, "
+          "temperature, top_p, "
           "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
           "stop_token_ids, seed, logit_bias, allowed_token_ids, bad_words, thinking_token_budget, "
           "repetition_detection, structured_outputs.json, structured_outputs.regex, "
           "structured_outputs.choice, structured_outputs.grammar, "
           "structured_outputs.structural_tag"),
-    Wrong("a row's own n, in short", {"sampling": {"n": {"column": "language"}}},
-          "job.yaml:7:3: sampling.n: must be the job's, as a row cannot have its own; it can have temperature, top_p, "
+    Wrong("a row's own ignore_eos, in short", {"sampling": {"ignore_eos": {"column": "language"}}},
+          "job.yaml:7:3: sampling.ignore_eos: must be the job's, as a row cannot have its own; it can have n, "
+          "temperature, top_p, "
           "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
           "stop_token_ids, seed, logit_bias, allowed_token_ids, bad_words, thinking_token_budget, "
           "repetition_detection, structured_outputs.json, structured_outputs.regex, "
@@ -260,7 +261,7 @@ WRONG = [
           "structured_outputs.structural_tag"),
     Wrong("a typo in a row's own", {"sampling": {"columns": {"max_tokns": "id"}}},
           "job.yaml:8:5: sampling.columns.max_tokns: must be the job's, as a row cannot have its own; did you mean "
-          "max_tokens? it can have temperature, top_p, "
+          "max_tokens? it can have n, temperature, top_p, "
           "top_k, min_p, presence_penalty, frequency_penalty, repetition_penalty, max_tokens, min_tokens, stop, "
           "stop_token_ids, seed, logit_bias, allowed_token_ids, bad_words, thinking_token_budget, "
           "repetition_detection, structured_outputs.json, structured_outputs.regex, "

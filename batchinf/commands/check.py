@@ -128,7 +128,7 @@ class JobCheck:
     """Of the whole job."""
     num_parts_checked: int = 0
     num_rows: int = 0
-    """Output rows of the whole job."""
+    """Output rows of the whole job; if rows may have their own number of samples, an estimate by the parts."""
     num_rows_committed: int = 0
     activity: Literal["done", "running", "stopped", ""] = ""
     replaced_logs: tuple[str, ...] = ()
@@ -293,7 +293,9 @@ def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, re
         findings=tuple(findings),
         num_parts=total_shards(state.extents),
         num_parts_checked=num_parts_checked,
-        num_rows=total_rows(state.extents) * task.num_rows_per_input,
+        num_rows=task.expected_rows(
+            total_rows(state.extents), num_done=state.counts.num_rows, num_inputs_done=state.num_inputs_committed
+        ),
         num_rows_committed=state.counts.num_rows,
         activity="done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
     )
@@ -330,11 +332,12 @@ def _lasting_flaws(folder: Folder, state: State, is_deep: bool) -> tuple[State, 
 
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
+    task = task_of(stored_spec(state.header.spec))
     parts = PartsOfJob(
         folder=folder,
         job_id=state.header.job_id,
         order=RunOrder(folder, state.extents),
-        num_samples=task_of(stored_spec(state.header.spec)).num_rows_per_input,
+        num_samples=None if task.rows_vary else task.num_rows_per_input,
         schema=state.header.columns.part_schema,
     )
 

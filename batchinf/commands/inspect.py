@@ -127,9 +127,12 @@ def inspect_row(out: str, name: str) -> InspectReport:
     prompt = None
     note = ""
     try:
-        ids = _prompt_ids(results, rows[0], tokenizer)
-        prompt = tuple(_pieces(tokenizer, ids))
-        rows = [{**row, "prompt_token_ids": ids} for row in rows]
+        ids = _prompt_ids(results, rows, tokenizer)
+        rows = [{**row, "prompt_token_ids": own} for row, own in zip(rows, ids, strict=True)]
+        if any(own != ids[0] for own in ids):
+            note = "the row has several; they are with the samples"
+        else:
+            prompt = tuple(_pieces(tokenizer, ids[0]))
     except BatchinfError as error:
         note = one_line(error)
     row_columns = stored_task(results.spec).row_columns
@@ -139,15 +142,21 @@ def inspect_row(out: str, name: str) -> InspectReport:
         same_id=tuple(dict.fromkeys(row["row_index"] for row in found[len(rows) :])),
         prompt=prompt,
         prompt_note=note,
-        samples=tuple(_sample(tokenizer, row, results.spec["sampling"]["stop"], row_columns) for row in rows),
+        samples=tuple(
+            _sample(tokenizer, row, results.spec["sampling"]["stop"], row_columns, has_own=prompt is None)
+            for row in rows
+        ),
     )
 
 
 def _sample(
-    tokenizer: Any, row: Mapping[str, Any], stop: Sequence[str], row_columns: Collection[str]
+    tokenizer: Any, row: Mapping[str, Any], stop: Sequence[str], row_columns: Collection[str], *, has_own: bool
 ) -> InspectedSample:
-    """stop: the job's stop strings. row_columns: names of columns of tokens in which the task stores other things."""
-    hidden = {"prompt", *_OF_TOKENS}.difference(row_columns)
+    """stop: the job's stop strings. row_columns: names of columns of tokens in which the task stores other things.
+    has_own: show the prompt of this sample, if it is known."""
+    if has_own and row.get("prompt_token_ids"):
+        row = {"prompt": None, **row} | {"prompt": show(tokenizer, row["prompt_token_ids"])}
+    hidden = {*([] if has_own else ["prompt"]), *_OF_TOKENS}.difference(row_columns)
     of_tokens = {**row, **dict.fromkeys(row_columns)}
     return InspectedSample(
         fields={name: value for name, value in row.items() if name not in hidden},
@@ -191,12 +200,13 @@ def _rows_in(path: pathlib.Path, key: str, values: pa.Array) -> Iterator[dict[st
                 yield from readable_rows(file.read_row_group(group).filter(matches))
 
 
-def _prompt_ids(results: Results, row: Mapping[str, Any], tokenizer: Any) -> Sequence[int]:
-    """The prompt's token ids, stored or made again. Raises UserError."""
-    if (stored := row.get("prompt_token_ids")) is not None:
-        return list(stored)
-    if row["prompt_hash"] is None:
+def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[list[int]]:
+    """The token ids of each sample's prompt, stored or made again. Raises UserError."""
+    if any(row.get("prompt_token_ids") is not None for row in rows):
+        return [list(row["prompt_token_ids"] or ()) for row in rows]
+    if all(row["prompt_hash"] is None for row in rows):
         raise UserError("the row has no prompt")
+    row = rows[0]
     file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
     with opened(file, results.folder) as (job, state):
         builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state.header))
@@ -204,12 +214,14 @@ def _prompt_ids(results: Results, row: Mapping[str, Any], tokenizer: Any) -> Seq
         [prompt] = builder.build([source_row], max_model_len(job))
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
-        return span.token_ids[: span.start]
-    if prompt.error is None and prompt_hash(np.asarray(prompt.token_ids, np.int32)) != row["prompt_hash"]:
-        raise UserError(
-            "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
-        )
-    return prompt.token_ids
+        return [span.token_ids[: span.start]] * len(rows)
+    parts = [prompt.part_of(sample.get("sample_index", 0)) for sample in rows]
+    for part, sample in zip(parts, rows, strict=True):
+        if part.error is None and prompt_hash(np.asarray(part.token_ids, np.int32)) != sample["prompt_hash"]:
+            raise UserError(
+                "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
+            )
+    return [part.token_ids for part in parts]
 
 
 def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:

@@ -1,10 +1,11 @@
 """`batchinf run-batch`: the spec of a job by the command line of `vllm run-batch`, and the file that it writes."""
 
+import contextlib
 import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +65,13 @@ def batch_run(
             f"-o: {output_file} is there already, and no job in {folder} has written it; give another name, or delete "
             "it yourself"
         )
+    asked = asked_by_lines(input_file)
     spec: dict[str, Any] = {
         "model": {"name": model},
         "input": {"path": input_file, "format": OpenAIBatch.name},
-        "sampling": {"logprobs": most_logprobs(input_file)},
+        "sampling": asked["sampling"],
         "engine": {},
-        "output": {"path": folder},
+        "output": {"path": folder, **asked["output"]},
         "max_error_rate": 1.0,  # `vllm run-batch` ends with 0 even if lines fail
     }
     notes = []
@@ -149,21 +151,33 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def most_logprobs(path: str) -> int | None:
-    """The most logprobs that a line of a batch file asks for; None if none does, or if the file is not on this host."""
-    most = None
+def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
+    """Sections of the spec with what some lines of a batch file need of the whole job.
+
+    These are the most logprobs of outputs and of prompts that a line asks for, and the prompts if a line has `echo`.
+    Nothing of a file that is not on this host.
+    """
+    most: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
+    echoes = False
+    for body in _bodies(path):
+        number = body.get("logprobs")
+        of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
+        number = (body.get("top_logprobs") or 0) if number is True else number
+        echoes |= body.get("echo") is True
+        for field, asked in (("logprobs", number), ("prompt_logprobs", of_prompt)):
+            if type(asked) is int and asked >= 0:
+                most[field] = max(most[field] or 0, asked)
+    return {"sampling": most, "output": {"include_prompt": echoes}}
+
+
+def _bodies(path: str) -> Iterator[dict[str, Any]]:
+    """The bodies of lines that may ask for something of the whole job."""
     if not os.path.isfile(path):
-        return None
+        return
     with open(path, "rb") as file:
         for line in file:
-            if b"logprobs" not in line:
-                continue
-            try:
-                body = json.loads(line)["body"]
-                number = body.get("logprobs")
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                continue  # the job makes an error row of it
-            number = (body.get("top_logprobs") or 0) if number is True else number
-            if type(number) is int and number >= 0:
-                most = max(most or 0, number)
-    return most
+            if b"logprobs" in line or b"echo" in line:
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    body = json.loads(line)["body"]  # the job makes an error row of a line without one
+                    if isinstance(body, dict):
+                        yield body

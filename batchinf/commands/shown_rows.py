@@ -187,7 +187,7 @@ def _sampling(request: Request, own: SamplingSpec | None, job: SamplingSpec, lef
         job_max_tokens=job.max_tokens,
         num_left=left,
         seed=request.seed,
-        num_samples=job.n,
+        num_samples=(own or job).n,
     )
 
 

@@ -50,6 +50,8 @@ class JobTotals:
     """Device time of replicas that have ended."""
     num_rows: int
     """Output rows of the whole job."""
+    is_estimate: bool
+    """Whether `num_rows` is an estimate by the committed parts, because rows may have their own number of samples."""
     num_rows_committed: int
     num_parts: int
     """Parts of the slices that have begun."""
@@ -69,6 +71,11 @@ class JobTotals:
     num_second_bos: int
     """Rows whose prompts begin with two BOS tokens."""
 
+    @property
+    def all_rows(self) -> str:
+        """`num_rows` in words."""
+        return f"{'about ' if self.is_estimate else ''}{self.num_rows:,}"
+
     def lines(self, num_journalled: int) -> Iterator[str]:
         """num_journalled: finished requests that the journal keeps beside the parts."""
         yield (
@@ -76,7 +83,7 @@ class JobTotals:
             f"{duration(self.device_s)} of device time in ended replicas"
         )
         yield (
-            f"committed: {self.num_rows_committed:,} of {self.num_rows:,} output rows in "
+            f"committed: {self.num_rows_committed:,} of {self.all_rows} output rows in "
             f"{self.num_parts_committed:,} of {self.num_parts:,} parts, {self.num_errors:,} errors, "
             f"{size_text(self.num_bytes)}, {short_count(self.num_prompt_tokens)} prompt and "
             f"{short_count(self.num_output_tokens)} output tokens"
@@ -172,7 +179,7 @@ class JobState:
             yield f"  slice {self.slice}{words}"
             return
         totals = self.totals
-        rows = f"{totals.num_rows_committed:,} of {totals.num_rows:,} output rows, {totals.num_errors:,} errors"
+        rows = f"{totals.num_rows_committed:,} of {totals.all_rows} output rows, {totals.num_errors:,} errors"
         yield f"  slice {self.slice}: {self._activity_text}; {rows}"
         yield from self._progress_lines("    ")
 
@@ -283,7 +290,7 @@ def job_status(out: str) -> StatusReport:
     if cut is not None:
         # The number of a slice's rows is known before it begins, but not that of its parts.
         begun = [state for _, state in found if state is not None]
-        totals = _totals(begun, cut.num_rows * cut.identity.get("sampling.n", 1)) if begun else None
+        totals = _totals(begun, cut.num_rows) if begun else None
     num_slices = None if cut is None else cut.num_slices
     return StatusReport(folder=out, num_slices=num_slices, totals=totals, load=_load(jobs), jobs=jobs)
 
@@ -341,13 +348,12 @@ def _job_state(job: JobFolder, state: State | None) -> JobState:
     if state is None:
         # A process that holds the lock reads the input, before it begins the slice.
         return JobState(folder, name, "not begun" if holder is None else "starting", process)
-    num_rows = total_rows(state.extents) * task_of(stored_spec(state.header.spec)).num_rows_per_input
     job_state = JobState(
         folder=folder,
         slice=name,
         activity="done",
         process=process,
-        totals=_totals([state], num_rows),
+        totals=_totals([state], total_rows(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),
         slower=state.slower,
@@ -389,17 +395,21 @@ def _activity(snapshot: JobStatus | None) -> Activity:
             return "starting"
 
 
-def _totals(states: Sequence[State], num_rows: int) -> JobTotals:
+def _totals(states: Sequence[State], num_inputs: int) -> JobTotals:
+    """num_inputs: input rows of the whole job."""
     first = min(states, key=lambda state: state.header.created_at)
     spec = stored_spec(first.header.spec)
+    task = task_of(spec)
     counts = PartCounts.sum(state.counts for state in states)
+    num_committed = sum(state.num_inputs_committed for state in states)
     return JobTotals(
         model=spec.model.name,
-        task=task_of(spec).name,
+        task=task.name,
         begun_at=first.header.created_at,
         num_starts=sum(state.last_epoch for state in states),
         device_s=sum(state.device_s for state in states),
-        num_rows=num_rows,
+        num_rows=task.expected_rows(num_inputs, num_done=counts.num_rows, num_inputs_done=num_committed),
+        is_estimate=task.rows_vary and num_committed < num_inputs,
         num_rows_committed=counts.num_rows,
         num_parts=sum(total_shards(state.extents) for state in states),
         num_parts_committed=sum(len(state.parts) for state in states),

@@ -261,9 +261,9 @@ def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: objec
     # Only the first request of a row is shown, and a row may have millions.
     sampling = job.spec.sampling.model_copy(update={"n": 1})
     task = task_of(job.spec.model_copy(update={"sampling": sampling}))
-    [request, *_] = task.expand(prompt, max_model_len(job) or _LONG)
+    [(part, request), *_] = task.requests(prompt, max_model_len(job) or _LONG)
     return shown_row(
-        prompt=prompt,
+        prompt=part,
         row_id=row.values.get(id_column) if id_column else None,
         request=request,
         tokenizer=tokenizer,

@@ -130,7 +130,7 @@ def verify_job(
         rows = read_rows(results, places, verification)
         prompts = _prompts(job, state, sorted({row.values["row_index"] for row in rows}))
     for row in rows:
-        _check_prompt(prompts[row.values["row_index"]], row.values)
+        _check_prompt(prompts[row.values["row_index"]].part_of(row.values["sample_index"]), row.values)
     pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
     wanted = ReferenceWanted(
         model=job.model,
@@ -155,7 +155,7 @@ def verify_job(
                 kind=stored.kind,
                 **_add(deviations, stored, reference, adapter=prompt.adapter),
             )
-            for stored in verification.stored(row, prompt, task.expand(prompt, length))
+            for stored in verification.stored(row, prompt, [request for _, request in task.requests(prompt, length)])
         ]
         worst += sorted(of_row, key=_furthest)[:1]
     if not deviations:

@@ -16,6 +16,7 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.launcher import Launcher
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
+from batchinf.job.disk_space import bytes_per_row
 from batchinf.job.drift import now
 from batchinf.job.job import Job, carried_columns, carried_fields
 from batchinf.job.open import location_of
@@ -95,7 +96,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
 
 def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
     """The value of `output.rows_per_shard: auto` for these rows."""
-    return choose_rows_per_shard(choice.num_rows, num_replicas, job.task.estimated_bytes_per_row())
+    return choose_rows_per_shard(choice.num_rows, num_replicas, bytes_per_row(job))
 
 
 # -- --extend ----------------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from batchinf.base import faults
 from batchinf.base.errors import (
@@ -22,6 +24,7 @@ from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
+from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.fleet.fleet import Ended, Fleet
@@ -39,7 +42,7 @@ from batchinf.output.journal import drop, num_results
 from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, LeaseBegun, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
-from batchinf.schedule.shards import total_shards
+from batchinf.schedule.shards import shard_at, total_shards
 
 _POLL_S = 0.2
 _STATUS_EVERY_S = 1.0
@@ -70,10 +73,12 @@ class Coordinator:
     pending: PendingRows
     trials: Trials
     telemetry: Telemetry
-    num_rows: int
-    """Output rows of the whole job, or of the retry."""
+    num_inputs: int
+    """Input rows of the whole job, or of the retry."""
     committed: Committed
     """The shards with a part so far."""
+    num_chosen: npt.NDArray[np.int64] | None = None
+    """The input rows of each shard that run in a retry; None: all."""
     retry: int | None = None
     """The number of the retry."""
     begins_together: bool = False
@@ -94,7 +99,7 @@ class Coordinator:
         )
         self._num_shards = total_shards(self.state.extents)
         self._num_shards_before = self.committed.num_shards
-        self.count = RowCount(self.num_rows, self.committed, self.fleet.replicas)
+        self.count = RowCount(self.job.task, self.num_inputs, self.committed, self.fleet.replicas)
         self._platforms = Platforms(self.state, spec.same_device)
         self._rates = Rates()
         self._is_measuring = False
@@ -149,14 +154,15 @@ class Coordinator:
         num_kept = num_results(self.job.folder, state.parts)
         # Some finished rows that are in no part may not be in the journal.
         num_kept_rows = min(self.count.num_in_journal, num_kept) if self.job.task.joins_requests else num_kept
-        num_left = max(0, self.num_rows - self.committed.num_rows - num_kept_rows)
+        num_rows = max(self.count.num_rows, self.committed.num_rows + num_kept_rows)
+        num_left = num_rows - self.committed.num_rows - num_kept_rows
         of_retry = ""
         parts = counted(len(state.parts), "part")
         if self.retry is not None:
             of_retry = f" that retry {self.retry} has to run"
             parts = counted(self.committed.num_shards - self._num_shards_before, "replaced part")
         yield (
-            f"  kept: {self.num_rows - num_left:,} of {self.num_rows:,} output rows{of_retry}: "
+            f"  kept: {num_rows - num_left:,} of {num_rows:,} output rows{of_retry}: "
             f"{self.committed.num_rows:,} in {parts}, and {counted(num_kept, 'finished request')} in the journal"
         )
         if self.num_unfinished:
@@ -282,13 +288,18 @@ class Coordinator:
         for finished, part in parts:
             folder.delete(f"staging/{part.file}")
             self._manifest.part(part, finished.replica, finished.incarnation)
-            self.count.add_part(part)
+            self.count.add_part(part, self._num_inputs_of(part.shard))
             self.trials.forget(part.shard)
         if parts and self._is_finished:
             self._manifest.event("all_committed")
         self._manifest.commit()
         faults.point("coordinator.before_drop")
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
+
+    def _num_inputs_of(self, shard: int) -> int:
+        """Input rows of a shard that run."""
+        chosen = self.num_chosen
+        return shard_at(self.state.extents, shard).num_rows if chosen is None else int(chosen[shard])
 
     def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
@@ -479,67 +490,6 @@ def is_hopeless(num_errors: int, num_begun: int) -> bool:
     of them are errors, because a row that fails before the engine is finished at once.
     """
     return num_errors >= HOPELESS_RATE * max(1, num_begun)
-
-
-@dataclass(eq=False)
-class RowCount:
-    """The finished output rows of a job, or of a retry, and the errors among them."""
-
-    num_rows: int
-    """Of the whole job."""
-    committed: Committed
-    """Its shards with a part so far."""
-    _replicas: Sequence[FleetReplica]
-    _errors: Counter[str] = field(default_factory=Counter)
-    """Of finished leases, since the start."""
-    _stored: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Finished output rows, and errors among them, that the journal keeps for shards whose part is not made yet."""
-    _num_kept: int = 0
-    """Finished output rows of open shards that stopped replicas had: the journal keeps them."""
-
-    def add_lease(self, finished: LeaseFinished) -> None:
-        """A lease is finished. Without a part, the journal keeps its rows until its shard is one."""
-        self._errors.update(finished.errors)
-        if finished.part is None:
-            num_rows, num_errors = self._stored.get(finished.lease.index, (0, 0))
-            num_errors += sum(finished.errors.values())
-            self._stored[finished.lease.index] = num_rows + finished.num_rows, num_errors
-
-    def add_part(self, part: Part) -> None:
-        """A part is committed."""
-        self.committed.add(part)
-        self._stored.pop(part.shard, None)
-
-    def add_kept(self, end: Ended) -> None:
-        """The journal keeps the finished rows of a replica that was told to stop."""
-        self._num_kept += end.num_open_rows
-
-    @property
-    def num_in_journal(self) -> int:
-        """Finished output rows, of this run, that the journal keeps until their shards are parts."""
-        return self._num_kept + sum(num_rows for num_rows, _ in self._stored.values())
-
-    @property
-    def num_done(self) -> int:
-        """Finished output rows, by commits and by the replicas' latest reports."""
-        open_rows = sum(replica.num_open_rows for replica in self._replicas)
-        return min(self.num_rows, self.committed.num_rows + self.num_in_journal + open_rows)
-
-    @property
-    def num_errors(self) -> int:
-        """Errors among `num_done`."""
-        num_stored = sum(num_errors for _, num_errors in self._stored.values())
-        return self.committed.num_errors + num_stored + self._open_errors.total()
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """Errors since the start by type, the most frequent first."""
-        return dict((self._errors + self._open_errors).most_common())
-
-    @property
-    def _open_errors(self) -> Counter[str]:
-        """Errors of rows that are in no finished lease, by type."""
-        return sum((replica.open_errors for replica in self._replicas), Counter())
 
 
 # -- publishing --------------------------------------------------------------------------------------------------------

@@ -181,14 +181,14 @@ def _run_shards(
     if unfinished is None:
         num_input_rows = total_rows(state.extents)
         is_done = state.committed
-        committed = Committed(int(is_done.sum()), state.counts.num_rows, state.counts.num_errors)
+        counts = state.counts
+        committed = Committed(int(is_done.sum()), counts.num_rows, counts.num_errors, state.num_inputs_committed)
     else:
         num_chosen = unfinished.num_chosen
         chosen_of = functools.partial(chosen_in_order, order, unfinished.chosen)
         num_input_rows = int(num_chosen.sum())
         is_done = num_chosen == 0
-        committed = Committed(int(is_done.sum()), 0, 0)
-    num_rows = num_input_rows * job.task.num_rows_per_input
+        committed = Committed(int(is_done.sum()), 0, 0, 0)
     pending = PendingRows(state.extents, is_done, num_chosen, chosen_of=chosen_of, is_in_order=state.is_in_order)
     trials = Trials(order, state, is_done, fleet=fleet, manifest=epoch.manifest)
     pending.withhold(trials.leases.values())
@@ -201,8 +201,9 @@ def _run_shards(
         pending=pending,
         trials=trials,
         telemetry=telemetry,
-        num_rows=num_rows,
+        num_inputs=num_input_rows,
         committed=committed,
+        num_chosen=num_chosen,
         retry=None if unfinished is None else unfinished.retry.number,
         begins_together=begins_together,
     )

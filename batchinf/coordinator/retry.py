@@ -32,6 +32,7 @@ _SAMPLING = "sampling."
 _FIXED = frozenset(
     f"sampling.{name}" for name in ("n", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode")
 )
+_COLUMNS = "sampling.columns"
 _ROWS_AT_ONCE = 16384
 
 
@@ -55,7 +56,8 @@ def as_begun(prepared: PreparedJob, header: Header, files: Sequence[str]) -> Pre
     """
     identity = prepared.identity
     changed = {name for name, value in identity.items() if header.identity.get(name, value) != value}
-    overrides = {name: identity[name] for name in sorted(changed - _FIXED) if name.startswith(_SAMPLING)}
+    fixed = _FIXED | {name for name in (_COLUMNS,) if _samples_of(identity) != _samples_of(header.identity)}
+    overrides = {name: identity[name] for name in sorted(changed - fixed) if name.startswith(_SAMPLING)}
     try:
         check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}}, files)
     except DriftError as error:
@@ -64,6 +66,11 @@ def as_begun(prepared: PreparedJob, header: Header, files: Sequence[str]) -> Pre
         ) from None
     spec = prepared.spec.model_copy(update={"sampling": _sampling(header.spec["sampling"])})
     return dataclasses.replace(prepared, spec=spec, overrides=overrides)
+
+
+def _samples_of(identity: Mapping[str, Any]) -> object:
+    """The column with the number of samples of each row, which a retry cannot change."""
+    return (identity.get(_COLUMNS) or {}).get("n")
 
 
 def new_retry(job: Job, state: State, text: str | None, overrides: Mapping[str, Any]) -> Predicate | None:

@@ -173,7 +173,7 @@ def start(
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides)
         choice = _choose_rows(job, state, lock, display.say)
         if check is not None:
-            num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input
+            num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
             _await(check, replicas.fleet, num_rows, display)
         if choice is not None:
             state = begin_job(job, manifest, replicas.launcher, choice, job_id=job_id)
@@ -313,6 +313,8 @@ def _job_lines(job: Job, state: State, launcher: Launcher, overrides: Mapping[st
     num_kept = journal.num_results(job.folder, state.parts)
     kept = f", {counted(num_kept, 'request')} finished and kept in the journal" if num_kept else ""
     samples = f" with {task.num_rows_per_input:,} samples each" if task.num_rows_per_input > 1 else ""
+    if "n" in job.spec.sampling.columns:
+        samples = f" with the samples of column '{job.spec.sampling.columns['n']}'"
     slots = launcher.slots
     devices = ", ".join("+".join(slot.devices) for slot in slots)
     yield (

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import UserError
 from batchinf.export.base import ExportedJob, Format, json_lines
-from batchinf.export.tokens import token_columns, tokens_of
+from batchinf.export.tokens import PREFIXES, token_columns, tokens_of
 from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
 
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
@@ -47,7 +47,7 @@ class OpenAIBatchExport(Format):
             )
         left_out = []
         if spec.sampling.prompt_logprobs is not None:
-            left_out.append("prompt_logprobs are left out: they have no place in this form; jsonl has them")
+            left_out.append("prompt_logprobs are left out, except those of lines with echo; jsonl has them")
         if spec.sampling.logprobs is not None and not token_columns("", job.results.schema):
             left_out.append("logprobs are left out: the job does not store the tokens that they are of")
         return left_out
@@ -57,7 +57,9 @@ class OpenAIBatchExport(Format):
         """See `Format`. Raises UserError for wanted columns: the form of the lines is fixed."""
         if wanted:
             raise UserError("--columns: not with openai-batch, whose lines have one form; leave it out")
-        return [name for name in dict.fromkeys([*_NAMES, *token_columns("", schema)]) if name in schema.names]
+        tokens = [name for prefix in PREFIXES for name in token_columns(prefix, schema)]
+        tokens += ["prompt"] if "text" in schema.names else []  # for lines with echo
+        return [name for name in dict.fromkeys([*_NAMES, *tokens]) if name in schema.names]
 
     def write(self, batch: pa.RecordBatch) -> None:
         """See `Format`. The samples of the last row wait for others, which may come in the next batch."""
@@ -96,7 +98,7 @@ class OpenAIBatchExport(Format):
     def _body(self, name: str, answered: Sequence[Row], samples: Sequence[Row]) -> dict[str, Any]:
         form = self._form(samples[0])
         url = form["url"]
-        prompt_tokens = answered[0]["num_prompt_tokens"]
+        prompt_tokens = _num_prompt_tokens(answered, form)
         output_tokens = sum(row["num_output_tokens"] or 0 for row in samples)
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + output_tokens}
         shared = {"created": int(self.job.results.begun_at.timestamp()), "model": self._model()}
@@ -161,15 +163,21 @@ class OpenAIBatchExport(Format):
 
     def _text_choice(self, row: Row, form: Row) -> dict[str, Any]:
         number = form.get("logprobs")
-        logprobs = None if number is None else self._completion_logprobs(row, number)
-        return {**_choice(row), "text": row["text"], "logprobs": logprobs}
+        # With echo, the prompt stands before the output; with 0 max_tokens, it stands alone.
+        prefixes = [prefix for prefix in ("prompt_", "") if _is_shown(prefix, form)]
+        logprobs = None if number is None else self._completion_logprobs(row, number, prefixes)
+        text = "".join(row[_TEXTS[prefix]] or "" for prefix in prefixes)
+        return {**_choice(row), "text": text if len(prefixes) > 1 else row[_TEXTS[prefixes[0]]], "logprobs": logprobs}
 
-    def _completion_logprobs(self, row: Row, num_top: int) -> dict[str, Any]:
-        tokens = list(tokens_of("", row))
+    def _completion_logprobs(self, row: Row, num_top: int, prefixes: Sequence[str]) -> dict[str, Any]:
+        tokens = [token for prefix in prefixes for token in tokens_of(prefix, row)]
         texts = [self.job.tokens.text(token.id) for token in tokens]
         offsets = [0, *itertools.accumulate(map(len, texts))]
-        top = []
+        top: list[dict[str, float | None] | None] = []
         for token, text in zip(tokens, texts, strict=True):
+            if token.logprob is None:  # the first of a prompt
+                top.append(None)
+                continue
             likeliest = (token.top or ())[:num_top]
             # OpenAI's list has the token itself, too, if it is not among them.
             top.append({text: _finite(token.logprob)} | {self.job.tokens.text(k): _finite(v) for k, v in likeliest})
@@ -179,6 +187,21 @@ class OpenAIBatchExport(Format):
             "top_logprobs": top,
             "text_offset": offsets[:-1],
         }
+
+
+_TEXTS = {"prompt_": "prompt", "": "text"}
+
+
+def _is_shown(prefix: str, form: Row) -> bool:
+    """Whether an answer has the text of the prompt, or that of the output (without a prefix)."""
+    return bool(form.get("echo", False) if prefix else form.get("max_tokens") != 0)
+
+
+def _num_prompt_tokens(answered: Sequence[Row], form: Row) -> int:
+    """The tokens of a request's prompts, each counted once."""
+    if (num_samples := form.get("n")) is None:  # it has one prompt
+        return int(answered[0]["num_prompt_tokens"])
+    return sum({row["sample_index"] // num_samples: row["num_prompt_tokens"] for row in answered}.values())
 
 
 def _embeddings(row: Row, form: Row) -> list[dict[str, Any]]:

@@ -135,7 +135,6 @@ class Fleet:
         self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
         self.handles: dict[int, ReplicaHandle] = {}
         """Of the running incarnations, by the number of the replica."""
-        self.requests_per_row = requests_per_row
         self.stall_timeout_s = stall_timeout_s
         self.is_cache_warm = is_cache_warm
         self.num_incarnations = num_before

@@ -5,6 +5,7 @@ a replica. Times are in seconds of the monotonic clock, unless they say otherwis
 """
 
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ _AHEAD_S = 0.25
 _AHEAD_STEPS = 2
 # The slowest of so many spans between reports counts. Rows of one length end together, and then none for a long time.
 _SPANS = 4
+# Sums of shares of rows are not exact.
+_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class Intake:
 
     def __init__(self, max_num_seqs: int, requests_per_row: int, at: float) -> None:
         """max_num_seqs: requests that it can run at once, if its cache holds them. at: when it came up."""
-        self._max_num_rows = max(1, max_num_seqs // requests_per_row)
+        self._max_num_seqs = max_num_seqs
         self._requests_per_row = requests_per_row
         self._reports = deque([(at, _NO_PROGRESS)], _SPANS + 1)
         self.step_s: float | None = None
@@ -107,7 +110,8 @@ class Intake:
     def _rows(self, engine: EngineStats, step_s: float) -> int:
         """engine: of the last report. If requests wait in it, the cache is full, and it runs what it runs now."""
         num_running = self._num_running(engine)
-        runs = num_running if engine.num_waiting else self._max_num_rows
+        per_row = requests_per_row(self._reports[-1][1], self._requests_per_row)
+        runs = num_running if engine.num_waiting else max(1, int(self._max_num_seqs / per_row))
         if not engine.num_waiting and num_running and engine.kv_cache_usage:
             runs = min(runs, max(num_running, int(num_running / engine.kv_cache_usage)))
         spans = itertools.pairwise((at, self._num_taken(report, engine)) for at, report in self._reports)
@@ -116,11 +120,29 @@ class Intake:
 
     def _num_taken(self, report: Progress, last: EngineStats) -> int:
         """Rows that it had finished; with those that ran, if requests wait in it at the last report."""
-        num_finished = (report.num_rows + report.num_unstored) // self._requests_per_row
+        num_finished = finished_inputs(report, report.num_rows, self._requests_per_row)
         return num_finished + (self._num_running(report.engine) if last.num_waiting else 0)
 
     def _num_running(self, engine: EngineStats) -> int:
-        return -(-engine.num_running // self._requests_per_row)
+        return math.ceil(engine.num_running / requests_per_row(self._reports[-1][1], self._requests_per_row))
+
+
+def requests_per_row(progress: Progress, of_job: int) -> float:
+    """Requests of an input row; if rows have their own number, the mean of those that are finished.
+
+    of_job: those of a row that says nothing.
+    """
+    return progress.num_rows / progress.num_inputs if progress.num_inputs else of_job
+
+
+def finished_inputs(progress: Progress, num_rows: int, of_job: int, num_before: int = 0) -> int:
+    """Input rows that an engine has finished.
+
+    num_rows: output rows that count. num_before: input rows of `progress.num_inputs` that do not count.
+    """
+    per_row = requests_per_row(progress, of_job)
+    stored = num_rows / per_row if progress.num_inputs is None else max(0.0, progress.num_inputs - num_before)
+    return int(stored + progress.num_unstored / per_row + _ROUNDING)
 
 
 @dataclass(slots=True)
@@ -151,6 +173,8 @@ class IncarnationState:
     """Output rows that came from the journal."""
     finished_rows: int = 0
     """Output rows of finished leases."""
+    finished_inputs: int = 0
+    """Input rows of finished leases."""
     finished_errors: Counter[str] = field(default_factory=Counter)
     """Errors among `finished_rows`, by type."""
     failed: Failed | None = None
@@ -164,6 +188,7 @@ class FleetReplica:
 
     slot: Slot
     requests_per_row: int
+    """If rows have their own number, of a row that says nothing."""
     current: IncarnationState = field(default_factory=IncarnationState)
     """Of the running incarnation; between two of them, of the last one."""
     state: str = "waiting"
@@ -229,16 +254,31 @@ class FleetReplica:
     def outstanding_rows(self) -> int:
         """Rows assigned that its engine has not finished, by its latest report."""
         current = self.current
-        finished = self.num_open_rows + current.progress.num_unstored
+        finished = finished_inputs(
+            current.progress, self.num_open_rows, self.requests_per_row, num_before=current.finished_inputs
+        )
         held = sum(lease.num_to_run for key, lease in current.leases.items() if key not in current.revoking)
-        return max(0, held - finished // self.requests_per_row)
+        return max(0, held - finished)
+
+    @property
+    def mean_requests(self) -> float:
+        """Requests of an input row; if rows have their own number, the mean of those that it has finished."""
+        return requests_per_row(self.current.progress, self.requests_per_row)
+
+    @property
+    def num_open_inputs(self) -> float:
+        """The input rows of `num_open_rows`."""
+        num_inputs = self.current.progress.num_inputs
+        if num_inputs is None:
+            return self.num_open_rows / self.requests_per_row
+        return max(0.0, num_inputs - self.current.finished_inputs)
 
     @property
     def window_rows(self) -> int:
         """Rows that its engine's window holds."""
         info = self.current.info
         requests = window(info.max_num_seqs) if info is not None else self.current.early_window or 1
-        return max(1, requests // self.requests_per_row)
+        return max(1, int(requests / self.mean_requests))
 
     @property
     def unbegun(self) -> tuple[Lease, ...]:
@@ -369,6 +409,7 @@ class FleetReplica:
         current.begun.discard(lease.key)
         current.revoking.discard(lease.key)
         current.finished_rows += event.num_rows
+        current.finished_inputs += lease.num_to_run
         current.finished_errors.update(event.errors)
         return LeaseFinished(
             replica=self.number,

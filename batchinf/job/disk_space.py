@@ -9,6 +9,7 @@ from batchinf.base.text import size_text
 from batchinf.job.job import Job, carried_columns
 from batchinf.manifest.state import State
 from batchinf.output.batches import row_bytes
+from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards
 
@@ -76,7 +77,7 @@ def check_size(job: Job, num_rows: int | None) -> None:
     limit = task.default_max_output_bytes if max_bytes is None else max_bytes
     if limit is None:
         return
-    per_row = task.estimated_bytes_per_row()
+    per_row = round(bytes_per_row(job))
     where = job.spec.input
     are_first = where.where is None and where.sample is None and where.exclude is None
     rows = job.rows[:num_rows] if are_first else job.rows
@@ -115,16 +116,35 @@ def _estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows:
     """
     if num_rows is None:
         num_rows = len(job.rows) if state is None else total_rows(state.extents)
-    task = job.task
-    per_row = task.estimated_bytes_per_row() + task.num_rows_per_input * _kept_bytes(job)
+    per_row = round(bytes_per_row(job) + mean_samples(job) * _kept_bytes(job))
     if state is None:
         return num_rows * per_row
-    num_done = state.counts.num_rows // task.num_rows_per_input
+    num_done = state.num_inputs_committed
     if num_done:
         per_row = -(-state.num_bytes // num_done)
     num_left = max(0, num_rows - num_done)
     in_journal = num_replicas * _OPEN_SHARDS * max(extent.rows_per_shard for extent in state.extents)
     return num_left * per_row + min(num_left, in_journal) * per_row * _JOURNAL_FACTOR
+
+
+def bytes_per_row(job: Job) -> float:
+    """Estimated size in Parquet of all output rows of one input row."""
+    return job.task.estimated_bytes_per_row() * mean_samples(job) / job.task.num_rows_per_input
+
+
+def mean_samples(job: Job) -> float:
+    """Output rows for each input row; of rows with a column of their own numbers, the mean of the first ones.
+
+    Lines of a batch file count as rows that say nothing.
+    """
+    of_job = job.task.num_rows_per_input
+    column = job.spec.sampling.columns.get("n")
+    num_rows = min(_NUM_MEASURED, len(job.rows))
+    if column is None or not num_rows:
+        return of_job
+    rows = job.source.read_rows(np.arange(job.rows.start, job.rows.start + num_rows), [column])
+    given = [whole_number(row.values.get(column)) for row in rows]
+    return sum(number if isinstance(number, int) and number > 0 else of_job for number in given) / num_rows
 
 
 def _kept_bytes(job: Job) -> int:

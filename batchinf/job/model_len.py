@@ -70,7 +70,9 @@ def _longest(job: Job) -> int:
     """
     sampling = job.spec.sampling
     # One request stands for all samples of a row, which may be millions.
-    job = replace(job, spec=job.spec.model_copy(update={"sampling": sampling.model_copy(update={"n": 1})}))
+    columns = {name: column for name, column in sampling.columns.items() if name != "n"}
+    sampling = sampling.model_copy(update={"n": 1, "columns": columns})
+    job = replace(job, spec=job.spec.model_copy(update={"sampling": sampling}))
     builder = job.prompt_builder()
     most = max_model_len(job)
     longest = 1
@@ -79,7 +81,7 @@ def _longest(job: Job) -> int:
         for prompt in builder.build([row for row in rows if not builder.surely_fits(row, longest)], most):
             if prompt.error is not None:
                 continue
-            for request in job.task.expand(prompt, most or _LONG):
+            for _, request in job.task.requests(prompt, most or _LONG):
                 # One more: a request for all choices of a row lacks the choice, which is one token.
                 longest = max(longest, len(request.prompt_token_ids) + request.max_tokens + 1)
         if most is not None and longest >= most:

@@ -27,7 +27,7 @@ from batchinf.manifest.lines import (
 )
 from batchinf.manifest.versions import check_version
 from batchinf.records import BoolArray, ExpectedSpeed, Extent, Part, PartCounts, Speed, StartedReplica
-from batchinf.schedule.shards import follows, num_shards
+from batchinf.schedule.shards import follows, num_shards, rows_of_shards
 
 NUM_KEPT_EVENTS = 1000
 MANIFEST_FOLDER = "manifest"
@@ -148,6 +148,11 @@ class State:
     def counts(self) -> PartCounts:
         """The sums over all parts; 60 ms for 100,000 of them."""
         return PartCounts.sum(self.parts.values())
+
+    @property
+    def num_inputs_committed(self) -> int:
+        """Input rows of all parts."""
+        return rows_of_shards(self.extents, self.committed)
 
     @property
     def num_bytes(self) -> int:
@@ -354,13 +359,16 @@ def _read_log(folder: Folder, name: str, before: State) -> State:
 class Committed:
     """Totals of the shards and rows that were run and committed."""
 
-    def __init__(self, num_shards: int, num_rows: int, num_errors: int) -> None:
+    def __init__(self, num_shards: int, num_rows: int, num_errors: int, num_inputs: int) -> None:
+        """num_inputs: input rows. num_rows: output rows."""
         self.num_shards = num_shards
+        self.num_inputs = num_inputs
         self.num_rows = num_rows
         self.num_errors = num_errors
 
-    def add(self, part: Part) -> None:
-        """Count a part that has been committed."""
+    def add(self, part: Part, num_inputs: int) -> None:
+        """Count a part that has been committed. num_inputs: input rows that were run for it."""
         self.num_shards += 1
+        self.num_inputs += num_inputs
         self.num_rows += part.num_rows - part.num_kept
         self.num_errors += part.num_errors - part.num_kept_errors

@@ -41,6 +41,7 @@ class OpenLease:
         self.unjournalled_bytes = 0
         self.num_results = 0
         self.num_finished_inputs = 0
+        self.num_input_shares = 0.0  # of a row with n requests, each counts 1 / n; only if the task's rows vary
         self.errors: Counter[str] = Counter()  # results with an error, by its type
         self.is_given_back = False  # another replica runs it; its prompts here are dropped
         self.num_requests = np.zeros(lease.num_rows, np.int32)
@@ -54,6 +55,7 @@ class OpenLease:
         self._num_known = 0
         self._num_begun = 0
         self._num_stored_rows = 0
+        self._stored_shares = 0.0
         self._stored_errors: Counter[str] = Counter()
 
     @property
@@ -74,6 +76,11 @@ class OpenLease:
     def num_counted(self) -> int:
         """Finished output rows, without those that another replica of this run has counted."""
         return self.num_finished - self._num_stored_rows
+
+    @property
+    def counted_shares(self) -> float:
+        """`num_input_shares`, without those that another replica of this run has counted."""
+        return self.num_input_shares - self._stored_shares
 
     @property
     def counted_errors(self) -> "Counter[str]":
@@ -120,6 +127,7 @@ class OpenLease:
         self.damaged = tuple(damaged)
         if self.lease.is_stored:
             self._num_stored_rows = self.num_finished
+            self._stored_shares = self.num_input_shares
             self._stored_errors = Counter(self.errors)
 
     def _recover(self, segment: Segment) -> bool:
@@ -196,6 +204,8 @@ class OpenLease:
         self._is_done[requests[is_new]] = True
         np.add.at(self._num_done, rows[is_new], 1)
         self.num_results += int(np.count_nonzero(is_new))
+        if self.task.rows_vary:
+            self.num_input_shares += float((1.0 / num_requests[is_new]).sum())
         touched = np.unique(rows[is_new])
         self.num_finished_inputs += int(np.count_nonzero(self._num_done[touched] == self.num_requests[touched]))
         return is_new

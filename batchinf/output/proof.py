@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
@@ -170,8 +171,8 @@ class PartsOfJob:
     folder: Folder
     job_id: str
     order: RunOrder
-    num_samples: int
-    """Output rows for each row of the source."""
+    num_samples: int | None
+    """Output rows for each row of the source; None: rows have their own number."""
     schema: pa.Schema
 
     def flaw(self, shard: Shard, line: Part, *, is_deep: bool) -> Flaw | None:
@@ -186,7 +187,7 @@ class PartsOfJob:
             size_flaw = f"has {size:,} bytes, but {line.num_bytes:,} were written" if size != line.num_bytes else None
             if plain := _footer_flaw(path, expected_entries(self.job_id, shard, rows.first, line), size_flaw):
                 return Flaw(plain, is_plain=True)
-            what = _number_flaw(path, line, shard.num_rows * self.num_samples)
+            what = _number_flaw(path, line, shard.num_rows, self.num_samples)
             if is_deep and what is None:
                 what = _byte_flaw(path, line) or self._schema_flaw(path) or _key_flaw(path, rows, self.num_samples)
             return Flaw(what, is_plain=False) if what else None
@@ -220,7 +221,10 @@ def _footer_flaw(path: pathlib.Path, entries: Mapping[str, str], size_flaw: str 
     return size_flaw
 
 
-def _number_flaw(path: pathlib.Path, line: Part, expected: int) -> str | None:
+def _number_flaw(path: pathlib.Path, line: Part, num_inputs: int, num_samples: int | None) -> str | None:
+    if num_samples is None and line.num_rows < num_inputs:
+        return f"has {line.num_rows:,} rows, but must have at least {num_inputs:,}"
+    expected = line.num_rows if num_samples is None else num_inputs * num_samples
     for num_rows in (line.num_rows, pq.read_metadata(absolute(path)).num_rows):
         if num_rows != expected:
             return f"has {num_rows:,} rows, but must have {expected:,}"
@@ -260,23 +264,44 @@ def _byte_flaw(path: pathlib.Path, line: Part) -> str | None:
     return None
 
 
-def _key_flaw(path: pathlib.Path, shard: ShardRows, num_samples: int) -> str | None:
+def _key_flaw(path: pathlib.Path, shard: ShardRows, num_samples: int | None) -> str | None:
     """Check that the file has each (row_index, sample_index) of the shard once and in order."""
-    num_rows = 0
     positions = shard.positions()
-    expected = len(shard) * num_samples
+    place = -1  # of the last row in the shard
+    sample = (num_samples or 1) - 1  # the last one of that row
     with ParquetFile(path) as file:
         names = [name for name in ("row_index", "sample_index") if name in file.schema_arrow.names]
         for batch in file.iter_batches(_KEY_ROWS, columns=names):
-            places = np.arange(num_rows, min(num_rows + batch.num_rows, expected))
-            keys = {name: batch.column(name).to_numpy()[: len(places)] for name in names}
+            keys = {name: batch.column(name).to_numpy() for name in names}
             rows = keys["row_index"]
-            samples = keys.get("sample_index", np.zeros(len(places), np.int32))
-            row = positions[places // num_samples]
-            sample = places % num_samples
-            is_right = (rows == row) & (samples == sample)
+            samples = keys.get("sample_index", np.zeros(len(rows), np.int32))
+            places, expected = _expected_keys(samples, place, sample, num_samples)
+            row = positions[np.minimum(places, len(shard) - 1)]
+            is_right = (rows == row) & (samples == expected) & (places >= 0) & (places < len(shard))
             if not is_right.all():
                 i = int(is_right.argmin())
-                return f"has row {rows[i]}, sample {samples[i]} in the place of row {row[i]}, sample {sample[i]}"
-            num_rows += batch.num_rows
-    return None if num_rows == expected else f"has {num_rows:,} rows, but must have {expected:,}"
+                if places[i] >= len(shard):
+                    return f"has row {rows[i]}, sample {samples[i]} after its last row"
+                return f"has row {rows[i]}, sample {samples[i]} in the place of row {row[i]}, sample {expected[i]}"
+            place, sample = int(places[-1]), int(expected[-1])
+    if place + 1 == len(shard) and (num_samples is None or sample == num_samples - 1):
+        return None
+    return f"ends with row {positions[place]}, sample {sample}, but must have all {len(shard):,} rows"
+
+
+def _expected_keys(
+    samples: npt.NDArray[np.int32], place: int, sample: int, num_samples: int | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The place of each output row's input row, and its sample, after the last ones of the rows before.
+
+    num_samples: of each row; None: a row begins with each sample 0.
+    """
+    if num_samples is not None:
+        numbers = place * num_samples + sample + 1 + np.arange(len(samples))
+        return numbers // num_samples, numbers % num_samples
+    is_first = samples == 0
+    places = place + np.cumsum(is_first)
+    numbers = np.arange(len(samples))
+    # The last sample 0 before each row, or the row that the rows before have begun.
+    firsts = np.maximum.accumulate(np.where(is_first, numbers, -1 - sample))
+    return places, numbers - firsts

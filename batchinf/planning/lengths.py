@@ -163,6 +163,7 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
     built: list[Prompt] = []
     shared: Sequence[int] | None = None
     longest = 1
+    num_requests = 0
     row_error: RowError | None = None
     is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
     for rows, shares in sample.runs:
@@ -176,11 +177,12 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
                 longest = max(longest, len(ids) + output)
                 prompts += [min(length or _LONG, round(len(ids) * ratio)) for ratio in ratios]
                 outputs += [output] * len(ratios)
+                num_requests += _num_samples(prompt, job) * len(ratios)
     for prompt in builder.build(sample.largest, length):
         if prompt.error is None:
             requests = _requests_of(prompt, task, length or _LONG, is_assumed=is_assumed)
             longest = max(longest, *(len(ids) + output for ids, output in requests))
-    per_row = len(prompts) / max(1, sample.num_rows) * (job.spec.sampling.n if job.task.draws_tokens else 1)
+    per_row = num_requests / max(1, sample.num_rows)
     row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
     return Lengths(
         num_rows=num_rows,
@@ -200,7 +202,10 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
 def _requests_of(prompt: Prompt, task: Task, length: int, *, is_assumed: bool) -> Iterator[tuple[Sequence[int], int]]:
     """The token ids of each request of a row, and the length of its output."""
     sampling = None if prompt.sampling is None else _once(prompt.sampling)
-    for request in task.expand(dataclasses.replace(prompt, sampling=sampling), length):
+    parts = tuple(dataclasses.replace(part, sampling=sampling) for part in prompt.parts)
+    for part, request in task.requests(dataclasses.replace(prompt, sampling=sampling, parts=parts), length):
+        if part.error is not None:
+            continue
         ids = request.prompt_token_ids
         most = LIKELY_TOKENS if is_assumed else request.max_tokens
         yield ids, max(1, min(most, length - len(ids)))
@@ -261,6 +266,10 @@ def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:
     """With how many equal ids both begin."""
     pairs = enumerate(zip(first, other, strict=False))
     return next((place for place, (one, two) in pairs if one != two), min(len(first), len(other)))
+
+
+def _num_samples(prompt: Prompt, job: Job) -> int:
+    return (prompt.sampling or job.spec.sampling).n if job.task.draws_tokens else 1
 
 
 def _once(sampling: SamplingSpec) -> SamplingSpec:

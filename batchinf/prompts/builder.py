@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
-from batchinf.base.text import list_names, name_type, shorten
-from batchinf.model.lora import adapter_places
+from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
-from batchinf.prompts.openai import BatchPrompts
+from batchinf.prompts.openai import BatchPrompts, BatchRequest
 from batchinf.prompts.openai_lines import COLUMNS
+from batchinf.prompts.row_adapter import RowAdapter
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
+from batchinf.prompts.truncation import Truncation
 from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
@@ -26,40 +27,8 @@ from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
-_SHOWN_CHARS = 60
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
 TOOLS = "tools"  # the column of datasets of conversations
-
-
-class RowAdapter:
-    """Row → the name of its adapter. columns: the input column that holds it, or none."""
-
-    def __init__(self, spec: JobSpec) -> None:
-        self._names = tuple(adapter_places(spec.model))
-        self._column = spec.input.adapter_column
-        self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
-
-    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts of these rows with their adapters. A prompt with an error keeps the error."""
-        if not self._names:
-            return list(prompts)
-        if self._column is None:
-            [name] = self._names
-            return [replace(prompt, adapter=name) for prompt in prompts]
-        return [
-            prompt if prompt.error is not None else self._applied(prompt, row.values.get(self._column))
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-
-    def _applied(self, prompt: Prompt, value: Any) -> Prompt:
-        if value is None:
-            return prompt
-        if isinstance(value, str) and value in self._names:
-            return replace(prompt, adapter=value)
-        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
-        got = f"got {shown} in column '{self._column}'"
-        message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
-        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
 
 
 def named_columns(spec: JobSpec, also: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -285,14 +254,17 @@ class PromptBuilder:
         begun_at: str | None = None,
         *,
         output_room: int = 1,
+        has_samples: bool = True,
     ) -> None:
         """vocab_size: ids at or above it would crash the engine; None: not known. begun_at: see `ChatTemplate`.
-        output_room: number of tokens that must fit after a prompt.
+        output_room: number of tokens that must fit after a prompt. has_samples: a row may have several output rows.
         """
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
         self._adapter = RowAdapter(spec)
-        self._batch = BatchPrompts(spec, tokenizer, begun_at) if spec.input.is_batch_file else None
+        self._batch: BatchPrompts | None = None
+        if spec.input.is_batch_file:
+            self._batch = BatchPrompts(spec, tokenizer, begun_at, has_samples=has_samples)
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
@@ -305,6 +277,7 @@ class PromptBuilder:
         if spec.input.on_overlong != "error":
             self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
         self._max_tokens = spec.sampling.max_tokens
+        self._num_samples = spec.sampling.n
         self._output_room = output_room
         self._vocab_size = vocab_size
         self._may_exceed_vocab = vocab_size is not None and (self._takes_ids or _highest_id(tokenizer) >= vocab_size)
@@ -320,12 +293,42 @@ class PromptBuilder:
         With `on_overlong`, a prompt that leaves no room for the row's own `max_tokens`, or else the job's, is cut.
         """
         drafts = [self._draft(row, max_model_len) for row in rows]
+        if self._batch is not None:
+            return self._adapter.apply(rows, self._batch_prompts(rows, drafts, max_model_len))
         prompts = [
             self._finish(row, draft, ids, max_model_len)
             for row, draft, ids in zip(rows, drafts, self._encoded(drafts), strict=True)
         ]
         prompts = self._adapter.apply(rows, self.with_own_values(rows, prompts))
-        return prompts if self._batch is not None else self._sampling.apply(rows, prompts)
+        return self._sampling.apply(rows, prompts)
+
+    def _batch_prompts(self, rows: Sequence[Row], drafts: "Sequence[Draft]", max_model_len: int | None) -> list[Prompt]:
+        """The prompts of lines. A line may have several, which share its sampling."""
+        encoded = self._encoded([part for draft in drafts for part in draft.parts or (draft,)])
+        prompts = []
+        for row, draft in zip(rows, drafts, strict=True):
+            parts = [self._finish(row, part, next(encoded), max_model_len) for part in draft.parts or (draft,)]
+            prompts.append(self._of_parts(parts) if draft.parts else parts[0])
+        return self.with_own_values(rows, prompts)
+
+    def _of_parts(self, parts: Sequence[Prompt]) -> Prompt:
+        """The prompt of a line with several prompts. It has an error if all of them have one."""
+        first = parts[0]
+        number = len(parts)
+        num_samples = first.sampling.n if first.sampling is not None else self._num_samples
+        errors = [part.error for part in parts]
+        texts = [part.text for part in parts if part.text is not None]
+        return replace(
+            first,
+            token_ids=[token_id for part in parts for token_id in part.token_ids],
+            text="\n".join(texts) if texts else None,
+            error=None if None in errors else errors[0],
+            is_truncated=any(part.is_truncated for part in parts),
+            has_second_bos=any(part.has_second_bos for part in parts),
+            parts=tuple(
+                replace(part, first_request=num_samples * i) for i, part in zip(range(number), parts, strict=True)
+            ),
+        )
 
     def _encoded(self, drafts: "Sequence[Draft]") -> "Iterator[list[int] | RowError]":
         """The ids or the error of each draft, in order. All texts are encoded together."""
@@ -395,11 +398,32 @@ class PromptBuilder:
         sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
             return Draft(request.text, sampling, request=request.form)
+        parts = [self._line_draft(part, sampling, max_model_len) for part in request.parts or (request,)]
+        if not request.parts:
+            return parts[0]
+        if all(part.encoder is None for part in parts):
+            ids = [token_id for part in parts if isinstance(part.ids, list) for token_id in part.ids]
+            return replace(parts[0], ids=ids, parts=tuple(parts))
+        return replace(parts[0], text="\n".join(part.text or "" for part in parts), parts=tuple(parts))
+
+    def _line_draft(self, request: BatchRequest, sampling: SamplingSpec, max_model_len: int | None) -> "Draft":
+        """A draft of one prompt of a line."""
         if request.text is None:
-            return Draft(None, request.token_ids, sampling=sampling, request=request.form)
-        encoder = self._chat_encoder if request.is_chat else self._encoder
-        draft = self._text_draft(check_text(request.text), encoder, max_model_len)
-        return replace(draft, sampling=sampling, is_chat=request.is_chat, request=request.form, tools=request.tools)
+            draft = Draft(None, request.token_ids)
+        else:
+            encoder = self._chat_encoder if request.is_chat else self._encoder
+            # A text that is cut is not too long.
+            most = None if request.truncation is not None else max_model_len
+            draft = self._text_draft(check_text(request.text), encoder, most)
+        return replace(
+            draft,
+            sampling=sampling,
+            is_chat=request.is_chat,
+            request=request.form,
+            tools=request.tools,
+            truncation=request.truncation,
+            needs_text=request.is_echoed,
+        )
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "Draft":
         """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
@@ -420,15 +444,19 @@ class PromptBuilder:
 
     def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
         cut = ids
+        if draft.truncation is not None and isinstance(ids, list):
+            cut = self._cut_as_asked(draft.truncation, draft, ids, max_model_len)
         # A conversation is not cut: it would lose its instructions or the assistant's header.
-        if isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
+        elif isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
             sampling = draft.sampling or self._sampling.of(row.values)
             room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
             cut = self._cut(ids, max_model_len, room or self._output_room, self._side)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
-            return Prompt(row.row_index, [], text, outcome, request=draft.request)
+            return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=draft.request)
+        if text is None and draft.needs_text:  # of given ids
+            text = show(self._tokenizer, outcome)
         return Prompt(
             row.row_index,
             outcome,
@@ -440,6 +468,14 @@ class PromptBuilder:
             request=draft.request,
             tools=draft.tools,
         )
+
+    def _cut_as_asked(
+        self, wanted: Truncation, draft: "Draft", ids: list[int], max_model_len: int | None
+    ) -> list[int] | RowError:
+        """The ids as a line's own `truncate_prompt_tokens` cuts them."""
+        room = None if max_model_len is None else max_model_len - self._output_room
+        # vLLM's tokenizer cuts the beginning where a text is generated.
+        return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side="left")
 
     def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
         """The ids with `room` left for the output."""
@@ -500,6 +536,12 @@ class Draft:
     is_chat: bool = False
     tools: Tools | None = None
     """See `Prompt.tools`."""
+    truncation: Truncation | None = None
+    """The line's own."""
+    needs_text: bool = False
+    """Ids without a text are decoded, because the answer has the text of the prompt."""
+    parts: "tuple[Draft, ...]" = ()
+    """Of a line with several prompts."""
 
 
 def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:

@@ -12,12 +12,13 @@ from batchinf.prompts.openai_lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, WI
 from batchinf.prompts.openai_lines import Refused as _Refused
 from batchinf.prompts.openai_lines import show as _show
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
+from batchinf.prompts.truncation import Truncation, take_truncation
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE, PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import PER_ROW_FIELDS
+from batchinf.spec.sampling import NOT_TAKEN, PER_ROW_FIELDS
 
 # Unsupported fields, with the values that change nothing and are therefore accepted.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -45,6 +46,14 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 _CHAT_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
 # Given to the chat template as variables. A template without such a variable does not see them.
 _OF_TEMPLATES = ("reasoning_effort", "verbosity")
+# Why a field is not supported, where its name does not say it.
+_REASONS = {
+    "suffix": "only models for which vLLM's server writes the marks of a gap take it; write the model's own marks into "
+    "the prompt",
+    "echo": "the answer of a conversation has no prompt before it",
+}
+# As many as vLLM allows for one prompt.
+_MOST_ANSWERS = 16_384
 # What a line asks of the form of its answer.
 _OF_THE_FORM = ("logprobs", "top_logprobs", "include_reasoning", "return_token_ids")
 # Of vLLM before 0.12, by the name that the structure has now.
@@ -68,6 +77,11 @@ class BatchRequest:
     """The text has gone through the chat template, so it has its special tokens."""
     tools: Tools | None = None
     """Those that the model may call."""
+    truncation: Truncation | None = None
+    is_echoed: bool = False
+    """The answer begins with the prompt."""
+    parts: "tuple[BatchRequest, ...]" = ()
+    """The requests of a line with several prompts, which has none of its own."""
     form: str | None = field(default=None, compare=False)
     """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
 
@@ -104,12 +118,14 @@ class BatchReader(LineReader):
 
     urls = (CHAT_URL, COMPLETIONS_URL)
 
-    def __init__(self, spec: JobSpec) -> None:
-        """See `LineReader`."""
+    def __init__(self, spec: JobSpec, *, has_samples: bool = True) -> None:
+        """See `LineReader`. has_samples: a line may have several answers."""
         super().__init__(spec)
         self._sampling = spec.sampling
         self._chat_kwargs = spec.input.chat_template_kwargs or {}
         self._parses_calls = spec.model.tool_parser is not None
+        self._has_samples = has_samples
+        self._keeps_prompts = spec.output.include_prompt
 
     def read(self, values: Mapping[str, object]) -> BatchRequest | RowError:
         """The request of a line, or the error `unsupported_request`, whose message names the field."""
@@ -121,11 +137,11 @@ class BatchReader(LineReader):
     def _read(self, values: Mapping[str, object]) -> BatchRequest:
         url, body = self.open(values)
         form = {"url": url} | {name: body[name] for name in _OF_THE_FORM if name in body}
+        truncation = take_truncation(body)
         if url != CHAT_URL:
-            prompt = self._text(body)
-            return BatchRequest(**prompt, sampling=self._take_sampling(body, is_chat=False), form=json.dumps(form))
+            return self._completion(body, form, truncation)
         line = self._tools(body)
-        prompt = self._messages(body)
+        prompt = {**self._messages(body), "truncation": truncation}
         sampling = self._take_sampling(body, is_chat=True)
         if line is None:
             return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
@@ -134,6 +150,46 @@ class BatchReader(LineReader):
         prompt["chat"]["tools"] = line.rendered
         self._check_choice(line.tools, sampling)
         return BatchRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
+
+    def _completion(self, body: dict[str, Any], form: dict[str, Any], truncation: Truncation | None) -> BatchRequest:
+        prompts = self._texts(body)
+        is_echoed = self._echo(body, form)
+        sampling = self._take_sampling(body, is_chat=False)
+        number = len(prompts)
+        num_samples = sampling.get("n", self._sampling.n)
+        if number > 1:
+            form["n"] = num_samples
+            if not self._has_samples:
+                raise _Refused(f"body.prompt: got a list of {number:,}; this job has one answer for each line")
+            if type(num_samples) is int and number * num_samples > _MOST_ANSWERS:
+                got = f"{number:,} prompts with n {num_samples:,}"
+                raise _Refused(f"body.prompt: got {got}; a line has at most {_MOST_ANSWERS:,} answers")
+        requests = tuple(
+            BatchRequest(**prompt, sampling=sampling, truncation=truncation, is_echoed=is_echoed, form=json.dumps(form))
+            for prompt in prompts
+        )
+        return requests[0] if number == 1 else replace(requests[0], text=None, token_ids=None, parts=requests)
+
+    def _echo(self, body: dict[str, Any], form: dict[str, Any]) -> bool:
+        """Whether the answer begins with the prompt. Then 0 `max_tokens` are allowed: the answer is the prompt alone.
+
+        As in vLLM, the engine then generates one token.
+        """
+        echo = body.pop("echo", False)
+        if echo is False:
+            return False
+        if echo is not True:
+            raise _Refused(f"body.echo: got {_show(echo)}; must be true or false")
+        if not self._keeps_prompts:
+            raise _Refused("body.echo: got true, but the job does not store prompts: set output.include_prompt: true")
+        form["echo"] = True
+        number = body.get("logprobs")
+        if type(number) is int and "prompt_logprobs" not in body:
+            body["prompt_logprobs"] = number  # those of the prompt stand before those of the output
+        if body.get("max_tokens") == 0 and type(body["max_tokens"]) is int:
+            form["max_tokens"] = 0
+            body["max_tokens"] = 1
+        return True
 
     def _tools(self, body: dict[str, Any]) -> LineTools | None:
         try:
@@ -176,15 +232,18 @@ class BatchReader(LineReader):
             variables["enable_thinking"] = effort != "none"
         return {**variables, **own}
 
-    def _text(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _texts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The prompts, each as text or token ids."""
         prompt = body.pop("prompt", None)
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            [prompt] = prompt  # of one prompt
-        if isinstance(prompt, str):
-            return {"text": prompt}
-        if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
-            return {"token_ids": prompt}
-        raise _Refused(f"body.prompt: got {_show(prompt)}; must be one text, or the token ids of one")
+        prompts = prompt if isinstance(prompt, list) and prompt and not _are_ids(prompt) else [prompt]
+        if all(isinstance(item, str) for item in prompts):
+            return [{"text": item} for item in prompts]
+        if all(map(_are_ids, prompts)):
+            return [{"token_ids": item} for item in prompts]
+        got = "an empty list" if prompt == [] else _show(prompt)
+        raise _Refused(
+            f"body.prompt: got {got}; must be a text, the token ids of one, or a list of texts or of token ids"
+        )
 
     def _take_sampling(self, body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
         """The row's own sampling. Raises _Refused for any other field in the body."""
@@ -200,14 +259,16 @@ class BatchReader(LineReader):
         if body.get("top_k") == -1:  # all tokens, in vLLM, as 0
             body["top_k"] = 0
         for name, value in body.items():
-            if name in PER_ROW_FIELDS:
+            if name in PER_ROW_FIELDS and (name != "n" or self._has_samples):
                 sampling[name] = value
             elif name in _OF_THE_JOB:
                 of_job = getattr(self._sampling, name)
                 if value != of_job or type(value) is not type(of_job):
                     raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {of_job}")
             elif name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
-                raise _Refused(f"body.{name}: got {_show(value)}, which is not supported")
+                why = _REASONS.get(name) or NOT_TAKEN.get(name)
+                reason = "" if why is None else f": {why}"
+                raise _Refused(f"body.{name}: got {_show(value)}, which is not supported{reason}")
         return sampling
 
     def _check_text(self, body: dict[str, Any], *, is_chat: bool) -> None:
@@ -240,6 +301,10 @@ class BatchReader(LineReader):
         if most is None or number > most:
             field = name.replace("top_", "")
             raise _Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.{field}")
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _number_of_chat(has_logprobs: object, top: object) -> object:
@@ -284,9 +349,12 @@ def _structure(response_format: object) -> dict[str, Any] | None:
 class BatchPrompts:
     """Lines of a batch file → prompts, with the job's chat template and system prompt."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, begun_at: str | None) -> None:
-        """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation."""
-        self._reader = BatchReader(spec)
+    def __init__(self, spec: JobSpec, tokenizer: Any, begun_at: str | None, *, has_samples: bool = True) -> None:
+        """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.
+
+        has_samples: see `BatchReader`.
+        """
+        self._reader = BatchReader(spec, has_samples=has_samples)
         self._system_prompt = spec.input.system_prompt
         self._chat: ChatTemplate | None = None
         # Without a chat template, each conversation becomes an error row.

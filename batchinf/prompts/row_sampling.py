@@ -26,7 +26,7 @@ _OF_A_SPEC = ", or {file: path}"
 _LISTS = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words", "structured_outputs.choice"})
 _TEXTS = frozenset({"stop", "bad_words", *STRUCTURE_FIELDS})
 # `field_docs` knows these too, but takes 0.3 s in each process, and the first row would wait for that.
-WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "seed", "thinking_token_budget", "top_k"})
+WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "n", "seed", "thinking_token_budget", "top_k"})
 
 
 class RowSampling:
@@ -68,10 +68,10 @@ class RowSampling:
         return [self._applied(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
     def _applied(self, row: Row, prompt: Prompt) -> Prompt:
-        if prompt.error is not None:
-            return prompt
         sampling = self.of(row.values)
-        return replace(prompt, error=sampling) if isinstance(sampling, RowError) else replace(prompt, sampling=sampling)
+        if isinstance(sampling, RowError):
+            return replace(prompt, error=prompt.error or sampling)
+        return replace(prompt, sampling=sampling)  # an error row has as many samples, too
 
     def _make(self, row_values: Mapping[str, Any]) -> SamplingSpec | RowError:
         values = {field: _as_in_a_spec(field, value) for field, value in row_values.items() if value is not None}

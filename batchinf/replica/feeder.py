@@ -376,19 +376,23 @@ class Feeder(threading.Thread):
 
     def _expand(self, opened: OpenLease, prompt: Prompt, max_model_len: int) -> Iterator[tuple[PendingRequest, int]]:
         """The requests that a row still has to run, with their sizes in bytes."""
-        requests = self.task.expand(prompt, max_model_len)
-        if prompt.adapter is not None:
-            requests = [replace(request, adapter=prompt.adapter) for request in requests]
-        error = prompt.error
-        if error is None and prompt.row_index in self._condemned:
-            error = RowError("engine_death", self._condemned[prompt.row_index])
-        if error is not None:
-            self.fail(FailedRow(opened, failed(prompt, len(requests), error, opened.lease.attempts)))
-            return
-        num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // len(requests)
-        for request in requests:
-            if not opened.is_done(request.row_index, request.request_index):
-                yield PendingRequest(request, prompt, len(requests), opened), num_bytes
+        requests = self.task.requests(prompt, max_model_len)
+        number = len(requests)
+        of_row = prompt.error
+        if of_row is None and prompt.row_index in self._condemned:
+            of_row = RowError("engine_death", self._condemned[prompt.row_index])
+        failed = []
+        num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // number
+        for part, request in requests:
+            if (error := of_row or part.error) is not None:
+                index = request.request_index
+                failed.append(error_result(part, index, number, error, attempts=opened.lease.attempts))
+            elif not opened.is_done(request.row_index, request.request_index):
+                if prompt.adapter is not None:
+                    request = replace(request, adapter=prompt.adapter)
+                yield PendingRequest(request, part, number, opened), num_bytes
+        if failed:
+            self.fail(FailedRow(opened, tuple(failed)))
 
 
 def _probe(request: Request) -> Request:
@@ -396,11 +400,6 @@ def _probe(request: Request) -> Request:
     sampling = request.sampling
     sampling = sampling.model_copy(update={"min_tokens": 0}) if sampling.min_tokens else sampling
     return replace(request, max_tokens=1, sampling=sampling)
-
-
-def failed(prompt: Prompt, num_requests: int, error: RowError, attempts: int) -> tuple[Result, ...]:
-    """A row's error results, one for each expected result."""
-    return tuple(error_result(prompt, index, num_requests, error, attempts=attempts) for index in range(num_requests))
 
 
 def error_result(prompt: Prompt, request_index: int, num_requests: int, error: RowError, *, attempts: int) -> Result:

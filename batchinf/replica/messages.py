@@ -165,6 +165,8 @@ class Progress:
     """Time in which the engine had requests, in seconds."""
     num_unstored: int = 0
     """Requests that the engine has finished, and whose results are still being decoded: they are not in `num_rows`."""
+    num_inputs: float | None = None
+    """The input rows of `num_rows`, with the finished shares of unfinished ones. None: all have the same number."""
 
 
 @dataclass(frozen=True, slots=True)

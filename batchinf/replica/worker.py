@@ -181,6 +181,7 @@ class Worker:
             num_answered=totals.num_answered,
             busy_s=round(self._busy_s, 3),
             num_unstored=max(0, self._num_finished - totals.num_requests),
+            num_inputs=round(totals.num_inputs, 6) if self.writer.task.rows_vary else None,
         )
 
     def begin(self) -> None:

@@ -72,6 +72,8 @@ class WriterTotals:
 
     num_rows: int = 0
     """Includes rows that the journal already had."""
+    num_inputs: float = 0.0
+    """The input rows of `num_rows`; of an unfinished one, the share that is finished. Only if the task's rows vary."""
     errors: Counter[str] = field(default_factory=Counter)
     """Those of `num_rows` that failed, by the error's type."""
     num_answered: int = 0
@@ -108,6 +110,7 @@ class Writer(threading.Thread):
         with self._lock:
             self._open[lease.key] = lease
             self.totals.num_rows += lease.num_counted
+            self.totals.num_inputs += lease.counted_shares
             self.totals.errors = self.totals.errors + lease.counted_errors
 
     def tick_soon(self) -> None:
@@ -174,11 +177,13 @@ class Writer(threading.Thread):
     def _add(self, lease: OpenLease, results: Sequence[Result]) -> None:
         batch = self.task.encode(results)
         num_before = lease.num_finished
+        shares_before = lease.num_input_shares
         lease.add(batch)
         num_rows = lease.num_finished - num_before
         errors = count_errors(batch.column("error_type"))
         with self._lock:  # the feeder's thread adds to the totals, too: see `track`
             self.totals.num_rows += num_rows
+            self.totals.num_inputs += lease.num_input_shares - shares_before
             if errors:
                 # A new object, because another thread reads the old one.
                 self.totals.errors = self.totals.errors + errors

@@ -11,7 +11,7 @@ from batchinf.spec.fields import IDENTITY, Positive, Section, Text, Texts, Token
 
 # Fields that a row may set for itself. None of them changes the output's columns or the engine.
 PER_ROW_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "seed", "logit_bias", "allowed_token_ids", "bad_words",
     "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
@@ -23,6 +23,28 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "structural_tag", "json_obje
 CHOICE_COLUMN = "structured_outputs.choice"
 # Kinds of structures that rows may have for themselves, by the names that `columns` has for them.
 STRUCTURE_FIELDS = {f"structured_outputs.{kind}": kind for kind in STRUCTURES if kind != "json_object"}
+
+
+# Fields of vLLM's SamplingParams that are no fields here, each with the reason.
+_OF_PROMPTS = (
+    "task: logits stores the numbers of chosen tokens at chosen positions of a prompt, on each of vLLM's runners"
+)
+NOT_TAKEN = {
+    "prompt_logprob_start": _OF_PROMPTS,
+    "prompt_logprob_token_ids": _OF_PROMPTS,
+    "watermarking": "a watermark of engine.watermark_config is on all rows",
+    "spaces_between_special_tokens": "texts are decoded as with its default, true",
+    "extra_args": "it is for samplers of one's own, and what they do cannot be known from the spec",
+    "routed_experts_prompt_start": "the experts of tokens are not stored",
+    "trace_decode_token_ids": "it is for tests of vLLM; task: score gives the logprobs of a given text",
+    "stream_interval": "nothing is streamed",
+    "output_kind": "only whole outputs are stored",
+    "flat_logprobs": "batchinf sets it",
+    "detokenize": "batchinf sets it: texts are decoded beside the engine",
+    "skip_clone": "batchinf sets it",
+    "skip_reading_prefix_cache": "vLLM sets it where it is needed",
+    "output_text_buffer_length": "vLLM sets it",
+}
 
 
 # Fields of vLLM's RepetitionDetectionParams.
@@ -138,6 +160,14 @@ class SamplingSpec(Section):
     columns: Annotated[dict[str, Text], IDENTITY] = Field(default_factory=dict)
     """A mapping from fields to the columns with each row's own value. If that value is null, the job's value is used.
     `max_tokens: {column: budget}` is short for `columns: {max_tokens: budget}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_of_others(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name in NOT_TAKEN:
+                raise wrong(f"not supported: {NOT_TAKEN[name]}; leave it out", name)
+        return data
 
     @model_validator(mode="before")
     @classmethod

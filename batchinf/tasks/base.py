@@ -104,7 +104,9 @@ class Task(abc.ABC):
     draws_tokens: bool = False
     """Whether output tokens are stored, so that the section `sampling` matters."""
     num_rows_per_input: int = 1
-    """Output rows for each input row."""
+    """Output rows for each input row; if rows have their own number, of a row that says nothing."""
+    rows_vary: bool = False
+    """Whether rows may have their own number of output rows."""
     reads_prompt_logits: bool
     """Whether the logits at the prompt's own tokens are needed. For these, vLLM does not use its prefix cache."""
     reads_prefix_cache: bool
@@ -146,7 +148,14 @@ class Task(abc.ABC):
 
     def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
         """Makes prompts of the job's rows; see `PromptBuilder`."""
-        return PromptBuilder(self.spec, tokenizer, vocab_size, begun_at, output_room=self.output_room)
+        return PromptBuilder(
+            self.spec,
+            tokenizer,
+            vocab_size,
+            begun_at,
+            output_room=self.output_room,
+            has_samples=not self.joins_requests,
+        )
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         """A line for each setting that works but is probably a mistake."""
@@ -154,7 +163,12 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """All requests of a row, in the order of `request_index`. At least one, even if the prompt has an error."""
+        """All requests of a prompt, in the order of `request_index`. At least one, even if the prompt has an error."""
+
+    def requests(self, prompt: Prompt, max_model_len: int) -> list[tuple[Prompt, Request]]:
+        """All requests of a row as `expand` makes them, each with its prompt: that of the row, or one of its parts."""
+        parts = prompt.parts or (prompt,)
+        return [(part, request) for part in parts for request in self.expand(part, max_model_len)]
 
     def drawing_request(
         self,
@@ -220,11 +234,17 @@ class Task(abc.ABC):
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
-        """Estimated size in Parquet of all output rows of one input row.
+        """Estimated size in Parquet of all output rows of one input row, if it does not say how many it has.
 
         prompts: a sample of valid prompts, for tasks with `sizes_by_prompts`; None before prompts are read.
         """
         return 100
+
+    def expected_rows(self, num_inputs: int, *, num_done: int, num_inputs_done: float) -> int:
+        """Output rows of so many input rows. If rows have their own number, an estimate by those that are done."""
+        if not self.rows_vary or num_inputs_done <= 0:
+            return num_inputs * self.num_rows_per_input
+        return max(num_done, round(num_inputs * num_done / num_inputs_done))
 
     # -- results and output rows ---------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import jobs
 from batchinf import api
 from batchinf.base.errors import UserError
 from batchinf.commands.export import export_job, following
-from batchinf.commands.run_batch import batch_run, most_logprobs, read_flags
+from batchinf.commands.run_batch import asked_by_lines, batch_run, read_flags
 from batchinf.engines.installed import engine_argument_names
 from batchinf.spec.file import read_spec
 
@@ -86,13 +86,19 @@ def test_a_file_of_something_else_stays(tmp_path: pathlib.Path) -> None:
         batch_run("in.jsonl", str(tmp_path / "out.jsonl"), "model", [])
 
 
-def test_the_most_logprobs_of_all_lines(tmp_path: pathlib.Path) -> None:
-    assert most_logprobs(str(write_lines(tmp_path / "none.jsonl", {}, {"logprobs": False}))) is None
+def test_what_some_lines_need_of_the_whole_job(tmp_path: pathlib.Path) -> None:
+    none = {"sampling": {"logprobs": None, "prompt_logprobs": None}, "output": {"include_prompt": False}}
+    assert asked_by_lines(str(write_lines(tmp_path / "none.jsonl", {}, {"logprobs": False, "echo": False}))) == none
     bodies: list[dict[str, Any]] = [{"logprobs": True}, {"logprobs": 4}, {"logprobs": True, "top_logprobs": 2}]
     path = write_lines(tmp_path / "some.jsonl", *bodies)
     path.write_text(path.read_text() + 'logprobs {\n{"body": "logprobs"}\n{"logprobs": 9}\n')
-    assert most_logprobs(str(path)) == 4
-    assert most_logprobs(str(tmp_path / "gone.jsonl")) is None
+    assert asked_by_lines(str(path)) == {**none, "sampling": {"logprobs": 4, "prompt_logprobs": None}}
+    path = write_lines(tmp_path / "echo.jsonl", {"logprobs": 1, "echo": True}, {"prompt_logprobs": 0, "logprobs": 2})
+    assert asked_by_lines(str(path)) == {
+        "sampling": {"logprobs": 2, "prompt_logprobs": 1},
+        "output": {"include_prompt": True},
+    }
+    assert asked_by_lines(str(tmp_path / "gone.jsonl")) == none
 
 
 def test_killed_and_run_again_it_writes_the_file_of_an_unhurt_run(tmp_path: pathlib.Path) -> None:
@@ -148,10 +154,11 @@ def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     options = ("-i", lines, "-o", tmp_path / "out.jsonl", "--model", jobs.MODEL)
     done = jobs.run("run-batch", *options, *flags)
     assert done.returncode == 0, done.stderr
-    assert f"3 rows in {tmp_path / 'out.jsonl'}" in done.stdout
+    assert f"4 rows in {tmp_path / 'out.jsonl'}" in done.stdout
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [answer["custom_id"] for answer in answers] == ["0", "1", "2"]
-    assert [answer["error"] is None for answer in answers] == [True, True, False]
+    assert [answer["error"] for answer in answers] == [None] * 3
+    assert [len(answer["response"]["body"]["choices"]) for answer in answers] == [1, 1, 2]
     kept = (tmp_path / "out.jsonl").read_bytes()
     again = jobs.run("run-batch", *options, *flags)
     assert again.returncode == 0, again.stderr

@@ -2,17 +2,22 @@
 
 import functools
 import json
+import pathlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import MODEL
+from pydantic import ValidationError
 
 from batchinf.base.errors import RequestRefused
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.row_sampling import RowSampling
-from batchinf.records import Completion, Request
-from batchinf.spec.sampling import SamplingSpec
+from batchinf.records import Completion, Prompt, Request
+from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import NOT_TAKEN, PER_ROW_FIELDS, STRUCTURE_FIELDS, SamplingSpec
+from batchinf.tasks.registry import task_of
 
 pytest.importorskip("vllm")
 from vllm import SamplingParams
@@ -32,14 +37,15 @@ def prompts() -> list[list[int]]:
 
 
 def run(engine: "VllmEngine", samplings: Sequence[SamplingSpec]) -> list[Completion]:
-    """One request for each prompt, with these samplings in turn, all in one batch."""
-    for row, (prompt, sampling) in enumerate(zip(prompts(), samplings, strict=True)):
-        seed = None if sampling.temperature == 0 else row
-        engine.add(Request(row, 0, prompt, sampling, max_tokens=MAX_TOKENS, seed=seed))
+    """The requests of each prompt, with these samplings in turn, all in one batch. In the order of rows and samples."""
+    task = task_of(JobSpec(model={"name": str(MODEL)}, input={"path": "rows.jsonl"}, output={"path": "out"}))
+    for row, (ids, sampling) in enumerate(zip(prompts(), samplings, strict=True)):
+        for request in task.expand(Prompt(row, ids, None, None, sampling), len(ids) + MAX_TOKENS):
+            engine.add(request)
     found = {}
     while engine.num_unfinished():
-        found.update({done.request.row_index: done for done in engine.step()})
-    return [found[row] for row in range(NUM_ROWS)]
+        found.update({done.request.key: done for done in engine.step()})
+    return [found[key] for key in sorted(found)]
 
 
 def of_job(engine: "VllmEngine", **fields: Any) -> list[Completion]:
@@ -180,3 +186,129 @@ def test_values_that_would_end_the_engine_cost_their_row(
     assert words in caught.value.error.error_message
     assert vllm_engine.num_unfinished() == 0
     assert len(of_job(vllm_engine)) == NUM_ROWS
+
+
+# -- all fields of vLLM ------------------------------------------------------------------------------------------------
+
+
+def test_each_field_of_the_installed_vllm_is_taken_or_refused_with_a_reason() -> None:
+    """A field of a later version fails here, until it is one of `SamplingSpec` or of `NOT_TAKEN`."""
+    fields = {field for field in SamplingParams.__struct_fields__ if not field.startswith("_")}
+    assert fields - set(SamplingSpec.model_fields) == set(NOT_TAKEN)
+    assert not set(NOT_TAKEN) & set(SamplingSpec.model_fields)
+    own = {"columns", "logprobs_mode"}  # of a job, and of vLLM's engine
+    assert set(SamplingSpec.model_fields) - own <= fields
+    for field, reason in NOT_TAKEN.items():
+        with pytest.raises(ValidationError, match=re.escape(f"not supported: {reason}")):
+            SamplingSpec(**{field: None})
+
+
+def test_each_field_of_rows_is_in_one_of_these_tests() -> None:
+    source = re.sub(r"\(\s+", "(", pathlib.Path(__file__).read_text(encoding="utf-8"))
+    source = re.sub(r"\s+", " ", source)
+    elsewhere = {"thinking_token_budget"}  # it needs a model with marks: tests/replica/test_reasoning_job.py
+    for field in (*PER_ROW_FIELDS, *STRUCTURE_FIELDS):
+        assert field in elsewhere or f'of_rows(vllm_engine, "{field}"' in source, field
+
+
+GREEDY_FIELDS: list[tuple[str, Any]] = [("top_k", 1), ("top_p", 1e-6), ("min_p", 1.0), ("temperature", 0)]
+
+
+@pytest.mark.parametrize(("field", "value"), GREEDY_FIELDS)
+def test_of_the_job_what_leaves_one_token_is_greedy(
+    vllm_engine: "VllmEngine", free: list[list[int]], field: str, value: Any
+) -> None:
+    assert tokens(of_job(vllm_engine, **{"temperature": 1.5, field: value})) == free
+    assert tokens(of_job(vllm_engine, temperature=1.5)) != free
+
+
+def test_of_rows_what_leaves_one_token_is_greedy(vllm_engine: "VllmEngine", free: list[list[int]]) -> None:
+    found = [
+        of_rows(vllm_engine, "top_k", [1, None], temperature=1.5),
+        of_rows(vllm_engine, "top_p", [1e-6, None], temperature=1.5),
+        of_rows(vllm_engine, "min_p", [1.0, None], temperature=1.5),
+        of_rows(vllm_engine, "temperature", [0, None], temperature=1.5),
+    ]
+    for completions in map(tokens, found):
+        assert completions[::2] == free[::2]
+        assert all(output != free[row] for row, output in enumerate(completions) if row % 2)
+
+
+def doubled(output: Sequence[int]) -> int:
+    """Tokens that an output has more than once."""
+    return len(output) - len(set(output))
+
+
+def test_penalties(vllm_engine: "VllmEngine", free: list[list[int]]) -> None:
+    """A bias makes a token likely, so that without the penalty it comes again."""
+    bias = {11: 100}
+    stuck = tokens(of_job(vllm_engine, logit_bias=bias))
+    assert stuck == [[11] * MAX_TOKENS] * NUM_ROWS
+    assert sum(map(doubled, free)) > 0
+    # 100 more tokens of one kind cost more than the bias gives.
+    heavy = {"repetition_penalty": 1000.0}
+    assert all(output.count(11) <= 1 for output in tokens(of_job(vllm_engine, logit_bias=bias, **heavy)))
+    for row, output in enumerate(tokens(of_rows(vllm_engine, "repetition_penalty", [1000.0, None], logit_bias=bias))):
+        assert (output.count(11) <= 1) == (row % 2 == 0)
+    for name, found in (
+        ("presence_penalty", tokens(of_rows(vllm_engine, "presence_penalty", [2.0, None]))),
+        ("frequency_penalty", tokens(of_rows(vllm_engine, "frequency_penalty", [2.0, None]))),
+    ):
+        of_all = tokens(of_job(vllm_engine, **{name: 2.0}))
+        assert sum(map(doubled, of_all)) < sum(map(doubled, free))
+        assert found[::2] == of_all[::2]
+        assert found[1::2] == free[1::2]
+
+
+def test_lengths_and_stops(vllm_engine: "VllmEngine", free: list[list[int]]) -> None:
+    end = tokenizer().eos_token_id
+    wants_end = {"logit_bias": {end: 100}, "ignore_eos": False}
+    assert all(output == [end] for output in tokens(of_job(vllm_engine, **wants_end)))
+    held = tokens(of_job(vllm_engine, **wants_end, min_tokens=7))
+    assert all(len(output) == 8 and end not in output[:7] for output in held)
+    own = tokens(of_rows(vllm_engine, "min_tokens", [7, None], **wants_end))
+    assert [len(output) for output in own] == [8, 1] * (NUM_ROWS // 2)
+    # Each row ends at its own sixth token, or before, where the same token stands earlier.
+    sixth = [output[5] for output in free]
+    ended = of_rows(vllm_engine, "stop_token_ids", [[token] for token in sixth])
+    for row, done in enumerate(ended):
+        assert done.token_ids.tolist() == free[row][: free[row].index(sixth[row]) + 1]
+        assert (done.finish_reason, done.stop_reason) == ("stop", sixth[row])
+    assert all(sixth[0] not in output[:-1] for output in tokens(of_job(vllm_engine, stop_token_ids=[sixth[0]])))
+    letters = [re.findall(r"[a-z]", tokenizer().decode(output)) for output in free]
+    assert any(letters)
+    words = [found[-1] if found else "zzz" for found in letters]
+    for row, done in enumerate(of_rows(vllm_engine, "stop", [[word] for word in words])):
+        assert done.stop_reason == (words[row] if letters[row] else None)
+        assert (words[row] in text(done)) == bool(letters[row])
+        assert words[row] not in tokenizer().decode(done.token_ids.tolist()[:-1])
+    budgets = [3, None, 1]
+    lengths = [len(output) for output in tokens(of_rows(vllm_engine, "max_tokens", budgets, max_tokens=5))]
+    assert lengths == [3, 5, 1] * (NUM_ROWS // 3)
+
+
+def test_seeds(vllm_engine: "VllmEngine") -> None:
+    sampled = {"temperature": 1.5}
+    same = [tokens(of_rows(vllm_engine, "seed", [3, None], **sampled)) for _ in range(2)]
+    assert same[0] == same[1]
+    other = tokens(of_rows(vllm_engine, "seed", [4, None], **sampled))
+    assert all((output == same[0][row]) == (row % 2 == 1) for row, output in enumerate(other))
+
+
+def test_samples_of_rows(vllm_engine: "VllmEngine") -> None:
+    found = of_rows(vllm_engine, "n", [3, None, 1], temperature=1.5)
+    by_row: dict[int, list[tuple[int, ...]]] = {}
+    for done in found:
+        by_row.setdefault(done.request.row_index, []).append(tuple(done.token_ids.tolist()))
+    assert [len(by_row[row]) for row in range(NUM_ROWS)] == [3, 1, 1] * (NUM_ROWS // 3)
+    assert all(len(set(samples)) == len(samples) for samples in by_row.values())
+
+
+def test_regexes_and_grammars_of_rows(vllm_engine: "VllmEngine") -> None:
+    found = of_rows(vllm_engine, "structured_outputs.regex", ["[0-9]{3}", "ab?c"], ignore_eos=False)
+    for row, done in enumerate(found):
+        assert re.fullmatch(("[0-9]{3}", "ab?c")[row % 2], text(done))
+    grammars = ['root ::= "left" | "right"', 'root ::= "up"']
+    found = of_rows(vllm_engine, "structured_outputs.grammar", grammars, ignore_eos=False)
+    assert {text(done) for done in found[1::2]} == {"up"}
+    assert {text(done) for done in found[::2]} <= {"left", "right"}

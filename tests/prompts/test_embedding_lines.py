@@ -177,7 +177,7 @@ def test_truncation_is_that_of_vllm(side: str | None) -> None:
 
 
 @pytest.mark.parametrize(("number", "words"), [
-    (13, "body.truncate_prompt_tokens: got 13; must be at most max_model_len 12"),
+    (13, "body.truncate_prompt_tokens: got 13; must be at most 12, which max_model_len leaves"),
     (1, "body.truncate_prompt_tokens: got 1, which leaves no room beside the special tokens"),
 ])  # fmt: skip
 def test_truncation_that_is_refused(number: int, words: str) -> None:

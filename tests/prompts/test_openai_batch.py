@@ -56,7 +56,8 @@ def completion(**body: Any) -> dict[str, Any]:
          {"structured_outputs": {"json": SCHEMA}}),
         ({"logprobs": True, "top_logprobs": 5}, {}),
         ({"logprobs": True}, {}),
-        ({"logprobs": False, "n": 1, "user": "me", "metadata": {"k": "v"}, "stream": False, "tools": []}, {}),
+        ({"logprobs": False, "user": "me", "metadata": {"k": "v"}, "stream": False, "tools": []}, {}),
+        ({"n": 3, "temperature": 1.0}, {"n": 3, "temperature": 1.0}),
         ({"temperature": None, "tools": None, "anything": None}, {}),
         # As clients spell out defaults.
         ({"model": None, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "top_p": 1}, {"top_p": 1}),
@@ -144,7 +145,6 @@ def test_completions() -> None:
          "type json_object"),
         (chat(response_format={"type": "text", "json_schema": {}}), "body.response_format.json_schema: not known "
          "beside type text"),
-        (chat(n=2), "body.n: got 2, but all rows have sampling.n 1"),
         (chat(ignore_eos=True), "body.ignore_eos: got True, but all rows have sampling.ignore_eos False"),
         (chat(logprobs=True, top_logprobs=6), "body.top_logprobs: asks for 6, but the job stores other columns: set "
          "sampling.logprobs"),
@@ -157,16 +157,53 @@ def test_completions() -> None:
         (chat(response_format={"type": "json_schema"}), "body.response_format: got 'json_schema'; must be text, "
          "json_object, structural_tag, or json_schema with its schema"),
         (chat(chat_template_kwargs=[]), "body.chat_template_kwargs: got a list; must be a mapping"),
-        (completion(prompt=["a", "b"]), "body.prompt: got a list; must be one text, or the token ids of one"),
-        (completion(echo=True), "body.echo: got True, which is not supported"),
+        (completion(prompt=["a", [1]]), "body.prompt: got a list; must be a text, the token ids of one, or a list of "
+         "texts or of token ids"),
+        (completion(prompt=[]), "body.prompt: got an empty list; must be a text, the token ids of one, or a list of "
+         "texts or of token ids"),
+        (completion(prompt=["a"] * 3, n=9000), "body.prompt: got 3 prompts with n 9,000; a line has at most 16,384 "
+         "answers"),
+        (completion(echo=1), "body.echo: got 1; must be true or false"),
+        (completion(echo=True), "body.echo: got true, but the job does not store prompts: set output.include_prompt: "
+         "true"),
+        (chat(echo=True), "body.echo: got True, which is not supported: the answer of a conversation has no prompt "
+         "before it"),
+        (completion(truncate_prompt_tokens=0), "body.truncate_prompt_tokens: got 0; must be a whole number, at least "
+         "1, or -1"),
         (completion(best_of=3), "body.best_of: got 3, which is not supported"),
-        (completion(suffix="b"), "body.suffix: got 'b', which is not supported"),
+        (completion(suffix="b"), "body.suffix: got 'b', which is not supported: only models for which vLLM's server "
+         "writes the marks of a gap take it; write the model's own marks into the prompt"),
         (completion(logprobs=9), "body.logprobs: asks for 9, but the job stores other columns: set sampling.logprobs"),
         (completion(messages=MESSAGES), "body.messages: got a list, which is not supported"),
     ],
 )  # fmt: skip
 def test_what_is_not_is_named(values: dict[str, Any], message: str) -> None:
     assert reader().read(values) == RowError("unsupported_request", message)
+
+
+def test_a_task_with_one_answer_takes_neither_n_nor_several_prompts() -> None:
+    spec = JobSpec(model={"name": "org/model"}, input={"path": "batch.jsonl"}, output={"path": "out"})
+    own = BatchReader(spec, has_samples=False)
+    refused = {
+        "body.n: got 2, but all rows have sampling.n 1": line({"messages": MESSAGES, "n": 2}),
+        "body.prompt: got a list of 2; this job has one answer for each line": line(
+            {"prompt": ["a", "b"]}, "/v1/completions"
+        ),
+    }
+    for message, values in refused.items():
+        assert own.read(values) == RowError("unsupported_request", message)
+    assert own.read(line({"messages": MESSAGES, "n": 1})) == BatchRequest(messages=MESSAGES)
+
+
+def test_several_prompts_in_a_line() -> None:
+    found = reader().read(completion(prompt=["a", "b"], n=2, temperature=1.0))
+    assert isinstance(found, BatchRequest)
+    assert [(part.text, part.sampling, part.form) for part in found.parts] == [
+        (text, {"n": 2, "temperature": 1.0}, '{"url": "/v1/completions", "n": 2}') for text in ("a", "b")
+    ]
+    found = reader().read(completion(prompt=[[1, 2], [3]]))
+    assert isinstance(found, BatchRequest)
+    assert [part.token_ids for part in found.parts] == [[1, 2], [3]]
 
 
 def test_no_logprobs_in_the_job() -> None:

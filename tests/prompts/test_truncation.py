@@ -105,11 +105,11 @@ def test_the_output_says_which_prompts_were_cut() -> None:
     names = task.output_schema([]).names
     assert names[names.index("num_prompt_tokens") + 1] == "prompt_truncated"
     assert "prompt_truncated" not in task_of(make_spec()).output_schema([]).names
-    from batchinf.replica.feeder import failed
+    from batchinf.replica.feeder import error_result
 
     found = prompts([{"prompt": TEXT}, {"prompt": "fox"}, {"prompt": None}], 64, **left())
     error = RowError("engine_death", "x")
-    results = [result for one in found for result in failed(one, 1, one.error or error, 1)]
+    results = [error_result(one, 0, 1, one.error or error, attempts=1) for one in found]
     assert task.encode(results).column("prompt_truncated").to_pylist() == [True, False, None]
 
 

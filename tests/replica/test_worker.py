@@ -23,7 +23,7 @@ from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Lease, Prompt, Request
 from batchinf.replica import incarnation, writer
 from batchinf.replica import worker as worker_module
-from batchinf.replica.feeder import FailedRow, failed
+from batchinf.replica.feeder import FailedRow, error_result
 from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, TokenCount, Worker, window
 from batchinf.spec.job import JobSpec
@@ -523,7 +523,7 @@ def test_the_writer_stores_all_that_was_there_when_it_was_told_to_finish(bench: 
     opened = one.feeder.open_lease(Lease(0, 0, 1))
     store.track(opened)
     prompt = Prompt(0, [], None, RowError("empty_prompt", "it is empty"))
-    row, take = FailedRow(opened, failed(prompt, 1, prompt.error, 1)), queue.take
+    row, take = FailedRow(opened, (error_result(prompt, 0, 1, prompt.error, attempts=1),)), queue.take
     ending: list[threading.Thread] = []
 
     def take_and_end(*arguments: Any) -> list[Any]:

@@ -248,8 +248,8 @@ class Assignment:
     @property
     def _work_s_by_rows(self) -> float | None:
         """The time of the rows that are left, as fast as rows were answered so far."""
-        num_answered = sum(replica.current.progress.num_answered for replica in self._running)
-        num_rows = num_answered // self._fleet.requests_per_row
+        answered = (replica.current.progress.num_answered / replica.mean_requests for replica in self._running)
+        num_rows = int(sum(answered))
         if not num_rows or self._first_ready_at is None:
             return None
         left = self._pending.num_rows + sum(replica.outstanding_rows for replica in self._fleet.replicas)

@@ -37,6 +37,7 @@ class Generate(Task):
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self.num_rows_per_input = spec.sampling.n
+        self.rows_vary = "n" in spec.sampling.columns or spec.input.is_batch_file
         self._sampling = spec.sampling
         self._output = spec.output
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
@@ -86,9 +87,8 @@ class Generate(Task):
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         sampling = prompt.sampling or self._sampling
         chosen = sampling.logprob_token_ids or None
-        return [
-            self.drawing_request(prompt, index, max_model_len, logprob_token_ids=chosen) for index in range(sampling.n)
-        ]
+        indices = range(prompt.first_request, prompt.first_request + sampling.n)
+        return [self.drawing_request(prompt, index, max_model_len, logprob_token_ids=chosen) for index in indices]
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
         """See `Task.encode`. A null is what was never produced."""

@@ -97,7 +97,7 @@ def _check(spec: JobSpec) -> None:
         if name in changed:
             instead = "; logits.values says which numbers are stored" if "logprob" in name else ""
             raise wrong(f"has no meaning with task logits{instead}; leave it out", f"sampling.{name}")
-    if "n" in changed:
+    if "n" in changed or "n" in spec.sampling.columns:
         raise wrong("must be 1 with task logits; leave it out", "sampling.n")
     for name in () if logits_of(spec).positions == "generated" else _OF_GENERATION:
         if name in changed:

@@ -4,13 +4,14 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.builder import Draft, PromptBuilder, check_text
 from batchinf.prompts.encoder import Side
 from batchinf.prompts.openai import BatchRequest
 from batchinf.prompts.openai_lines import EMBEDDINGS_URL, WITHOUT_EFFECT, LineReader, Refused, line_of, show
+from batchinf.prompts.truncation import Truncation, take_truncation
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE
@@ -28,16 +29,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 _ENCODINGS = ("float", "base64")
 _FLAGS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 _INPUTS = "one text, the token ids of one, a conversation, or a list of one of these"
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """How vLLM's server cuts an input that is too long."""
-
-    num_tokens: int
-    """That are kept; -1: as many as fit `max_model_len`."""
-    side: Side | None
-    """The side that is cut, with the special tokens there. None: the tokenizer's, and special tokens stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +74,7 @@ class EmbeddingReader(LineReader):
         if encoding not in _ENCODINGS:
             raise Refused(f"body.encoding_format: got {show(encoding)}; must be {' or '.join(_ENCODINGS)}")
         dimensions = self._dimensions(body.pop("dimensions", None))
-        truncation = _truncation(body)
+        truncation = take_truncation(body)
         inputs = self._inputs(body, flags)
         self._check_others(body)
         return EmbeddingsRequest(
@@ -148,18 +139,6 @@ class EmbeddingReader(LineReader):
                     raise Refused(f"body.{name}: got {show(value)}, but all rows have pooling.normalize {of_job}")
             elif name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
                 raise Refused(f"body.{name}: got {show(value)}, which is not supported")
-
-
-def _truncation(body: dict[str, Any]) -> Truncation | None:
-    number = body.pop("truncate_prompt_tokens", None)
-    side = body.pop("truncation_side", None)
-    if side not in (None, "left", "right"):
-        raise Refused(f"body.truncation_side: got {show(side)}; must be left or right")
-    if number is None:  # as in vLLM, the side alone means nothing
-        return None
-    if type(number) is not int or number < -1 or number == 0:
-        raise Refused(f"body.truncate_prompt_tokens: got {show(number)}; must be a whole number, at least 1, or -1")
-    return Truncation(number, cast(Side | None, side))
 
 
 def _items(value: object) -> list[Any] | None:
@@ -262,18 +241,8 @@ class EmbeddingPrompts(PromptBuilder):
         wanted = request.truncation
         if wanted is None or isinstance(ids, RowError):
             return ids
-        if max_model_len is not None and wanted.num_tokens > max_model_len:
-            got = f"got {wanted.num_tokens:,}; must be at most max_model_len {max_model_len:,}"
-            return RowError("unsupported_request", f"body.truncate_prompt_tokens: {got}")
-        room = max_model_len if wanted.num_tokens < 0 else wanted.num_tokens
-        if room is None or len(ids) <= room:
-            return ids
-        side = wanted.side or self._tokenizer_side
-        if wanted.side is not None or draft.encoder is None:
-            return ids[-room:] if side == "left" else ids[:room]
-        cut = draft.encoder.cut(ids, room, side)
-        words = f"body.truncate_prompt_tokens: got {room:,}, which leaves no room beside the special tokens"
-        return RowError("unsupported_request", words) if cut is None else cut
+        side = self._tokenizer_side
+        return wanted.cut(ids, draft.encoder, most=max_model_len, room=max_model_len, default_side=side)
 
     def _draft(self, row: Row, max_model_len: int | None) -> Draft:
         """All inputs of a line as one text or list of ids, for outlines and previews."""
