@@ -83,7 +83,7 @@ class EmbeddingReader(LineReader):
         if encoding not in _ENCODINGS:
             raise Refused(f"body.encoding_format: got {show(encoding)}; must be {' or '.join(_ENCODINGS)}")
         dimensions = self._dimensions(body.pop("dimensions", None))
-        truncation = _truncation(body)
+        truncation = read_truncation(body)
         inputs = self._inputs(body, flags)
         self._check_others(body)
         return EmbeddingsRequest(
@@ -150,7 +150,8 @@ class EmbeddingReader(LineReader):
                 raise Refused(f"body.{name}: got {show(value)}, which is not supported")
 
 
-def _truncation(body: dict[str, Any]) -> Truncation | None:
+def read_truncation(body: dict[str, Any]) -> Truncation | None:
+    """The fields `truncate_prompt_tokens` and `truncation_side` of a body, which are taken out. Raises Refused."""
     number = body.pop("truncate_prompt_tokens", None)
     side = body.pop("truncation_side", None)
     if side not in (None, "left", "right"):
