@@ -2,12 +2,15 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 import jobs
 from batchinf.commands.verify import verify_job
@@ -134,3 +137,56 @@ def test_the_scores_are_those_of_vllm_run_batch(kind: str, tmp_path: pathlib.Pat
         assert theirs[str(number)]["error"] is not None or theirs[str(number)]["response"]["status_code"] != 200, number
         assert ours[str(number)]["error"] is not None and ours[str(number)]["response"] is None, number
     verify(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_template_of_pairs_is_used_as_by_vllm_run_batch(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "pairs.jinja").write_text(TEMPLATE)
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/rerank", {"query": QUERY, "documents": DOCUMENTS}),
+        ("/score", {"text_1": QUERY, "text_2": DOCUMENTS[:2], "instruction": " Find the passage."}),
+        ("/score", {"text_1": QUERY, "text_2": DOCUMENTS[:2], "chat_template_kwargs": {"instruction": " Other."}}),
+        ("/rerank", {"query": QUERY, "documents": [LONG, "a"], "truncate_prompt_tokens": 30}),
+        ("/rerank", {"query": LONG, "documents": [LONG], "max_tokens_per_doc": 9, "max_tokens_per_query": 9}),
+    ]
+    lines = lines_of(CROSS_ENCODER, bodies)
+    theirs, ours = both(tmp_path, CROSS_ENCODER, lines, "--chat-template", str(tmp_path / "pairs.jinja"))
+    for number, (url, _) in enumerate(bodies):
+        compare(number, url, theirs, ours)
+    scores = [ours[number]["response"]["body"]["data"][0]["score"] for number in "12"]
+    assert len({*scores, ours["0"]["response"]["body"]["results"][0]["relevance_score"]}) == 3
+
+
+@pytest.mark.slow
+def test_pairs_of_columns_are_verified(tmp_path: pathlib.Path) -> None:
+    """A cross-encoder that is a language model, raw scores, and a document for each row."""
+    rows = [{"id": f"r{n}", "query": f"fox {n}", "text": f"{QUERY} of the sea {n}"} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=1536, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, pad_token_id=2, num_labels=1,
+    )  # fmt: skip
+    model = AutoModelForSequenceClassification.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(jobs.MODEL / name, tmp_path / "model")
+    spec = jobs.spec_of(
+        tmp_path,
+        model={"name": str(tmp_path / "model"), "dtype": "float32"},
+        task="rerank",
+        input={"path": str(tmp_path / "rows.jsonl"), "query_column": "query", "document_column": "text"},
+        pooling={"use_activation": False},
+        engine={"max_model_len": 128},
+        sampling=None,
+        scripted=None,
+        parallel={"data_parallel_size": 1},
+        output={"keep_columns": []},
+    )
+    jobs.finish(spec)
+    scores = [row["relevance_score"] for row in jobs.rows_of(tmp_path / "out")]
+    assert len(set(scores)) == 12 and not all(0 < score < 1 for score in scores)
+    report = verify_job(read_spec(spec), num_rows=12, seed=0, dtype="float32", device="cpu", tolerance=None)
+    report.raise_if_beyond()

@@ -169,7 +169,7 @@ class RerankPrompts(PromptBuilder):
             if isinstance(outcome, RowError):
                 return Prompt(row.row_index, [], None, self._named(outcome, request, place), request=request.form)
             assert isinstance(found, _Encoded)
-            is_truncated = is_truncated or len(found.ids) < len(encoding.ids)
+            is_truncated = is_truncated or len(found.ids) < len(encoding)
             encoded.append(found)
         ids = [token_id for each in encoded for token_id in each.ids]
         text = "\n".join(show(self._tokenizer, each.ids) for each in encoded) if self._keeps_text else None
@@ -208,24 +208,24 @@ class RerankPrompts(PromptBuilder):
 
     def _fitted(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
         """The tokens of an input, as the line's own `truncate_prompt_tokens` or the spec's `on_overlong` cuts them."""
-        places: Sequence[int] = range(len(encoding.ids))
+        ids: list[int] = encoding.ids
+        types: list[int] = encoding.type_ids if self._has_types else []
         own = request.truncation
         room = _room(own, max_model_len) if own is not None else max_model_len if self._side is not None else None
         if isinstance(room, RowError):
             return room
-        if room is not None and len(places) > room:
+        if room is not None and len(ids) > room:
             side = self._side_of(request)
-            only_second = request.max_tokens_per_doc > 0 and self._has_pairs
-            kept = _kept(encoding.sequence_ids, room, side, only_second=only_second)
+            kept: Sequence[int] | RowError
             if own is not None and own.side is not None:  # vLLM cuts the plain ids, with the special tokens there
-                kept = places[-room:] if side == "left" else places[:room]
+                kept = range(len(ids))[-room:] if side == "left" else range(room)
+            else:
+                only_second = request.max_tokens_per_doc > 0 and self._has_pairs
+                kept = _kept(encoding.sequence_ids, room, side, only_second=only_second)
             if isinstance(kept, RowError):
                 return kept
-            places = kept
-        ids = [encoding.ids[place] for place in places]
-        if not self._has_types:
-            return _Encoded(ids, None)
-        types = [encoding.type_ids[place] for place in places]
+            ids = [ids[place] for place in kept]
+            types = [types[place] for place in kept] if types else []
         start = types.index(1) if 1 in types else None
         if set(types) - {0, 1} or (start is not None and 0 in types[start:]):
             words = "the tokenizer's token types are not those of a query and then a document: 0 and then 1"
