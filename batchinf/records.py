@@ -62,6 +62,20 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
+class Reranking:
+    """How the scores of a row's documents follow from the results of its inputs."""
+
+    num_queries: int
+    """How many of the inputs are queries, the first ones; the others are documents. 0: each input is a pair."""
+    top_n: int | None = None
+    """How many documents the row's ranking has; None: it has no ranking."""
+    token_type_starts: tuple[int | None, ...] = ()
+    """Of each input, see `Request.token_type_start`."""
+    use_activation: bool | None = None
+    """See `Request.use_activation`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
     """What was predicted of a run at its start. Rates are of all replicas."""
 
@@ -268,6 +282,8 @@ class Prompt:
     """The token ids of each text of a row that has several, one request each; `token_ids` are then those of all."""
     dimensions: int | None = None
     """See `Request.dimensions`."""
+    reranking: Reranking | None = None
+    """What the `inputs` are, if they are queries and documents."""
     request: str | None = None
     """Of a line of a batch file: its URL, and what it asks of the form of its answer, as JSON text."""
     tools: Tools | None = None
@@ -317,6 +333,10 @@ class Request:
     """See `Prompt.tools`."""
     dimensions: int | None = None
     """Numbers to which the pooling runner cuts its vector, in place of the job's."""
+    use_activation: bool | None = None
+    """Whether the pooling runner applies the model's activation, in place of the job's choice."""
+    token_type_start: int | None = None
+    """Place of the first token of type 1, the second of two texts; None: all tokens have type 0."""
 
     @property
     def key(self) -> tuple[int, int]:

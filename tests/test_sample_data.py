@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 SAMPLE = Path(__file__).parent.parent / "sample_data"
 MODEL = SAMPLE / "tiny-llama"
@@ -62,6 +62,25 @@ def nats(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 def test_model_takes_at_most_two_megabytes() -> None:
     assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 2_000_000
+
+
+def test_the_reranker_is_small_and_finds_the_right_document() -> None:
+    """Of the queries, whose documents it was not trained on, at least nine in ten."""
+    folder = SAMPLE / "tiny-reranker"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 500_000
+    reranker = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in (SAMPLE / "queries.jsonl").read_text(encoding="utf-8").splitlines()]
+    held_out = " ".join(" ".join(corpus_texts(is_held_out=True)).split())
+    num_right = 0
+    for row in rows:
+        assert all(document in held_out for document in row["documents"])
+        inputs = tokenizer(
+            [(row["query"], document) for document in row["documents"]], padding=True, return_tensors="pt"
+        )
+        with torch.inference_mode():
+            num_right += int(reranker(**inputs).logits[:, 0].argmax()) == row["relevant"]
+    assert len(rows) == 120 and num_right >= 108
 
 
 def test_held_out_text_is_two_nats_a_token_likelier_than_its_tokens_shuffled(model: Any, tokenizer: Any) -> None:

@@ -551,6 +551,10 @@ WRONG = [
     Wrong("no head", {"task": "classify", "sampling": None},
           "job.yaml:1:1: model.name: LlamaForCausalLM of 'model' has no classification head, which task "
           "classify needs; give a model such as a …ForSequenceClassification"),
+    Wrong("no documents",
+          {"task": "rerank", "sampling": None, "input": {"prompt_column": None, "query_column": "prompt"}},
+          "job.yaml:5:3: input.query_column: got it without documents_column or document_column; a score is that of a "
+          "query and a document"),
     Wrong("no Matryoshka", {"task": "embed", "sampling": None, "pooling": {"dimensions": 8}},
           "job.yaml:8:3: pooling.dimensions: got 8, but the model's config does not say that it was trained for"
           " fewer (Matryoshka); leave it out, or, if it was, set engine.hf_overrides: {is_matryoshka: true}"),

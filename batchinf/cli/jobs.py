@@ -30,7 +30,7 @@ from batchinf.cli.arguments import (
 from batchinf.cli.program import app, errors_as, print_error, print_lines, print_report
 
 _Found = TypeVar("_Found")
-_PURPOSES = "label, generate, score, logits or embed"
+_PURPOSES = "label, generate, score, logits, embed or rerank"
 
 
 @app.command("init", epilog="Example: batchinf init job.yaml --for label --data reviews.csv --model Qwen/Qwen3-8B")

@@ -32,6 +32,9 @@ _LABELS = "label labels category class sentiment topic target intent"
 _MESSAGES = "messages conversation conversations"
 _CHOICES = "choices options answers endings"
 _ANSWERS = "answer answer_index correct_answer answerKey label target gold"
+_QUERIES = "query question text_1 prompt instruction"
+_DOCUMENTS = "documents passages candidates docs contexts items choices"  # lists
+_DOCUMENT = "document passage text_2 context text content"
 _CONTINUATIONS = "continuation completion response chosen target output answer"
 _OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
@@ -118,11 +121,13 @@ class _Columns:
 
     def choices(self) -> str | None:
         """The column with lists of texts to choose from."""
-        for name in self.types:
-            lists = [_as_list(value) for value in self.values[name]] if name in _CHOICES.split() else []
-            if lists and all(isinstance(texts, list) and all(isinstance(t, str) for t in texts) for texts in lists):
-                return name
-        return None
+        return next((name for name in self.types if name in _CHOICES.split() and self.are_text_lists(name)), None)
+
+    def are_text_lists(self, name: str) -> bool:
+        """Whether each value is a list of texts."""
+        lists = [_as_list(value) for value in self.values[name]]
+        are_lists = all(isinstance(texts, list) and all(isinstance(t, str) for t in texts) for texts in lists)
+        return bool(lists) and are_lists
 
     def are_answers(self, name: str, choices: str) -> bool:
         """Whether each row's value is one of its choices."""
@@ -160,6 +165,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     short = [name for name in names if name not in not_kept and columns.mean_length(name) <= _MOST_KEPT_CHARS]
     if not labels:
         labels = _DEFAULT_LABELS if labelled is None else sorted(map(str, set(columns.values[labelled])))
+    query = _first(free, _QUERIES) or text
     return Data(
         path=path,
         num_rows=source.num_rows,
@@ -172,6 +178,9 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         labelled=labelled,
         choices=choices,
         answer=answer,
+        query=query,
+        documents=_first([name for name in names if columns.are_text_lists(name)], _DOCUMENTS),
+        document=_first([name for name in free if name != query], _DOCUMENT),
         continuation=_first([name for name in free if name != text or messages is not None], _CONTINUATIONS),
         kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
         is_batch=is_batch,

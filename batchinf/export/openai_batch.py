@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
@@ -12,13 +13,16 @@ import pyarrow as pa
 from batchinf.base.errors import UserError
 from batchinf.export.base import ExportedJob, Format, json_lines
 from batchinf.export.tokens import PREFIXES, token_columns, tokens_of
-from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL
+from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL
 
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
 _NAMES = (
     "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls", "finish_reason", "stop_reason",
-    "embedding", "embeddings", "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
+    "embedding", "embeddings", "relevance_score", "relevance_scores", "ranking", "num_prompt_tokens",
+    "num_output_tokens", "error_type", "error_message",
 )  # fmt: skip
+
+_OF_TEXTS = (CHAT_URL, COMPLETIONS_URL)
 
 Row = Mapping[str, Any]
 
@@ -38,14 +42,16 @@ class OpenAIBatchExport(Format):
 
     @classmethod
     def notes(cls, job: ExportedJob) -> list[str]:
-        """See `Format`. OpenAI has a form for texts and for embeddings."""
+        """See `Format`. There is a form for texts, for embeddings and for the scores of documents."""
         spec = job.spec
-        if not job.task.makes_text and job.task.vector_column is None:
+        if _form_of(job) is None:
             raise UserError(
                 f"--to: got openai-batch, which has no form for the output of task {job.task.name}: export it as "
                 "jsonl, csv, parquet or hf"
             )
         left_out = []
+        if spec.input.documents_column is not None:
+            left_out.append("the texts of the documents are left out: the job does not store them; each has its index")
         if spec.sampling.prompt_logprobs is not None:
             left_out.append("prompt_logprobs are left out, except those of lines with echo; jsonl has them")
         if spec.sampling.logprobs is not None and not token_columns("", job.results.schema):
@@ -105,6 +111,13 @@ class OpenAIBatchExport(Format):
         if url == EMBEDDINGS_URL:
             [row] = answered
             return {"id": f"embd-{name}", "object": "list", **shared, "data": _embeddings(row, form), "usage": usage}
+        if url == SCORE_URL:
+            [row] = answered
+            usage["completion_tokens"] = 0
+            return {"id": f"score-{name}", "object": "list", **shared, "data": _scores(row), "usage": usage}
+        if url == RERANK_URL:
+            [row] = answered
+            return {"id": f"score-{name}", "model": shared["model"], "usage": usage, "results": _results(row, form)}
         is_chat = url == CHAT_URL
         choice = self._chat_choice if is_chat else self._text_choice
         return {
@@ -129,8 +142,9 @@ class OpenAIBatchExport(Format):
             form: dict[str, Any] = json.loads(row["request"])
             return form
         spec = self.job.spec
-        if self.job.task.vector_column is not None:
-            return {"url": EMBEDDINGS_URL}
+        url = SCORE_URL if "relevance_score" in row else _form_of(self.job)
+        if url is not None and url not in _OF_TEXTS:
+            return {"url": url}
         number = spec.sampling.logprobs
         if spec.input.is_chat:
             return {"url": CHAT_URL, "logprobs": number is not None, "top_logprobs": number}
@@ -202,6 +216,36 @@ def _num_prompt_tokens(answered: Sequence[Row], form: Row) -> int:
     if (num_samples := form.get("n")) is None:  # it has one prompt
         return int(answered[0]["num_prompt_tokens"])
     return sum({row["sample_index"] // num_samples: row["num_prompt_tokens"] for row in answered}.values())
+
+
+def _form_of(job: ExportedJob) -> str | None:
+    """The URL whose answers the rows become, if they do not say it themselves; None: there is no such form."""
+    urls = job.task.batch_urls
+    if not urls or (urls[0] in _OF_TEXTS and not job.task.makes_text):
+        return None
+    return urls[0]
+
+
+def _scores(row: Row) -> list[dict[str, Any]]:
+    scores = row["relevance_scores"] if "relevance_scores" in row else [row["relevance_score"]]
+    return [{"index": index, "object": "score", "score": _number(score)} for index, score in enumerate(scores)]
+
+
+def _results(row: Row, form: Row) -> list[dict[str, Any]]:
+    """The ranked documents of a request, the best first, with their texts if it asked for them."""
+    texts = form.get("documents")
+    return [
+        {
+            "index": index,
+            "document": {"text": None if texts is None else texts[index], "multi_modal": None},
+            "relevance_score": _number(row["relevance_scores"][index]),
+        }
+        for index in row["ranking"]
+    ]
+
+
+def _number(score: float) -> float | None:
+    return score if math.isfinite(score) else None  # JSON has no other numbers
 
 
 def _embeddings(row: Row, form: Row) -> list[dict[str, Any]]:

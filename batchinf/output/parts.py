@@ -78,7 +78,8 @@ def write_part(
     name = staging_name(shard.index, target.incarnation)
     schema = target.columns.part_schema
     merged = _Merged(shard)
-    numbers = number_columns(target.columns.journal_schema)
+    # Kept columns are not the model's numbers, and a task may make its output of other ones.
+    numbers = [name for name in number_columns(target.columns.journal_schema) if name in schema.names]
     # A retry has only some of the rows, but the old part counted all.
     counts = PartCounts(num_second_bos=max(num_second_bos, merged.num_second_bos))
     with target.folder.writing(f"staging/{name}", fault="parts") as file:

@@ -133,7 +133,7 @@ class Renderer:
             if (column := getattr(self._input, field)) is not None:
                 tools = self._input.tools_column
                 return ((f"input.{field}", column), *([("input.tools_column", tools)] if tools is not None else []))
-        for field in ("context_column", "text_column"):
+        for field in ("context_column", "text_column", "query_column"):
             if getattr(self._input, field) is not None:
                 return ((f"input.{field}", self._column),)
         return (("input.prompt_column", self._column),)

@@ -13,8 +13,14 @@ COLUMNS = OpenAIBatch.columns
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
-# Azure's batch files have no `/v1`.
-_URLS = {alias: url for url in (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL) for alias in (url, url.removeprefix("/v1"))}
+SCORE_URL = "/v1/score"
+RERANK_URL = "/v1/rerank"
+# Azure's batch files have no `/v1`, and nor do vLLM's own names.
+_URLS = {
+    alias: url
+    for url in (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, SCORE_URL, RERANK_URL)
+    for alias in (url, url.removeprefix("/v1"))
+} | {"/v2/rerank": RERANK_URL}
 # Of a body: they do not change the output.
 WITHOUT_EFFECT = frozenset(
     """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority cache_salt

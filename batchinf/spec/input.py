@@ -32,7 +32,7 @@ else:
 # A spec gives at most one of these.
 PROMPT_FORMS = (
     "prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column", "context_column",
-    "text_column",
+    "text_column", "query_column",
 )  # fmt: skip
 # If any of these is given, prompts go through the chat template.
 CHAT_FIELDS = (
@@ -115,10 +115,18 @@ class InputSpec(Section):
     answer_column: Annotated[Text | None, IDENTITY] = None
     """Task `score`: the column with the right choice: its text, or its place from 0; null if it is unknown.
     If `choices` are whole numbers, an answer is one of them and no place."""
+    query_column: Annotated[Text | None, IDENTITY] = None
+    """Task `rerank`: the column with the query. It replaces the other forms of prompt."""
+    documents_column: Annotated[Text | None, IDENTITY] = None
+    """Task `rerank`: the column with the documents that are scored and ranked for the query: a list of texts, or JSON
+    text of one."""
+    document_column: Annotated[Text | None, IDENTITY] = None
+    """Task `rerank`: the column with one text that is scored for the query, instead of `documents_column`."""
     system_prompt: Annotated[Text | None, FROM_FILE] = None
     """A system message before the others, as plain text. Like each chat field, it applies the chat template."""
     chat_template: Annotated[Text | None, FROM_FILE] = None
-    """A Jinja2 chat template instead of the model's default one, or the name of another template of the model."""
+    """A Jinja2 chat template instead of the model's default one, or the name of another template of the model. Task
+    `rerank`: makes the prompt of a cross-encoder from two messages with the roles `query` and `document`."""
     chat_template_kwargs: Annotated[dict[str, Any] | None, IDENTITY] = None
     """Further variables of the chat template, such as `enable_thinking: false`."""
     add_generation_prompt: Annotated[bool | None, IDENTITY] = None

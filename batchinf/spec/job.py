@@ -386,7 +386,8 @@ class JobSpec(Section):
     @property
     def prompt_column(self) -> str:
         """The column that holds the prompt, if no template is given."""
-        return self.input.prompt_column or self.input.context_column or self.input.text_column or "prompt"
+        where = self.input
+        return where.prompt_column or where.context_column or where.text_column or where.query_column or "prompt"
 
 
 def is_task_section(name: str) -> bool:

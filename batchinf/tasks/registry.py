@@ -8,6 +8,7 @@ from batchinf.tasks.base import Task
 from batchinf.tasks.generate.task import Generate
 from batchinf.tasks.logits.task import Logits
 from batchinf.tasks.score.task import Score
+from batchinf.tasks.vectors.rerank import Rerank
 from batchinf.tasks.vectors.task import Classify, Embed, HiddenStates, Reward
 
 # By name, in the order in which they were registered.
@@ -35,5 +36,5 @@ def task_of_url(url: str | None) -> str | None:
     return next((name for name, task in TASKS.items() if url in task.batch_urls), None)
 
 
-_BUILT_IN = (Generate, Score, Logits, Embed, Classify, Reward, HiddenStates)
+_BUILT_IN = (Generate, Score, Logits, Embed, Classify, Reward, HiddenStates, Rerank)
 register(*_BUILT_IN)

@@ -13,7 +13,7 @@ _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # of 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")  # a column that a Jinja2 template can name
 # Columns that the outputs have themselves. A kept column of such a name gets another one.
 _TAKEN = re.compile(
-    "id|row_index|sample_index|text|reasoning|answer|attempts|positions|perplexity|is_greedy|logits|embedding|prompt.*"
+    "id|row_index|sample_index|text|reasoning|answer|attempts|positions|perplexity|is_greedy|logits|embedding|ranking|relevance_.*|prompt.*"
     "|num_.*|error_.*|best.*|bits_.*|logprob.*|.*_reason|.*_logprobs?|.*token_ids|.*ranks"
 )
 
@@ -43,6 +43,12 @@ class Data:
     """The right one of them, or its place."""
     continuation: str | None
     """What follows the text."""
+    query: str
+    """What documents are ranked for."""
+    documents: str | None
+    """Lists of them."""
+    document: str | None
+    """One for each query."""
     kept: tuple[str, ...]
     """The text, and short columns."""
     is_batch: bool = False
@@ -68,10 +74,11 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
 
     Raises UserError if the data is for another purpose.
     """
-    if data.is_batch and purpose not in ("generate", "embed"):
+    if data.is_batch and purpose not in ("generate", "embed", "rerank"):
         raise UserError(
-            f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate or "
-            "to embed; write --for generate or --for embed, or make a file with the texts in a column"
+            f"--for: got {purpose}, but {data.path} is an OpenAI batch file, whose lines are requests to generate, to "
+            "embed or to score documents; write --for generate, --for embed or --for rerank, or make a file with the "
+            "texts in a column"
         )
     what, asked, section = PURPOSES[purpose](data, wanted)
     why_no_id = f"; {data.repeated_id}" if data.repeated_id else ""
@@ -181,12 +188,35 @@ def _embed(data: Data, wanted: StarterWanted) -> _Starter:
     return "Stores a vector for each text.", [prompt], pooling
 
 
+def _rerank(data: Data, wanted: StarterWanted) -> _Starter:
+    pooling = (
+        "pooling:",
+        "  # score_type: cross-encoder    or bi-encoder; default: cross-encoder if the model has a classification head",
+        "  # top_n: 10    only the best documents in `ranking`; scores are those of all",
+    )
+    if data.is_batch:
+        asked = ["  format: openai    # a line has its texts, and may have its own top_n"]
+        return "Scores and ranks the documents of an OpenAI batch file.", asked, pooling
+    query = f"  query_column: {_yaml(data.query)}"
+    if data.documents is not None:
+        documents = f"  documents_column: {_yaml(data.documents)}    # a list of texts"
+        return "Scores and ranks the documents of each query.", [query, documents], pooling
+    if data.document is not None:
+        document = f"  document_column: {_yaml(data.document)}    # one text for each query"
+        return "Scores how well a document fits its query.", [query, document], pooling[:2]
+    raise UserError(
+        f"--for: got rerank, but {data.path} has no column with a document or a list of documents for each query, such "
+        "as 'documents'"
+    )
+
+
 PURPOSES: dict[str, Callable[[Data, StarterWanted], _Starter]] = {
     "label": _label,
     "generate": _generate,
     "score": _score,
     "logits": _logits,
     "embed": _embed,
+    "rerank": _rerank,
 }
 
 

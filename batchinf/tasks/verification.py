@@ -82,6 +82,10 @@ class StoredVectors:
     """Whether length and direction are compared instead of single numbers."""
     vocabulary: tuple[int, ...] | None = None
     """Of vectors over the vocabulary: the ids of their tokens; None: the first `width` ids."""
+    other_token_ids: list[int] | None = None
+    """Of a cosine: the other sequence. The number is the cosine of both embeddings."""
+    request: Request | None = None
+    """The request that gave a number, if it had settings of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """`batchinf init`: the specs that it writes are valid, warn of nothing, and use the columns that are meant."""
 
 import csv
+import itertools
 import json
 import os
 import pathlib
@@ -37,8 +38,16 @@ def written(purpose: str, data: pathlib.Path, folder: pathlib.Path, *, is_chat: 
     return path
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
-@pytest.mark.parametrize("data", [jobs.PROMPTS, jobs.ROOT / "sample_data" / "prompts.csv", QUESTIONS])
+OF_TEXTS = [purpose for purpose in PURPOSES if purpose != "rerank"]  # which needs documents
+
+
+@pytest.mark.parametrize(
+    ("purpose", "data"),
+    [
+        *itertools.product(OF_TEXTS, [jobs.PROMPTS, jobs.ROOT / "sample_data" / "prompts.csv", QUESTIONS]),
+        *[("rerank", data) for data in (QUESTIONS, jobs.ROOT / "sample_data" / "queries.jsonl")],
+    ],
+)
 def test_validate_is_happy(purpose: str, data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     path = written(purpose, data, tmp_path)
     report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
@@ -54,7 +63,7 @@ def test_vllm_compiles_the_labels(tmp_path: pathlib.Path) -> None:
     assert [remark.kind for remark in remarks] == ["structure"]
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("purpose", OF_TEXTS)
 def test_a_model_without_a_chat_template(purpose: str, tmp_path: pathlib.Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -124,7 +133,7 @@ def test_a_batch_file_keeps_its_own_prompts(tmp_path: pathlib.Path) -> None:
     assert report.rows[0].id == "a"
     path.unlink()
     for purpose in PURPOSES:
-        if purpose not in ("generate", "embed"):
+        if purpose not in ("generate", "embed", "rerank"):
             refused = jobs.run("init", path, "--for", purpose, *given)
             assert refused.returncode == 2
             assert "is an OpenAI batch file" in refused.stderr
@@ -139,6 +148,22 @@ def test_a_batch_file_of_embeddings(tmp_path: pathlib.Path) -> None:
     assert (found["task"], found["input"]["format"]) == ("embed", "openai")
     report = batchinf.validate(str(path))
     assert report.rows[0].text.endswith("a story")
+
+
+def test_documents_of_queries(tmp_path: pathlib.Path) -> None:
+    rows = [{"document": f"The sea {n}.", "query": f"sea {n}", "lists": [1]} for n in range(3)]
+    found = yaml.safe_load(written("rerank", rows_file(tmp_path, rows), tmp_path).read_text())["input"]
+    assert (found["query_column"], found["document_column"]) == ("query", "document")
+    lists = rows_file(tmp_path, [{**row, "passages": ["a", "b"]} for row in rows])
+    found = yaml.safe_load(written("rerank", lists, tmp_path).read_text())["input"]
+    assert (found["query_column"], found["documents_column"]) == ("query", "passages")
+    assert batchinf.validate(str(tmp_path / "job.yaml")).rows[0].text.endswith("sea 0\na\nb")
+    line = {"method": "POST", "url": "/rerank", "body": {"query": "a", "documents": ["b"]}}
+    batch = rows_file(tmp_path, [{"custom_id": name, **line} for name in "ab"])
+    found = yaml.safe_load(written("rerank", batch, tmp_path).read_text())
+    assert (found["task"], found["input"]["format"]) == ("rerank", "openai")
+    with pytest.raises(UserError, match="has no column with a document or a list of documents for each query"):
+        written("rerank", rows_file(tmp_path, [{"query": "a"}, {"query": "b"}]), tmp_path)
 
 
 def test_choices_in_a_csv_file_are_json(tmp_path: pathlib.Path) -> None:
@@ -250,7 +275,9 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     assert again.returncode == 2
     assert again.stderr == f"error: {path} is there already; give another name, or delete it yourself\n"
     refused = jobs.run("init", tmp_path / "new.yaml", "--for", "lables", "--model", "m", "--data", jobs.PROMPTS)
-    assert refused.stderr == "error: --for: got 'lables'; must be one of label, generate, score, logits, embed\n"
+    assert (
+        refused.stderr == "error: --for: got 'lables'; must be one of label, generate, score, logits, embed, rerank\n"
+    )
     refused = jobs.run("init", tmp_path / "new.yaml", "--for", "label", "--model", "a,b", "--data", jobs.PROMPTS)
     assert refused.returncode == 2
     assert refused.stderr == "error: --model: 'a,b' is neither a folder here nor a Hugging Face id (org/name)\n"

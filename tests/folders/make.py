@@ -38,6 +38,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "classify": {"pooling": {"labels": ["no", "yes"]}},
     "reward": {"pooling": {"width": 1}},
     "hidden_states": {"pooling": {"width": 4, "positions": "all"}},
+    "rerank": {"input": {"query_column": "prompt", "documents_column": "choices"}, "pooling": {"top_n": 2}},
 }
 NUM_ROWS = 48
 # How a killed job is recognised in the middle of its work; a part is published after the journal has the results.
@@ -81,10 +82,10 @@ def write_rows(folder: pathlib.Path, num_rows: int) -> None:
 def write_model(folder: pathlib.Path, task: str) -> None:
     """Make the sample model the folder's, with a head for the tasks that need one."""
     shutil.copytree(TINY_LLAMA, folder / "model")
-    if task in ("classify", "reward"):
+    if task in ("classify", "reward", "rerank"):
         path = folder / "model" / "config.json"
         config = json.loads(path.read_text())
-        changed = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1 if task == "reward" else 2}
+        changed = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 2 if task == "classify" else 1}
         path.write_text(json.dumps(config | changed))
 
 

@@ -258,7 +258,7 @@ def test_a_spec_that_does_not_fit_the_lines(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SpecError) as raised:
         api.validate({**given, "task": "generate"})
     assert message in str(raised.value)
-    with pytest.raises(SpecError, match="whose lines ask for text or embeddings; must be another format"):
+    with pytest.raises(SpecError, match="whose lines ask for text, embeddings or scores; must be another format"):
         api.validate({**given, "task": "hidden_states"})
 
 

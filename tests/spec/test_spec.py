@@ -179,7 +179,8 @@ QUOTES = "text that looks like something else needs quotes"
          "empty"),
         ("parallel.devices", "[1, GPU-a, '1']", "got 1 twice; name each device once"),
         ("parallel.data_parallel_size", "all", f"got 'all'; must be {POSITIVE}, or auto"),
-        ("task", "chat", "got 'chat'; must be one of generate, score, logits, embed, classify, reward, hidden_states"),
+        ("task", "chat", "got 'chat'; must be one of generate, score, logits, embed, classify, reward, hidden_states, "
+         "rerank"),
         ("scripted", "5", f"got 5; must be {field_docs()['scripted'].allowed}"),
         ("engine", "[a]", "got a list; must be a mapping"),
         ("engine.a", "[.inf]", "must be made of text, finite numbers, true or false, null, lists and mappings"),

@@ -24,7 +24,10 @@ NAMES = set(registry.TASKS)
 # The folders of single tasks, or of several alike.
 FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("tasks/*/__init__.py"))
 # Texts that are a task's name by chance, by the module that has them.
-CHANCE = {("model/lora.py", "score")}  # a layer
+CHANCE = {
+    ("model/lora.py", "score"),  # a layer
+    ("export/openai_batch.py", "score"),  # in the form of answers
+}
 
 COUNT = '''
 """A task of one class: it stores how many tokens a prompt has, times a factor."""

@@ -73,10 +73,17 @@ class VllmPooling(VllmEngine):
             raise self._task.width_error(values.shape[1])
 
     def _params(self, request: Request) -> Any:
-        if request.dimensions is None:
-            return self._pooling_params  # vLLM copies it
         wanted = self._pooling_params
-        return PoolingParams(task=wanted.task, use_activation=wanted.use_activation, dimensions=request.dimensions)
+        start = request.token_type_start
+        own = request.dimensions, request.use_activation, start
+        if all(value is None for value in own):
+            return wanted  # vLLM copies it
+        return PoolingParams(
+            task=wanted.task,
+            use_activation=wanted.use_activation if request.use_activation is None else request.use_activation,
+            dimensions=request.dimensions or wanted.dimensions,
+            extra_kwargs=None if start is None else {"compressed_token_type_ids": start},
+        )
 
     def _came_whole(self, output: Any) -> bool:
         # From 0.26 to 0.32 an aborted request returns an empty tensor.

@@ -9,7 +9,7 @@ from batchinf.spec.job import JobSpec, TaskSection
 
 # A spec has one of these fields. All but a text have a context.
 _SCORED_FORMS = ("text_column", "continuation_column", "choices_column", "choices")
-_OTHER_CONTEXTS = tuple(form for form in PROMPT_FORMS if form not in ("text_column", "context_column"))
+_OTHER_CONTEXTS = tuple(form for form in PROMPT_FORMS if form not in ("text_column", "context_column", "query_column"))
 
 
 class ScoreSpec(Section):

@@ -1,1 +1,1 @@
-"""Tasks `embed`, `classify`, `reward` and `hidden_states`: vectors of prompts."""
+"""Tasks `embed`, `classify`, `reward` and `hidden_states`: vectors of prompts; and `rerank`: scores of documents."""

@@ -1,13 +1,19 @@
 """Compares vectors: of two jobs for `diff`, and of a job and its reference for `verify`."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from batchinf.records import Prompt, Request
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinf.base.errors import OutputError
+from batchinf.records import Prompt, Request, Reranking
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.compare import JobOutput
+from batchinf.tasks.compare import Changes, Deltas, DeltaSummary, Floats, JobOutput, TaskChanges, delta, value_pairs
 from batchinf.tasks.vector_changes import VectorChanges, shared_columns, vector_widths
-from batchinf.tasks.vectors.section import LINES_COLUMN, is_activated, stored_columns
+from batchinf.tasks.vectors.section import LINES_COLUMN, RANKING, RERANK_COLUMNS, is_activated, stored_columns
 from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, stored_vectors
 
 if TYPE_CHECKING:
@@ -54,6 +60,80 @@ class RewardChanges(VectorChanges):
         return [] if has_numbers else super().vector_columns(a, b)
 
 
+@dataclass(frozen=True, slots=True)
+class RerankCompared(TaskChanges):
+    """The counts of task `rerank`."""
+
+    deltas: DeltaSummary
+    """Of the scores of documents that both jobs have."""
+    num_other_ranking: int
+    """Rows whose documents have another order."""
+    num_other_first: int
+    """Rows with another best document."""
+
+    def lines(self) -> Iterator[str]:
+        """The counts as text."""
+        yield f"relevance scores of {self.deltas.num:,} documents: {self.deltas}"
+        if self.num_other_ranking:
+            yield f"  the ranking differs in {self.num_other_ranking:,} rows, the best one in {self.num_other_first:,}"
+
+    def example_lines(self, key: str, row: dict[str, Any]) -> Iterator[str]:
+        words = ", the ranking differs" if row["is_other_ranking"] else ""
+        yield f"  {key} {row['key']}: max_abs_delta {row['max_abs_delta'] or 0:.6g}{words}"
+
+
+class RerankChanges(Changes):
+    """A row has changed if any score differs."""
+
+    def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
+        """Raises OutputError if one job has pairs and the other one lists of documents."""
+        own = [name for name in RERANK_COLUMNS if all(name in job.schema.names for job in (a, b))]
+        if not own:
+            raise OutputError(
+                f"{a.folder} and {b.folder}: one has a document for each row, the other one lists of them; compare two "
+                "that hold the same"
+            )
+        super().__init__(a, b, num_examples, [*own, RANKING])
+        self._scores = own[0]
+        self._deltas = Deltas()
+        self._num_other_ranking = 0
+        self._num_other_first = 0
+
+    def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:
+        greatest = [self._greatest(a, b) for a, b in value_pairs(rows, self._scores)]
+        is_same = [a == b for a, b in value_pairs(rows, self._scores)]
+        is_other = np.zeros(rows.num_rows, np.bool_)
+        if RANKING in self.columns:
+            pairs = list(value_pairs(rows, RANKING))
+            is_other[:] = [a != b and None not in (a, b) for a, b in pairs]
+            self._num_other_ranking += int(is_other.sum())
+            self._num_other_first += sum(a[:1] != b[:1] for a, b in pairs if None not in (a, b))
+        return {
+            "is_changed": np.array([not same for same in is_same], np.bool_),
+            "is_other_ranking": is_other,
+            "max_abs_delta": pa.array(greatest, pa.float64()),
+        }
+
+    def _greatest(self, a: Any, b: Any) -> float | None:
+        """The greatest difference of a row's scores, which are all counted; None without scores in both jobs."""
+        if a is None or b is None:
+            return None
+        one, other = (np.atleast_1d(np.asarray(scores, np.float64)) for scores in (a, b))
+        both = min(len(one), len(other))
+        deltas = delta(one[:both], other[:both])
+        self._deltas.add(deltas)
+        return float(np.nanmax(np.abs(deltas), initial=0.0))
+
+    def _distances(self, table: pa.Table) -> Floats:
+        """See `Changes`: the greatest difference; a row with scores in only one job comes first."""
+        greatest = np.asarray(table["max_abs_delta"].to_numpy(zero_copy_only=False), np.float64)
+        is_changed = np.asarray(table["is_changed"])
+        return np.where(is_changed & np.isnan(greatest), np.inf, np.nan_to_num(greatest))
+
+    def _task_changes(self) -> RerankCompared:
+        return RerankCompared(self._deltas.summary(), self._num_other_ranking, self._num_other_first)
+
+
 class PooledVerification(Verification):
     """Compares the vectors of a prompt, or of its positions."""
 
@@ -62,9 +142,13 @@ class PooledVerification(Verification):
         self._has_direction = spec.task in ("embed", "hidden_states")
         self.columns = ("positions",) if spec.task == "hidden_states" else ()
         self.vector_columns = stored_columns(spec)
-        self.is_relative = self._has_direction or (spec.task == "classify" and is_activated(spec))
+        is_share = spec.task in ("classify", "rerank") and is_activated(spec)
+        self.is_relative = self._has_direction or is_share
 
     def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
+        if prompt.reranking is not None:
+            yield from _stored_scores(row.numbers(self.vector_columns[0]), prompt.reranking, requests)
+            return
         if self.vector_columns != (LINES_COLUMN,):
             yield from stored_vectors(row, requests[0].prompt_token_ids, has_direction=self._has_direction)
             return
@@ -78,6 +162,24 @@ class PooledVerification(Verification):
             )
 
     def reference(self, wanted: ReferenceWanted) -> "Reference":
-        from batchinf.tasks.vectors.reference import REFERENCES
+        from batchinf.tasks.vectors.reference import reference_of
 
-        return REFERENCES[self.spec.task](self.spec, wanted)
+        return reference_of(self.spec, wanted)
+
+
+def _stored_scores(
+    scores: npt.NDArray[Any], reranking: Reranking, requests: Sequence[Request]
+) -> Iterator[StoredVectors]:
+    """The score of each document, with the pair of texts, or with both texts of a cosine."""
+    queries = requests[: reranking.num_queries]
+    for place, (request, score) in enumerate(zip(requests[len(queries) :], scores.reshape(-1), strict=True)):
+        query = queries[place % len(queries)] if queries else None
+        yield StoredVectors(
+            kind="relevance_scores",
+            token_ids=request.prompt_token_ids,
+            positions=None,
+            values=score.reshape(1, 1),
+            has_direction=False,
+            other_token_ids=None if query is None else query.prompt_token_ids,
+            request=request,
+        )

@@ -10,7 +10,7 @@ from batchinf.model.identity import Model
 from batchinf.records import FloatArray
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.reference import Reference, check_width
-from batchinf.tasks.vectors.section import is_activated, pooling_of, projected_width
+from batchinf.tasks.vectors.section import CROSS_ENCODER, is_activated, pooling_of, projected_width
 from batchinf.tasks.verification import ReferenceWanted, StoredVectors
 
 _POOLING_TYPES = ("LAST", "MEAN", "CLS")
@@ -30,12 +30,20 @@ class _PooledReference(Reference):
     def vectors(self, stored: StoredVectors, adapter: str | None) -> Iterator[FloatArray]:
         """See `Reference.vectors`: in one piece."""
         self.merge(adapter)
-        ids = torch.tensor([stored.token_ids], device=self._device)
         with torch.inference_mode():
-            output = self._model(input_ids=ids, output_hidden_states=self._pooling.layers is not None)
+            output = self._run(stored.token_ids, stored)
             vectors = self.chosen(output, stored)
         check_width(stored.values.shape[1], vectors.shape[1])
         yield vectors.cpu().numpy()
+
+    def _run(self, token_ids: list[int], stored: StoredVectors) -> Any:
+        """The model's output for a sequence."""
+        ids = torch.tensor([token_ids], device=self._device)
+        start = None if stored.request is None else stored.request.token_type_start
+        types = (
+            {} if start is None else {"token_type_ids": (torch.arange(len(token_ids)) >= start).long()[None].to(ids)}
+        )
+        return self._model(input_ids=ids, output_hidden_states=self._pooling.layers is not None, **types)
 
     def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
         """The vectors [n, width] from the model's output, in float32."""
@@ -63,10 +71,25 @@ class EmbedReference(_PooledReference):
 
     def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
         states = _rows(output.last_hidden_state)
-        dimensions = stored.values.shape[1] if self._has_lines else self._pooling.dimensions  # a line has its own
+        is_vector = self._has_lines and stored.other_token_ids is None
+        dimensions = stored.values.shape[1] if is_vector else self._pooling.dimensions  # a line has its own
         means = {"LAST": lambda: states[-1:], "CLS": lambda: states[:1], "MEAN": lambda: states.mean(0, keepdim=True)}
         vector: torch.Tensor = means[self._pooling_type]()[:, :dimensions]
         return torch.nn.functional.normalize(vector, dim=-1) if self._pooling.normalize else vector
+
+
+class CosineReference(EmbedReference):
+    """The cosine of the embeddings of two sequences."""
+
+    def vectors(self, stored: StoredVectors, adapter: str | None) -> Iterator[FloatArray]:
+        """See `Reference.vectors`."""
+        assert stored.other_token_ids is not None
+        self.merge(adapter)
+        with torch.inference_mode():
+            one, other = (
+                self.chosen(self._run(ids, stored), stored) for ids in (stored.token_ids, stored.other_token_ids)
+            )
+            yield torch.nn.functional.cosine_similarity(one, other)[None].cpu().numpy()
 
 
 class HiddenStatesReference(_PooledReference):
@@ -140,7 +163,8 @@ class HeadReference(_PooledReference):
 
     def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
         logits: torch.Tensor = output.logits.float()
-        return self._activated(logits) if self._is_activated else logits
+        own = None if stored.request is None else stored.request.use_activation
+        return self._activated(logits) if (self._is_activated if own is None else own) else logits
 
     def _activated(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the activation that vLLM's `get_act_fn` chooses, which is the same in 0.26 and 0.32."""
@@ -152,10 +176,13 @@ class HeadReference(_PooledReference):
         return logits.softmax(-1)
 
 
-# By the name of the task.
-REFERENCES: dict[str, type[Reference]] = {
-    "embed": EmbedReference,
-    "classify": HeadReference,
-    "reward": HeadReference,
-    "hidden_states": HiddenStatesReference,
-}
+def reference_of(spec: JobSpec, wanted: ReferenceWanted) -> Reference:
+    """The reference of the spec's task. Raises UserError."""
+    classes: dict[str, type[Reference]] = {
+        "embed": EmbedReference,
+        "classify": HeadReference,
+        "reward": HeadReference,
+        "hidden_states": HiddenStatesReference,
+        "rerank": HeadReference if pooling_of(spec).score_type == CROSS_ENCODER else CosineReference,
+    }
+    return classes[spec.task](spec, wanted)

@@ -2,46 +2,65 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files as model_files
 from batchinf.model.identity import Model, text_section
 from batchinf.spec.fields import IDENTITY, Positive, Section, Texts, TokenIds, wrong
+from batchinf.spec.input import CHAT_FIELDS, PROMPT_FORMS
 from batchinf.spec.job import JobSpec, TaskSection
 
 OPENAI_LINES = (
-    "got 'openai', whose lines ask for text or embeddings; must be another format with task {task}: name the prompt's "
-    "column"
+    "got 'openai', whose lines ask for text, embeddings or scores; must be another format with task {task}: name the "
+    "prompt's column"
 )
 # Of task `embed` over lines of a batch file.
 LINES_COLUMN = "embeddings"
+# Of task `rerank`: a row has one score or several, and these a ranking.
+RERANK_COLUMNS = ("relevance_score", "relevance_scores")
+RANKING = "ranking"
 # The fields that each task uses.
 _FIELDS = {
     "embed": ("normalize", "dimensions", "pooling_type", "dtype", "width"),
     "classify": ("use_activation", "pooling_type", "labels"),
     "reward": ("use_activation", "pooling_type", "width"),
     "hidden_states": ("positions", "layers", "final_norm", "dtype", "width"),
+    "rerank": ("top_n", "score_type", "use_sep_token", "use_activation", "pooling_type", "width"),
 }
+# The tasks that run lines of batch files.
+_OF_LINES = ("embed", "rerank")
+CROSS_ENCODER = "cross-encoder"
+BI_ENCODER = "bi-encoder"
+# vLLM's engine argument `convert` → how a model then scores.
+_CONVERTED = {"classify": CROSS_ENCODER, "embed": BI_ENCODER}
+# The columns of `rerank`; a row of the input has one of the last two.
+_RERANK_COLUMNS = ("query_column", "documents_column", "document_column")
+# Fields of chat that `rerank` takes.
+_TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs")
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
 # Architectures with these endings have no classification head.
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_CLASSIFIERS = ("ForSequenceClassification", "ClassificationModel")
 _HEADS_FROM = ("classifier_from_token", "method")  # with these keys vLLM makes a head of the LM head
+# Rerankers with prompts that vLLM makes by code of their own.
+_OWN_PROMPTS = ("JinaForRanking", "JinaVLForRanking")
 
 
 class PoolingSpec(Section):
-    """What the tasks `embed`, `classify`, `reward` and `hidden_states` store."""
+    """What the tasks `embed`, `classify`, `reward`, `hidden_states` and `rerank` store."""
 
     normalize: Annotated[bool, IDENTITY] = True
     """`embed`: scale each vector to length 1."""
     dimensions: Annotated[Positive | None, IDENTITY] = None
     """`embed`: cut each vector to this many numbers, for models that were trained for it (Matryoshka)."""
     pooling_type: Annotated[Literal["last", "mean", "cls"] | None, IDENTITY] = None
-    """`embed`, `classify`, `reward`: how positions are pooled; default: from the model's config, else vLLM's choice."""
+    """All but `hidden_states`: how positions are pooled; default: from the model's config, else vLLM's choice."""
     use_activation: Annotated[bool | None, IDENTITY] = None
-    """`classify`, `reward`: apply softmax, sigmoid or the model's activation; default: true for `classify` only."""
+    """`classify`, `reward`, `rerank` with a cross-encoder: apply softmax, sigmoid or the model's activation; default:
+    false for `reward` only."""
     positions: Annotated[Literal["last", "all"], IDENTITY] = "last"
     """`hidden_states`: store the last token of a prompt, or all tokens."""
     layers: Annotated[TokenIds | None, IDENTITY] = None
@@ -55,6 +74,15 @@ class PoolingSpec(Section):
     """How many numbers a vector of the model has; default: from its config."""
     labels: Annotated[Texts | None, IDENTITY] = None
     """`classify`: names of the classes, in order; default: `id2label` from the model's config."""
+
+    top_n: Annotated[Positive | None, IDENTITY] = None
+    """`rerank`: how many documents `ranking` has; default: all. A line of a batch file may have its own."""
+    score_type: Annotated[Literal["cross-encoder", "bi-encoder"] | None, IDENTITY] = None
+    """`rerank`: a cross-encoder reads query and document together, and its head gives the score; of a bi-encoder, the
+    score is the cosine of their embeddings. Default: cross-encoder for models with a classification head."""
+    use_sep_token: Annotated[bool | None, IDENTITY] = None
+    """`rerank` with a cross-encoder: whether the tokenizer joins query and document as a pair, with its separator, or
+    the text of one follows that of the other. Default: from the model's config, else true."""
 
     @property
     def vector_width(self) -> int:
@@ -78,13 +106,15 @@ def stored_columns(spec: JobSpec) -> tuple[str, ...]:
             return ("probabilities" if is_activated(spec) else "logits",)
         case "reward":
             return ("reward",)
+        case "rerank":
+            return RERANK_COLUMNS[:1] if spec.input.document_column is not None else RERANK_COLUMNS[1:]
     return ("hidden_states",) if layers is None else tuple(f"hidden_states_{layer}" for layer in layers)
 
 
 def is_activated(spec: JobSpec) -> bool:
     """Whether a softmax, a sigmoid or the model's activation is applied to its output; for `embed`, the length of 1."""
     pooling = pooling_of(spec)
-    default = pooling.normalize if spec.task == "embed" else spec.task == "classify"
+    default = pooling.normalize if spec.task == "embed" else spec.task in ("classify", "rerank")
     return default if pooling.use_activation is None else pooling.use_activation
 
 
@@ -97,6 +127,9 @@ def _check(spec: JobSpec) -> None:
             tasks = [other for other, fields in _FIELDS.items() if name in fields]
             reason = f"got {_in_words(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
             raise wrong(reason, f"pooling.{name}")
+    if task != "rerank":
+        for name in _given(spec, _RERANK_COLUMNS):
+            raise wrong(f"got it with task {task}; must be left out, or set task: rerank", f"input.{name}")
     if task not in _FIELDS:
         return
     for name, value in spec.sampling.model_dump(exclude_defaults=True).items():
@@ -105,12 +138,49 @@ def _check(spec: JobSpec) -> None:
     if spec.model.reasoning_parser is not None:
         reason = f"got '{spec.model.reasoning_parser}'; must be left out with task {task}, which generates no text"
         raise wrong(reason, "model.reasoning_parser")
-    if spec.input.is_batch_file and task != "embed":
+    if spec.input.is_batch_file and task not in _OF_LINES:
         raise wrong(OPENAI_LINES.format(task=task), "input.format")
     if spec.output.logprobs_dtype != "float32":
         reason = f"got '{spec.output.logprobs_dtype}'; must be left out with task {task}, which has no logprobs"
         raise wrong(reason, "output.logprobs_dtype")
     _check_layers(pooling)
+    if task == "rerank":
+        _check_rerank(spec)
+
+
+def _given(spec: JobSpec, names: Iterable[str]) -> list[str]:
+    """The fields of the section `input` that are given."""
+    return [name for name in names if getattr(spec.input, name) is not None]
+
+
+def _check_rerank(spec: JobSpec) -> None:
+    for name in _given(spec, (name for name in (*PROMPT_FORMS, *CHAT_FIELDS) if name not in _TEMPLATE_FIELDS)):
+        if name != "query_column":
+            raise wrong("got it with task rerank, whose prompts are a query and a document: name their columns in "
+                        "query_column and documents_column", f"input.{name}")  # fmt: skip
+    columns = _given(spec, _RERANK_COLUMNS)
+    if len(columns) == 1:
+        missing = "documents_column or document_column" if columns == ["query_column"] else "query_column"
+        raise wrong(f"got it without {missing}; a score is that of a query and a document", f"input.{columns[0]}")
+    if len(columns) == 3:
+        raise wrong("got it beside documents_column; give one of them", "input.document_column")
+    pooling = pooling_of(spec)
+    if pooling.top_n is not None and spec.input.document_column is not None:
+        raise wrong(f"got {pooling.top_n} with input.document_column, of which a row has one; leave it out",
+                    "pooling.top_n")  # fmt: skip
+    if pooling.score_type == BI_ENCODER:
+        for field, reason in _only_cross_encoders(spec):
+            raise wrong(reason, field)
+
+
+def _only_cross_encoders(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """The fields that a bi-encoder does not use, each with the reason."""
+    for name in _given(spec, _TEMPLATE_FIELDS):
+        yield f"input.{name}", "got it with a bi-encoder, which embeds each text as it is; leave it out"
+    for name in ("use_activation", "use_sep_token"):
+        if (value := getattr(pooling_of(spec), name)) is not None:
+            reason = f"got {_in_words(value)} with a bi-encoder, whose scores are cosines; leave it out"
+            yield f"pooling.{name}", reason
 
 
 def _check_layers(pooling: PoolingSpec) -> None:
@@ -150,6 +220,8 @@ def resolved_fields(spec: JobSpec, model: Model) -> dict[str, Any]:
     overrides = spec.engine.get("hf_overrides")
     config = {**model.config, **(overrides if isinstance(overrides, dict) else {})}
     pooling = pooling_of(spec)
+    if spec.task == "rerank":
+        return _scored(config, spec, model)
     if spec.task in ("classify", "reward"):
         labels = pooling.labels or _labels_of(config)
         _check_head(config, model.name, spec.task)
@@ -162,6 +234,44 @@ def resolved_fields(spec: JobSpec, model: Model) -> dict[str, Any]:
         if pooling.dimensions is not None:
             _check_dimensions(config, pooling.dimensions, width)
     return {"width": width}
+
+
+def _scored(config: Config, spec: JobSpec, model: Model) -> dict[str, Any]:
+    """How the model scores, and the width of its results."""
+    architectures = [str(name) for name in config.get("architectures") or []]
+    for name in architectures:
+        if name in _OWN_PROMPTS:
+            raise SpecError(
+                f"model.name: {name} of '{model.name}' needs prompts that task rerank does not make; give a "
+                "cross-encoder (…ForSequenceClassification) or a model of embeddings"
+            )
+    has_head = any(name.endswith(_CLASSIFIERS) for name in architectures)
+    has_head = has_head or any(config.get(key) for key in _HEADS_FROM)
+    pooling = pooling_of(spec)
+    default = _CONVERTED.get(str(spec.engine.get("convert")), CROSS_ENCODER if has_head else BI_ENCODER)
+    score_type = pooling.score_type or default
+    if score_type == BI_ENCODER:
+        for field, reason in _only_cross_encoders(spec):
+            raise SpecError(f"{field}: {reason}")
+        width = pooling.width or projected_width(model, spec) or _width_of(config)
+        return {"score_type": score_type, "width": width}
+    _check_head(config, model.name, spec.task)
+    num_labels = _number(config, ("num_labels",)) or len(_labels_of(config))
+    if num_labels != 1 and not any(config.get(key) for key in _HEADS_FROM):
+        raise SpecError(
+            f"model.name: the head of '{model.name}' has {num_labels} labels, and task rerank needs one with 1; give "
+            "another model, or task classify"
+        )
+    use_sep_token = _has_separator(config) if pooling.use_sep_token is None else pooling.use_sep_token
+    return {"score_type": score_type, "width": 1, "use_sep_token": use_sep_token}
+
+
+def _has_separator(config: Config) -> bool:
+    """Whether a cross-encoder reads query and document as a pair with a separator, by vLLM's rule."""
+    for key in ("use_pad_token", "use_sep_token"):
+        if (value := text_section(config).get(key, config.get(key))) is not None:
+            return bool(value)
+    return not any(config.get(key) for key in _HEADS_FROM)
 
 
 def _number(config: Config, keys: tuple[str, ...]) -> int | None:

@@ -146,6 +146,14 @@ def vector_array(values: Sequence[Values | None], dtype: np.dtype[Any], width: i
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), type=vector_of(dtype, width), mask=mask)
 
 
+def vector_list_array(values: Sequence[Values | None], dtype: np.dtype[Any]) -> pa.ListArray:
+    """list<list<float>> from values [1, any width], one vector each; None becomes null."""
+    known = [value.reshape(-1) for value in values if value is not None]
+    vectors = list_array(offsets_of([len(vector) for vector in known]), pa.array(concatenate(known, dtype)), None)
+    is_null = np.array([value is None for value in values], np.bool_)
+    return list_array(offsets_of(~is_null), vectors, is_null)
+
+
 def check_shapes(values: Sequence[Values | None], width: int, num_positions: Sequence[int] | None = None) -> None:
     """Raise BatchinfError if values of the engine are not [num_positions, width]. num_positions: default 1 each."""
     for place, value in enumerate(values):
@@ -200,16 +208,8 @@ class Embed(Pooled):
             len(result.prompt.inputs[result.request_index]) if result.prompt.inputs else None for result in results
         ]
         counts = pa.array(num_tokens, pa.int32())
-        return self.result_batch(results, {LINES_COLUMN: self._vector_lists(values), "num_prompt_tokens": counts})
-
-    def _vector_lists(self, values: Sequence[Values | None]) -> pa.ListArray:
-        """list<list<float>>, one vector each; None becomes null."""
-        known = [value.reshape(-1) for value in values if value is not None]
-        vectors = list_array(
-            offsets_of([len(vector) for vector in known]), pa.array(concatenate(known, self.dtype)), None
-        )
-        is_null = np.array([value is None for value in values], np.bool_)
-        return list_array(offsets_of(~is_null), vectors, is_null)
+        columns = {LINES_COLUMN: vector_list_array(values, self.dtype), "num_prompt_tokens": counts}
+        return self.result_batch(results, columns)
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
         """See `Task.reduce`. If a request of a line failed, the line has its error and no vectors."""

@@ -1,0 +1,192 @@
+"""Reads what a row of task `rerank` asks for: a line of a batch file with `/score` or `/rerank`, or columns."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchinf.base.errors import RowError
+from batchinf.base.text import name_type
+from batchinf.prompts.builder import read_list, take, unicode_error
+from batchinf.prompts.openai_lines import RERANK_URL, SCORE_URL, WITHOUT_EFFECT, LineReader, Refused, show
+from batchinf.prompts.truncation import Truncation, take_truncation
+from batchinf.spec.input import KWARGS_ELSEWHERE
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of
+
+# Unsupported fields, with the values that change nothing and are therefore accepted.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {"padding": ("do_not_pad",), "mm_processor_kwargs": ({},)}
+# The names that vLLM has for the two sides of a score, the first ones first.
+_SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+_LIMITS = ("max_tokens_per_query", "max_tokens_per_doc")
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRequest:
+    """Queries and the documents that are scored for them."""
+
+    queries: list[str]
+    """One for all documents, or one for each."""
+    documents: list[str]
+    top_n: int | None
+    """How many documents are ranked; None: none, as a row has only scores."""
+    form: str | None = None
+    """See `Prompt.request`."""
+    max_tokens_per_query: int = 0
+    """Tokens to which a query is cut; 0: it is not. The same for documents."""
+    max_tokens_per_doc: int = 0
+    truncation: Truncation | None = None
+    """Of the prompts."""
+    use_activation: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, over the job's."""
+
+
+class RerankReader(LineReader):
+    """Rows → requests."""
+
+    urls = (RERANK_URL, SCORE_URL)
+
+    def __init__(self, spec: JobSpec) -> None:
+        """See `LineReader`."""
+        super().__init__(spec)
+        self._where = spec.input
+        self._pooling = pooling_of(spec)
+
+    # -- columns -------------------------------------------------------------------------------------------------------
+
+    def read_columns(self, values: Mapping[str, object]) -> RerankRequest | RowError:
+        """The request of a row whose columns have the query and the documents."""
+        where = self._where
+        assert where.query_column is not None
+        query = _text(values, where.query_column, "null_query")
+        if isinstance(query, RowError):
+            return query
+        if where.document_column is not None:
+            document = _text(values, where.document_column, "null_document")
+            return document if isinstance(document, RowError) else _checked(RerankRequest([query], [document], None))
+        assert where.documents_column is not None
+        documents = _texts(values, where.documents_column)
+        if isinstance(documents, RowError):
+            return documents
+        return _checked(RerankRequest([query], documents, self._pooling.top_n or len(documents)))
+
+    # -- lines ---------------------------------------------------------------------------------------------------------
+
+    def read(self, values: Mapping[str, object]) -> RerankRequest | RowError:
+        """The request of a line, or the error `unsupported_request`, whose message names the field."""
+        try:
+            return _checked(self._read(values))
+        except Refused as error:
+            return RowError("unsupported_request", str(error))
+
+    def _read(self, values: Mapping[str, object]) -> RerankRequest:
+        url, body = self.open(values)
+        read = self._scores if url == SCORE_URL else self._ranking
+        queries, documents, top_n = read(body)
+        form: dict[str, Any] = {"url": url}
+        if url == RERANK_URL and body.pop("return_documents", True):
+            form["documents"] = documents
+        request = RerankRequest(
+            queries=queries,
+            documents=documents,
+            top_n=top_n,
+            form=json.dumps(form, ensure_ascii=False),
+            **{name: _whole(name, body.pop(name, 0)) for name in _LIMITS},
+            truncation=take_truncation(body),
+            use_activation=self._activation(body.pop("use_activation", None)),
+            template_kwargs=self._template_kwargs(body),
+        )
+        for name, value in body.items():
+            if name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
+                raise Refused(f"body.{name}: got {show(value)}, which is not supported")
+        return request
+
+    def _scores(self, body: dict[str, Any]) -> tuple[list[str], list[str], None]:
+        given = {name for names in _SIDES for name in names if name in body}
+        names = next((names for names in _SIDES if given == {*names}), None)
+        if names is None:
+            got = ", ".join(sorted(given)) or "neither"
+            raise Refused(f"body: got {got}; must have {' or '.join(' and '.join(names) for names in _SIDES)}")
+        queries, documents = (_line_texts(f"body.{name}", body.pop(name)) for name in names)
+        if len(queries) not in (1, len(documents)):
+            got = f"got {len(queries)} texts in {names[0]} and {len(documents)} in {names[1]}"
+            raise Refused(f"body: {got}; must be one in {names[0]}, or as many in both")
+        return queries, documents, None
+
+    def _ranking(self, body: dict[str, Any]) -> tuple[list[str], list[str], int]:
+        query = body.pop("query", None)
+        if not isinstance(query, str):
+            raise Refused(f"body.query: got {show(query)}; must be text")
+        documents = _line_texts("body.documents", body.pop("documents", None))
+        top_n = _whole("top_n", body.pop("top_n", 0))  # 0 is vLLM's word for all
+        return [query], documents, top_n or self._pooling.top_n or len(documents)
+
+    def _activation(self, value: object) -> bool | None:
+        if value is not None and not isinstance(value, bool):
+            raise Refused(f"body.use_activation: got {show(value)}; must be true or false")
+        # The cosine of two vectors does not change with their lengths.
+        return None if self._pooling.score_type == BI_ENCODER else value
+
+    def _template_kwargs(self, body: dict[str, Any]) -> dict[str, Any]:
+        kwargs = body.pop("chat_template_kwargs", {})
+        if not isinstance(kwargs, dict):
+            raise Refused(f"body.chat_template_kwargs: got {show(kwargs)}; must be a mapping")
+        if wrong := [name for name in kwargs if name in KWARGS_ELSEWHERE]:
+            raise Refused(f"body.chat_template_kwargs.{wrong[0]}: it is no variable of a chat template")
+        given = "chat_template_kwargs" if kwargs else "instruction"
+        if "instruction" in body:
+            kwargs = {"instruction": body.pop("instruction"), **kwargs}
+        if kwargs and self._where.chat_template is None:
+            raise Refused(f"body.{given}: got it, but the job has no input.chat_template, which would use it")
+        return kwargs
+
+
+def _whole(name: str, value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise Refused(f"body.{name}: got {show(value)}; must be a whole number, at least 0")
+    return value
+
+
+def _line_texts(name: str, value: object) -> list[str]:
+    """One text or several. Raises Refused."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        return texts
+    got = "an empty list" if texts == [] else show(value)
+    raise Refused(f"{name}: got {got}; must be one text, or a list of texts")
+
+
+def _text(values: Mapping[str, object], column: str, null: str) -> str | RowError:
+    value = take(values, column, null)
+    if isinstance(value, str | RowError):
+        return value
+    return RowError("wrong_type", f"got {name_type(value)} in column '{column}'; expected a string")
+
+
+def _texts(values: Mapping[str, object], column: str) -> list[str] | RowError:
+    value = take(values, column, "null_documents")
+    if isinstance(value, RowError):
+        return value
+    texts, got = read_list(value)
+    if texts == []:
+        return RowError("no_documents", f"column '{column}' has an empty list")
+    if isinstance(texts, list):
+        place = next((place for place, text in enumerate(texts) if not isinstance(text, str)), None)
+        if place is None:
+            return texts
+        got = f"a list with {name_type(texts[place])} at place {place}"
+    return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of texts")
+
+
+def _checked(request: RerankRequest) -> RerankRequest | RowError:
+    for name, texts in (("query", request.queries), ("document", request.documents)):
+        for place, text in enumerate(texts):
+            if error := unicode_error(text, name_of(name, place, texts)):
+                return error
+    return request
+
+
+def name_of(name: str, place: int, texts: Sequence[object]) -> str:
+    """A query or a document in words."""
+    return f"{name} {place}" if len(texts) > 1 else f"the {name}"

@@ -1,0 +1,297 @@
+"""The prompts of task `rerank`: pairs of a query and a document for a cross-encoder, single texts for a bi-encoder."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchinf.base.errors import RowError, SpecError
+from batchinf.base.text import describe_error
+from batchinf.prompts.builder import Draft, PromptBuilder
+from batchinf.prompts.chat import ChatTemplate
+from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show
+from batchinf.prompts.openai_lines import line_of
+from batchinf.prompts.truncation import Truncation
+from batchinf.records import Prompt, Reranking
+from batchinf.source.rows import Row
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.vectors.rerank_lines import RerankReader, RerankRequest, name_of
+from batchinf.tasks.vectors.section import CROSS_ENCODER, pooling_of
+
+# One text, or a pair that the tokenizer joins.
+Input = str | tuple[str, str]
+_INPUTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A row before its inputs are encoded."""
+
+    request: RerankRequest | RowError
+    inputs: list[Input] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """The tokens of an input."""
+
+    ids: list[int]
+    type_start: int | None
+    """See `Request.token_type_start`."""
+
+
+class RerankPrompts(PromptBuilder):
+    """Rows → prompts with `inputs` and a `reranking`, as vLLM's server makes them."""
+
+    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
+        """See `PromptBuilder`. Raises SpecError for a tokenizer without character offsets."""
+        super().__init__(spec, tokenizer, vocab_size, begun_at, output_room=0)
+        if not getattr(tokenizer, "is_fast", False):
+            raise SpecError("model.tokenizer: task rerank needs a fast tokenizer; give a folder with a tokenizer.json")
+        self._reader = RerankReader(spec)
+        pooling = pooling_of(spec)
+        self._is_cross = pooling.score_type == CROSS_ENCODER
+        self._has_separator = pooling.use_sep_token is not False
+        self._template = ChatTemplate(spec.input, tokenizer, begun_at) if spec.input.chat_template is not None else None
+        self._has_types = "token_type_ids" in tokenizer.model_input_names
+        self._cutter = TextCutter(tokenizer)
+        self._columns = [name for name in (spec.input.documents_column, spec.input.document_column) if name is not None]
+        self._tokenizer_side: Side = "left" if getattr(tokenizer, "truncation_side", None) == "left" else "right"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns of query and documents, and of the row's adapter."""
+        return tuple(dict.fromkeys([*super().columns, *self._columns]))
+
+    def surely_fits(self, row: Row, num_tokens: int) -> bool:
+        """See `PromptBuilder`. A template adds text of any length."""
+        return self._template is None and super().surely_fits(row, num_tokens)
+
+    def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
+        """See `PromptBuilder`. A row is an error row if one of its inputs gives no prompt."""
+        drafts = [self._read(row, max_model_len) for row in rows]
+        encoded = self._encode([text for draft in drafts for text in draft.inputs])
+        prompts = [
+            self._prompt(row, draft, list(itertools.islice(encoded, len(draft.inputs))), max_model_len)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        return self._adapter.apply(rows, prompts)
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def _request(self, row: Row) -> RerankRequest | RowError:
+        if self._batch is not None:
+            values = line_of(row)
+            return values if isinstance(values, RowError) else self._reader.read(values)
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        return self._reader.read_columns(row.values)
+
+    def _read(self, row: Row, max_model_len: int | None) -> _Draft:
+        request = self._request(row)
+        if isinstance(request, RowError):
+            return _Draft(request)
+        if error := _wrong_limit(request, max_model_len):
+            return _Draft(error)
+        try:
+            queries = [self._cut_text(text, request.max_tokens_per_query) for text in request.queries]
+            documents = [self._cut_text(text, request.max_tokens_per_doc) for text in request.documents]
+        except ValueError as error:
+            return _Draft(RowError("tokenizer_error", f"the tokenizer failed: {error}"))
+        if max_model_len is not None:
+            queries = [self._piece(text, request, max_model_len) for text in queries]
+            documents = [self._piece(text, request, max_model_len) for text in documents]
+        if not self._is_cross:
+            return _Draft(request, [*queries, *documents])
+        pairs = list(zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True))
+        if self._template is None:
+            return _Draft(request, [self._joined(pair) for pair in pairs])
+        texts: list[Input] = []
+        for pair in pairs:
+            text = self._render(self._template, pair, request)
+            if isinstance(text, RowError):
+                return _Draft(text)
+            texts.append(text)
+        return _Draft(request, texts)
+
+    def _joined(self, pair: tuple[str, str]) -> Input:
+        """As vLLM tokenises a pair. transformers' tokenizers take an empty second text for none."""
+        return pair if self._has_separator and pair[1] else "".join(pair)
+
+    def _cut_text(self, text: str, num_tokens: int) -> str:
+        return self._cutter.cut(text, num_tokens, "right") if num_tokens else text
+
+    def _piece(self, text: str, request: RerankRequest, max_model_len: int) -> str:
+        """The text; of one that is far too long, a piece that is too long, which decides the outcome as the whole."""
+        side = self._side_of(request)
+        probed = self._encoder.probe(text, enough_tokens(max_model_len), side)
+        if probed is None:
+            return text
+        return text[: probed[1]] if side == "right" else text[-probed[1] :]
+
+    def _render(self, template: ChatTemplate, pair: tuple[str, str], request: RerankRequest) -> str | RowError:
+        messages = [{"role": role, "content": text} for role, text in zip(("query", "document"), pair, strict=True)]
+        return template.render(messages, add_generation_prompt=False, **request.template_kwargs)
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def _encode(self, inputs: Sequence[Input]) -> Iterator[Any]:
+        """The tokenizers library's Encoding of each input, or the row's error."""
+        for start in range(0, len(inputs), _INPUTS_AT_ONCE):
+            some = inputs[start : start + _INPUTS_AT_ONCE]
+            # One call takes either single texts or pairs.
+            singles = iter(self._encode_alike([one for one in some if isinstance(one, str)]))
+            pairs = iter(self._encode_alike([one for one in some if isinstance(one, tuple)]))
+            for one in some:
+                yield next(singles if isinstance(one, str) else pairs)
+
+    def _encode_alike(self, inputs: Sequence[Input]) -> list[Any]:
+        if not inputs:
+            return []
+        try:
+            return list(self._tokenizer(inputs, verbose=False).encodings)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a panic in the tokenizers library
+            if len(inputs) > 1:
+                return [self._encode_alike([one])[0] for one in inputs]
+            return [RowError("tokenizer_error", f"the tokenizer failed: {describe_error(error)}")]
+
+    def _prompt(self, row: Row, draft: _Draft, encodings: Sequence[Any], max_model_len: int | None) -> Prompt:
+        request = draft.request
+        if isinstance(request, RowError):
+            return Prompt(row.row_index, [], None, request)
+        encoded = []
+        is_truncated = False
+        for place, encoding in enumerate(encodings):
+            found = encoding if isinstance(encoding, RowError) else self._fitted(encoding, request, max_model_len)
+            outcome = found if isinstance(found, RowError) else self._check_ids(found.ids, max_model_len)
+            if isinstance(outcome, RowError):
+                return Prompt(row.row_index, [], None, self._named(outcome, request, place), request=request.form)
+            assert isinstance(found, _Encoded)
+            is_truncated = is_truncated or len(found.ids) < len(encoding)
+            encoded.append(found)
+        ids = [token_id for each in encoded for token_id in each.ids]
+        text = "\n".join(show(self._tokenizer, each.ids) for each in encoded) if self._keeps_text else None
+        return Prompt(
+            row.row_index,
+            ids,
+            text,
+            None,
+            is_truncated=is_truncated and self._side is not None,
+            has_second_bos=any(begins_with_two(each.ids, self._bos) for each in encoded),
+            inputs=tuple(each.ids for each in encoded),
+            reranking=Reranking(
+                num_queries=0 if self._is_cross else len(request.queries),
+                top_n=request.top_n,
+                token_type_starts=tuple(each.type_start for each in encoded),
+                use_activation=request.use_activation,
+            ),
+            request=request.form,
+        )
+
+    def _named(self, error: RowError, request: RerankRequest, place: int) -> RowError:
+        """The error with the name of its input."""
+        first_document = 0 if self._is_cross else len(request.queries)
+        is_query = place < first_document
+        texts = request.queries if is_query else request.documents
+        if len(texts) == 1 and self._is_cross:
+            return error
+        name = name_of("query" if is_query else "document", place - (0 if is_query else first_document), texts)
+        return RowError(error.error_type, f"{name}: {error.error_message}")
+
+    def _side_of(self, request: RerankRequest) -> Side:
+        """The side of a text that is cut if it is too long."""
+        if request.truncation is not None:
+            return request.truncation.side or self._tokenizer_side
+        return self._side or "right"
+
+    def _fitted(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
+        """The tokens of an input, as the line's own `truncate_prompt_tokens` or the spec's `on_overlong` cuts them."""
+        ids: list[int] = encoding.ids
+        types: list[int] = encoding.type_ids if self._has_types else []
+        own = request.truncation
+        room = _room(own, max_model_len) if own is not None else max_model_len if self._side is not None else None
+        if isinstance(room, RowError):
+            return room
+        if room is not None and len(ids) > room:
+            side = self._side_of(request)
+            kept: Sequence[int] | RowError
+            if own is not None and own.side is not None:  # vLLM cuts the plain ids, with the special tokens there
+                kept = range(len(ids))[-room:] if side == "left" else range(room)
+            else:
+                only_second = request.max_tokens_per_doc > 0 and self._has_pairs
+                kept = _kept(encoding.sequence_ids, room, side, only_second=only_second)
+            if isinstance(kept, RowError):
+                return kept
+            ids = [ids[place] for place in kept]
+            types = [types[place] for place in kept] if types else []
+        start = types.index(1) if 1 in types else None
+        if set(types) - {0, 1} or (start is not None and 0 in types[start:]):
+            words = "the tokenizer's token types are not those of a query and then a document: 0 and then 1"
+            return RowError("tokenizer_error", words)
+        return _Encoded(ids, start)
+
+    @property
+    def _has_pairs(self) -> bool:
+        return self._is_cross and self._has_separator and self._template is None
+
+    def _draft(self, row: Row, max_model_len: int | None) -> Draft:
+        """The query and all documents as one text, for outlines and previews."""
+        request = self._request(row)
+        if isinstance(request, RowError):
+            return Draft(None, request)
+        return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder, request=request.form)
+
+
+def _wrong_limit(request: RerankRequest, max_model_len: int | None) -> RowError | None:
+    """The error of a request whose limits are not below the engine's length, as with vLLM's server."""
+    for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+        number = getattr(request, name)
+        if max_model_len is not None and number >= max_model_len:
+            got = f"got {number:,}; must be below max_model_len {max_model_len:,}"
+            return RowError("unsupported_request", f"body.{name}: {got}")
+    return None
+
+
+def _room(truncation: Truncation, max_model_len: int | None) -> int | RowError | None:
+    """The most tokens of a prompt; None: not known yet."""
+    if max_model_len is not None and truncation.num_tokens > max_model_len:
+        got = f"got {truncation.num_tokens:,}; must be at most max_model_len {max_model_len:,}"
+        return RowError("unsupported_request", f"body.truncate_prompt_tokens: {got}")
+    return max_model_len if truncation.num_tokens < 0 else truncation.num_tokens
+
+
+def _kept(sequence_ids: Sequence[int | None], room: int, side: Side, *, only_second: bool) -> Sequence[int] | RowError:
+    """The places of the tokens that stay: all special tokens, and `room` in all. As the tokenizers library cuts.
+
+    sequence_ids: of each token, 0 for the first text, 1 for the second, None for special tokens.
+    """
+    counts = [sequence_ids.count(0), sequence_ids.count(1)]
+    room_of_texts = room - (len(sequence_ids) - sum(counts))
+    if room_of_texts < 1:
+        words = f"got {room:,} tokens for a prompt, which leaves no room beside the special tokens"
+        return RowError("prompt_too_long", words)
+    if only_second:
+        limits = (counts[0], room_of_texts - counts[0])
+        if limits[1] < 1:
+            words = f"the query has {counts[0]:,} tokens, which leaves no room for the document in {room_of_texts:,}"
+            return RowError("prompt_too_long", words)
+    else:
+        limits = longest_first(counts[0], counts[1], room_of_texts)
+    kept = [place for place, sequence in enumerate(sequence_ids) if sequence is None]
+    for sequence, limit in enumerate(limits):
+        its = [place for place, of in enumerate(sequence_ids) if of == sequence]
+        kept += its[:limit] if side == "right" else its[max(0, len(its) - limit) :]
+    return sorted(kept)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts stay in `room`: the longer text is cut first, as the tokenizers library does it."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second)
+    if 2 * shorter > room:
+        shorter = room // 2
+    longer = room - shorter
+    return (shorter, longer) if first <= second else (longer, shorter)
