@@ -34,6 +34,7 @@ _REFUSED = {
     **dict.fromkeys(("enable_lora", "lora_modules"), "write a spec with model.lora, and run it with `batchinf run`"),
     "hf_token": "set HF_TOKEN in the environment",
 }
+_RESPONSES_LOGPROBS = "message.output_text.logprobs"  # in `include` of a body of `/v1/responses`
 # Numbers that may be written as 32k (thousands) or 32K (1,024s).
 _READABLE = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens"})
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -161,6 +162,7 @@ def most_logprobs(path: str) -> int | None:
             try:
                 body = json.loads(line)["body"]
                 number = body.get("logprobs")
+                number = _RESPONSES_LOGPROBS in (body.get("include") or ()) if number is None else number
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue  # the job makes an error row of it
             number = (body.get("top_logprobs") or 0) if number is True else number
