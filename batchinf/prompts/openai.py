@@ -107,8 +107,9 @@ class BatchReader(LineReader):
             return self._chat(url, body, {})
         if self._sampling.n != 1:
             raise _Refused(f"url: a response has one answer, but all rows have sampling.n {self._sampling.n}")
+        chat = as_chat(body)
         try:
-            return self._chat(url, as_chat(body), {"request": repeated(body)})
+            return self._chat(url, chat, {"request": repeated(body)})
         except _Refused as error:
             raise _Refused(in_own_names(str(error))) from None
 
@@ -157,7 +158,7 @@ class BatchReader(LineReader):
             chat["documents"] = documents
         if given := {name: body.pop(name) for name in _OF_TEMPLATES if name in body}:
             chat["chat_template_kwargs"] = self._variables(given, chat.get("chat_template_kwargs", {}))
-        return {"messages": [with_tool_calls(message) for message in messages], "chat": chat}
+        return {"messages": [_with_reasoning(with_tool_calls(message)) for message in messages], "chat": chat}
 
     def _variables(self, given: Mapping[str, object], own: Mapping[str, Any]) -> dict[str, Any]:
         """The row's variables of the chat template, with those that vLLM's server makes of `reasoning_effort`."""
@@ -243,6 +244,13 @@ def _number_of_chat(has_logprobs: object, top: object) -> object:
     if top and not has_logprobs:
         raise _Refused("body.top_logprobs: given without logprobs: true")
     return top or 0 if has_logprobs else None
+
+
+def _with_reasoning(message: object) -> object:
+    """A message with its reasoning under both names that chat templates have for it, as vLLM's server gives it."""
+    if isinstance(message, dict) and message.get("role") == "assistant" and message.get("reasoning") is not None:
+        return {**message, "reasoning_content": message["reasoning"]}
+    return message
 
 
 def _form(body: dict[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def objection(url: str, name: str, value: object) -> str | None:
     fields = known.get(name)
     got = f"got {show(value)}, which is not supported"
     if fields is None:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         meant = f"; did you mean {close[0]}?" if close else ""
         return f"{got}: {url} has no such field{meant}"
     if fields.use == "without effect" or any(value == it and type(value) is type(it) for it in fields.accepted):

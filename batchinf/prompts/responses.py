@@ -123,7 +123,7 @@ def _tools(tools: object) -> list[dict[str, Any]]:
             raise Refused(f"body.tools: got {got}; must be {_TOOL}")
         if "name" not in tool:
             raise Refused(f"body.tools: got a function without a name; must be {_TOOL}")
-    return [{"type": "function", "function": {**tool, "type": None}} for tool in tools]
+    return [{"type": "function", "function": {name: tool[name] for name in tool if name != "type"}} for tool in tools]
 
 
 def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,19 @@ def test_bad_words(vllm_engine: "VllmEngine", free: list[list[int]]) -> None:
     assert longer not in [without[place : place + 3] for place in range(MAX_TOKENS)]
 
 
+def test_penalties(vllm_engine: "VllmEngine", free: list[list[int]]) -> None:
+    repeated = [len(output) - len(set(output)) for output in free]
+    assert sum(repeated) > NUM_ROWS
+    # So large that no token comes twice, and none of the prompt.
+    for output, prompt in zip(tokens(of_job(vllm_engine, repetition_penalty=50)), prompts(), strict=True):
+        assert len(set(output)) == len(output)
+        assert not set(output) & set(prompt)
+    for field in ("frequency_penalty", "presence_penalty"):
+        own = tokens(of_rows(vllm_engine, field, [2.0, None]))
+        assert own[1::2] == free[1::2]
+        assert sum(len(output) - len(set(output)) for output in own[::2]) < sum(repeated[::2]) / 2
+
+
 def test_repetition_detection(vllm_engine: "VllmEngine") -> None:
     rule = {"max_pattern_size": 2, "min_count": 4}
     stuck = of_job(vllm_engine, repetition_detection=rule, logit_bias={11: 100})

@@ -202,6 +202,17 @@ def test_no_logprobs_in_the_job() -> None:
     )
 
 
+def test_reasoning_has_both_names_of_chat_templates() -> None:
+    past = {"role": "assistant", "reasoning": "Hm.", "content": "Hi."}
+    found = reader().read(chat(messages=[*MESSAGES, past, {"role": "user", "reasoning": "a", "content": "b"}]))
+    assert isinstance(found, BatchRequest)
+    assert found.messages == [
+        *MESSAGES,
+        {**past, "reasoning_content": "Hm."},
+        {"role": "user", "reasoning": "a", "content": "b"},
+    ]
+
+
 def test_documents_are_for_the_chat_template() -> None:
     documents = [{"title": "Foxes", "text": "A fox is red."}]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
