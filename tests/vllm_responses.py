@@ -28,7 +28,7 @@ async def main() -> None:
             else:
                 chat = ChatCompletionRequest.model_validate(asked["body"])
                 answer = await state.openai_serving_chat.create_chat_completion(chat)
-            answers.append(answer.model_dump_json())
+            answers.append(answer.model_dump_json(by_alias=True))
     pathlib.Path(args.output_file).write_text("".join(f"{answer}\n" for answer in answers), encoding="utf-8")
 
 

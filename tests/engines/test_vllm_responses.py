@@ -56,7 +56,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "tools unused": {"input": "Weather?", "tools": [TOOL], "tool_choice": "none", **OFF},
     "past": {"input": PAST, "tools": [TOOL], "tool_choice": "none", **OFF},
     "continued": {"input": [{"role": "user", "content": "Tell."}, {"type": "message", "role": "assistant",
-                  "status": "incomplete", "content": [{"type": "output_text", "text": "Once</think>upon"}]}]},
+                  "status": "incomplete", "content": [{"type": "output_text", "text": "Once upon"}]}]},
     "logprobs": {"input": "Say hello.", "include": ["message.output_text.logprobs"], "top_logprobs": 2, **OFF},
     "sampled": {"input": "Say hello.", "top_k": 1, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1,
                 "presence_penalty": 0.5, "frequency_penalty": 0.5, "stop": ["e"], **OFF},
@@ -186,8 +186,9 @@ def test_the_answers_are_those_of_vllms_server(tmp_path: pathlib.Path) -> None:
     assert seen(ours["chat thinks"])["reasoning"]
     assert seen(ours["chat is cut off in its thoughts"])["content"] is None
     kinds = {name: [item["type"] for item in ours[name]["output"]] for name in BODIES}
-    assert kinds["thinks"] == ["reasoning"]
-    assert kinds["thinks unseen"] == []
+    assert kinds["thinks"] == ["reasoning", "message"]
+    assert kinds["thinks unseen"] == ["message"]
+    assert kinds["continued"] == ["reasoning"]
     assert kinds["required"] == kinds["named"] == ["function_call"]
     assert kinds["text"] == kinds["past"] == ["message"]
     assert ours["schema"]["output"][0]["content"][0]["text"] in ('"Rome"', '"Oslo"')
