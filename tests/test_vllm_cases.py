@@ -29,7 +29,7 @@ RUN_BATCH = {
     "a model that is not served is an error of its line": _COMMAND,
     "an unknown URL is an error of its line": _COMMAND,
     "a line that is no JSON (there the end of the run, here an error row)": _COMMAND,
-    "a line without a body, or with other keys (there the end of the run, here an error row)": _COMMAND,
+    "a line without a body (there the end of the run, here an error row)": _COMMAND,
     "blank lines are passed over": _COMMAND,
     "a stream is an error of its line": _COMMAND,
     "a value that sampling does not take is an error of its line": _COMMAND,
