@@ -136,7 +136,9 @@ def _run(
 )
 def _run_batch(
     context: typer.Context,
-    input_file: Annotated[str, typer.Option("-i", "--input-file", metavar="FILE", help="A file, a glob, a URL.")],
+    input_file: Annotated[
+        str, typer.Option("-i", "--input-file", metavar="FILE", help="A file, a glob, a URL, a pipe.")
+    ],
     output_file: Annotated[
         str, path_option("-o", "--output-file", metavar="FILE", help="The answers; written when the job is done.")
     ],
@@ -151,15 +153,15 @@ def _run_batch(
     """Run an OpenAI batch file by the flags of `vllm run-batch`. The same command resumes an unfinished one."""
     with interruptible(ends_process=True):
         from batchinf import api
-        from batchinf.commands.export import export_job, following
-        from batchinf.commands.run_batch import batch_run
+        from batchinf.commands.export import following
+        from batchinf.commands.run_batch import batch_run, write_answers
 
         collect_as_usual()
         run = batch_run(input_file, output_file, model, context.args, folder=job)
         print_lines(run.notes)
         with following(run.folder, run.output) if follows else contextlib.nullcontext():
             summary = api.run(run.spec)
-        exported = export_job(run.folder, run.output)
+        exported = write_answers(run, has_rows=summary.has_begun)
     print_lines([*summary.lines(), *exported.lines()])
 
 

@@ -2,15 +2,18 @@
 
 import contextlib
 import difflib
+import filecmp
 import json
 import os
 import re
+import shutil
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import UserError
-from batchinf.commands.export import ExportRequest
+from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.engines.installed import engine_argument_names
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE
@@ -35,6 +38,7 @@ _REFUSED = {
     **dict.fromkeys(("enable_lora", "lora_modules"), "write a spec with model.lora, and run it with `batchinf run`"),
     "hf_token": "set HF_TOKEN in the environment",
 }
+_RESPONSES_LOGPROBS = "message.output_text.logprobs"  # in `include` of a body of `/v1/responses`
 # Numbers that may be written as 32k (thousands) or 32K (1,024s).
 _READABLE = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens"})
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -59,12 +63,18 @@ def batch_run(
 
     Raises UserError for a flag that cannot be used, and for an output file of something else.
     """
+    if output_file in ("-", "/dev/stdout"):
+        raise UserError(
+            f"-o: got {output_file}; must be a file. When the job is done, "
+            "`batchinf export FOLDER --to openai-batch -o -` writes to stdout"
+        )
     folder = folder or f"{os.path.splitext(output_file)[0]}.job"
     if os.path.lexists(output_file) and not os.path.lexists(folder):
         raise UserError(
             f"-o: {output_file} is there already, and no job in {folder} has written it; give another name, or delete "
             "it yourself"
         )
+    input_file = kept_input(input_file, f"{os.path.splitext(output_file)[0]}.input.jsonl")
     asked = asked_by_lines(input_file)
     spec: dict[str, Any] = {
         "model": {"name": model},
@@ -84,6 +94,37 @@ def batch_run(
         _put(spec, name, value)
     output = ExportRequest(to="openai-batch", path=output_file, overwrites=True, splits_errors=False)
     return BatchRun(spec=spec, folder=folder, output=output, notes=tuple(notes))
+
+
+def kept_input(path: str, copy: str) -> str:
+    """The input's path; of a pipe, that of a copy with all its lines: a job reads its input more than once.
+
+    The same lines from a pipe again leave the copy as it is, so that the job resumes.
+    """
+    path = "/dev/stdin" if path == "-" else path
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # a glob or a URL, or the job says that it is not there
+        return path
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        # Other processes have another /dev/stdin.
+        return os.path.realpath(path) if path.startswith("/dev/") else path
+    part = f"{copy}.part"
+    with open(path, "rb") as pipe, open(part, "wb") as file:
+        shutil.copyfileobj(pipe, file)
+    if os.path.isfile(copy) and filecmp.cmp(copy, part, shallow=False):
+        os.remove(part)
+    else:
+        os.replace(part, copy)
+    return copy
+
+
+def write_answers(run: BatchRun, *, has_rows: bool) -> Exported:
+    """Write the file of answers. has_rows: whether the input has any; without, the file is empty, as with vLLM."""
+    if has_rows:
+        return export_job(run.folder, run.output)
+    with open(run.output.path, "wb"):
+        return Exported(num_rows=0, files=(run.output.path,), notes=())
 
 
 def _put(spec: dict[str, Any], name: str, value: Any) -> None:
@@ -161,6 +202,8 @@ def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
     echoes = False
     for body in _bodies(path):
         number = body.get("logprobs")
+        if number is None:
+            number = _RESPONSES_LOGPROBS in (body.get("include") or ())
         of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
         number = (body.get("top_logprobs") or 0) if number is True else number
         echoes |= body.get("echo") is True

@@ -12,13 +12,21 @@ import pyarrow as pa
 
 from batchinf.base.errors import UserError
 from batchinf.export.base import ExportedJob, Format, json_lines
+from batchinf.export.openai_responses import response_of
 from batchinf.export.tokens import PREFIXES, token_columns, tokens_of
-from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, RERANK_URL, SCORE_URL
+from batchinf.prompts.openai_lines import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    EMBEDDINGS_URL,
+    RERANK_URL,
+    RESPONSES_URL,
+    SCORE_URL,
+)
 
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
 _NAMES = (
-    "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls", "finish_reason", "stop_reason",
-    "embedding", "embeddings", "relevance_score", "relevance_scores", "ranking", "num_prompt_tokens",
+    "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls", "token_ids", "finish_reason",
+    "stop_reason", "embedding", "embeddings", "relevance_score", "relevance_scores", "ranking", "num_prompt_tokens",
     "num_output_tokens", "error_type", "error_message",
 )  # fmt: skip
 
@@ -107,7 +115,9 @@ class OpenAIBatchExport(Format):
         prompt_tokens = _num_prompt_tokens(answered, form)
         output_tokens = sum(row["num_output_tokens"] or 0 for row in samples)
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + output_tokens}
-        shared = {"created": int(self.job.results.begun_at.timestamp()), "model": self._model()}
+        created = int(self.job.results.begun_at.timestamp())
+        model = self._model()
+        shared = {"created": created, "model": model}
         if url == EMBEDDINGS_URL:
             [row] = answered
             return {"id": f"embd-{name}", "object": "list", **shared, "data": _embeddings(row, form), "usage": usage}
@@ -118,6 +128,11 @@ class OpenAIBatchExport(Format):
         if url == RERANK_URL:
             [row] = answered
             return {"id": f"score-{name}", "model": shared["model"], "usage": usage, "results": _results(row, form)}
+        if url == RESPONSES_URL:
+            [row] = answered
+            logprobs = list(self._content(row, form)) if form.get("logprobs") else None
+            sampling = self.job.spec.sampling
+            return response_of(name, row, form, logprobs=logprobs, sampling=sampling, created=created, model=model)
         is_chat = url == CHAT_URL
         choice = self._chat_choice if is_chat else self._text_choice
         return {
@@ -156,8 +171,8 @@ class OpenAIBatchExport(Format):
             message["reasoning"] = row["reasoning"]
         if calls := row.get("tool_calls"):
             message |= _calls(calls, is_legacy=form.get("functions", False))
-        content = list(self._content(row, form.get("top_logprobs") or 0)) if form.get("logprobs") else None
-        choice = _choice(row)
+        content = list(self._content(row, form)) if form.get("logprobs") else None
+        choice = _choice(row, form)
         if "function_call" in message and choice["finish_reason"] == "tool_calls":
             choice["finish_reason"] = "function_call"
         return {
@@ -166,26 +181,32 @@ class OpenAIBatchExport(Format):
             "logprobs": None if content is None else {"content": content, "refusal": None},
         }
 
-    def _content(self, row: Row, num_top: int) -> Iterator[dict[str, Any]]:
+    def _content(self, row: Row, form: Row) -> Iterator[dict[str, Any]]:
+        num_top = form.get("top_logprobs") or 0
         for token in tokens_of("", row):
-            top = [self._logprob(token_id, logprob) for token_id, logprob in (token.top or ())[:num_top]]
-            yield {**self._logprob(token.id, token.logprob), "top_logprobs": top}
+            top = [self._logprob(token_id, logprob, form) for token_id, logprob in (token.top or ())[:num_top]]
+            yield {**self._logprob(token.id, token.logprob, form), "top_logprobs": top}
 
-    def _logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        tokens = self.job.tokens
-        return {"token": tokens.text(token_id), "logprob": _finite(logprob), "bytes": tokens.utf8(token_id)}
+    def _logprob(self, token_id: int, logprob: float | None, form: Row) -> dict[str, Any]:
+        utf8 = self.job.tokens.utf8(token_id)
+        return {"token": self._token(token_id, form), "logprob": _finite(logprob), "bytes": utf8}
+
+    def _token(self, token_id: int, form: Row) -> str:
+        return f"token_id:{token_id}" if form.get("return_tokens_as_token_ids") else self.job.tokens.text(token_id)
 
     def _text_choice(self, row: Row, form: Row) -> dict[str, Any]:
         number = form.get("logprobs")
         # With echo, the prompt stands before the output; with 0 max_tokens, it stands alone.
         prefixes = [prefix for prefix in ("prompt_", "") if _is_shown(prefix, form)]
-        logprobs = None if number is None else self._completion_logprobs(row, number, prefixes)
+        logprobs = None if number is None else self._completion_logprobs(row, form, prefixes)
         text = "".join(row[_TEXTS[prefix]] or "" for prefix in prefixes)
-        return {**_choice(row), "text": text if len(prefixes) > 1 else row[_TEXTS[prefixes[0]]], "logprobs": logprobs}
+        shown = text if len(prefixes) > 1 else row[_TEXTS[prefixes[0]]]
+        return {**_choice(row, form), "text": shown, "logprobs": logprobs}
 
-    def _completion_logprobs(self, row: Row, num_top: int, prefixes: Sequence[str]) -> dict[str, Any]:
+    def _completion_logprobs(self, row: Row, form: Row, prefixes: Sequence[str]) -> dict[str, Any]:
+        num_top = form["logprobs"]
         tokens = [token for prefix in prefixes for token in tokens_of(prefix, row)]
-        texts = [self.job.tokens.text(token.id) for token in tokens]
+        texts = [self._token(token.id, form) for token in tokens]
         offsets = [0, *itertools.accumulate(map(len, texts))]
         top: list[dict[str, float | None] | None] = []
         for token, text in zip(tokens, texts, strict=True):
@@ -194,7 +215,7 @@ class OpenAIBatchExport(Format):
                 continue
             likeliest = (token.top or ())[:num_top]
             # OpenAI's list has the token itself, too, if it is not among them.
-            top.append({text: _finite(token.logprob)} | {self.job.tokens.text(k): _finite(v) for k, v in likeliest})
+            top.append({text: _finite(token.logprob)} | {self._token(k, form): _finite(v) for k, v in likeliest})
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -256,9 +277,10 @@ def _embeddings(row: Row, form: Row) -> list[dict[str, Any]]:
     return [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
 
 
-def _choice(row: Row) -> dict[str, Any]:
+def _choice(row: Row, form: Row) -> dict[str, Any]:
     index = row.get("sample_index") or 0
-    return {"index": index, "finish_reason": row["finish_reason"], "stop_reason": row["stop_reason"]}
+    ids = {"token_ids": row["token_ids"]} if form.get("return_token_ids") and "token_ids" in row else {}
+    return {"index": index, "finish_reason": row["finish_reason"], "stop_reason": row["stop_reason"], **ids}
 
 
 def _calls(calls: Sequence[Mapping[str, str]], *, is_legacy: bool) -> dict[str, Any]:

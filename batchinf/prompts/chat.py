@@ -215,7 +215,7 @@ class ChatTemplate:
         if "strftime_now" in self._source:
             # transformers' own function reads the clock. A variable with the same name takes precedence over it.
             self._options["strftime_now"] = moment.astimezone(datetime.UTC).strftime
-        self._takes_tools = "tools" in variables(self._source)
+        self._takes = {name for name in ("tools", "documents") if name in variables(self._source)}
         self._takes_parts = self._renders_parts()
         self._knows_developer = "'developer'" in self._source or '"developer"' in self._source
 
@@ -224,9 +224,10 @@ class ChatTemplate:
 
         An exception of the template becomes the row's error, and so do tools that the template would ignore.
         """
-        if options.get("tools") and not self._takes_tools:
-            words = "the row has tools, but the chat template has no variable `tools`, so the model would not see them"
-            return RowError("template_error", words)
+        for name in ("tools", "documents"):
+            if options.get(name) and name not in self._takes:
+                words = f"the row has {name}, but the chat template has no variable `{name}`, so the model would not "
+                return RowError("template_error", f"{words}see them")
         try:
             return self._apply(self._fit(messages), options)
         except Exception as error:

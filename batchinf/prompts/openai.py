@@ -8,9 +8,11 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
-from batchinf.prompts.openai_lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, WITHOUT_EFFECT, LineReader, line_of
+from batchinf.prompts.openai_fields import objection
+from batchinf.prompts.openai_lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, RESPONSES_URL, LineReader, line_of
 from batchinf.prompts.openai_lines import Refused as _Refused
 from batchinf.prompts.openai_lines import show as _show
+from batchinf.prompts.responses import as_chat, in_own_names, repeated
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
 from batchinf.prompts.truncation import Truncation, take_truncation
 from batchinf.records import Tools
@@ -18,44 +20,15 @@ from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE, PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
-from batchinf.spec.sampling import NOT_TAKEN, PER_ROW_FIELDS
+from batchinf.spec.sampling import PER_ROW_FIELDS
 
-# Unsupported fields, with the values that change nothing and are therefore accepted.
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
-    # In the body of a completion, which has no tools.
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "echo": (False,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "spaces_between_special_tokens": (True,),
-    "detokenize": (True,),
-    "include_reasoning": (True,),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "vllm_xargs": ({},),
-}
 _CHAT_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
 # Given to the chat template as variables. A template without such a variable does not see them.
 _OF_TEMPLATES = ("reasoning_effort", "verbosity")
-# Why a field is not supported, where its name does not say it.
-_REASONS = {
-    "suffix": "only models for which vLLM's server writes the marks of a gap take it; write the model's own marks into "
-    "the prompt",
-    "echo": "the answer of a conversation has no prompt before it",
-}
 # As many as vLLM allows for one prompt.
 _MOST_ANSWERS = 16_384
-# What a line asks of the form of its answer.
-_OF_THE_FORM = ("logprobs", "top_logprobs", "include_reasoning", "return_token_ids")
+# What a line asks of the form of its answer, and that alone.
+_OF_THE_FORM = ("include_reasoning", "return_token_ids", "return_tokens_as_token_ids")
 # Of vLLM before 0.12, by the name that the structure has now.
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 # Sampling fields that all rows share. A row may only repeat the job's value.
@@ -116,7 +89,7 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
 class BatchReader(LineReader):
     """Lines of a batch file → requests."""
 
-    urls = (CHAT_URL, COMPLETIONS_URL)
+    urls = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
 
     def __init__(self, spec: JobSpec, *, has_samples: bool = True) -> None:
         """See `LineReader`. has_samples: a line may have several answers."""
@@ -136,13 +109,24 @@ class BatchReader(LineReader):
 
     def _read(self, values: Mapping[str, object]) -> BatchRequest:
         url, body = self.open(values)
-        form = {"url": url} | {name: body[name] for name in _OF_THE_FORM if name in body}
-        truncation = take_truncation(body)
-        if url != CHAT_URL:
-            return self._completion(body, form, truncation)
+        if url == COMPLETIONS_URL:
+            return self._completion(body)
+        if url == CHAT_URL:
+            return self._chat(url, body, {})
+        if self._sampling.n != 1:
+            raise _Refused(f"url: a response has one answer, but all rows have sampling.n {self._sampling.n}")
+        chat = as_chat(body)
+        try:
+            return self._chat(url, chat, {"request": repeated(body)})
+        except _Refused as error:
+            raise _Refused(in_own_names(str(error))) from None
+
+    def _chat(self, url: str, body: dict[str, Any], form: dict[str, Any]) -> BatchRequest:
+        form = {"url": url} | form | _form(body)
         line = self._tools(body)
+        truncation = take_truncation(body) if url == CHAT_URL else None
         prompt = {**self._messages(body), "truncation": truncation}
-        sampling = self._take_sampling(body, is_chat=True)
+        sampling = self._take_sampling(body, url)
         if line is None:
             return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
         if line.is_legacy:
@@ -151,10 +135,12 @@ class BatchReader(LineReader):
         self._check_choice(line.tools, sampling)
         return BatchRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
 
-    def _completion(self, body: dict[str, Any], form: dict[str, Any], truncation: Truncation | None) -> BatchRequest:
+    def _completion(self, body: dict[str, Any]) -> BatchRequest:
+        form = {"url": COMPLETIONS_URL} | _form(body)
+        truncation = take_truncation(body)
         prompts = self._texts(body)
         is_echoed = self._echo(body, form)
-        sampling = self._take_sampling(body, is_chat=False)
+        sampling = self._take_sampling(body, COMPLETIONS_URL)
         number = len(prompts)
         num_samples = sampling.get("n", self._sampling.n)
         if number > 1:
@@ -217,9 +203,13 @@ class BatchReader(LineReader):
         for name in chat.get("chat_template_kwargs", {}):
             if name in KWARGS_ELSEWHERE:
                 raise _Refused(f"body.chat_template_kwargs.{name}: it is no variable of a chat template")
+        if (documents := body.pop("documents", None)) not in (None, []):
+            if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
+                raise _Refused(f"body.documents: got {_show(documents)}; must be a list of mappings")
+            chat["documents"] = documents
         if given := {name: body.pop(name) for name in _OF_TEMPLATES if name in body}:
             chat["chat_template_kwargs"] = self._variables(given, chat.get("chat_template_kwargs", {}))
-        return {"messages": [with_tool_calls(message) for message in messages], "chat": chat}
+        return {"messages": [_with_reasoning(with_tool_calls(message)) for message in messages], "chat": chat}
 
     def _variables(self, given: Mapping[str, object], own: Mapping[str, Any]) -> dict[str, Any]:
         """The row's variables of the chat template, with those that vLLM's server makes of `reasoning_effort`."""
@@ -245,15 +235,16 @@ class BatchReader(LineReader):
             f"body.prompt: got {got}; must be a text, the token ids of one, or a list of texts or of token ids"
         )
 
-    def _take_sampling(self, body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
-        """The row's own sampling. Raises _Refused for any other field in the body."""
+    def _take_sampling(self, body: dict[str, Any], url: str) -> dict[str, Any]:
+        """The row's own sampling. Raises _Refused for any other field that would change the answer."""
+        is_chat = url != COMPLETIONS_URL
         sampling: dict[str, Any] = {}
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body.pop("max_completion_tokens")
             if body.pop("max_tokens", sampling["max_tokens"]) != sampling["max_tokens"]:
                 raise _Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
         self._check_logprobs(body, is_chat=is_chat)
-        self._check_text(body, is_chat=is_chat)
+        self._check_text(body)
         if (structure := _structure_of(body)) is not None:
             sampling["structured_outputs"] = structure
         if body.get("top_k") == -1:  # all tokens, in vLLM, as 0
@@ -265,17 +256,12 @@ class BatchReader(LineReader):
                 of_job = getattr(self._sampling, name)
                 if value != of_job or type(value) is not type(of_job):
                     raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {of_job}")
-            elif name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
-                why = _REASONS.get(name) or NOT_TAKEN.get(name)
-                reason = "" if why is None else f": {why}"
-                raise _Refused(f"body.{name}: got {_show(value)}, which is not supported{reason}")
+            elif (why := objection(url, name, value)) is not None:
+                raise _Refused(f"body.{name}: {why}")
         return sampling
 
-    def _check_text(self, body: dict[str, Any], *, is_chat: bool) -> None:
-        """Raise _Refused if a row wants special tokens, or a text without a structure, that the job cannot give it."""
-        if (adds := body.pop("add_special_tokens", not is_chat)) is not (not is_chat):
-            words = "a chat template writes them itself" if is_chat else "the tokenizer adds them to a text"
-            raise _Refused(f"body.add_special_tokens: got {_show(adds)}, which is not supported: {words}")
+    def _check_text(self, body: dict[str, Any]) -> None:
+        """Raise _Refused if a row wants a text without a structure in a job with one for all rows."""
         form = body.get("response_format")
         if isinstance(form, dict) and form.get("type") == "text" and self._sampling.structured_outputs is not None:
             raise _Refused("body.response_format: got text, but all rows have sampling.structured_outputs")
@@ -288,8 +274,10 @@ class BatchReader(LineReader):
         name = "top_logprobs" if is_chat and top else "logprobs"
         if is_chat:
             number = _number_of_chat(number, top)
-        elif top is not None:
-            raise _Refused(f"body.top_logprobs: got {_show(top)}, which is not supported")
+        elif number is False:  # as chat lines spell it out
+            number = None
+        if top is not None and not is_chat:
+            raise _Refused(f"body.top_logprobs: {objection(COMPLETIONS_URL, 'top_logprobs', top)}")
         self._check_number(name, number, self._sampling.logprobs)
 
     def _check_number(self, name: str, number: object, most: int | None) -> None:
@@ -314,6 +302,22 @@ def _number_of_chat(has_logprobs: object, top: object) -> object:
     if top and not has_logprobs:
         raise _Refused("body.top_logprobs: given without logprobs: true")
     return top or 0 if has_logprobs else None
+
+
+def _with_reasoning(message: object) -> object:
+    """A message with its reasoning under both names that chat templates have for it, as vLLM's server gives it."""
+    if isinstance(message, dict) and message.get("role") == "assistant" and message.get("reasoning") is not None:
+        return {**message, "reasoning_content": message["reasoning"]}
+    return message
+
+
+def _form(body: dict[str, Any]) -> dict[str, Any]:
+    """What a body asks of the form of its answer. Fields that say no more are taken out."""
+    form = {name: body.pop(name) for name in _OF_THE_FORM if name in body}
+    for name, value in form.items():
+        if not isinstance(value, bool):
+            raise _Refused(f"body.{name}: got {_show(value)}; must be true or false")
+    return form | {name: body[name] for name in ("logprobs", "top_logprobs") if name in body}
 
 
 def _structure_of(body: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """What all lines of OpenAI batch files share: columns, URLs, the model's name. The readers of lines use it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,20 +13,15 @@ from batchinf.spec.job import JobSpec
 COLUMNS = OpenAIBatch.columns
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+RESPONSES_URL = "/v1/responses"
 EMBEDDINGS_URL = "/v1/embeddings"
 SCORE_URL = "/v1/score"
 RERANK_URL = "/v1/rerank"
+_KNOWN = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL, EMBEDDINGS_URL, SCORE_URL, RERANK_URL)
 # Azure's batch files have no `/v1`, and nor do vLLM's own names.
-_URLS = {
-    alias: url
-    for url in (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, SCORE_URL, RERANK_URL)
-    for alias in (url, url.removeprefix("/v1"))
-} | {"/v2/rerank": RERANK_URL}
-# Of a body: they do not change the output.
-WITHOUT_EFFECT = frozenset(
-    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority cache_salt
-    request_id return_token_ids return_tokens_as_token_ids""".split()
-)
+_URLS = {alias: url for url in _KNOWN for alias in (url, url.removeprefix("/v1"))} | {"/v2/rerank": RERANK_URL}
+# Azure's URLs of requests that are no batch begin so.
+_AZURE = re.compile(r"/openai(?:/deployments/(?P<deployment>[^/]+))?(?=/)")
 
 
 class Refused(Exception):
@@ -35,7 +31,13 @@ class Refused(Exception):
 def url_of(values: Mapping[str, object]) -> str | None:
     """The URL of a line in OpenAI's form; None if no task runs it."""
     url = values.get("url")
-    return _URLS.get(url) if isinstance(url, str) else None
+    return _URLS.get(_AZURE.sub("", url, count=1).partition("?")[0]) if isinstance(url, str) else None
+
+
+def _deployment(values: Mapping[str, object]) -> str | None:
+    """The name of the model in Azure's URLs `/openai/deployments/{name}/…`."""
+    match = _AZURE.match(str(values.get("url")))
+    return None if match is None else match["deployment"]
 
 
 def line_of(row: Row) -> dict[str, Any] | RowError:
@@ -84,22 +86,29 @@ class LineReader:
             raise Refused(f"body: got {show(body)}; must be a mapping")
         # Null means the same as leaving out the field.
         body = {name: value for name, value in body.items() if value is not None}
-        if (model := body.pop("model", None)) not in (None, *self._models):  # without one, vLLM takes its own too
-            raise Refused(self._objection(model))
+        if (objection := self.model_objection(values)) is not None:
+            raise Refused(objection)
+        body.pop("model", None)
         return url, body
 
     def model_objection(self, values: Mapping[str, object]) -> str | None:
-        """The objection if a line names a model that is not the job's; None if it names no model or cannot be read."""
+        """The objection if a line names a model that is not the job's; None if it names no model or cannot be read.
+
+        Without a model, vLLM takes its own, too.
+        """
         try:
             body = _body(values)
         except (ValueError, RecursionError):
             return None
         model = body.get("model") if isinstance(body, dict) else None
-        return None if model is None or model in self._models else self._objection(model)
-
-    def _objection(self, model: object) -> str:
+        place = "body.model"
+        if model is None:
+            model = _deployment(values)
+            place = "url: the deployment"
+        if model is None or model in self._models:
+            return None
         return (
-            f"body.model: got {show(model)}; the job's model is {' or '.join(map(show, self._models))}: "
+            f"{place}: got {show(model)}; the job's model is {' or '.join(map(show, self._models))}: "
             "name it so, or list the name in engine.served_model_name"
         )
 

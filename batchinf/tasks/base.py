@@ -13,7 +13,7 @@ from batchinf.base.errors import SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL
+from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
@@ -92,7 +92,7 @@ class Task(abc.ABC):
     """Whether a result can take several MB, so that the writer needs larger buffers."""
     default_max_output_bytes: ClassVar[int | None] = None
     """Of `output.max_output_bytes`; None: no limit."""
-    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL)
+    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
     """The URLs of the lines of OpenAI batch files that it runs; empty: it runs no such file."""
     row_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of a row's results with names that other tasks use for those of tokens."""

@@ -1,16 +1,20 @@
 """`batchinf run-batch`: the flags of `vllm run-batch` become a spec, and a killed run goes on to the same file."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 import jobs
 from batchinf import api
 from batchinf.base.errors import UserError
 from batchinf.commands.export import export_job, following
-from batchinf.commands.run_batch import asked_by_lines, batch_run, read_flags
+from batchinf.commands.run_batch import asked_by_lines, batch_run, kept_input, read_flags
 from batchinf.engines.installed import engine_argument_names
 from batchinf.spec.file import read_spec
 
@@ -146,10 +150,67 @@ def test_the_answers_so_far_are_there_while_the_job_runs(
     assert any(0 < number < NUM_LINES for number in seen)
 
 
+def test_lines_from_a_pipe_are_kept_beside_the_answers(tmp_path: pathlib.Path) -> None:
+    lines = write_lines(tmp_path / "in.jsonl", {}, {}).read_bytes()
+    for sent, expected in ((lines, lines), (lines, lines), (lines[:40], lines[:40])):
+        reader, writer = os.pipe()
+        os.write(writer, sent)
+        os.close(writer)
+        run = batch_run(f"/dev/fd/{reader}", str(tmp_path / "out.jsonl"), str(jobs.MODEL), [])
+        os.close(reader)
+        assert run.spec["input"]["path"] == str(tmp_path / "out.input.jsonl")
+        assert (tmp_path / "out.input.jsonl").read_bytes() == expected
+        assert [*tmp_path.glob("*.part")] == []
+    kept = (tmp_path / "out.input.jsonl").stat().st_mtime_ns
+    with open(tmp_path / "out.input.jsonl", "rb") as file:
+        name = f"/dev/fd/{file.fileno()}"
+        assert kept_input(name, str(tmp_path / "other")) == str((tmp_path / "out.input.jsonl").resolve())
+    assert (tmp_path / "out.input.jsonl").stat().st_mtime_ns == kept
+    assert kept_input("https://a/b.jsonl", "other") == "https://a/b.jsonl"
+
+
+def test_the_answers_are_a_file_of_this_host(tmp_path: pathlib.Path) -> None:
+    lines = write_lines(tmp_path / "in.jsonl", {})
+    options = ("-i", lines, "-o", "https://example.com/out.jsonl", "--model", jobs.MODEL)
+    done = jobs.run("run-batch", *options, is_refused=True)
+    assert done.returncode == 2
+    assert "--output-file: got 'https://example.com/out.jsonl', but only a path of this host is possible" in done.stderr
+
+
+def test_the_answers_are_no_pipe() -> None:
+    with pytest.raises(UserError, match=r"^-o: got /dev/stdout; must be a file"):
+        batch_run("in.jsonl", "/dev/stdout", "model", [])
+
+
+def test_an_empty_file_has_no_answers(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n")
+    options = ("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", jobs.MODEL)
+    for _ in range(2):
+        done = jobs.run("run-batch", *options)
+        assert done.returncode == 0, done.stderr
+        assert "has no rows, so nothing ran" in done.stdout
+        assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
 @pytest.mark.slow
 def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
-    lines = write_lines(tmp_path / "in.jsonl", {"temperature": 0}, {"temperature": 0, "logprobs": True}, {"n": 2})
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": {"enum": ["Rome"]}}}
+    good: list[dict[str, Any]] = [
+        {"temperature": 0}, {"temperature": 0, "logprobs": True}, {"response_format": schema},
+        {"structured_outputs": {"regex": "a{3}"}}, {"structured_outputs": {"choice": ["yes"]}},
+    ]  # fmt: skip
+    bad: list[dict[str, Any]] = [{"stream": True}, {"model": "another"}, {"messages": []}, {"temperature": 9}]
+    lines = write_lines(tmp_path / "in.jsonl", *good, *bad)
+    others = [
+        {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 3}},
+        {"custom_id": "url", "method": "POST", "url": "/v1/audio/transcriptions", "body": {}},
+        {"custom_id": "vector", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}},
+        {"custom_id": "body", "method": "POST", "url": "/v1/chat/completions"},
+        {"custom_id": "response", "method": "POST", "url": "/v1/responses", "body": {"input": "Say."}},
+    ]
+    more = "".join(f"{json.dumps(line)}\n\n" for line in others)  # blank lines are none
+    lines.write_text(f'{lines.read_text()}{more}{{"custom_id": "broken", "meth\n')
     flags = ("--max-model-len", "256", "--dtype", "float32", "-dp", "1", "--follow")
     options = ("-i", lines, "-o", tmp_path / "out.jsonl", "--model", jobs.MODEL)
     done = jobs.run("run-batch", *options, *flags)
@@ -159,6 +220,25 @@ def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     assert [answer["custom_id"] for answer in answers] == ["0", "1", "2"]
     assert [answer["error"] for answer in answers] == [None] * 3
     assert [len(answer["response"]["body"]["choices"]) for answer in answers] == [1, 1, 2]
+    assert f"15 rows in {tmp_path / 'out.jsonl'}" in done.stdout
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    names = [answer["custom_id"] for answer in answers]
+    assert names == [*map(str, range(9)), "text", "url", "vector", "body", "response", "14"]
+    answered = {answer["custom_id"]: answer["response"]["body"] for answer in answers if answer["error"] is None}
+    assert [*answered] == ["0", "1", "2", "3", "4", "text", "response"]
+    texts = {name: ChatCompletion.model_validate(answered[name]).choices[0].message.content for name in "01234"}
+    assert (texts["2"], texts["3"], texts["4"]) == ('"Rome"', "aaa", "yes")
+    assert texts["0"] == texts["1"]
+    assert Completion.model_validate(answered["text"]).choices[0].text
+    assert Response.model_validate(answered["response"]).output_text
+    errors = {answer["custom_id"]: answer["error"]["message"] for answer in answers if answer["error"] is not None}
+    beginnings = {
+        "5": "body.stream", "6": "body.model", "7": "body.messages", "8": "sampling.temperature", "url": "url: got",
+        "vector": "url: got", "body": "body is missing",
+    }  # fmt: skip
+    for name, beginning in beginnings.items():
+        assert errors[name].startswith(beginning)
+    assert {*errors} == {*beginnings, "14"}
     kept = (tmp_path / "out.jsonl").read_bytes()
     again = jobs.run("run-batch", *options, *flags)
     assert again.returncode == 0, again.stderr

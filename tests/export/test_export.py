@@ -22,6 +22,8 @@ import jobs
 from batchinf.base.errors import OutputError, UserError
 from batchinf.commands.export import STDOUT, Exported, ExportRequest, export_job
 from batchinf.export import rows as export_rows
+from batchinf.export.tokens import TokenTexts
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.report.dataset_card import card_files
 from batchinf.schedule.predicate import PredicateError
 
@@ -305,6 +307,18 @@ def test_refused(options: dict[str, Any], message: str, batch: pathlib.Path, tmp
 def test_a_wrong_expression_names_its_option(batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with pytest.raises(PredicateError, match=r"^--where: got 'langage = 1': there is no column 'langage'"):
         exported(batch, tmp_path / "rows.jsonl", where="langage = 1")
+
+
+def test_tokens_that_hold_a_part_of_a_character() -> None:
+    """They have their name in the vocabulary, and no bytes."""
+    tokenizer = load_tokenizer(str(jobs.MODEL), False)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer("é 🦊", add_special_tokens=False).input_ids
+    parts = [token_id for token_id in ids if "\ufffd" in tokenizer.decode([token_id])]
+    assert parts
+    for token_id in parts:
+        assert texts.text(token_id) == tokenizer.convert_ids_to_tokens(token_id)
+        assert texts.utf8(token_id) is None
 
 
 def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:

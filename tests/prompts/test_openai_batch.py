@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+from conftest import MODEL
+from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import RowError
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai import BatchReader, BatchRequest
+from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
@@ -63,6 +67,7 @@ def completion(**body: Any) -> dict[str, Any]:
         ({"model": None, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto", "top_p": 1}, {"top_p": 1}),
         ({"length_penalty": 1.0, "use_beam_search": False, "include_reasoning": True, "priority": 3,
           "cache_salt": "x", "return_token_ids": True, "add_special_tokens": False}, {}),
+        ({"include_reasoning": False, "length_penalty": 2.0, "stream_options": {"include_usage": True}}, {}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
         ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
@@ -92,10 +97,22 @@ def test_variables_of_the_chat_template(body: dict[str, Any], variables: dict[st
     assert reader().read(chat(**body)) == BatchRequest(messages=MESSAGES, chat={"chat_template_kwargs": variables})
 
 
-def test_the_urls_of_azure() -> None:
-    for url in ("/chat/completions", "/v1/chat/completions"):
-        assert reader().read(line({"messages": MESSAGES}, url)) == BatchRequest(messages=MESSAGES)
-    assert reader().read(line({"prompt": "Once"}, "/completions")) == BatchRequest(text="Once")
+@pytest.mark.parametrize("before", ["", "/v1", "/openai", "/openai/v1", "/openai/deployments/gpt-4o-mini"])
+def test_the_urls_of_azure(before: str) -> None:
+    after = "?api-version=2024-10-21" if before.startswith("/openai") else ""
+    chat = line({"messages": MESSAGES}, f"{before}/chat/completions{after}")
+    assert reader().read(chat) == BatchRequest(messages=MESSAGES)
+    assert reader().read(line({"prompt": "Once"}, f"{before}/completions")) == BatchRequest(text="Once")
+
+
+def test_the_deployment_of_azure_is_the_model() -> None:
+    url = "/openai/deployments/gpt-5/chat/completions"
+    assert reader().read(line({"messages": MESSAGES}, url)) == RowError(
+        "unsupported_request",
+        "url: the deployment: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, or list the "
+        "name in engine.served_model_name",
+    )
+    assert reader().read(line({"messages": MESSAGES, "model": "org/model"}, url)) == BatchRequest(messages=MESSAGES)
 
 
 def test_a_row_cannot_leave_the_structure_of_the_job() -> None:
@@ -110,6 +127,7 @@ def test_completions() -> None:
     assert reader().read(completion(prompt=[[1, 2]])) == BatchRequest(token_ids=[1, 2])
     assert reader().read(completion()) == BatchRequest(text="Once")
     assert reader().read(completion(prompt=[1, 2], logprobs=3)) == BatchRequest(token_ids=[1, 2])
+    assert reader().read(completion(logprobs=False)) == BatchRequest(text="Once")
 
 
 @pytest.mark.parametrize(
@@ -119,23 +137,28 @@ def test_completions() -> None:
         (line({}, extra=1), "extra: not known; a batch request has custom_id, method, url, body"),
         (line({}, method="GET"), "method: got 'GET'; must be POST"),
         (line({}, "/v1/embeddings"), "url: got '/v1/embeddings'; must be /v1/chat/completions or "
-         "/v1/completions, as the job's task does not run it: put such lines into a job of their own"),
-        (line({}, "/v1/images"), "url: got '/v1/images'; must be /v1/chat/completions or /v1/completions"),
+         "/v1/completions or /v1/responses, as the job's task does not run it: put such lines into a job of their own"),
+        (line({}, "/v1/images"), "url: got '/v1/images'; must be /v1/chat/completions or /v1/completions or "
+         "/v1/responses"),
         (line([]), "body: got a list; must be a mapping"),  # type: ignore[arg-type]
         (chat(model="gpt-5"), "body.model: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, "
          "or list the name in engine.served_model_name"),
         (chat(messages=[]), "body.messages: got an empty list; must be a list of messages"),
-        (chat(prompt="a"), "body.prompt: got 'a', which is not supported"),
-        (completion(tools=[TOOL]), "body.tools: got a list, which is not supported"),
-        (chat(include_reasoning=False), "body.include_reasoning: got False, which is not supported"),
-        (chat(length_penalty=2.0), "body.length_penalty: got 2.0, which is not supported"),
+        (chat(prompt="a"), "body.prompt: got 'a', which is not supported: /v1/chat/completions has no such field"),
+        (chat(max_token=5), "body.max_token: got 5, which is not supported: /v1/chat/completions has no such field; "
+         "did you mean max_tokens?"),
+        (completion(tools=[TOOL]), "body.tools: got a list, which is not supported: completions have no tools"),
+        (chat(include_reasoning="no"), "body.include_reasoning: got 'no'; must be true or false"),
+        (chat(use_beam_search=True), "body.use_beam_search: got True, which is not supported: vLLM's engine has no "
+         "beam search"),
+        (chat(documents=["a"]), "body.documents: got a list; must be a list of mappings"),
         (chat(add_special_tokens=True), "body.add_special_tokens: got True, which is not supported: a chat template "
          "writes them itself"),
         (completion(add_special_tokens=False), "body.add_special_tokens: got False, which is not supported: the "
          "tokenizer adds them to a text"),
         (chat(guided_choice=["a"], response_format={"type": "json_object"}),
          "body.guided_choice: given beside response_format; give one of them"),
-        (chat(stream=True), "body.stream: got True, which is not supported"),
+        (chat(stream=True), "body.stream: got True, which is not supported: a batch has no streams"),
         (chat(reasoning_effort=3), "body.reasoning_effort: got 3; must be text"),
         (chat(chat_template_kwargs={"messages": []}), "body.chat_template_kwargs.messages: it is no variable of a chat "
          "template"),
@@ -170,11 +193,13 @@ def test_completions() -> None:
          "before it"),
         (completion(truncate_prompt_tokens=0), "body.truncate_prompt_tokens: got 0; must be a whole number, at least "
          "1, or -1"),
-        (completion(best_of=3), "body.best_of: got 3, which is not supported"),
         (completion(suffix="b"), "body.suffix: got 'b', which is not supported: only models for which vLLM's server "
          "writes the marks of a gap take it; write the model's own marks into the prompt"),
+        (completion(best_of=3), "body.best_of: got 3, which is not supported: vLLM's engine has no best_of; n gives "
+         "several answers"),
         (completion(logprobs=9), "body.logprobs: asks for 9, but the job stores other columns: set sampling.logprobs"),
-        (completion(messages=MESSAGES), "body.messages: got a list, which is not supported"),
+        (completion(messages=MESSAGES), "body.messages: got a list, which is not supported: /v1/completions has no "
+         "such field"),
     ],
 )  # fmt: skip
 def test_what_is_not_is_named(values: dict[str, Any], message: str) -> None:
@@ -210,4 +235,36 @@ def test_no_logprobs_in_the_job() -> None:
     found = reader(logprobs=None).read(chat(logprobs=True))
     assert found == RowError(
         "unsupported_request", "body.logprobs: asks for 0, but the job stores other columns: set sampling.logprobs"
+    )
+
+
+def test_reasoning_has_both_names_of_chat_templates() -> None:
+    past = {"role": "assistant", "reasoning": "Hm.", "content": "Hi."}
+    found = reader().read(chat(messages=[*MESSAGES, past, {"role": "user", "reasoning": "a", "content": "b"}]))
+    assert isinstance(found, BatchRequest)
+    assert found.messages == [
+        *MESSAGES,
+        {**past, "reasoning_content": "Hm."},
+        {"role": "user", "reasoning": "a", "content": "b"},
+    ]
+
+
+def test_documents_are_for_the_chat_template() -> None:
+    documents = [{"title": "Foxes", "text": "A fox is red."}]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
+    texts = {"with": "{% for d in documents %}[{{ d.text }}]{% endfor %}{{ messages[0].content }}", "without": "a"}
+    found = {}
+    for name, template in texts.items():
+        spec = JobSpec(
+            model={"name": str(MODEL)},
+            input={"path": "batch.jsonl", "format": "openai", "chat_template": template},
+            output={"path": "out", "include_prompt": True},
+            sampling={"temperature": 0.0},
+        )
+        builder = PromptBuilder(spec, tokenizer, None)
+        [found[name]] = builder.build([Row(0, line({"messages": MESSAGES, "documents": documents}), None)], 512)
+    assert found["with"].text == "[A fox is red.]Say hello."
+    assert found["without"].error == RowError(
+        "template_error",
+        "the row has documents, but the chat template has no variable `documents`, so the model would not see them",
     )

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from conftest import MODEL
+from gpt_oss import HarmonyTokenizer
 from transformers import PreTrainedTokenizerFast
 
 import jobs
@@ -286,27 +287,6 @@ def test_a_structure_is_looked_for_after_the_thinking(tokenizer: Any) -> None:
     assert found.error is not None
     assert found.error.error_type == "invalid_json"
     assert cut_off(found) == "no text came after the reasoning (finish_reason length: cut off)"
-
-
-class HarmonyTokenizer:
-    """The tokenizer of gpt-oss, made of the encoding that its parser uses."""
-
-    def __init__(self) -> None:
-        harmony = pytest.importorskip("openai_harmony")
-        try:
-            self._encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-        except harmony.HarmonyError:  # it is downloaded where it is not at hand
-            pytest.skip("no encoding of gpt-oss")
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
-        return {"input_ids": self._encoding.encode(text, allowed_special="all")}
-
-    def get_vocab(self) -> dict[str, int]:
-        marks = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>")
-        return {mark: self(mark)["input_ids"][0] for mark in marks}
-
-    def decode(self, token_ids: list[int]) -> str:
-        return str(self._encoding.decode(token_ids))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from conftest import MODEL
+from gpt_oss import HarmonyTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import SpecError
@@ -270,3 +271,53 @@ def test_other_calls_are_a_change(tokenizer: Any) -> None:
     summary = changes.summary()
     shown = [line for row in summary.examples for line in summary.own.example_lines("id", row)]
     assert any("Oslo" in line for line in shown)
+
+
+# -- gpt-oss -----------------------------------------------------------------------------------------------------------
+
+THOUGHT = "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant"
+CALLED = (
+    "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "Rome"}<|call|>'
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer", "calls"),
+    [
+        (THOUGHT + CALLED, "Look.", None, [("get_weather", '{"city": "Rome"}')]),
+        (f"{THOUGHT}<|channel|>final<|message|>It rains.<|return|>", "Look.", "It rains.", []),
+        ("<|channel|>analysis<|message|>So it goes", "So it goes", None, []),
+        ("<|channel|>final<|message|>It rains.<|return|>", None, "It rains.", []),
+    ],
+)
+def test_calls_and_reasoning_of_gpt_oss(
+    text: str, reasoning: str | None, answer: str | None, calls: list[tuple[str, str]]
+) -> None:
+    from batchinf.engines.vllm.tools import CallParser
+
+    tokens = HarmonyTokenizer()
+    parser = CallParser(spec_of("openai", "openai_gptoss"), tokens)
+    token_ids = tokens.encode(text)
+    for _ in range(2):
+        found = parser.read(AUTO, tokens.decode(token_ids), prompt_token_ids=[1], token_ids=token_ids)
+        assert (found.reasoning, found.text, found.problem) == (reasoning, answer, None)
+        assert [(call.name, call.arguments) for call in found.calls] == calls
+
+
+def test_no_reasoning_of_gpt_oss_is_dropped() -> None:
+    """As vLLM's server, which chooses its parser of reasoning by itself."""
+    with pytest.raises(
+        SpecError, match=r"^model.tool_parser: got openai without .*; add model.reasoning_parser: openai_"
+    ):
+        answers(HarmonyTokenizer(), "openai")
+
+
+@pytest.mark.parametrize("tools", [Tools(TOOLS, "required"), Tools(TOOLS, "named", "get_time")])
+def test_a_call_of_gpt_oss_is_forced_after_its_thoughts(tools: Tools) -> None:
+    from batchinf.engines.vllm.tools import CallParser
+
+    found = CallParser(spec_of("openai", "openai_gptoss"), HarmonyTokenizer()).structure(tools, None)
+    assert found is not None
+    assert "<|channel|>analysis<|message|>" in found["structural_tag"]
+    assert ("get_weather" in found["structural_tag"]) == (tools.choice == "required")

@@ -51,6 +51,9 @@ class CallParser:
         cached = optional(
             "vllm.tokenizers.hf", "get_cached_tokenizer", "each text takes longer to parse", lambda it: it
         )
+        if name == _GPT_OSS and spec.model.reasoning_parser is None:
+            what = f"got {name} without model.reasoning_parser: it would drop the reasoning"
+            raise SpecError(f"{FIELD}: {what}; add model.reasoning_parser: openai_gptoss")
         # A copy: a tokenizer that encodes on another thread meanwhile fails with "Already borrowed". Cached, because
         # the parser of each text reads the vocabulary.
         self._tokenizer = cached(copy.deepcopy(tokenizer))
@@ -59,13 +62,14 @@ class CallParser:
         self._request_class = ChatCompletionRequest
         self._adjusted = functools.lru_cache(_MOST_REQUESTS)(self._adjust)
         self._structure = functools.lru_cache(_MOST_REQUESTS)(self._make_structure)
+        self._is_gpt_oss = name == _GPT_OSS
         compose = functools.partial(
-            ParserManager.get_parser, tool_parser_name=name, enable_auto_tools=True, is_harmony=name == _GPT_OSS
+            ParserManager.get_parser, tool_parser_name=name, enable_auto_tools=True, is_harmony=self._is_gpt_oss
         )
         try:
-            self._whole: Any = compose(reasoning_parser_name=spec.model.reasoning_parser)
+            self._whole: Any = _apart(compose(reasoning_parser_name=spec.model.reasoning_parser))
             # For texts whose thinking the prompt has closed.
-            self._only_calls: Any = compose(reasoning_parser_name=None)
+            self._only_calls: Any = _apart(compose(reasoning_parser_name=None))
             self._made(self._whole, [])
         except Exception as error:
             # The parser's own, of any type.
@@ -139,7 +143,8 @@ class CallParser:
         with self._errors.heard() as lines:
             answer = self._parsed(parser, request, text, prompt_token_ids=prompt_token_ids, token_ids=token_ids)
             tail = list(prompt_token_ids[-TAIL_TOKENS:])
-            if answer.text is None and not answer.calls and text and parser.is_reasoning_end(tail):
+            is_closed = not self._is_gpt_oss and parser.is_reasoning_end(tail)  # its prompts never close the thinking
+            if answer.text is None and not answer.calls and text and is_closed:
                 parser = self._made(self._only_calls, request.tools)
                 answer = self._parsed(parser, request, text, prompt_token_ids=prompt_token_ids, token_ids=token_ids)
         mark = next((mark for mark in _marks(parser) if mark in (answer.whole or "")), None)
@@ -153,7 +158,8 @@ class CallParser:
         if hasattr(parser, "set_prompt_token_ids"):  # from 0.32 on
             parser.set_prompt_token_ids(list(prompt_token_ids))
         whole: str | None = text
-        if hasattr(parser, "extract_reasoning") and parser.reasoning_parser is not None:
+        # That of gpt-oss only knows where the reasoning ends; its marks stay in the whole text.
+        if hasattr(parser, "extract_reasoning") and parser.reasoning_parser is not None and not self._is_gpt_oss:
             _, whole = self._made(self._whole, request.tools).extract_reasoning(text, request)
         reasoning, content, calls = parser.parse(
             text, request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
@@ -164,6 +170,12 @@ class CallParser:
         elif not whole:  # some parsers make null of an empty text
             content = whole
         return ParsedAnswer(reasoning=reasoning, text=content, calls=found, whole=whole)
+
+
+def _apart(parser: Any) -> Any:
+    """A class with the parts of a composed parser. vLLM puts those of gpt-oss on a class that all of them share."""
+    names = ("reasoning_parser_cls", "tool_parser_cls", "tool_strict_level")
+    return type(parser.__name__, (parser,), {name: getattr(parser, name) for name in names if hasattr(parser, name)})
 
 
 def _structure_in(request: Any) -> dict[str, Any] | None:

@@ -10,7 +10,8 @@ from batchinf.base.errors import RowError
 from batchinf.prompts.builder import Draft, PromptBuilder, check_text
 from batchinf.prompts.encoder import Side
 from batchinf.prompts.openai import BatchRequest
-from batchinf.prompts.openai_lines import EMBEDDINGS_URL, WITHOUT_EFFECT, LineReader, Refused, line_of, show
+from batchinf.prompts.openai_fields import objection
+from batchinf.prompts.openai_lines import EMBEDDINGS_URL, LineReader, Refused, line_of, show
 from batchinf.prompts.truncation import Truncation, take_truncation
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -18,14 +19,6 @@ from batchinf.spec.input import KWARGS_ELSEWHERE
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import pooling_of
 
-# Unsupported fields, with the values that change nothing and are therefore accepted.
-_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "padding": ("do_not_pad",),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-}
 _ENCODINGS = ("float", "base64")
 _FLAGS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 _INPUTS = "one text, the token ids of one, a conversation, or a list of one of these"
@@ -137,8 +130,8 @@ class EmbeddingReader(LineReader):
                 of_job = self._pooling.normalize
                 if value is not of_job:
                     raise Refused(f"body.{name}: got {show(value)}, but all rows have pooling.normalize {of_job}")
-            elif name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
-                raise Refused(f"body.{name}: got {show(value)}, which is not supported")
+            elif (why := objection(EMBEDDINGS_URL, name, value)) is not None:
+                raise Refused(f"body.{name}: {why}")
 
 
 def _items(value: object) -> list[Any] | None:

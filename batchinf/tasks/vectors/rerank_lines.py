@@ -8,14 +8,13 @@ from typing import Any
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
 from batchinf.prompts.builder import read_list, take, unicode_error
-from batchinf.prompts.openai_lines import RERANK_URL, SCORE_URL, WITHOUT_EFFECT, LineReader, Refused, show
+from batchinf.prompts.openai_fields import objection
+from batchinf.prompts.openai_lines import RERANK_URL, SCORE_URL, LineReader, Refused, show
 from batchinf.prompts.truncation import Truncation, take_truncation
 from batchinf.spec.input import KWARGS_ELSEWHERE
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of
 
-# Unsupported fields, with the values that change nothing and are therefore accepted.
-_DEFAULTS: dict[str, tuple[Any, ...]] = {"padding": ("do_not_pad",), "mm_processor_kwargs": ({},)}
 # The names that vLLM has for the two sides of a score, the first ones first.
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 _LIMITS = ("max_tokens_per_query", "max_tokens_per_doc")
@@ -98,8 +97,8 @@ class RerankReader(LineReader):
             template_kwargs=self._template_kwargs(body),
         )
         for name, value in body.items():
-            if name not in WITHOUT_EFFECT and value not in _DEFAULTS.get(name, ()):
-                raise Refused(f"body.{name}: got {show(value)}, which is not supported")
+            if (why := objection(url, name, value)) is not None:
+                raise Refused(f"body.{name}: {why}")
         return request
 
     def _scores(self, body: dict[str, Any]) -> tuple[list[str], list[str], None]:

@@ -1,0 +1,83 @@
+"""Lines as real clients write them: none is an error row for a field that does not matter.
+
+`client_lines.jsonl` has a line of each form: the client, the line, the beginning of the error if it is refused, and of
+some the row's own sampling.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from conftest import MODEL
+from transformers import AutoTokenizer
+
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.openai_lines import EMBEDDINGS_URL, url_of
+from batchinf.records import Prompt
+from batchinf.source.rows import Row
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+
+FILE = pathlib.Path(__file__).with_name("client_lines.jsonl")
+ENTRIES: list[dict[str, Any]] = [json.loads(text) for text in FILE.read_text(encoding="utf-8").splitlines()]
+TEMPLATE = (pathlib.Path(__file__).parents[1] / "tools.jinja").read_text(encoding="utf-8")
+# Names that lines have for the job's model.
+SERVED = [
+    "BAAI/bge-m3", "Qwen/Qwen3-8B", "gpt-3.5-turbo-0125", "gpt-3.5-turbo-instruct", "gpt-35-turbo-instruct",
+    "gpt-4.1-mini", "gpt-4o-audio-preview", "gpt-4o-batch", "gpt-4o-mini", "gpt-4o-search-preview", "gpt-5-mini",
+    "meta-llama/Llama-3.1-8B-Instruct", "o3-mini", "openai/gpt-oss-20b", "text-embedding-3-small",
+]  # fmt: skip
+MAX_MODEL_LEN = 2048
+
+
+def spec_of(task: str) -> dict[str, Any]:
+    """A job for these lines."""
+    is_embed = task == "embed"
+    return {
+        "task": task,
+        "model": {"name": str(MODEL), **({} if is_embed else {"tool_parser": "hermes"})},
+        "input": {"path": "batch.jsonl", "format": "openai", "chat_template": TEMPLATE},
+        "engine": {"served_model_name": SERVED, **({"hf_overrides": {"is_matryoshka": True}} if is_embed else {})},
+        "output": {"path": "out"},
+        **({} if is_embed else {"sampling": {"temperature": 1.0, "logprobs": 5}}),
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts() -> dict[int, Prompt]:
+    """The prompt or error of each line, by its place."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    found: dict[int, Prompt] = {}
+    places: dict[str, list[int]] = {"generate": [], "embed": []}
+    for place, entry in enumerate(ENTRIES):
+        places["embed" if url_of(entry["line"]) == EMBEDDINGS_URL else "generate"].append(place)
+    for task, rows in places.items():
+        spec = JobSpec.model_validate(spec_of(task))
+        builder: PromptBuilder = task_of(spec).prompt_builder(tokenizer, len(tokenizer))
+        built = builder.build([Row(place, ENTRIES[place]["line"], None) for place in rows], MAX_MODEL_LEN)
+        found |= dict(zip(rows, built, strict=True))
+    return found
+
+
+def test_there_are_two_hundred_of_many_clients() -> None:
+    assert len(ENTRIES) >= 200
+    assert len({entry["client"] for entry in ENTRIES}) >= 20
+    assert len({json.dumps(entry["line"]["body"], sort_keys=True) for entry in ENTRIES}) == len(ENTRIES)
+    assert sum("error" not in entry for entry in ENTRIES) >= 140
+
+
+@pytest.mark.parametrize("place", range(len(ENTRIES)))
+def test_each_line_runs_or_says_why_not(place: int, prompts: dict[int, Prompt]) -> None:
+    entry = ENTRIES[place]
+    error = prompts[place].error
+    message = None if error is None else error.error_message
+    if "error" in entry:
+        assert message is not None
+        assert message.startswith(entry["error"])
+        return
+    assert message is None
+    sampling = prompts[place].sampling
+    for name, value in entry.get("sampling", {}).items():
+        found = getattr(sampling, name)
+        assert json.loads(json.dumps(found)) == value, name
