@@ -190,9 +190,9 @@ def _embed(data: Data, wanted: StarterWanted) -> _Starter:
 
 def _rerank(data: Data, wanted: StarterWanted) -> _Starter:
     pooling = (
-        "pooling:",
-        "  # score_type: cross-encoder    or bi-encoder; default: cross-encoder if the model has a classification head",
-        "  # top_n: 10    only the best documents in `ranking`; scores are those of all",
+        "# pooling:",
+        "#   score_type: cross-encoder    # or bi-encoder; default: by the model's config",
+        "#   top_n: 10    # only the best documents in `ranking`; the scores are those of all",
     )
     if data.is_batch:
         asked = ["  format: openai    # a line has its texts, and may have its own top_n"]

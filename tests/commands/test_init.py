@@ -157,7 +157,9 @@ def test_documents_of_queries(tmp_path: pathlib.Path) -> None:
     lists = rows_file(tmp_path, [{**row, "passages": ["a", "b"]} for row in rows])
     found = yaml.safe_load(written("rerank", lists, tmp_path).read_text())["input"]
     assert (found["query_column"], found["documents_column"]) == ("query", "passages")
-    assert batchinf.validate(str(tmp_path / "job.yaml")).rows[0].text.endswith("sea 0\na\nb")
+    assert (
+        batchinf.validate(str(tmp_path / "job.yaml")).rows[0].text.endswith("sea 0<|begin_of_text|>a<|begin_of_text|>b")
+    )
     line = {"method": "POST", "url": "/rerank", "body": {"query": "a", "documents": ["b"]}}
     batch = rows_file(tmp_path, [{"custom_id": name, **line} for name in "ab"])
     found = yaml.safe_load(written("rerank", batch, tmp_path).read_text())
@@ -200,7 +202,7 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
     other = look_at(str(rows_file(tmp_path, [{**row, "sentiment": "one"} for row in rows])))
     assert (other.labels, other.labelled) == (("a", "b"), "verdict")
     assert look_at(str(rows_file(tmp_path, rows)), ["a", "b"]).labels == ("a", "b")
-    for purpose in PURPOSES:
+    for purpose in OF_TEXTS:
         spec = yaml.safe_load(written(purpose, tmp_path / "rows.jsonl", tmp_path).read_text())
         assert spec["output"]["keep_columns"] == {
             "said": "said", "Kind": "Kind", "verdict": "verdict", "sentiment": "sentiment", "answer": "input_answer"
@@ -214,7 +216,7 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("name", ["a: b", "{{ x }}", 'say "hi" #1', "naïve\u202e", "yes", "\x1b[31m"])
 def test_hostile_names_of_columns_are_quoted(name: str, tmp_path: pathlib.Path) -> None:
     data = rows_file(tmp_path, [{name: "Once upon a time", "id": n} for n in range(4)])
-    for purpose in PURPOSES:
+    for purpose in OF_TEXTS:
         report = batchinf.validate(written(purpose, data, tmp_path), overrides=NO_VLLM, num_rows=1)
         assert report.rows[0].error is None
         assert name in report.input.columns
