@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 from conftest import MODEL
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 from transformers import AutoTokenizer
 
+import jobs
+from batchinf.commands.export import ExportRequest, export_job
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai_lines import EMBEDDINGS_URL, url_of
+from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, RESPONSES_URL, url_of
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -81,3 +86,38 @@ def test_each_line_runs_or_says_why_not(place: int, prompts: dict[int, Prompt]) 
     for name, value in entry.get("sampling", {}).items():
         found = getattr(sampling, name)
         assert json.loads(json.dumps(found)) == value, name
+
+
+TYPES = {CHAT_URL: ChatCompletion, COMPLETIONS_URL: Completion, RESPONSES_URL: Response}
+# The scripted engine follows no structure and calls no tool.
+OF_THE_ENGINE = {"invalid_json", "structure_violated", "invalid_structure", "invalid_tool_call", "invalid_choice"}
+
+
+def test_a_whole_job_gives_each_line_an_answer_that_the_openai_package_reads(tmp_path: pathlib.Path) -> None:
+    entries = {f"{number}": entry for number, entry in enumerate(ENTRIES) if url_of(entry["line"]) != EMBEDDINGS_URL}
+    lines = [json.dumps({**entry["line"], "custom_id": name}) for name, entry in entries.items()]
+    (tmp_path / "in.jsonl").write_text("".join(f"{text}\n" for text in lines))
+    spec = jobs.spec_of(
+        tmp_path,
+        **{name: section for name, section in spec_of("generate").items() if name not in ("input", "output")},
+        input={"path": str(tmp_path / "in.jsonl"), "id_column": None, "chat_template": TEMPLATE},
+        output={"keep_columns": []},
+        scripted={"step_s": 0.0, "max_model_len": MAX_MODEL_LEN},
+        max_error_rate=1.0,
+    )
+    jobs.finish(spec)
+    request = ExportRequest(to="openai-batch", path=str(tmp_path / "out.jsonl"), splits_errors=False)
+    assert export_job(str(tmp_path / "out"), request).num_rows == len(entries)
+    answered = 0
+    for text in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines():
+        answer = json.loads(text)
+        entry = entries[answer["custom_id"]]
+        if "error" in entry:
+            assert answer["error"]["message"].startswith(entry["error"])
+        elif answer["error"] is None:
+            answered += 1
+            body = answer["response"]["body"]
+            assert TYPES[url_of(entry["line"]) or ""].model_validate(body).id == body["id"]
+        else:
+            assert answer["error"]["code"] in OF_THE_ENGINE, answer["error"]
+    assert answered > 90
