@@ -20,6 +20,8 @@ import pytest
 from openai.types import Completion
 
 import jobs
+from batchinf.commands.verify import verify_job
+from batchinf.spec.file import read_spec
 
 pytest.importorskip("vllm")
 
@@ -139,3 +141,6 @@ def test_the_answers_are_those_of_the_server(tmp_path: pathlib.Path) -> None:
             Completion.model_validate(found[name]["response"]["body"])
     for name in BAD:
         assert (expected[name][0] >= 400, found[name]["response"]) == (True, None), (name, expected[name])
+    # The stored logprobs are those of each sample's own prompt.
+    report = verify_job(read_spec(tmp_path / "ours.job" / "job.yaml"), num_rows=40)
+    report.raise_if_beyond()
