@@ -42,7 +42,7 @@ class Exported:
         """For people."""
         yield from (f"note: {note}" for note in self.notes)
         files = self.files if len(self.files) <= _MOST_FILES else (*self.files[:2], f"{len(self.files) - 2} more files")
-        yield f"{counted(self.num_rows, 'row')} in {list_names(files)}"
+        yield f"{counted(self.num_rows, 'output row')} in {list_names(files)}"
         if self.pushed_to is not None:
             yield f"pushed to the hub: {self.pushed_to}"
 

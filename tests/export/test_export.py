@@ -263,7 +263,7 @@ def test_stdout_and_what_is_said(batch: pathlib.Path) -> None:
     run = jobs.run("export", batch, "-o", "-", "--to", "openai-batch")
     assert run.returncode == 0, run.stderr
     assert [json.loads(line)["custom_id"] for line in run.stdout.splitlines()][-1] == "wrong"
-    assert run.stderr == "6 rows in stdout\n"
+    assert run.stderr == "6 output rows in stdout\n"
     run = jobs.run("export", batch, "-o", "-", "--to", "csv", "--columns", "id")
     assert run.stdout == '"id"\n' + "".join(f'"{line["custom_id"]}"\n' for line in LINES)
 
