@@ -48,6 +48,7 @@ _LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
 # The coordinator gathers messages for this time, in seconds, for each replica. With 1,000 replicas that is 10 ms, and
 # about ten messages share a commit.
 _GATHER_S = 1e-5
+_STORE_S = 3.0  # that a bucket has after the replicas' last moment
 _MOST_LINES = 8  # of replicas that come up at once
 # The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
 FIRST_ROWS = 1000
@@ -83,6 +84,7 @@ class Coordinator:
         spec = self.job.spec
         self._manifest = self.epoch.manifest
         self._lock = self.epoch.lock
+        self._mirror = self.epoch.mirror
         self._display = self.epoch.display
         self._identity = self.epoch.identity
         self._assignment = Assignment(
@@ -107,6 +109,8 @@ class Coordinator:
         self.requests = StopRequests(spec.drain_timeout_s, spec.stop_before_s)
         self.num_unfinished = 0
         """Requests that were in engines when these were told to end."""
+        if self._mirror is not None:
+            self._mirror.until(self._is_over)
 
     def run(self) -> None:
         """Run until every shard is committed.
@@ -144,6 +148,10 @@ class Coordinator:
         if not self._is_finished:
             raise Interrupted(f"stopped on {self.requests.name}")
 
+    def _is_over(self) -> bool:
+        """Whether the run ends so soon that it does not wait for a bucket any more."""
+        return self.requests.is_at_once or time.monotonic() > self.requests.end_by + _STORE_S
+
     def kept_lines(self, state: State) -> Iterator[str]:
         """The lines of a stopped job: rows kept, rows that run again, rows still to run. state: when it has stopped."""
         num_kept = num_results(self.job.folder, state.parts)
@@ -165,6 +173,8 @@ class Coordinator:
         else:
             yield "  runs again: nothing; no request was cut off"
         yield f"  still to run: {counted(num_left, 'output row')}"
+        if self._mirror is not None and (line := self._mirror.left_line()):
+            yield line
 
     @property
     def _is_finished(self) -> bool:
@@ -190,7 +200,7 @@ class Coordinator:
         self._identity.look(self.fleet)
         if not is_round and not self.requests:
             # Before the commit, which takes longer.
-            self._assignment.assign_to({replica.number: replica for replica, _ in actions}.values())
+            self._assign({replica.number: replica for replica, _ in actions}.values())
         self._commit_parts(closed)
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
@@ -212,7 +222,16 @@ class Coordinator:
         self._judge()
         if self.fleet.is_spent and not self._is_finished and not self._fatal:
             self._give_up()
-        self._assignment.assign()
+        self._assign()
+
+    def _assign(self, replicas: Iterable[FleetReplica] | None = None) -> None:
+        """Give work to these replicas, or to all, if they have room, and a bucket takes what they make."""
+        if self._mirror is not None and self._mirror.held_back(self._display.say):
+            return
+        if replicas is None:
+            self._assignment.assign()
+        else:
+            self._assignment.assign_to(replicas)
 
     @property
     def _num_in_flight(self) -> int:
@@ -253,7 +272,7 @@ class Coordinator:
         return closed
 
     def _commit_parts(self, closed: Sequence[LeaseFinished]) -> None:
-        if closed:
+        if closed or self._mirror is not None:
             self._commit(closed)
 
     def _note_begun(self, event: LeaseBegun) -> None:
@@ -278,9 +297,12 @@ class Coordinator:
         """Publish and commit the parts of closed shards."""
         folder = self.job.folder
         parts = [(finished, finished.part) for finished in closed if finished.part is not None]
-        publish([part for _, part in parts], folder, self._manifest, self._lock)
+        if self._mirror is None:
+            publish([part for _, part in parts], folder, self._manifest, self._lock)
+        else:
+            parts = self._mirror.exchange(parts)
         for finished, part in parts:
-            folder.delete(f"staging/{part.file}")
+            folder.delete(f"staging/{finished.part.file if finished.part is not None else part.file}")
             self._manifest.part(part, finished.replica, finished.incarnation)
             self.count.add_part(part)
             self.trials.forget(part.shard)
@@ -289,6 +311,8 @@ class Coordinator:
         self._manifest.commit()
         faults.point("coordinator.before_drop")
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
+        if self._mirror is not None:
+            self._mirror.note_committed([part.shard for _, part in parts])
 
     def _let_begin(self, replica: FleetReplica, event: Ready) -> None:
         """Record an engine that is up, and let it begin. Raises DriftError if rows must not run on it."""
@@ -407,6 +431,11 @@ class Coordinator:
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
         self._commit_parts(self._act(self.fleet.poll(0)))
+        if self._mirror is not None:
+            self._mirror.flush()
+            while self._mirror.is_busy and not self._is_over():
+                time.sleep(_POLL_S / 10)
+                self._commit_parts([])
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:

@@ -6,6 +6,7 @@
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
 
-from batchinf.base.places import elsewhere
+from batchinf.base.bucket import Bucket
+from batchinf.base.places import bucket_problem, elsewhere, is_bucket
 from batchinf.spec.fields import (
     IDENTITY,
     LAYOUT,
@@ -37,7 +39,14 @@ from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 TEXTS = {"type": "array", "items": {"type": "string"}}
 
 # `spec.file` expands environment variables and ~ in these fields.
-PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("model", "lora"), ("input", "path"), ("output", "path"))
+PATH_FIELDS = (
+    ("model", "name"),
+    ("model", "tokenizer"),
+    ("model", "lora"),
+    ("input", "path"),
+    ("output", "path"),
+    ("output", "work_dir"),
+)
 
 # Engine arguments that change the speed but not the output, so a resume may change them. All others are identity.
 RUNTIME_ENGINE_ARGUMENTS = frozenset(
@@ -179,14 +188,30 @@ class RaySpec(Section):
         return variables
 
 
-_COPY_OUTPUT = "give a folder here, such as out/my-job, and copy it there when the job is done"
+_COPY_OUTPUT = (
+    "give a folder here, such as out/my-job, or a bucket as s3://bucket/my-job, gs://…, az://… or "
+    "hf://buckets/user/bucket/my-job"
+)
+
+
+def _folder_or_bucket(path: str) -> str:
+    problem = bucket_problem(path) if is_bucket(path) else elsewhere(path, _COPY_OUTPUT)
+    if problem is not None:
+        raise wrong(problem)
+    return path
 
 
 class OutputSpec(Section):
     """The output folder, and the columns and the types that are stored."""
 
-    path: Annotated[Path, on_this_host(_COPY_OUTPUT), RUNTIME]
-    """The job's output folder, on this host or on a file system that it shares with others."""
+    path: Annotated[Path, AfterValidator(_folder_or_bucket), RUNTIME]
+    """The job's output folder, on this host or on a file system that it shares with others. Or a folder in a bucket,
+    such as `s3://bucket/my-job`: see docs/how-to/rented-nodes.md."""
+    work_dir: Annotated[Annotated[Path, on_this_host("give a folder here")] | None, RUNTIME] = None
+    """With a bucket: the folder of this host in which the job works. It may be lost at any time. Default: one in the
+    user's cache folder."""
+    store_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 3600.0
+    """With a bucket: end the run if the store has not answered for this many seconds."""
     rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
     """Rows in one Parquet part. Parts of the last eighth of the rows have a quarter of this number. `auto`: parts of
     about 64 MiB with at most 50,000 rows; a small job has smaller parts. Replicas share the rows of a part, so this
@@ -203,6 +228,30 @@ class OutputSpec(Section):
     """Input columns to copy to the output. A mapping from input names to output names renames them."""
     max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
     """Refuse a job at its start if its estimated output is larger; default: 10**12 for task `logits`."""
+
+    @model_validator(mode="after")
+    def _has_bucket(self) -> Self:
+        if self.work_dir is not None and not self.is_bucket:
+            raise wrong("must be left out unless output.path is a bucket: the job works in output.path", "work_dir")
+        return self
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether the output is in a bucket."""
+        return is_bucket(self.path)
+
+    @property
+    def folder(self) -> str:
+        """The folder of this host in which the job works: `path`, unless that is a bucket."""
+        if not self.is_bucket:
+            return self.path
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        name = hashlib.sha256(self.path.rstrip("/").encode()).hexdigest()[:16]
+        return self.work_dir or os.path.join(cache, "batchinf", "jobs", name)
+
+    def bucket(self) -> Bucket | None:
+        """The bucket of the output; None for a folder. Raises OutputError if it cannot be opened."""
+        return Bucket(self.path) if self.is_bucket else None
 
     @field_validator("keep_columns", mode="before")
     @classmethod
@@ -327,6 +376,9 @@ class JobSpec(Section):
     def _fit_together(self) -> Self:
         for section in _task_sections:
             section.check(self)
+        if self.backend == "ray" and self.output.is_bucket:
+            raise wrong("got ray, whose nodes share a folder, with a bucket as output.path: run each node's share of "
+                        "the rows with backend: local and --slice i/N, or give a shared folder", "backend")  # fmt: skip
         if self.backend == "ray" and self.parallel.devices is not None:
             raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
         takes_budget = self.model.reasoning_parser is not None or "reasoning_config" in self.engine
