@@ -6,7 +6,6 @@
 import functools
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
 
-from batchinf.base.bucket import Bucket
+from batchinf.base.bucket import Bucket, user_cache
 from batchinf.base.places import bucket_problem, elsewhere, is_bucket
 from batchinf.spec.fields import (
     IDENTITY,
@@ -245,9 +244,8 @@ class OutputSpec(Section):
         """The folder of this host in which the job works: `path`, unless that is a bucket."""
         if not self.is_bucket:
             return self.path
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         name = hashlib.sha256(self.path.rstrip("/").encode()).hexdigest()[:16]
-        return self.work_dir or os.path.join(cache, "batchinf", "jobs", name)
+        return self.work_dir or user_cache("jobs", name)
 
     def bucket(self) -> Bucket | None:
         """The bucket of the output; None for a folder. Raises OutputError if it cannot be opened."""
