@@ -10,6 +10,7 @@ import os
 import pathlib
 import random
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -213,6 +214,19 @@ def lines(url: str) -> list[dict[str, Any]]:
     for name in sorted(name for name in names(url, "commits") if name.isdecimal()):
         found += [json.loads(line) for line in read(url, f"commits/{name}").splitlines()]
     return found
+
+
+def num_journalled(url: str) -> int:
+    """Results in the bucket's journal of shards without a part, by the headers of the segments."""
+    num_results = 0
+    parts = names(url, "parts")
+    for name in names(url, "journal"):
+        sizes, _, data = read(url, f"journal/{name}").partition(b"\n")
+        for segment, size in json.loads(sizes):
+            if f"part-{segment.partition('-')[0]}.parquet" not in parts:
+                num_results += struct.unpack_from("<8sIIQQ", data)[4]
+            data = data[size:]
+    return num_results
 
 
 def committed(url: str) -> set[str]:

@@ -262,7 +262,7 @@ class Mirror:
             thread.join(_LAST_PATIENCE_S)
         if not self.chain.is_lost:
             self.flush()
-            self._put_status()
+            self._put("status.json", "job.yaml")
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -286,13 +286,14 @@ class Mirror:
             with contextlib.suppress(OutputError, OSError):
                 if time.monotonic() >= next_status:
                     next_status = time.monotonic() + _STATUS_EVERY_S
-                    self._put_status()
+                    self._put("status.json")
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + self._interval_s
                     self._tick()
 
-    def _put_status(self) -> None:
-        for name in ("status.json", "job.yaml"):
+    def _put(self, *names: str) -> None:
+        """Copy files that only inform."""
+        for name in names:
             with contextlib.suppress(OutputError, OSError):
                 self._bucket.put(name, self._folder.read(name), _LAST_PATIENCE_S)
 
