@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -52,14 +52,18 @@ def server() -> int:
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(OSError):
-            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
-                connection.request("PUT", f"/{BUCKET}")
-                with connection.getresponse() as response:
-                    assert response.status == 200
-                    response.read()
+            assert _ask(port, "PUT", f"/{BUCKET}") == 200
             return port
         assert time.monotonic() < deadline and process.poll() is None, "the S3 server does not start"
         time.sleep(0.1)
+
+
+def _ask(port: int, method: str, path: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request(method, path)
+        with connection.getresponse() as response:
+            response.read()
+            return response.status
 
 
 class Proxy:
@@ -72,6 +76,7 @@ class Proxy:
     def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
         self.fault = fault
         self.seen: list[tuple[str, str]] = []
+        self._port = server()
         proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -122,7 +127,7 @@ class Proxy:
         headers = dict(request.headers.items())
         if fault == "unconditional":
             headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
-        connection = http.client.HTTPConnection("127.0.0.1", server(), timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         try:
             connection.request(method, path, body, headers)
             with connection.getresponse() as response:
@@ -152,14 +157,14 @@ def _answer(
         request.wfile.write(content)
 
 
-def often(share: float, seed: int = 0) -> Callable[[str, str], str]:
+def often(share: float, seed: int = 0, faults: Sequence[str] = FAULTS) -> Callable[[str, str], str]:
     """Faults in this share of the requests."""
     chance = random.Random(seed)
     lock = threading.Lock()
 
     def fault(method: str, path: str) -> str:
         with lock:
-            return chance.choice(FAULTS) if chance.random() < share else ""
+            return chance.choice(faults) if chance.random() < share else ""
 
     return fault
 

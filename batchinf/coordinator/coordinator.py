@@ -20,8 +20,8 @@ from batchinf.base.errors import (
 )
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
-from batchinf.base.storage import Folder
 from batchinf.base.text import counted
+from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms, kept_as
 from batchinf.fleet.fleet import Ended, Fleet
@@ -31,9 +31,6 @@ from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Trials
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
-from batchinf.manifest.lock import JobLock
-from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
 from batchinf.records import Part
@@ -272,7 +269,7 @@ class Coordinator:
         return closed
 
     def _commit_parts(self, closed: Sequence[LeaseFinished]) -> None:
-        if closed or self._mirror is not None:
+        if closed or (self._mirror is not None and self._mirror.has_news):
             self._commit(closed)
 
     def _note_begun(self, event: LeaseBegun) -> None:
@@ -308,7 +305,8 @@ class Coordinator:
             self.trials.forget(part.shard)
         if parts and self._is_finished:
             self._manifest.event("all_committed")
-        self._manifest.commit()
+        if parts or not closed:  # parts that are being uploaded are committed later
+            self._manifest.commit()
         faults.point("coordinator.before_drop")
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
         if self._mirror is not None:
@@ -569,44 +567,3 @@ class RowCount:
     def _open_errors(self) -> Counter[str]:
         """Errors of rows that are in no finished lease, by type."""
         return sum((replica.open_errors for replica in self._replicas), Counter())
-
-
-# -- publishing --------------------------------------------------------------------------------------------------------
-
-
-def publish(parts: Sequence[Part], folder: Folder, manifest: Manifest, lock: JobLock) -> None:
-    """Give staged parts their published names. The manifest says before which committed parts they replace."""
-    lock.check()
-    _announce([part for part in parts if part.retry], manifest)
-    for part in parts:
-        faults.point("coordinator.before_publish")
-        _publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}", folder, lock)
-        faults.point("coordinator.after_publish")
-    if parts:
-        folder.sync("parts")
-
-
-def _announce(replacements: Sequence[Part], manifest: Manifest) -> None:
-    """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
-    for part in replacements:
-        manifest.replacing(part)
-    if replacements:
-        faults.point("coordinator.before_replacing")
-        manifest.commit()
-        faults.point("coordinator.after_replacing")
-
-
-def _publish(staged: str, published: str, folder: Folder, lock: JobLock) -> None:
-    """Give a staged part its published name. Only the holder of the lock replaces a file.
-
-    A process that was paused for long, for example on a suspended machine, may have lost the lock.
-    """
-    lock.check()
-    try:
-        is_new = folder.publish_new(staged, published)
-    except FileNotFoundError:
-        lock.check()
-        raise
-    if not is_new:
-        lock.check()
-        folder.publish(staged, published, durable=False)

@@ -64,7 +64,7 @@ class Look:
             job.folder.make("parts")
             temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
             is_there = Bucket(self.named(job), _PATIENCE_S).download(name, temporary)
-            if is_there is None or xxhash.xxh3_128_hexdigest(temporary.read_bytes()) != part.digest:
+            if is_there is None or _digest(temporary) != part.digest:
                 temporary.unlink(missing_ok=True)
                 what = "is missing" if is_there is None else "is not the committed part"
                 raise OutputError(f"{self.named(job)}/{name} {what}: run the job again, which makes it again")
@@ -74,6 +74,11 @@ class Look:
     def parts(self, begun: Sequence[tuple[JobFolder, State]]) -> "PartFiles":
         """The files of all committed parts of these jobs."""
         return PartFiles(self, [(job, state.parts[shard]) for job, state in begun for shard in sorted(state.parts)])
+
+
+def _digest(path: pathlib.Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class PartFiles(Sequence[pathlib.Path]):

@@ -10,6 +10,7 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
 """
 
 import contextlib
+import hashlib
 import json
 import pathlib
 import queue
@@ -219,6 +220,11 @@ class Mirror:
             self._waiting.pop(shard, None)
 
     @property
+    def has_news(self) -> bool:
+        """Whether `exchange` returns parts, or raises."""
+        return self._error is not None or not self._done.empty()
+
+    @property
     def is_busy(self) -> bool:
         """Whether parts wait for their upload or their commit."""
         return bool(self._waiting) and self._error is None
@@ -372,10 +378,7 @@ def _mark(path: pathlib.Path) -> str:
 
 def _file_digest(path: pathlib.Path) -> str:
     with path.open("rb", buffering=0) as file:
-        digest = xxhash.xxh3_128()
-        while data := file.read(1 << 20):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _shard_of(segment: str) -> int:
