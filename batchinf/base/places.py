@@ -50,7 +50,7 @@ def bucket_problem(url: str) -> str | None:
             "and give the key in the environment or in a profile"
         )
     names = url.split("://", 1)[1].strip("/").split("/")
-    if match is None or any(name in ("", ".", "..") or re.search(r"[^\w.=+ -]", name, re.ASCII) for name in names):
+    if match is None or any(name in ("", ".", "..") or re.search(r"[^\w.=+-]", name, re.ASCII) for name in names):
         return (
             f"got '{clip(url, 200)}'; must be a folder in a bucket, such as s3://bucket/my-job, gs://…, az://… or "
             "hf://buckets/user/bucket/my-job, of letters, digits and _ . = + -"

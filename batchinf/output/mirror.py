@@ -266,9 +266,8 @@ class Mirror:
         self.until(lambda: time.monotonic() > end_by)
         for thread in self._threads:
             thread.join(_LAST_PATIENCE_S)
-        if not self.chain.is_lost:
-            self.flush()
-            self._put("status.json", "job.yaml")
+        self.flush()
+        self._put("status.json", "job.yaml")
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -301,6 +300,7 @@ class Mirror:
         """Copy files that only inform."""
         for name in names:
             with contextlib.suppress(OutputError, OSError):
+                self._refuse_if_lost()
                 self._bucket.put(name, self._folder.read(name), _LAST_PATIENCE_S)
 
     def _tick(self) -> None:

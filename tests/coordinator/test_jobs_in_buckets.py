@@ -61,6 +61,8 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
     assert f"in {url}/parts" in done.stdout
     _is_whole(url)
     assert not list((tmp_path / "work" / "parts").iterdir())
+    secret = stores.KEYS["AWS_SECRET_ACCESS_KEY"].encode()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()]
     # Nothing is left to run, also on another machine.
     shutil.rmtree(tmp_path / "work")
     num_parts = sum(path.endswith(".parquet") for method, path in store.seen if method == "PUT")
