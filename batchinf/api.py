@@ -22,7 +22,7 @@ from typing import Any
 
 from batchinf.base.errors import UserError
 from batchinf.base.places import check_caches, check_is_here
-from batchinf.base.slices import Slice, folder_name
+from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
 from batchinf.commands.findings import ValidateFinding, ValidateReport
@@ -237,13 +237,16 @@ def _as_text(setting: tuple[str, Any]) -> str:
 def status(out: str | os.PathLike[str]) -> StatusReport:
     """The state and the progress of a job: running, stopped or done. It may run in another process or on another host.
 
-    out: the job's output folder. Raises OutputError if there is no job in it.
+    out: the job's output folder, or its URL in a bucket. Raises OutputError if there is no job in it.
     """
-    return job_status(folder_name(out))
+    return job_status(out)
 
 
 def open(out: str | os.PathLike[str]) -> Results:
-    """The output of a job, from its folder, while the job runs or after. Raises OutputError without a job."""
+    """The output of a job, while the job runs or after. out: its folder, or its URL in a bucket.
+
+    Raises OutputError without a job.
+    """
     return Results(out)
 
 

@@ -29,10 +29,7 @@ import pyarrow.compute as pc
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import ParquetFile, absolute, joined_schema, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
-from batchinf.base.slices import folder_name
-from batchinf.manifest.lock import not_begun_message
-from batchinf.manifest.names import part_name
-from batchinf.manifest.state import read_jobs
+from batchinf.manifest.look import Look
 from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
 from batchinf.records import PartCounts
@@ -49,13 +46,14 @@ class Results:
     """The committed output of a job, or of all its slices."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        """out: the job's output folder. Raises OutputError if there is no job in it."""
-        self.folder = folder_name(out)
-        jobs = [*read_jobs(self.folder)]
-        begun = [(job.folder, state) for job, state in jobs if state is not None]
+        """out: the job's output folder, or its URL in a bucket. Raises OutputError if there is no job in it."""
+        look = Look(out)
+        self.folder = look.out
+        jobs = look.jobs()
+        begun = [(job, state) for job, state in jobs if state is not None]
         states = [state for _, state in begun]
         if not states:
-            raise OutputError(not_begun_message(self.folder))
+            raise look.nothing()
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
         self.job_id: str = states[0].header.job_id
@@ -68,9 +66,7 @@ class Results:
         self.counts = PartCounts.sum(state.counts for state in states)
         self.num_rows = self.counts.num_rows
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
-        self.parts: list[pathlib.Path] = [
-            folder.path(f"parts/{part_name(shard)}") for folder, state in begun for shard in sorted(state.parts)
-        ]
+        self.parts: Sequence[pathlib.Path] = look.parts(begun)
 
     def __len__(self) -> int:
         return self.num_rows

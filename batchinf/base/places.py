@@ -12,6 +12,11 @@ from batchinf.base.text import clip
 # A scheme or a host before the first slash: `s3://b/x`, `zip://a::s3://b/x`, `me@host:/x`. pathlib makes `s3:/b/x` of
 # `s3://b/x`. One letter is no scheme.
 _ELSEWHERE = re.compile(r"\s*[\w+.@:-]+[\w+.@-]:+/")
+# Where a job's output may be, if not in a folder.
+_BUCKET = re.compile(
+    r"(?P<scheme>s3|gs|az)://(?P<bucket>[^/]+)/(?P<prefix>.+)|hf://buckets/(?P<hf>[^/]+/[^/]+)/(?P<path>.+)"
+)
+_URL_OF_BUCKET = re.compile(r"\s*(?:s3|gs|az|hf)://")
 # The folders of caches, of this package and of the libraries that it uses.
 _CACHE_FOLDERS = (
     "HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT",
@@ -28,6 +33,38 @@ def elsewhere(path: str, instead: str) -> str | None:
     without_secrets = re.sub(r"//[^/@]*@", "//…@", path.partition("?")[0])
     here = f"; '{os.path.normpath(path)}' is a path here too: rename it to use it" if os.path.lexists(path) else ""
     return f"got '{clip(without_secrets, 200)}', but only a path of this host is possible: {instead}{here}"
+
+
+def is_bucket(path: str) -> bool:
+    """Whether this is the URL of a bucket, right or wrong, and no path of this host."""
+    return _URL_OF_BUCKET.match(path) is not None
+
+
+def bucket_problem(url: str) -> str | None:
+    """What is wrong with the URL of a bucket that is to hold a job; None if nothing is."""
+    match = _BUCKET.fullmatch(url.rstrip("/"))
+    if "@" in url or "?" in url or "#" in url:
+        shown = re.sub(r"//[^/@]*@", "//…@", re.split("[?#]", url)[0])
+        return (
+            f"got '{clip(shown, 200)}' with a key, a query or a fragment in it, which would be recorded: leave it out, "
+            "and give the key in the environment or in a profile"
+        )
+    names = url.split("://", 1)[1].strip("/").split("/")
+    if match is None or any(name in ("", ".", "..") or re.search(r"[^\w.=+-]", name, re.ASCII) for name in names):
+        return (
+            f"got '{clip(url, 200)}'; must be a folder in a bucket, such as s3://bucket/my-job, gs://…, az://… or "
+            "hf://buckets/user/bucket/my-job, of letters, digits and _ . = + -"
+        )
+    return None
+
+
+def bucket_and_prefix(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix of a URL that `bucket_problem` has passed."""
+    match = _BUCKET.fullmatch(url)
+    assert match is not None
+    if match["hf"]:
+        return "hf", match["hf"], match["path"]
+    return match["scheme"], match["bucket"], match["prefix"]
 
 
 def check_is_here(path: str | os.PathLike[str], name: str, instead: str) -> None:

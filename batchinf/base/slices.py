@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchinf.base import faults
+from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError, SpecError
 from batchinf.base.places import check_is_here
 from batchinf.base.storage import Folder, NewerRecord, decode_record, encode_record, reason
@@ -173,24 +174,35 @@ def _is_typed(cut: Cut) -> bool:
     return has_positions and types == (int, int, dict, str)
 
 
-def write_cut(out: str, cut: Cut) -> Cut:
-    """Write the record unless there is one. Returns the record that is there now."""
-    folder = Folder(out)
-    folder.make()
+def write_cut(out: str, cut: Cut, bucket: Bucket | None = None) -> Cut:
+    """Write the record unless there is one. Returns the record that is there now.
+
+    bucket: of a job in a bucket, whose record counts.
+    """
+    Folder(out).make()
     faults.point("cut.before_record")
-    folder.create_exclusive(CUT_RECORD, encode_record(CUT_VERSION, asdict(cut)))
+    _create_shared(out, CUT_RECORD, encode_record(CUT_VERSION, asdict(cut)), bucket)
     faults.point("cut.after_record")
     record = _read_record(out)
     assert record is not None
     return record
 
 
-def share_files(out: str, digests: Mapping[str, str]) -> dict[str, str]:
+def _create_shared(out: str, name: str, data: bytes, bucket: Bucket | None) -> None:
+    """Create a record that all slices share, durably, unless it is there."""
+    if bucket is None:
+        Folder(out).create_exclusive(name, data)
+        return
+    other = bucket.put_new(name, data)
+    Folder(out).write_atomic(name, data if other is None else other.data)
+
+
+def share_files(out: str, digests: Mapping[str, str], bucket: Bucket | None = None) -> dict[str, str]:
     """The digests of the model's files that all slices share: those of the slice that calls this first.
 
-    Durable on return. Raises OutputError for a damaged record.
+    Durable on return. bucket: see `write_cut`. Raises OutputError for a damaged record.
     """
-    Folder(out).create_exclusive(FILES_RECORD, encode_record(CUT_VERSION, dict(sorted(digests.items()))))
+    _create_shared(out, FILES_RECORD, encode_record(CUT_VERSION, dict(sorted(digests.items()))), bucket)
     return read_files(out)
 
 
@@ -204,9 +216,9 @@ def read_files(out: str) -> dict[str, str]:
     )
 
 
-def claim_whole(out: str) -> None:
+def claim_whole(out: str, bucket: Bucket | None = None) -> None:
     """Make the output folder that of a whole job, durably. Raises OutputError if it holds slices."""
-    write_cut(out, Cut(0))
+    write_cut(out, Cut(0), bucket)
     check_place(out, None)
 
 

@@ -14,6 +14,7 @@ from typing import IO
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError, UserError
+from batchinf.base.places import is_bucket
 from batchinf.base.text import counted, list_names
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
@@ -79,10 +80,7 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     card_files: None means that a dataset gets no card.
     """
     form = _format(request)
-    if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
-        raise UserError("-o: got stdout, which holds one file; give a path")
-    if request.push_to is not None and form is not HuggingFaceExport:
-        raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
+    _check_fits(form, request, out)
     job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
@@ -137,6 +135,18 @@ def following(out: str, request: ExportRequest) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _check_fits(form: type[Format], request: ExportRequest, out: str) -> None:
+    """Raise UserError if the format does not fit the other options, or the output."""
+    if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
+        raise UserError("-o: got stdout, which holds one file; give a path")
+    if request.push_to is not None and form is not HuggingFaceExport:
+        raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
+    if form is HuggingFaceExport and is_bucket(out):
+        raise UserError(
+            f"--to hf: the plots of its card cannot be made from a bucket yet, such as {out}; give --to parquet"
+        )
 
 
 def _format(request: ExportRequest) -> type[Format]:

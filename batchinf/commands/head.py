@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import pathlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,14 +15,14 @@ from rich.text import Text
 
 from batchinf.base.errors import UserError
 from batchinf.base.parquet import open_part, readable_rows
-from batchinf.base.slices import Slice, source_folder
+from batchinf.base.slices import JobFolder, Slice, source_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, counted, list_names
 from batchinf.commands.screen import cell
 from batchinf.commands.status import job_status, jobs_in
 from batchinf.job.job import carried_columns
 from batchinf.job.open import open_job_input
-from batchinf.manifest.names import part_name
+from batchinf.manifest.look import Look
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.output.batches import error_rows
@@ -60,16 +61,19 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
 
     If the rows have labels, `confidence` may be asked for, too: the probability of the label.
     """
-    found = jobs_in(out)
-    states = [(job.folder, state) for job, state in found if state is not None]
+    look = Look(out)
+    found = jobs_in(look)
+    states = [(job, state) for job, state in found if state is not None]
     if not states:
         return Head(rows=(), columns=())
     spec = stored_spec(states[0][1].header.spec)
     shown = task_of(spec).shown_columns
     rows: list[dict[str, Any]] = []
     names: list[str] = []
-    for folder, state in states:
-        with contextlib.closing(_finished_tables(folder, state, num_rows, only_errors)) as tables:
+    for job, state in states:
+        with contextlib.closing(
+            _finished_tables(look, job, state, num_rows=num_rows, only_errors=only_errors)
+        ) as tables:
             for table in tables:
                 names = table.column_names
                 chosen = _chosen_columns(table, columns, shown).slice(0, num_rows - len(rows))
@@ -105,7 +109,9 @@ def _chosen_columns(table: pa.Table, columns: Sequence[str], shown: ShownColumns
     return table.select(list(columns))
 
 
-def _finished_tables(folder: Folder, state: State, num_rows: int, only_errors: bool) -> Generator[pa.Table, None, None]:
+def _finished_tables(
+    look: Look, job: JobFolder, state: State, *, num_rows: int, only_errors: bool
+) -> Generator[pa.Table, None, None]:
     with contextlib.ExitStack() as stack:
         journalled = None
         shards = list(range(min(total_shards(state.extents), _SHARDS_TO_LOOK_AT)))
@@ -114,16 +120,16 @@ def _finished_tables(folder: Folder, state: State, num_rows: int, only_errors: b
             shards = sorted(with_errors.union(shards).difference(state.parts.keys() - with_errors))
         for shard in shards:
             if shard in state.parts:
-                yield from _part_tables(folder, f"parts/{part_name(shard)}", only_errors)
-            else:
+                yield from _part_tables(look.part(job, state.parts[shard]), only_errors)
+            elif not look.is_bucket:  # a bucket's journal is for its next run alone
                 if journalled is None:
-                    journalled = _Journalled(folder, state)
+                    journalled = _Journalled(job.folder, state)
                     stack.callback(journalled.close)
                 yield journalled.rows(shard, num_rows, only_errors=only_errors)
 
 
-def _part_tables(folder: Folder, name: str, only_errors: bool) -> Generator[pa.Table, None, None]:
-    with open_part(folder.path(name)) as file:
+def _part_tables(path: pathlib.Path, only_errors: bool) -> Generator[pa.Table, None, None]:
+    with open_part(path) as file:
         for index in range(file.num_row_groups):
             table = file.read_row_group(index)
             yield error_rows(table) if only_errors else table

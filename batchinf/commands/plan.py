@@ -355,7 +355,7 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         output=work.output_tokens,
         output_from="the spec has no max_tokens, so this is a guess" if lengths.is_assumed else by,
         output_bytes=lengths.output_bytes,
-        free_bytes=free_bytes(file.spec.output.path),
+        free_bytes=free_bytes(file.spec.output.folder),
         host_bytes=0,
         max_model_len=length,
     ), work

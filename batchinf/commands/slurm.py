@@ -73,11 +73,13 @@ class SlurmOptions:
 
 def folder_of(file: SpecFile) -> pathlib.Path:
     """The folder of a job's script and logs, beside its output folder."""
+    file.check_folder("slurm", "write a script that calls batchinf run --slice $SLURM_ARRAY_TASK_ID/N")
     return pathlib.Path(f"{file.spec.output.path.rstrip('/')}.slurm")
 
 
 def script_of(file: SpecFile, options: SlurmOptions) -> str:
     """The text of a script. Raises SpecError for options that do not fit together or do not fit the spec."""
+    file.check_folder("slurm", "write a script that calls batchinf run --slice $SLURM_ARRAY_TASK_ID/N")
     _check_options(options, file.spec.output.path)
     _check_times(file, options)
     _check_devices(file, options)

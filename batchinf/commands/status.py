@@ -1,20 +1,21 @@
 """`batchinf status`: the state of a job, read from its files only."""
 
 import datetime
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, read_cut
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
 from batchinf.fleet.speed_text import expected_line, speed_lines
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
-from batchinf.manifest.lock import Holder, live_holder, not_begun_message
-from batchinf.manifest.state import State, read_jobs
+from batchinf.manifest.lock import Holder, live_holder
+from batchinf.manifest.look import Look
+from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.output.counts import non_finite_lines, rules_out_tokens
 from batchinf.output.journal import num_results
@@ -281,25 +282,26 @@ def _last_sign(replica: ReplicaStatus) -> str:
     return f", last heard from {duration(max(0.0, time.time() - replica.heard_at))} ago"
 
 
-def job_status(out: str) -> StatusReport:
+def job_status(out: str | os.PathLike[str]) -> StatusReport:
     """The state of the job in an output folder. Raises OutputError without a job."""
-    found = jobs_in(out)
-    jobs = tuple(_job_state(job, state) for job, state in found)
+    look = Look(out)
+    found = jobs_in(look)
+    jobs = tuple(_job_state(job, state, look.named(job)) for job, state in found)
     totals = jobs[0].totals
-    cut = read_cut(out)
+    cut = read_cut(look.root)
     if cut is not None:
         # The number of a slice's rows is known before it begins, but not that of its parts.
         begun = [state for _, state in found if state is not None]
         totals = _totals(begun, cut.num_rows) if begun else None
     num_slices = None if cut is None else cut.num_slices
-    return StatusReport(folder=out, num_slices=num_slices, totals=totals, load=_load(jobs), jobs=jobs)
+    return StatusReport(folder=look.out, num_slices=num_slices, totals=totals, load=_load(jobs), jobs=jobs)
 
 
-def jobs_in(out: str) -> list[tuple[JobFolder, State | None]]:
+def jobs_in(look: Look) -> list[tuple[JobFolder, State | None]]:
     """The job in an output folder, or its slices, with their states. Raises OutputError without a job."""
-    found = [*read_jobs(out)]
+    found = look.jobs()
     if found[0][0].slice is None and found[0][1] is None:
-        raise OutputError(not_begun_message(out))
+        raise look.nothing()
     return found
 
 
@@ -340,8 +342,8 @@ def _longest(times_s: Iterable[float | None]) -> float | None:
     return None if None in known else max(time_s or 0.0 for time_s in known)
 
 
-def _job_state(job: JobFolder, state: State | None) -> JobState:
-    folder = str(job.folder.root)
+def _job_state(job: JobFolder, state: State | None, folder: str = "") -> JobState:
+    folder = folder or str(job.folder.root)
     name = None if job.slice is None else str(job.slice)
     holder = None if state is not None and state.is_done else live_holder(job.folder)
     process = None if holder is None else RunningProcess(holder.pid, holder.host, holder.since)

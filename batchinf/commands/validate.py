@@ -67,7 +67,7 @@ def validate_job(
     The rows that are shown are the named ones; else the first `num_rows`, or as many at random if there is a seed.
     The last check is that not all rows of the sample would be error rows.
     """
-    folder = Folder(file.spec.output.path)
+    folder = Folder(file.spec.output.folder)
     state = read_state(folder) if folder.exists("manifest") else None
     remarks: list[str] = []
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
@@ -101,7 +101,7 @@ def _warnings(texts: Iterable[str]) -> Iterator[Remark]:
 
 def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: list[str]) -> Job:
     """Open the job in the same steps as `run`. Lines about what `auto` means go to `remarks`."""
-    folder = Folder(file.spec.output.path)
+    folder = Folder(file.spec.output.folder)
     cache = folder.path(SOURCE_FOLDER)
     if not cache.is_dir():  # a job that has begun has scanned its input already
         cache = scratch

@@ -46,7 +46,7 @@ def new_job_id() -> str:
 def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, *, job_id: str) -> State:
     """Begin the job, durably, and return its state. choice: the rows that run, whose file is already written."""
     if job.slice is None:
-        claim_whole(job.spec.output.path)
+        claim_whole(job.spec.output.folder, job.spec.output.bucket())
     # Segments without a manifest belong to no job.
     journal.drop(job.folder, dict.fromkeys(journal.list_shards(job.folder)))
     header, extent = new_header(job, len(launcher.slots), choice, job_id)

@@ -22,8 +22,8 @@ from batchinf.base.errors import (
 )
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
-from batchinf.base.storage import Folder
 from batchinf.base.text import counted
+from batchinf.coordinator.publishing import publish
 from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms, kept_as
@@ -34,12 +34,8 @@ from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.sharing.quarantine import Trials
 from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telemetry, Totals, write_status
 from batchinf.job.job import Job
-from batchinf.manifest.lock import JobLock
-from batchinf.manifest.log import Manifest
-from batchinf.manifest.names import part_name
 from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
-from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, LeaseBegun, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import shard_at, total_shards
@@ -51,6 +47,7 @@ _LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
 # The coordinator gathers messages for this time, in seconds, for each replica. With 1,000 replicas that is 10 ms, and
 # about ten messages share a commit.
 _GATHER_S = 1e-5
+_STORE_S = 3.0  # that a bucket has after the replicas' last moment
 _MOST_LINES = 8  # of replicas that come up at once
 # The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
 FIRST_ROWS = 1000
@@ -88,6 +85,7 @@ class Coordinator:
         spec = self.job.spec
         self._manifest = self.epoch.manifest
         self._lock = self.epoch.lock
+        self._mirror = self.epoch.mirror
         self._display = self.epoch.display
         self._identity = self.epoch.identity
         self._assignment = Assignment(
@@ -112,6 +110,8 @@ class Coordinator:
         self.requests = StopRequests(spec.drain_timeout_s, spec.stop_before_s)
         self.num_unfinished = 0
         """Requests that were in engines when these were told to end."""
+        if self._mirror is not None:
+            self._mirror.until(self._is_over)
 
     def run(self) -> None:
         """Run until every shard is committed.
@@ -149,6 +149,10 @@ class Coordinator:
         if not self._is_finished:
             raise Interrupted(f"stopped on {self.requests.name}")
 
+    def _is_over(self) -> bool:
+        """Whether the run ends so soon that it does not wait for a bucket any more."""
+        return self.requests.is_at_once or time.monotonic() > self.requests.end_by + _STORE_S
+
     def kept_lines(self, state: State) -> Iterator[str]:
         """The lines of a stopped job: rows kept, rows that run again, rows still to run. state: when it has stopped."""
         num_kept = num_results(self.job.folder, state.parts)
@@ -171,6 +175,8 @@ class Coordinator:
         else:
             yield "  runs again: nothing; no request was cut off"
         yield f"  still to run: {counted(num_left, 'output row')}"
+        if self._mirror is not None and (line := self._mirror.left_line()):
+            yield line
 
     @property
     def _is_finished(self) -> bool:
@@ -196,7 +202,7 @@ class Coordinator:
         self._identity.look(self.fleet)
         if not is_round and not self.requests:
             # Before the commit, which takes longer.
-            self._assignment.assign_to({replica.number: replica for replica, _ in actions}.values())
+            self._assign({replica.number: replica for replica, _ in actions}.values())
         self._commit_parts(closed)
         if self.requests:
             # A signal to the whole process tree also ends engines, which is no failure.
@@ -218,7 +224,16 @@ class Coordinator:
         self._judge()
         if self.fleet.is_spent and not self._is_finished and not self._fatal:
             self._give_up()
-        self._assignment.assign()
+        self._assign()
+
+    def _assign(self, replicas: Iterable[FleetReplica] | None = None) -> None:
+        """Give work to these replicas, or to all, if they have room, and a bucket takes what they make."""
+        if self._mirror is not None and self._mirror.held_back(self._display.say):
+            return
+        if replicas is None:
+            self._assignment.assign()
+        else:
+            self._assignment.assign_to(replicas)
 
     @property
     def _num_in_flight(self) -> int:
@@ -259,7 +274,7 @@ class Coordinator:
         return closed
 
     def _commit_parts(self, closed: Sequence[LeaseFinished]) -> None:
-        if closed:
+        if closed or (self._mirror is not None and self._mirror.has_news):
             self._commit(closed)
 
     def _note_begun(self, event: LeaseBegun) -> None:
@@ -284,17 +299,23 @@ class Coordinator:
         """Publish and commit the parts of closed shards."""
         folder = self.job.folder
         parts = [(finished, finished.part) for finished in closed if finished.part is not None]
-        publish([part for _, part in parts], folder, self._manifest, self._lock)
+        if self._mirror is None:
+            publish([part for _, part in parts], folder, self._manifest, self._lock)
+        else:
+            parts = self._mirror.exchange(parts)
         for finished, part in parts:
-            folder.delete(f"staging/{part.file}")
+            folder.delete(f"staging/{finished.part.file if finished.part is not None else part.file}")
             self._manifest.part(part, finished.replica, finished.incarnation)
             self.count.add_part(part, self._num_inputs_of(part.shard))
             self.trials.forget(part.shard)
         if parts and self._is_finished:
             self._manifest.event("all_committed")
-        self._manifest.commit()
+        if parts or not closed or self._mirror is None:  # parts that are being uploaded are committed later
+            self._manifest.commit()
         faults.point("coordinator.before_drop")
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
+        if self._mirror is not None:
+            self._mirror.note_committed([part.shard for _, part in parts])
 
     def _num_inputs_of(self, shard: int) -> int:
         """Input rows of a shard that run."""
@@ -418,6 +439,11 @@ class Coordinator:
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
         self._commit_parts(self._act(self.fleet.poll(0)))
+        if self._mirror is not None:
+            self._mirror.flush()
+            while self._mirror.is_busy and not self._is_over():
+                time.sleep(_POLL_S / 10)
+                self._commit_parts([])
 
     def _show(self, state: str, *, force: bool = False) -> None:
         if not force and time.monotonic() < self._next_status:
@@ -490,44 +516,3 @@ def is_hopeless(num_errors: int, num_begun: int) -> bool:
     of them are errors, because a row that fails before the engine is finished at once.
     """
     return num_errors >= HOPELESS_RATE * max(1, num_begun)
-
-
-# -- publishing --------------------------------------------------------------------------------------------------------
-
-
-def publish(parts: Sequence[Part], folder: Folder, manifest: Manifest, lock: JobLock) -> None:
-    """Give staged parts their published names. The manifest says before which committed parts they replace."""
-    lock.check()
-    _announce([part for part in parts if part.retry], manifest)
-    for part in parts:
-        faults.point("coordinator.before_publish")
-        _publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}", folder, lock)
-        faults.point("coordinator.after_publish")
-    if parts:
-        folder.sync("parts")
-
-
-def _announce(replacements: Sequence[Part], manifest: Manifest) -> None:
-    """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
-    for part in replacements:
-        manifest.replacing(part)
-    if replacements:
-        faults.point("coordinator.before_replacing")
-        manifest.commit()
-        faults.point("coordinator.after_replacing")
-
-
-def _publish(staged: str, published: str, folder: Folder, lock: JobLock) -> None:
-    """Give a staged part its published name. Only the holder of the lock replaces a file.
-
-    A process that was paused for long, for example on a suspended machine, may have lost the lock.
-    """
-    lock.check()
-    try:
-        is_new = folder.publish_new(staged, published)
-    except FileNotFoundError:
-        lock.check()
-        raise
-    if not is_new:
-        lock.check()
-        folder.publish(staged, published, durable=False)

@@ -121,9 +121,17 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
 
 def nothing_to_run(file: SpecFile) -> Summary:
     """The summary of a job that does not begin, because its input has no rows."""
-    folder = os.fspath(job_folder(file.spec.output.path, file.slice).root)
+    folder = _named(file)
     remark = f"done: {file.spec.input.path} has no rows, so nothing ran, and {folder} holds no job"
     return Summary(folder, remarks=(remark,), has_begun=False)
+
+
+def _named(file: SpecFile) -> str:
+    """The folder of a job or a slice as the user names it: it may be in a bucket."""
+    out = file.spec.output.path
+    if file.spec.output.is_bucket:
+        return out if file.slice is None else f"{out.rstrip('/')}/{file.slice.name}"
+    return os.fspath(job_folder(out, file.slice).root)
 
 
 def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
@@ -131,10 +139,10 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
 
     Raises ErrorRateExceeded, whose message has the summary's lines.
     """
-    folder = job_folder(file.spec.output.path, file.slice)
+    folder = job_folder(file.spec.output.folder, file.slice)
     counts = state.counts
     summary = Summary(
-        folder=os.fspath(folder.root),
+        folder=_named(file),
         num_rows=counts.num_rows,
         num_errors=counts.num_errors,
         num_prompt_tokens=counts.num_prompt_tokens,

@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError
+from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, UserError
 from batchinf.base.slices import check_place, job_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
@@ -39,12 +40,20 @@ from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
 from batchinf.model.content import Contents
+from batchinf.output.mirror import Mirror, restore_shared
 from batchinf.output.proof import changed_parts
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.positions import RunOrder, chosen_in_order
 from batchinf.schedule.shards import total_rows
 from batchinf.spec.file import SpecFile
 
+_REPORT_BYTES = 256 << 20  # of parts that are fetched from a bucket for the closing lines
+_NOT_YET = {
+    "--retry": "{option} does not work with a bucket yet: run the rows as a new job, with input.exclude",
+    "--extend": "{option} does not work with a bucket yet: give the new rows to a new job with another output.path",
+    "--fresh": "{option} cannot rename {url}, which is in a bucket: give the new job another output.path, or delete "
+    "the old objects first",
+}
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 
 
@@ -66,8 +75,32 @@ def run_job(
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
+    with mirrored(file, display, retry, extends=extends, fresh=fresh) as mirror:
+        return _run_job(
+            file,
+            backend,
+            display,
+            retry,
+            extends=extends,
+            fresh=fresh,
+            begins_together=begins_together,
+            mirror=mirror,
+        )
+
+
+def _run_job(
+    file: SpecFile,
+    backend: Backend,
+    display: ProgressDisplay,
+    retry: str | None,
+    *,
+    extends: bool,
+    fresh: bool,
+    begins_together: bool,
+    mirror: Mirror | None,
+) -> Summary:
     began = time.monotonic()
-    out = file.spec.output.path
+    out = file.spec.output.folder
     folder = job_folder(out, file.slice)
     if fresh:
         if file.slice is not None:
@@ -77,18 +110,19 @@ def run_job(
     state = read_state(folder) if folder.exists("manifest") else None
     _check_held(folder, state, retry)
     prepared, contents = _prepare(file, state, retry, extends=extends)
-    if state is not None and retry is None and _is_finished(prepared, state):
+    if state is not None and retry is None and _is_finished(prepared, state, mirror):
         if extends:
             display.say(NOTHING_NEW)
         if has_leftovers(folder):
             _tidy_late(folder)
+        _fetch_errors(state, mirror)
         return finished(file, state, was_done=True)
     folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
-    lock = JobLock(folder)
+    lock = JobLock(folder) if mirror is None else mirror.lock
     try:
         with (
             ahead_of_time_limit(file.spec.stop_before_s, display.say),
-            lock.held(lambda: last_epoch(folder), display.say) as number,
+            lock.held(lambda: last_epoch(folder) if mirror is None else mirror.take_over(), display.say) as number,
         ):
             if file.slice is not None:
                 # A slice that begins now may not be seen by a process that is about to move the whole folder.
@@ -97,16 +131,60 @@ def run_job(
             if current is not state:  # another process has run the job since, or moved it
                 _check_held(folder, current, retry)
                 prepared, contents = _prepare(file, current, retry, extends=extends)
-            with start(prepared, contents, backend, lock=lock, number=number, display=display) as epoch:
+            with start(prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror) as epoch:
                 _run_all(epoch, began, begins_together=begins_together)
             tidy(folder)
+            if mirror is not None:
+                mirror.flush()
     except NoRowsError:
         if read_state(folder) is not None or retry is not None:
             raise
         return nothing_to_run(file)
     finally:
         display.close()
-    return finished(file, committed_state(folder))
+    state = committed_state(folder)
+    _fetch_errors(state, mirror)
+    return finished(file, state)
+
+
+@contextlib.contextmanager
+def mirrored(
+    file: SpecFile, display: ProgressDisplay, retry: str | None, *, extends: bool, fresh: bool
+) -> Iterator[Mirror | None]:
+    """The mirror of a job in a bucket, with its work folder held and made like the bucket; None for a folder.
+
+    Raises UserError, also for an option that a bucket does not have yet.
+    """
+    output = file.spec.output
+    if (bucket := output.bucket()) is None:
+        yield None
+        return
+    for option, is_given in (("--retry", retry is not None), ("--extend", extends), ("--fresh", fresh)):
+        if is_given:
+            raise UserError(_NOT_YET[option].format(option=option, url=output.path))
+    bucket.probe()
+    folder = job_folder(output.folder, file.slice)
+    folder.make()
+    display.say(f"the output goes to {output.path}; the job works in {folder.root}")
+    with JobLock(folder).held(lambda: 0, display.say):
+        own = bucket if file.slice is None else bucket.at(file.slice.name)
+        mirror = Mirror(own, folder, interval_s=file.spec.checkpoint_interval_s)
+        restore_shared(bucket, Folder(output.folder), is_alone=file.slice is None)
+        mirror.restore()
+        own.patience_s = output.store_timeout_s
+        try:
+            yield mirror
+        finally:
+            mirror.close()
+
+
+def _fetch_errors(state: State, mirror: Mirror | None) -> None:
+    """Fetch the first parts with error rows, for the closing lines."""
+    if mirror is not None:
+        with contextlib.suppress(OutputError):  # only a report
+            mirror.fetch_parts(
+                state, [shard for shard, part in sorted(state.parts.items()) if part.num_errors], _REPORT_BYTES
+            )
 
 
 def _prepare(
@@ -145,10 +223,12 @@ def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
         )
 
 
-def _is_finished(prepared: PreparedJob, state: State) -> bool:
+def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None) -> bool:
     """Whether nothing is left to run: no shard, no part that has changed, and no new row if the job takes them in."""
     folder = prepared.folder
-    if not (state.is_done and RunOrder(folder, state.extents).is_whole and not changed_parts(folder, state)):
+    if not (state.is_done and RunOrder(folder, state.extents).is_whole):
+        return False
+    if changed_parts(folder, state) if mirror is None else mirror.changed_parts(state):
         return False
     job = open_checked(prepared)
     with contextlib.closing(job.source):

@@ -67,9 +67,9 @@ class IdentityGate:
             return
         faults.point("identity.before_line")
         if job.slice is not None:
-            out = job.spec.output.path
-            if lines := self.contents.differences(share_files(out, digests)):
-                raise files_drift(f"{out} holds slices of a job", lines)
+            output = job.spec.output
+            if lines := self.contents.differences(share_files(output.folder, digests, output.bucket())):
+                raise files_drift(f"{output.path} holds slices of a job", lines)
         if self.before:
             return
         self.manifest.files(digests)

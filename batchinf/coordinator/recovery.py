@@ -4,6 +4,7 @@ Only files with names of our own pattern are touched. No row can be lost here: a
 """
 
 import datetime
+import functools
 import hashlib
 import shutil
 
@@ -17,6 +18,7 @@ from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import parse_part_name, parse_staging_name, part_name
 from batchinf.manifest.state import State
 from batchinf.output import journal
+from batchinf.output.mirror import Mirror
 from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces
@@ -50,16 +52,24 @@ def _seconds(at: str) -> float:
     return datetime.datetime.fromisoformat(at).timestamp()
 
 
-def recover(job: Job, state: State, manifest: Manifest) -> tuple[list[int], list[int]]:
+def recover(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = None) -> tuple[list[int], list[int]]:
     """Make folder and manifest consistent. The caller commits the new lines of the manifest.
 
+    mirror: of a job in a bucket, which holds the parts.
     Returns the indices of the shards whose parts were adopted, and of those whose parts were lost.
     """
     folder = job.folder
     _sweep(folder)
     _settle(folder, state, manifest)
-    lost = _check_parts(job, state, manifest)
-    adopted = [*_adopt(job, state, manifest, "parts"), *_adopt(job, state, manifest, "staging")]
+    if mirror is not None:
+        mirror.judge = functools.partial(_whole, job, state)
+    lost = _check_parts(
+        state, manifest, changed_parts(folder, state) if mirror is None else mirror.changed_parts(state)
+    )
+    if mirror is None:
+        adopted = [*_adopt(job, state, manifest, "parts"), *_adopt(job, state, manifest, "staging")]
+    else:
+        adopted = _adopt_uploaded(job, state, manifest, mirror)
     closed = (
         shard
         for shard in journal.list_shards(folder)
@@ -94,9 +104,8 @@ def tidy(folder: Folder) -> None:
         folder.make(name)
 
 
-def _check_parts(job: Job, state: State, manifest: Manifest) -> list[int]:
+def _check_parts(state: State, manifest: Manifest, lost: list[int]) -> list[int]:
     """Treat committed parts that are missing or exchanged as not committed, so that their shards run again."""
-    lost = changed_parts(job.folder, state)
     for shard in lost:
         state.forget(shard)
     if lost:
@@ -166,4 +175,25 @@ def _adopt(job: Job, state: State, manifest: Manifest, where: str) -> list[int]:
         manifest.part(part)
         state.note(part)
         adopted.append(index)
+    return adopted
+
+
+def _adopt_uploaded(job: Job, state: State, manifest: Manifest, mirror: Mirror) -> list[int]:
+    """Upload and commit whole staged parts that the manifest does not name yet, and delete their files.
+
+    Those that the bucket had without a commit are staged, too.
+    """
+    adopted = []
+    for name in job.folder.list("staging"):
+        staged = f"staging/{name}"
+        index = parse_staging_name(name)
+        part = None if index is None or index in state.parts else _whole(job, state, staged, index)
+        if part is not None and index is not None:
+            part = mirror.put_part(part, staged)
+            manifest.part(part)
+            state.note(part)
+            adopted.append(index)
+        if index is not None:
+            job.folder.delete(staged)
+    mirror.note_committed(adopted)
     return adopted

@@ -47,6 +47,7 @@ from batchinf.manifest.state import State, read_beginning
 from batchinf.manifest.versions import later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
+from batchinf.output.mirror import Mirror
 from batchinf.planning.lengths import shared_share
 from batchinf.prompts.checks import empty_files_note, first_row_warnings
 from batchinf.prompts.row_sampling import setting
@@ -129,6 +130,8 @@ class Epoch:
     """Chooses the rows of a retry to begin."""
     overrides: Mapping[str, Any]
     """The sampling of that retry."""
+    mirror: Mirror | None = None
+    """Of a job in a bucket."""
 
 
 @contextlib.contextmanager
@@ -140,10 +143,11 @@ def start(
     lock: JobLock,
     number: int,
     display: ProgressDisplay,
+    mirror: Mirror | None = None,
 ) -> Iterator[Epoch]:
     """Start replicas and open the job beside them. When the block ends, all of these replicas have ended.
 
-    number: of the epoch. contents: the model's local files.
+    number: of the epoch. contents: the model's local files. mirror: of a job in a bucket.
     """
     prepared = with_known_numbers(prepared, backend, display.say)
     if prepared.state is not None and (later := later_columns(prepared.folder, prepared.state.header)):
@@ -155,7 +159,10 @@ def start(
     with placing(prepared.file):
         share = functools.partial(shared_share, prepared.file)
         launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
-    manifest = Manifest(prepared.folder, number, lock, prepared.state)
+    chain = None if mirror is None else mirror.chain
+    manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain)
+    if mirror is not None:
+        mirror.start()
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
     job_id = before.job_id or new_job_id()
     replicas = Replicas(launcher, manifest, job_id)
@@ -180,7 +187,7 @@ def start(
         assert state is not None
         if prepared.new == "take":
             state = extend_job(job, state, manifest, num_replicas=len(replicas), say=display.say)
-        _recover(job, state, manifest, number=number, say=display.say)
+        _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         identity.look(replicas.fleet)
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
@@ -201,6 +208,7 @@ def start(
             display=display,
             retry=retry,
             overrides=prepared.overrides,
+            mirror=mirror,
         )
 
 
@@ -230,7 +238,7 @@ def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say:
     """Store the job's id, because replicas make files outside the job's folder with the id in their names."""
     manifest.event(BEGINNING, job_id=job_id)
     manifest.commit()
-    if (note := others_note(Folder(prepared.file.spec.output.path))) is not None:
+    if (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
         say(note)
 
 
@@ -293,8 +301,10 @@ def _await(check: StructuresCheck, fleet: Fleet, num_rows: int, display: Progres
 # -- with the manifest -------------------------------------------------------------------------------------------------
 
 
-def _recover(job: Job, state: State, manifest: Manifest, *, number: int, say: Say) -> None:
-    adopted, lost = recover(job, state, manifest)
+def _recover(
+    job: Job, state: State, manifest: Manifest, *, number: int, say: Say, mirror: Mirror | None = None
+) -> None:
+    adopted, lost = recover(job, state, manifest, mirror)
     manifest.event("epoch", epoch=number, job_id=state.header.job_id, adopted=len(adopted), lost=lost)
     manifest.commit()
     for shard in lost[:_LOST_TO_NAME]:

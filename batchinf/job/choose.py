@@ -249,7 +249,7 @@ class Exclusion:
         self._job = job
         where = job.spec.input
         assert where.exclude is not None
-        own_folder = pathlib.Path(job.spec.output.path).resolve()
+        own_folder = pathlib.Path(job.spec.output.folder).resolve()
         # A job that begins in place of an old one would find that one moved aside.
         if state is None and any(pathlib.Path(out).resolve() == own_folder for out in where.exclude.job):
             raise self._wrong(
@@ -415,7 +415,7 @@ def _of_all_slices(job: Job, say: Say, *, begins: bool = False) -> Choice:
     shared.make(RUN_FOLDER)
     with locked(Folder(shared.path(RUN_FOLDER))):
         check_cut(job)
-        cut = read_cut(job.spec.output.path)
+        cut = read_cut(job.spec.output.folder)
         if cut is not None and cut.positions is None:
             return consecutive(range(cut.num_rows))
         if cut is not None and (known := read_positions(shared, 1, cut.positions)) is not None:

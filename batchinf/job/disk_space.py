@@ -32,7 +32,7 @@ def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int
     to read them.
     """
     status = _file_system(job.folder.root)
-    if status is None:
+    if status is None or job.spec.output.is_bucket:  # parts leave the folder for the bucket
         return None
     num_free = status.f_bavail * status.f_frsize
     num_bytes = _estimated_bytes(job, state, num_replicas, num_rows)

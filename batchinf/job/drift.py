@@ -84,7 +84,7 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
     Raises DriftError if the others began as another job, and OutputError if they run other rows.
     """
     assert job.slice is not None
-    out = job.spec.output.path
+    out = job.spec.output.folder
     check_place(out, job.slice)
     cut = write_cut(
         out,
@@ -95,6 +95,7 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
             begun_at=now(),
             positions=positions,
         ),
+        job.spec.output.bucket(),
     )
     check_cut(job)
     if (cut.num_rows, cut.positions) != (num_rows, positions):
@@ -106,7 +107,7 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
 
 def check_cut(job: Job) -> None:
     """Raise DriftError if the other slices of the output folder began as another job."""
-    out = job.spec.output.path
+    out = job.spec.output.folder
     check_place(out, job.slice)
     identity = _identity_of_all(job)
     cut = read_cut(out)

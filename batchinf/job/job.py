@@ -140,5 +140,5 @@ def max_model_len(job: Job) -> int | None:
 
 def begun_at(job: Job, header: Header | None) -> str | None:
     """When the job began, in ISO format, the same for all of its slices; None for a new job."""
-    cut = None if job.slice is None else read_cut(job.spec.output.path)
+    cut = None if job.slice is None else read_cut(job.spec.output.folder)
     return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)

@@ -94,7 +94,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         check_prompts(spec, model)
         _check_heads(spec, model)
         adapters = resolve_adapters(spec, model, began_as.get("lora"), reads_prompt_logits=task.reads_prompt_logits)
-        folder = job_folder(file.spec.output.path, file.slice)
+        folder = job_folder(file.spec.output.folder, file.slice)
         limit = None
         if state is not None:
             with refusing_other_job(folder, spec, model, state):
@@ -149,7 +149,7 @@ def _check_output_apart(spec: JobSpec) -> None:
     if is_url(spec.input.path):
         return
     path = os.path.realpath(os.path.expanduser(spec.input.path))
-    out = pathlib.Path(os.path.realpath(spec.output.path))
+    out = pathlib.Path(os.path.realpath(spec.output.folder))
     if _is_read(path, out):
         raise SpecError(
             f"output.path: got {spec.output.path}, which lies in the input {spec.input.path}, so that a resume would "
@@ -174,7 +174,7 @@ def _began_as(file: SpecFile, state: State | None) -> Mapping[str, Any]:
     """The identity of the folder's job, or what its slices share; empty for a new job."""
     if state is not None:
         return state.header.identity
-    cut = read_cut(file.spec.output.path) if file.slice is not None else None
+    cut = read_cut(file.spec.output.folder) if file.slice is not None else None
     return {} if cut is None else cut.identity
 
 

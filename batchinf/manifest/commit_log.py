@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from batchinf.base import faults
@@ -97,8 +97,12 @@ def _decode(line: bytes) -> Fields | None:
 class CommitLog:
     """Appends to a log, which must exist and which no other process writes."""
 
-    def __init__(self, folder: Folder, name: str, num_commits: int) -> None:
-        """num_commits: those that the file has."""
+    def __init__(
+        self, folder: Folder, name: str, num_commits: int, first: Callable[[bytes], object] | None = None
+    ) -> None:
+        """num_commits: those that the file has. first: stores each commit elsewhere before; the file is a copy."""
+        self._first = first
+        self._is_behind = False
         self._path = folder.path(name)
         self._num_commits = num_commits
         self._is_torn = False
@@ -114,6 +118,11 @@ class CommitLog:
         Raises OutputError if that fails. What was written of the commit is cut off, at the latest by the next one.
         """
         data = encode_commits([lines], self._num_commits)
+        if self._first is not None:
+            if self._is_behind:
+                raise OutputError(f"{self._path} lacks a commit since a disk error; run the same command again")
+            self._first(data)
+            self._is_behind = True
         try:
             self._append(data)
         except OSError as error:
@@ -122,6 +131,7 @@ class CommitLog:
             raise self._not_written(error) from error
         self._num_bytes += len(data)
         self._num_commits += 1
+        self._is_behind = False
         faults.point("manifest.after_fsync")
 
     def close(self) -> None:

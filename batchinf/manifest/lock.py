@@ -179,14 +179,21 @@ TAKEOVER_AFTER_S = 60.0
 class JobLock:
     """The lock of one job. Between `acquire` and `release` a thread keeps its heartbeat."""
 
-    def __init__(self, folder: Folder, heartbeat_s: float = 10.0) -> None:
-        self._folder = folder
+    def __init__(self, folder: Folder | None = None, heartbeat_s: float = 10.0, *, where: str = "") -> None:
+        """where: the folder's name in messages, for a lock that is in no folder."""
+        self._where = str(folder.root) if folder is not None else where
+        self._in_folder = folder
         self._heartbeat_s = heartbeat_s
         self._me: Holder | None = None
         # The last heartbeat of the dead holder whose lock was taken over, in seconds since 1970; 0.0 without one.
         self.predecessor_seen_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def _folder(self) -> Folder:
+        assert self._in_folder is not None
+        return self._in_folder
 
     def acquire(
         self,
@@ -253,15 +260,12 @@ class JobLock:
             holder = Holder.decode(data) if data else None
             cause = f"{holder} runs it now" if holder else "its lock file is gone"
             raise LockLost(
-                f"{self._folder.root} is no longer held by this process: {cause}; this process writes nothing more"
+                f"{self._where} is no longer held by this process: {cause}; this process writes nothing more"
             )
 
     def release(self) -> None:
         """Free the job, unless another process holds it by now."""
-        self._stop.set()
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join()
-        self._thread = None
+        self._end_beats()
         # A deleted folder is free too. A lock that stays on a failing disk names a dead process.
         with contextlib.suppress(OSError), _alone(self._folder):
             if self._is_mine(self._read()):
@@ -270,6 +274,12 @@ class JobLock:
                     self._folder.delete(leftover)
                 self._folder.delete(LOCK)
         self._me = None
+
+    def _end_beats(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        self._thread = None
 
     def _create(self, me: Holder) -> bool:
         try:
@@ -302,7 +312,7 @@ class JobLock:
         deadline = time.monotonic() + watch_s
         while (left := deadline - time.monotonic()) > 0:
             if on_wait is not None:
-                who = f"{holder}, which holds {self._folder.root}," if holder else f"the holder of {self._folder.root}"
+                who = f"{holder}, which holds {self._where}," if holder else f"the holder of {self._where}"
                 on_wait(f"waiting {left:.0f} s for a sign of life of {who} before taking over")
             time.sleep(min(left, 1.0, watch_s / 20))
             seen = self._read()
@@ -313,7 +323,7 @@ class JobLock:
 
     def _held(self, holder: Holder | None) -> OutputError:
         who = f"{holder} since {holder.since}" if holder else "a process whose lock file cannot be read"
-        return OutputError(f"{self._folder.root} is being run by {who}; stop it first, or wait until it ends")
+        return OutputError(f"{self._where} is being run by {who}; stop it first, or wait until it ends")
 
     def _take_away(self, stale: bytes) -> bool:
         """Remove the lock file if it still is the stale one. True if this call removed it."""

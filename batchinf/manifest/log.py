@@ -6,11 +6,13 @@ A torn commit loses no rows: a part that no line names is verified and adopted, 
 import dataclasses
 import datetime
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, disk_error
+from batchinf.manifest.chain import Chain
 from batchinf.manifest.commit_log import CommitLog, Fields, encode_commits
 from batchinf.manifest.lines import EventLine, Header, Retry, event_line, part_line
 from batchinf.manifest.lock import JobLock
@@ -64,20 +66,31 @@ class Manifest:
     Opening creates the log. If there are several earlier logs, a snapshot in the new one replaces them.
     """
 
-    def __init__(self, folder: Folder, epoch: int, lock: JobLock | None = None, state: State | None = None) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        epoch: int,
+        lock: JobLock | None = None,
+        state: State | None = None,
+        *,
+        chain: Chain | None = None,
+    ) -> None:
         """lock: must be held at each write; None if no other process can write. state: from `read_state`.
+
+        chain: of a job in a bucket; it gets each commit first, and the log is a copy.
 
         Raises OutputError if this epoch has a log already, or if the folder cannot be written.
         """
         self._folder = folder
         self._lock = lock
         self._lines: list[Fields] = []
+        self._chain = chain
         name = f"{MANIFEST_FOLDER}/{epoch:06d}.jsonl"
         try:
             num_commits = self._create(epoch, name, state)
         except OSError as error:
             raise OutputError(f"cannot create {disk_error(error, folder.path(name))}") from error
-        self._log = CommitLog(folder, name, num_commits)
+        self._log = CommitLog(folder, name, num_commits, None if chain is None else partial(chain.commit, epoch))
 
     def _create(self, epoch: int, name: str, state: State | None) -> int:
         """Create the log, compacting earlier ones; returns the number of commits in it."""
@@ -88,6 +101,8 @@ class Manifest:
         self.check_lock()
         if commits:
             faults.point("manifest.compact.before_rename")
+        if self._chain is not None:
+            self._chain.commit(epoch, data, is_snapshot=bool(commits))
         if last_epoch(self._folder) >= epoch or not self._folder.create_exclusive(name, data):
             raise OutputError(f"another process has just started on {self._folder.root}; run the same command again")
         if commits:

@@ -16,7 +16,6 @@ from pydantic import AfterValidator, Field, create_model, field_validator, model
 from batchinf.base.places import elsewhere
 from batchinf.spec.fields import (
     IDENTITY,
-    LAYOUT,
     RUNTIME,
     Path,
     Positive,
@@ -24,7 +23,6 @@ from batchinf.spec.fields import (
     Section,
     Text,
     Whole,
-    identity_or,
     is_json,
     null_hint,
     on_this_host,
@@ -32,12 +30,18 @@ from batchinf.spec.fields import (
     wrong,
 )
 from batchinf.spec.input import InputSpec
+from batchinf.spec.output import OutputSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS, SamplingSpec
 
-TEXTS = {"type": "array", "items": {"type": "string"}}
-
 # `spec.file` expands environment variables and ~ in these fields.
-PATH_FIELDS = (("model", "name"), ("model", "tokenizer"), ("model", "lora"), ("input", "path"), ("output", "path"))
+PATH_FIELDS = (
+    ("model", "name"),
+    ("model", "tokenizer"),
+    ("model", "lora"),
+    ("input", "path"),
+    ("output", "path"),
+    ("output", "work_dir"),
+)
 
 # Engine arguments that change the speed but not the output, so a resume may change them. All others are identity.
 RUNTIME_ENGINE_ARGUMENTS = frozenset(
@@ -179,51 +183,6 @@ class RaySpec(Section):
         return variables
 
 
-_COPY_OUTPUT = "give a folder here, such as out/my-job, and copy it there when the job is done"
-
-
-class OutputSpec(Section):
-    """The output folder, and the columns and the types that are stored."""
-
-    path: Annotated[Path, on_this_host(_COPY_OUTPUT), RUNTIME]
-    """The job's output folder, on this host or on a file system that it shares with others."""
-    rows_per_shard: Annotated[Positive | Literal["auto"], LAYOUT] = "auto"
-    """Rows in one Parquet part. Parts of the last eighth of the rows have a quarter of this number. `auto`: parts of
-    about 64 MiB with at most 50,000 rows; a small job has smaller parts. Replicas share the rows of a part, so this
-    does not change how evenly they work."""
-    logprobs_dtype: Annotated[Literal["float16", "float32"], IDENTITY] = "float32"
-    """Stored type of logprobs."""
-    include_prompt: Annotated[bool, IDENTITY] = False
-    """Store the rendered `prompt` and its `prompt_token_ids`."""
-    include_token_ids: Annotated[bool, IDENTITY] = True
-    """Store `token_ids`."""
-    include_token_logprobs: Annotated[bool, IDENTITY] = True
-    """Task `score`: store the scored tokens with their logprobs and ranks; false stores only the sums."""
-    keep_columns: Annotated[dict[Text, Text], identity_or(TEXTS)] = Field(default_factory=dict)
-    """Input columns to copy to the output. A mapping from input names to output names renames them."""
-    max_output_bytes: Annotated[int | None, Field(ge=1, le=2**63 - 1), RUNTIME] = None
-    """Refuse a job at its start if its estimated output is larger; default: 10**12 for task `logits`."""
-
-    @field_validator("keep_columns", mode="before")
-    @classmethod
-    def _named_as_they_are(cls, columns: Any) -> Any:
-        if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
-            return columns
-        for column in columns:
-            if columns.count(column) > 1:
-                raise wrong(f"got {column!r} twice; name each column once")
-        return {column: column for column in columns}
-
-    @field_validator("keep_columns")
-    @classmethod
-    def _each_name_once(cls, columns: dict[str, str]) -> dict[str, str]:
-        names = list(columns.values())
-        for name in names:
-            if names.count(name) > 1:
-                raise wrong(f"got {name!r} for two columns; give each a name of its own")
-        return columns
-
-
 class ScriptedSpec(Section):
     """A deterministic engine in place of vLLM. It tries all steps of a job at full speed, without a model."""
 
@@ -327,6 +286,9 @@ class JobSpec(Section):
     def _fit_together(self) -> Self:
         for section in _task_sections:
             section.check(self)
+        if self.backend == "ray" and self.output.is_bucket:
+            raise wrong("got ray, whose nodes share a folder, with a bucket as output.path: run each node's share of "
+                        "the rows with backend: local and --slice i/N, or give a shared folder", "backend")  # fmt: skip
         if self.backend == "ray" and self.parallel.devices is not None:
             raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
         takes_budget = self.model.reasoning_parser is not None or "reasoning_config" in self.engine

@@ -111,7 +111,7 @@ def run_trial(
     place = folder / "trial"
     shutil.rmtree(place, ignore_errors=True)
     sample = {"input.limit": num_rows, **({} if share is None else {"input.sample": share})}
-    output = {"output.path": os.fspath(place).replace("$", "$$"), "max_error_rate": 1.0}
+    output = {"output.path": os.fspath(place).replace("$", "$$"), "output.work_dir": None, "max_error_rate": 1.0}
     began = time.monotonic()
     try:
         summary = run({**kept, **candidate.settings, **sample, **output})

@@ -52,6 +52,8 @@ def tune_job(
 
     Raises UserError if the spec as it is cannot run, or not within the budget.
     """
+    if out is None:
+        file.check_folder("tune", "give the trials a folder here with --out")
     if writes and not os.path.isfile(file.path):
         raise UserError(f"--write: {file.path} is not a file; a spec must be a YAML file to be written to")
     dimensions = [named_by_user(file.spec, text) for text in tries] or left_open(file, backend)

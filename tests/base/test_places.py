@@ -74,8 +74,10 @@ PLACES = {
 @pytest.mark.parametrize("field", PLACES)
 def test_each_path_field_refuses_each_store(field: str, store: str) -> None:
     value = json.loads(json.dumps(PLACES[field]).replace("s3://b/x", store))
-    with pytest.raises(SpecError, match="only a path of this host is possible") as refused:
-        read_spec(SPEC, {field.strip(): value})
+    is_bucket = field == "output.path" and store[:2] in ("s3", "gs", "az", "hf")
+    words = "must be a folder in a bucket|only a path of this host is possible"
+    with pytest.raises(SpecError, match=words) as refused:
+        read_spec(SPEC, {field.strip(): "hf://b" if is_bucket else value})
     assert len(str(refused.value).splitlines()) == 1
     assert field.strip() in str(refused.value)
 
@@ -85,10 +87,10 @@ def test_the_input_may_be_a_url() -> None:
 
 
 COMMANDS = [
-    *(f"{command} job.yaml --set output.path=s3://b/x" for command in ("run", "validate", "plan", "tune", "verify")),
+    *(f"{command} job.yaml --set output.path=abfs://b/x" for command in ("run", "validate", "plan", "tune", "verify")),
     *(f"{command} s3://b/job.yaml" for command in ("run", "validate", "plan", "tune", "verify", "slurm")),
-    *(f"{command} s3://b/x" for command in ("status", "head", "check", "report", "inspect --row 0")),
-    "diff s3://b/x out", "diff out s3://b/x", "diff out out --out s3://b/x.parquet", "report out -o s3://b/x.html",
+    *(f"{command} abfs://b/x" for command in ("status", "head", "check", "report", "inspect --row 0", "export -o x")),
+    "diff abfs://b/x out", "diff out abfs://b/x", "diff out out --out s3://b/x.parquet", "report out -o s3://b/x.html",
     "inspect out 0 --html s3://b/x.html", "tune job.yaml --out s3://b/x", "plan job.yaml --plot s3://b/x.svg",
     "slurm job.yaml --script s3://b/x.sbatch", "slurm job.yaml --venv s3://b/x", "init s3://b/x.yaml",
     "init new.yaml --for generate --model model --data rows.jsonl --out s3://b/x",
@@ -108,7 +110,9 @@ def test_each_command_refuses_it_before_anything_starts(
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (2, "")
     assert said.err.count("\n") == 1 and said.err.startswith("error: ")
-    assert "got 's3://b/" in said.err and "only a path of this host is possible" in said.err
+    assert (
+        "got 's3://b/" in said.err or "got 'abfs://b/" in said.err
+    ) and "only a path of this host is possible" in said.err
     assert sorted(os.listdir()) == ["job.yaml", "out"]
     assert os.listdir("out") == []
 
@@ -116,9 +120,9 @@ def test_each_command_refuses_it_before_anything_starts(
 def test_each_function_refuses_it(tmp_path: pathlib.Path) -> None:
     spec = jobs.spec_of(tmp_path)
     for call in (
-        lambda: batchinf.open("s3://b/x"),
+        lambda: batchinf.open("abfs://b/x"),
         lambda: batchinf.open(pathlib.Path("s3://b/x")),
-        lambda: batchinf.status("s3://b/x"),
+        lambda: batchinf.status("abfs://b/x"),
         lambda: batchinf.run(spec, overrides={"output.path": pathlib.Path("s3://b/x")}),
         lambda: batchinf.tune(spec, out="s3://b/x"),
         lambda: batchinf.validate("s3://b/job.yaml"),
@@ -131,9 +135,9 @@ def test_a_folder_that_an_earlier_version_filled_is_named(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pathlib.Path("s3:/bucket/x").mkdir(parents=True)
-    with pytest.raises(UserError, match="'s3:/bucket/x' is a path here too: rename it"):
-        batchinf.status("s3://bucket/x")
+    pathlib.Path("abfs:/bucket/x").mkdir(parents=True)
+    with pytest.raises(UserError, match="'abfs:/bucket/x' is a path here too: rename it"):
+        batchinf.status("abfs://bucket/x")
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TMPDIR"])

@@ -15,7 +15,8 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.records import Completion, Prompt, Result, TokenLogprobs
 from batchinf.spec.input import InputSpec
-from batchinf.spec.job import JobSpec, OutputSpec, ScriptedSpec
+from batchinf.spec.job import JobSpec, ScriptedSpec
+from batchinf.spec.output import OutputSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import seed_of
 from batchinf.tasks.generate.task import Generate

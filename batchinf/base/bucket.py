@@ -1,0 +1,398 @@
+"""The only access to an object store: a prefix of a bucket, such as `s3://bucket/job`, as a place of named objects.
+
+obstore does the requests. It is imported when a bucket is opened, and only in processes that never fork afterwards: a
+forked child of a process that has used it hangs. Every request runs on a thread of its own, because Ctrl-C does not end
+one.
+
+No answer to a conditional request is believed. If the connection ends after the store has applied it, the repeated
+request meets its own object. Some stores also answer "conflict" when nothing was stored. So after any error the object
+is read: the same bytes are ours, an absent object means to try again, and other bytes are those of another process.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import mmap
+import os
+import pathlib
+import random
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import xxhash
+
+from batchinf.base.errors import OutputError
+from batchinf.base.places import bucket_and_prefix
+from batchinf.base.storage import create
+from batchinf.base.text import clip
+
+PATIENCE_S = 60.0
+"""How long a request is tried again, unless the caller says otherwise."""
+MOST_BYTES = 5 << 30  # of one request with a condition
+_SHORT_S = 20  # the longest time of a request of a small object
+_LONG_S = 3600
+_LOOK_S = 0.2
+_READ_BYTES = 4 << 20
+_NUM_READERS = 16
+_T = TypeVar("_T")
+
+
+class StoreError(OutputError):
+    """The store has refused a request, or has not answered for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """An object that was read."""
+
+    data: bytes
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object in a listing."""
+
+    name: str
+    num_bytes: int
+
+
+class _AgainError(Exception):
+    """Nothing is stored: the request is to be tried again."""
+
+
+class Bucket:
+    """The objects below one URL. Threads may share it. Methods raise StoreError."""
+
+    def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
+        """patience_s: how long a request is tried again until the store answers."""
+        self.url = url.rstrip("/")
+        self._obstore = _import_obstore()
+        self._small = _store(self.url, _SHORT_S)
+        self._large = _store(self.url, _LONG_S)
+        self.patience_s = patience_s
+        self.is_stopped: Callable[[], bool] = lambda: False
+        """Asked while a request is waited for; it then ends as if the patience were over."""
+        self.failing_since: float | None = None
+        """Monotonic, in seconds; None while the store answers."""
+        self.failure = ""
+
+    def at(self, name: str) -> "Bucket":
+        """The objects below `name`."""
+        return Bucket(f"{self.url}/{name}", self.patience_s)
+
+    # -- small objects -------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Object | None:
+        """An object; None if it is absent."""
+        return self._try(lambda: self._read(name), name)
+
+    def get_all(self, names: Iterable[str]) -> Iterator[Object | None]:
+        """Objects in the order of their names, several at a time."""
+        left = list(names)
+        while left:
+            now, left = left[:_NUM_READERS], left[_NUM_READERS:]
+            begun = [_on_thread(functools.partial(self.get, name)) for name in now]
+            yield from (future.result() for future in begun)
+
+    def put(self, name: str, data: bytes, patience_s: float | None = None) -> None:
+        """Write an object; the last writer wins."""
+        self._try(lambda: self._obstore.put(self._small, name, data), name, patience_s)
+
+    def put_new(self, name: str, data: bytes) -> Object | None:
+        """Create an object. None if it now has exactly these bytes; otherwise the object of another process."""
+
+        def attempt() -> Object | None:
+            try:
+                self._obstore.put(self._small, name, data, mode="create")
+            except Exception as error:
+                there = self._read_after(name, error)
+                return None if there.data == data else there
+            return None
+
+        return self._try(attempt, name)
+
+    def put_if(self, name: str, data: bytes, etag: str, patience_s: float | None = None) -> str | None:
+        """Replace an object that still has this ETag. Returns the new one; None if another process has changed it."""
+
+        def attempt() -> str | None:
+            try:
+                return str(self._obstore.put(self._small, name, data, mode={"e_tag": etag})["e_tag"])
+            except Exception as error:
+                if _remedy(error):
+                    raise
+                there = self._read(name)
+                if there is not None and there.data != data and there.etag == etag:
+                    raise _AgainError from error
+                return there.etag if there is not None and there.data == data else None
+
+        return self._try(attempt, name, patience_s)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; one that is absent is passed over."""
+        for name in names:
+            self._try(functools.partial(self._delete, name), name)
+
+    def list(self, folder: str, after: str = "") -> list[Listed]:
+        """The objects in a folder, sorted by name. after: only those whose names come later."""
+
+        def attempt() -> list[Listed]:
+            pages = self._obstore.list(self._small, prefix=folder)
+            metas = [meta for page in pages for meta in page]
+            # Some stores do not sort, and some do not know where to begin.
+            listed = (Listed(meta["path"].removeprefix(f"{folder}/"), meta["size"]) for meta in metas)
+            return sorted((each for each in listed if each.name > after), key=lambda each: each.name)
+
+        return self._try(attempt, f"{folder}/")
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def upload(self, name: str, path: pathlib.Path, etag: str | None = None) -> str | None:
+        """Create an object from a file, or replace the one with this ETag.
+
+        None if it now has exactly the file's bytes; otherwise the ETag of the object of another process. The file is
+        mapped into memory, so that it costs none. Tried again until the store answers.
+        """
+        if (num_bytes := path.stat().st_size) > MOST_BYTES:
+            raise StoreError(f"{path} has {num_bytes:,} bytes, but {self.url} takes 5 GiB: set output.rows_per_shard")
+        mode: Any = "create" if etag is None else {"e_tag": etag}
+
+        def attempt() -> str | None:
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                try:
+                    self._obstore.put(self._large, name, content, mode=mode)
+                except Exception as error:
+                    if _remedy(error):
+                        raise
+                    digest, there = self._digest(name, error)
+                    if digest == xxhash.xxh3_128_digest(content):
+                        return None
+                    if there == etag:
+                        raise _AgainError from error
+                    return there
+            return None
+
+        return self._try(attempt, name)
+
+    def download(self, name: str, path: pathlib.Path) -> str | None:
+        """Read an object into a new file; returns its ETag, or None if it is absent."""
+
+        def attempt() -> str | None:
+            path.unlink(missing_ok=True)
+            try:
+                found = self._obstore.get(self._large, name)
+            except FileNotFoundError:
+                return None
+            with create(path) as file:
+                for piece in found.stream(min_chunk_size=_READ_BYTES):
+                    file.write(piece)
+            return str(found.meta["e_tag"])
+
+        return self._try(attempt, name)
+
+    # -- the store -----------------------------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """Raise StoreError unless the store can be written and keeps conditions. Three requests, and one to tidy up."""
+        name = f"probe-{uuid.uuid4().hex}"
+        self.put_new(name, b"1")
+        try:
+            for mode in ("create", {"e_tag": '"0"'}):
+                kept = self._try(functools.partial(self._is_refused, name, mode), name)
+                if not kept:
+                    raise StoreError(
+                        f"{self.url}: this store ignores the conditions of requests (If-None-Match, If-Match), so two "
+                        "processes could write one job; give a bucket of a store that keeps them, or a folder"
+                    )
+        finally:
+            with contextlib.suppress(StoreError):
+                self.delete([name])
+
+    def _is_refused(self, name: str, mode: Any) -> bool:
+        try:
+            self._obstore.put(self._small, name, b"2", mode=mode)
+        except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
+            return True
+        return False
+
+    def _read(self, name: str) -> Object | None:
+        try:
+            found = self._obstore.get(self._small, name)
+            return Object(bytes(found.bytes()), str(found.meta["e_tag"]))
+        except FileNotFoundError as error:
+            if _remedy(error):
+                raise
+            return None
+
+    def _read_after(self, name: str, error: Exception) -> Object:
+        """What is there after a request that has failed."""
+        if _remedy(error):
+            raise error
+        if (there := self._read(name)) is None:
+            raise _AgainError from error
+        return there
+
+    def _digest(self, name: str, error: Exception) -> tuple[bytes, str]:
+        try:
+            found = self._obstore.get(self._large, name)
+        except FileNotFoundError:
+            raise _AgainError from error
+        digest = xxhash.xxh3_128()
+        for piece in found.stream(min_chunk_size=_READ_BYTES):
+            digest.update(piece)
+        return digest.digest(), str(found.meta["e_tag"])
+
+    def _delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._obstore.delete(self._small, name)
+
+    def _try(self, attempt: Callable[[], _T], name: str, patience_s: float | None = None) -> _T:
+        """The result of `attempt`, which is tried again after an error until the patience is over."""
+        patience_s = self.patience_s if patience_s is None else patience_s
+        began = time.monotonic()
+        pause_s = 0.05
+        while True:
+            try:
+                result = self._wait(_on_thread(attempt), began + patience_s + _LONG_S)
+            except StoreError:
+                raise
+            except Exception as error:
+                cause = error.__cause__ if isinstance(error, _AgainError) and error.__cause__ else error
+                if remedy := _remedy(cause):
+                    raise StoreError(
+                        f"{self.url}/{name}: {one_line(cause)}; {remedy}; then run the same command again"
+                    ) from error
+                self.failure = one_line(cause)
+                self.failing_since = self.failing_since or time.monotonic()
+            else:
+                self.failing_since = None
+                return result
+            if self.is_stopped() or time.monotonic() - began + pause_s > patience_s:
+                raise StoreError(
+                    f"{self.url}/{name}: the store has not taken a request for "
+                    f"{time.monotonic() - self.failing_since:.0f} s: {self.failure}; nothing is lost: run the same "
+                    "command again when it answers"
+                )
+            time.sleep(random.random() * pause_s)
+            pause_s = min(2 * pause_s, 5.0)
+
+    def _wait(self, future: "Future[_T]", until: float) -> _T:
+        while True:
+            with contextlib.suppress(NotYet):
+                return future.result(_LOOK_S)
+            if not future.done() and (self.is_stopped() or time.monotonic() > until):
+                raise _AgainError("no answer yet")
+
+
+def _on_thread(call: Callable[[], _T]) -> "Future[_T]":
+    """Run a call on a thread that does not keep the process alive."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return future
+
+
+def user_cache(*names: str) -> str:
+    """A folder in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "batchinf", *names)
+
+
+# -- obstore -----------------------------------------------------------------------------------------------------------
+
+
+def _import_obstore() -> Any:
+    try:
+        import obstore
+    except ImportError:
+        raise StoreError(
+            "an output in a bucket needs the package obstore: install it with pip install 'batchinf[buckets]'"
+        ) from None
+    return obstore
+
+
+def _store(url: str, longest_s: int) -> Any:
+    import obstore.store as stores
+
+    scheme, bucket, prefix = bucket_and_prefix(url)
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    options: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(seconds=longest_s),
+            "connect_timeout": timedelta(seconds=5),
+            "allow_http": scheme in ("s3", "az") and not endpoint.startswith("https:"),
+        },
+        "retry_config": {"max_retries": 0},
+        "prefix": prefix,
+    }
+    match scheme:
+        case "s3":
+            if endpoint:
+                options["endpoint"] = endpoint
+            return stores.S3Store(bucket, **options, **_aws_credentials())
+        case "hf":
+            namespace, name = bucket.split("/")
+            endpoint = f"https://s3.hf.co/{namespace}"
+            return stores.S3Store(name, endpoint=endpoint, region="us-east-1", **options, **_aws_credentials())
+        case "gs":
+            return stores.GCSStore(bucket, **options)
+    return stores.AzureStore(bucket, **options)
+
+
+def _aws_credentials() -> dict[str, Any]:
+    """A provider that also knows profiles, which obstore does not read; none if the environment has the key."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+    if any(os.environ.get(name) for name in names) or importlib.util.find_spec("boto3") is None:
+        return {}
+    import boto3  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session()
+    return {} if session.get_credentials() is None else {"credential_provider": Boto3CredentialProvider(session)}
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+_NOT_ALLOWED = ("PermissionDeniedError", "UnauthenticatedError")
+_EXPIRED = re.compile("ExpiredToken|TokenRefreshRequired|RequestExpired|InvalidAccessKeyId|SignatureDoesNotMatch")
+_FULL = re.compile("QuotaExceeded|InsufficientStorage|507 |EntityTooLarge")
+
+
+def _remedy(error: BaseException) -> str:
+    """What the user must do about an error that stays the same until then; empty for one that may pass."""
+    text = str(error)
+    if isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED or _EXPIRED.search(text):
+        return "check that the key is right, has not expired, and may read, list, write and delete there"
+    if _NO_BUCKET.search(text):
+        return "make the bucket first, or correct output.path"
+    if _FULL.search(text):
+        return "make room there, or ask for a larger quota"
+    if "169.254.169.254" in text or "metadata.google" in text:
+        has_profiles = (pathlib.Path.home() / ".aws").is_dir() and importlib.util.find_spec("boto3") is None
+        more = ", or install boto3, which reads the profiles in ~/.aws" if has_profiles else ""
+        return f"no credentials were found: set them in the environment{more}"
+    return ""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error, without what may be a secret. obstore's errors have 30 lines of debug text."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    if code := re.search(r"<Code>(\w+)</Code>", str(error)):
+        text = f"{text.partition(': <?xml')[0]} ({code[1]})"
+    text = re.sub(r"//[^/@\s]*@", "//…@", re.sub(r"\?\S+", "", text))
+    return clip(text, 300)

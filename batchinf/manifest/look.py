@@ -1,0 +1,144 @@
+"""How commands that read find a job: in its folder, or in a bucket by a local copy of all but the parts.
+
+The copy is in the user's cache folder. It gets the manifest, the status and the lock at each look, and a part when that
+is read: it then has the part's digest in its name, and is never fetched again.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import xxhash
+
+from batchinf.base.bucket import Bucket, user_cache
+from batchinf.base.errors import OutputError
+from batchinf.base.places import bucket_problem, is_bucket
+from batchinf.base.slices import CUT_RECORD, JobFolder, folder_name, job_folders
+from batchinf.base.storage import Folder
+from batchinf.manifest.chain import Chain
+from batchinf.manifest.lock import LOCK, not_begun_message
+from batchinf.manifest.names import part_name
+from batchinf.manifest.state import State, read_jobs
+from batchinf.records import Part
+
+_PATIENCE_S = 20.0
+_FREE = b"free"
+
+
+class Look:
+    """A job's output, as it is now."""
+
+    def __init__(self, out: object) -> None:
+        """out: the output folder, or the URL of one in a bucket. Raises UserError for anything else."""
+        self.out = _bucket_name(out) or folder_name(out)
+        self.is_bucket = is_bucket(self.out)
+        self.root = _copy(self.out) if self.is_bucket else self.out
+        """The folder of this host that has the job's files, without its parts if they are in a bucket."""
+
+    def jobs(self) -> list[tuple[JobFolder, State | None]]:
+        """The job, or all its slices in row order, each with its state; None if it has not begun."""
+        return [*read_jobs(self.root)]
+
+    def nothing(self) -> OutputError:
+        """The error for an output without a job that has begun."""
+        if not self.is_bucket:
+            return OutputError(not_begun_message(self.out))
+        return OutputError(f"{self.out} holds no job that has begun; give the output.path of a job")
+
+    def named(self, job: JobFolder) -> str:
+        """The folder of a job or a slice as the user would name it."""
+        if not self.is_bucket:
+            return str(job.folder.root)
+        return self.out if job.slice is None else f"{self.out}/{job.slice.name}"
+
+    def part(self, job: JobFolder, part: Part) -> pathlib.Path:
+        """The file of a committed part, which is fetched from the bucket at its first use."""
+        name = f"parts/{part_name(part.shard)}"
+        if not self.is_bucket:
+            return job.folder.path(name)
+        path = job.folder.path(f"parts/{part.digest}-{part_name(part.shard)}")
+        if not path.exists():
+            job.folder.make("parts")
+            temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+            is_there = Bucket(self.named(job), _PATIENCE_S).download(name, temporary)
+            if is_there is None or _digest(temporary) != part.digest:
+                temporary.unlink(missing_ok=True)
+                what = "is missing" if is_there is None else "is not the committed part"
+                raise OutputError(f"{self.named(job)}/{name} {what}: run the job again, which makes it again")
+            temporary.replace(path)
+        return path
+
+    def parts(self, begun: Sequence[tuple[JobFolder, State]]) -> "PartFiles":
+        """The files of all committed parts of these jobs."""
+        return PartFiles(self, [(job, state.parts[shard]) for job, state in begun for shard in sorted(state.parts)])
+
+
+def _digest(path: pathlib.Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+class PartFiles(Sequence[pathlib.Path]):
+    """The files of parts; those in a bucket are fetched one by one as they are read."""
+
+    def __init__(self, look: Look, parts: Sequence[tuple[JobFolder, Part]]) -> None:
+        self._look = look
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[pathlib.Path]:
+        return (self._look.part(job, part) for job, part in self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> pathlib.Path: ...
+    @overload
+    def __getitem__(self, index: slice) -> "PartFiles": ...
+    def __getitem__(self, index: int | slice) -> "pathlib.Path | PartFiles":
+        if isinstance(index, slice):
+            return PartFiles(self._look, self._parts[index])
+        job, part = self._parts[index]
+        return self._look.part(job, part)
+
+
+def _bucket_name(out: object) -> str | None:
+    """The URL of a bucket without a last slash; None for anything else."""
+    if not isinstance(out, str) or not is_bucket(out):
+        return None
+    if (problem := bucket_problem(out)) is not None:
+        raise OutputError(f"the output: {problem}")
+    return out.rstrip("/")
+
+
+def _copy(url: str) -> str:
+    """Bring the local copy up to date; returns its folder."""
+    root = Folder(user_cache("copies", hashlib.sha256(url.encode()).hexdigest()[:16]))
+    _copy_files(Bucket(url, _PATIENCE_S), root, CUT_RECORD)
+    for job in job_folders(str(root.root)):
+        own = url if job.slice is None else f"{url}/{job.slice.name}"
+        chain = _chain(own)
+        chain.read()
+        if chain.commits:
+            chain.restore(job.folder)
+        _copy_files(Bucket(own, _PATIENCE_S), job.folder, "status.json", LOCK)
+    return str(root.root)
+
+
+@functools.cache
+def _chain(url: str) -> Chain:
+    """The commits that this process has read already."""
+    return Chain(Bucket(url, _PATIENCE_S))
+
+
+def _copy_files(bucket: Bucket, folder: Folder, *names: str) -> None:
+    for name in names:
+        there = bucket.get(name)
+        if there is None or there.data == _FREE:
+            folder.delete(name)
+        else:
+            folder.make()
+            folder.write_atomic(name, there.data, durable=False)

@@ -1,0 +1,401 @@
+"""Mirrors the work folder of a job into its bucket while the job runs, and restores it on an empty machine.
+
+The coordinator owns the one `Mirror` of a run; a job in a folder has none. Replicas know nothing of it. Objects:
+
+    commits/000000042                 see `manifest.chain`
+    parts/part-000042.parquet         created before their commit, and never changed afterwards
+    journal/000003-1f2e3d4c-000001    all new segments of a tick in one object: their names and sizes, then their bytes
+    selection/000001.positions-1f2e…  the rows that the job runs, with the digest of the file
+    lock, status.json, job.yaml       see `manifest.bucket_lock`; the last writer of the others wins
+"""
+
+import contextlib
+import hashlib
+import json
+import pathlib
+import queue
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import xxhash
+
+from batchinf.base import faults
+from batchinf.base.bucket import Bucket
+from batchinf.base.errors import OutputError
+from batchinf.base.slices import CUT_RECORD, FILES_RECORD
+from batchinf.base.storage import Folder
+from batchinf.base.text import counted, size_text
+from batchinf.manifest.bucket_lock import BucketLock
+from batchinf.manifest.chain import Chain
+from batchinf.manifest.lock import LockLost
+from batchinf.manifest.names import parse_part_name, part_name, staging_name
+from batchinf.manifest.state import State, read_beginning, read_state
+from batchinf.records import Part
+from batchinf.schedule.positions import RUN_FOLDER, positions_name, read_positions
+
+_NUM_UPLOADS = 4
+_BUNDLE_BYTES = 64 << 20
+_MOST_WAITING_BYTES = 1 << 30
+# After this time without an answer another process may hold the job: a new row might be run twice.
+_ABSENT_S = 60.0
+_STATUS_EVERY_S = 30.0
+_LOOK_S = 0.2
+_LAST_PATIENCE_S = 5.0
+_Item = TypeVar("_Item")
+
+
+class Mirror:
+    """The bucket of a running job. Hold the work folder's own lock while it is in use."""
+
+    def __init__(self, bucket: Bucket, folder: Folder, *, interval_s: float) -> None:
+        """interval_s: between two bundles of the journal."""
+        self.url = bucket.url
+        self.chain = Chain(bucket)
+        self.chain.before = self._send_selection
+        self.lock = BucketLock(bucket)
+        self.judge: Callable[[str, int], Part | None] = lambda name, shard: None
+        """The record of a file of the folder if it is the whole part of a shard; set when the job is known."""
+        self._bucket = bucket
+        self._folder = folder
+        self._interval_s = interval_s
+        self._queue: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
+        self._waiting: dict[int, int] = {}
+        """Bytes by shard: parts that are not uploaded yet."""
+        self._error: OutputError | None = None
+        self._is_closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._ticking = threading.Lock()
+        self._sent: set[str] = set()
+        """Names of segments and of stored positions that the bucket has."""
+        self._bundles: dict[str, set[int]] = {}
+        """The shards of each bundle in the bucket."""
+        self._dropped: set[int] = set()
+        """Shards whose segments are no longer needed."""
+        self._num_bundles = 0
+        self._token = uuid.uuid4().hex[:8]
+        self._was_held_back = False
+
+    # -- restoring -----------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Make the folder's manifest and selection those of the bucket, which count. The folder may be empty."""
+        before = _job_id(self._folder)
+        self.chain.read()
+        self.chain.restore(self._folder)
+        if _job_id(self._folder) != before:
+            for name in ("staging", "journal", RUN_FOLDER):
+                shutil.rmtree(self._folder.path(name), ignore_errors=True)
+        if not self.chain.commits and self._bucket.list("parts"):
+            raise OutputError(
+                f"{self.url} holds parts of a job without its manifest: give the new job another output.path, or "
+                "delete the parts"
+            )
+        state = read_state(self._folder)
+        if state is not None:
+            self._restore_selection(state)
+
+    def take_over(self) -> int:
+        """Restore all that a start needs, with the lock held. Returns the last epoch."""
+        self.restore()
+        state = read_state(self._folder)
+        self._folder.make("staging", "journal", "parts")
+        # Parts are in the bucket alone. A reader must not find others here.
+        shutil.rmtree(self._folder.path("parts"))
+        self._folder.make("parts")
+        committed = {} if state is None else state.parts
+        for listed in self._bucket.list("parts"):
+            shard = parse_part_name(listed.name)
+            if shard is not None and shard not in committed:
+                # Uploaded, but not committed: the recovery adopts it like a staged part.
+                self._bucket.download(
+                    f"parts/{listed.name}", self._folder.path(f"staging/{staging_name(shard, 'uploaded')}")
+                )
+        self._restore_journal(set(committed))
+        return self.chain.last_epoch
+
+    def changed_parts(self, state: State) -> list[int]:
+        """The committed shards whose part is missing in the bucket or has another size."""
+        if not state.parts:
+            return []
+        sizes = {listed.name: listed.num_bytes for listed in self._bucket.list("parts")}
+        lost = [shard for shard, part in sorted(state.parts.items()) if sizes.get(part_name(shard)) != part.num_bytes]
+        self._dropped.difference_update(lost)
+        return lost
+
+    def fetch_parts(self, state: State, shards: Sequence[int], most_bytes: int) -> None:
+        """Download committed parts into the folder for the closing lines, up to this many bytes."""
+        for shard in shards:
+            most_bytes -= state.parts[shard].num_bytes
+            if most_bytes >= 0:
+                name = f"parts/{part_name(shard)}"
+                self._bucket.download(name, self._folder.path(name))
+
+    def _restore_selection(self, state: State) -> None:
+        listed = [each.name for each in self._bucket.list(RUN_FOLDER)]
+        self._sent.update(listed)
+        self._folder.make(RUN_FOLDER)
+        for number, extent in enumerate(state.extents, 1):
+            if extent.positions is None or read_positions(self._folder, number, extent.positions) is not None:
+                continue
+            name = positions_name(number)
+            for candidate in listed:
+                if candidate.startswith(f"{name.rpartition('/')[2]}-"):
+                    self._bucket.download(f"{RUN_FOLDER}/{candidate}", self._folder.path(name))
+                    if read_positions(self._folder, number, extent.positions) is not None:
+                        break
+
+    def _restore_journal(self, committed: set[int]) -> None:
+        for listed in self._bucket.list("journal"):
+            if (found := self._bucket.get(f"journal/{listed.name}")) is None:
+                continue
+            segments = dict(_unbundled(found.data))
+            self._bundles[listed.name] = {_shard_of(name) for name in segments}
+            for name, data in segments.items():
+                self._sent.add(name)
+                if _shard_of(name) not in committed and not self._folder.exists(f"journal/{name}"):
+                    self._folder.write_atomic(f"journal/{name}", data, durable=False)
+        self._dropped |= committed
+
+    # -- while the job runs --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads that upload."""
+        works = [self._upload_parts] * _NUM_UPLOADS + [self._keep_ticking]
+        self._threads = [threading.Thread(target=work, name="mirror", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
+
+    def until(self, is_stopped: Callable[[], bool]) -> None:
+        """From now on, wait for the store only until this is true."""
+        self._bucket.is_stopped = is_stopped
+
+    def exchange(self, parts: Sequence[tuple[_Item, Part]]) -> list[tuple[_Item, Part]]:
+        """Begin to upload staged parts, and return those that have been uploaded since: they can be committed.
+
+        A returned part may be another one of the same shard, which an earlier process has uploaded. Raises StoreError
+        if the store takes no part.
+        """
+        for item, part in parts:
+            self._waiting[part.shard] = part.num_bytes
+            self._queue.put((item, part))
+        if self._error is not None:
+            raise self._error
+        uploaded = []
+        while True:
+            try:
+                uploaded.append(self._done.get_nowait())
+            except queue.Empty:
+                return uploaded
+
+    def put_part(self, part: Part, staged: str) -> Part:
+        """Upload a staged part. Returns the part that is there now, which an earlier process may have uploaded.
+
+        A whole part of the job is never replaced: it may be committed by now. Anything else cannot have been committed.
+        """
+        name = f"parts/{part_name(part.shard)}"
+        etag: str | None = None
+        while True:
+            self._refuse_if_lost()
+            faults.point("mirror.before_part")
+            etag = self._bucket.upload(name, self._folder.path(staged), etag)
+            faults.point("mirror.after_part")
+            if etag is None:
+                return part
+            theirs = f"staging/{staging_name(part.shard, f'theirs-{uuid.uuid4().hex[:8]}')}"
+            if (etag := self._bucket.download(name, self._folder.path(theirs))) is not None:
+                whole = self.judge(theirs, part.shard)
+                self._folder.delete(theirs)
+                if whole is not None:
+                    return whole
+
+    def note_committed(self, shards: Sequence[int]) -> None:
+        """The segments of these shards are no longer needed."""
+        self._dropped.update(shards)
+        for shard in shards:
+            self._waiting.pop(shard, None)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `exchange` returns parts, or raises."""
+        return self._error is not None or not self._done.empty()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether parts wait for their upload or their commit."""
+        return bool(self._waiting) and self._error is None
+
+    def held_back(self, say: Callable[[str], None]) -> bool:
+        """Whether no new rows should begin, because the store is slow or absent. Says so when it begins and ends."""
+        since = self._bucket.failing_since
+        absent_s = 0.0 if since is None else time.monotonic() - since
+        num_bytes = sum([*self._waiting.values()])
+        is_held_back = absent_s > _ABSENT_S or num_bytes > _MOST_WAITING_BYTES
+        if is_held_back != self._was_held_back:
+            self._was_held_back = is_held_back
+            waiting = f"{counted(len(self._waiting), 'part')}, {size_text(num_bytes)}, wait for it"
+            if not is_held_back:
+                say(f"{self.url} answers again: new rows begin")
+            elif absent_s > _ABSENT_S:
+                say(f"warning: {self.url} has not answered for {absent_s:.0f} s ({self._bucket.failure}); {waiting}; "
+                    "no new rows begin until it does")  # fmt: skip
+            else:
+                say(f"warning: {self.url} is slower than the engines: {waiting}; no new rows begin until it has them")
+        return is_held_back
+
+    def left_line(self) -> str:
+        """What only this host has when the run ends; empty if the bucket has all."""
+        if not self._waiting:
+            return ""
+        waiting = counted(len(self._waiting), "finished part")
+        return f"  not in {self.url} yet: {waiting}, which only {self._folder.root} on this host has"
+
+    def flush(self) -> None:
+        """Upload the segments that are not in the bucket yet. Passes over a store that does not answer."""
+        with contextlib.suppress(OutputError, OSError):
+            self._tick()
+
+    def close(self) -> None:
+        """End the threads, and store what is left within some seconds."""
+        self._is_closed.set()
+        end_by = time.monotonic() + _LAST_PATIENCE_S
+        self.until(lambda: time.monotonic() > end_by)
+        for thread in self._threads:
+            thread.join(_LAST_PATIENCE_S)
+        self.flush()
+        self._put("status.json", "job.yaml")
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    def _upload_parts(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                item, part = self._queue.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            try:
+                self._done.put((item, self.put_part(part, f"staging/{part.file}")))
+            except OutputError as error:
+                self._error = self._error or error
+            except Exception as error:
+                self._error = self._error or OutputError(f"cannot upload {part.file}: {error}")
+
+    def _keep_ticking(self) -> None:
+        next_tick = time.monotonic() + self._interval_s
+        next_status = 0.0
+        while not self._is_closed.wait(min(_LOOK_S, self._interval_s)) and not self.chain.is_lost:
+            with contextlib.suppress(OutputError, OSError):
+                if time.monotonic() >= next_status:
+                    next_status = time.monotonic() + _STATUS_EVERY_S
+                    self._put("status.json")
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + self._interval_s
+                    self._tick()
+
+    def _put(self, *names: str) -> None:
+        """Copy files that only inform."""
+        for name in names:
+            with contextlib.suppress(OutputError, OSError):
+                self._refuse_if_lost()
+                self._bucket.put(name, self._folder.read(name), _LAST_PATIENCE_S)
+
+    def _tick(self) -> None:
+        """Store all new segments, and delete the bundles of which none is needed."""
+        with self._ticking:
+            pieces: list[tuple[str, bytes]] = []
+            for name in self._folder.list("journal"):
+                if name in self._sent or _shard_of(name) in self._dropped:
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # its results are in a part by now
+                    pieces.append((name, self._folder.read(f"journal/{name}")))
+                if sum(len(data) for _, data in pieces) >= _BUNDLE_BYTES:
+                    self._send(pieces)
+                    pieces = []
+            if pieces:
+                self._send(pieces)
+            for bundle in [name for name, shards in self._bundles.items() if shards <= self._dropped]:
+                self._refuse_if_lost()
+                faults.point("mirror.before_delete")
+                self._bucket.delete([f"journal/{bundle}"])
+                del self._bundles[bundle]
+
+    def _send(self, pieces: Sequence[tuple[str, bytes]]) -> None:
+        self._refuse_if_lost()
+        self._num_bundles += 1
+        bundle = f"{self.chain.epoch:06d}-{self._token}-{self._num_bundles:06d}"
+        faults.point("mirror.before_bundle")
+        self._bucket.put_new(f"journal/{bundle}", _bundled(pieces))
+        faults.point("mirror.after_bundle")
+        self._bundles[bundle] = {_shard_of(name) for name, _ in pieces}
+        self._sent.update(name for name, _ in pieces)
+
+    def _send_selection(self) -> None:
+        """Store the files of chosen rows, before a commit names one."""
+        for name in self._folder.list(RUN_FOLDER):
+            path = self._folder.path(f"{RUN_FOLDER}/{name}")
+            if not name.endswith(".positions") or (mark := _mark(path)) in self._sent:
+                continue
+            named = f"{name}-{_file_digest(path)}"
+            if named not in self._sent:
+                self._bucket.upload(f"{RUN_FOLDER}/{named}", path)
+                self._sent.add(named)
+            self._sent.add(mark)
+
+    def _refuse_if_lost(self) -> None:
+        if self.chain.is_lost:
+            raise LockLost(f"{self.url} is no longer held by this process")
+        self.lock.check()
+
+
+def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:
+    """Make the records that all slices share those of the bucket.
+
+    is_alone: the caller holds the whole folder, so that one which the bucket does not have is of an earlier job.
+    """
+    for name in (CUT_RECORD, FILES_RECORD):
+        if (there := bucket.get(name)) is not None:
+            folder.make()
+            folder.write_atomic(name, there.data)
+        elif is_alone:
+            folder.delete(name)
+
+
+def _job_id(folder: Folder) -> str | None:
+    with contextlib.suppress(OutputError):
+        return read_beginning(folder).job_id
+    return None
+
+
+def _mark(path: pathlib.Path) -> str:
+    """Tells a file from those that had its name before."""
+    status = path.stat()
+    return f"{path.name} {status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
+
+def _file_digest(path: pathlib.Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def _shard_of(segment: str) -> int:
+    number = segment.partition("-")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def _bundled(pieces: Sequence[tuple[str, bytes]]) -> bytes:
+    sizes = json.dumps([[name, len(data)] for name, data in pieces]).encode()
+    return b"".join([sizes, b"\n", *(data for _, data in pieces)])
+
+
+def _unbundled(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """The segments in a bundle. Each has a checksum of its own."""
+    line, _, rest = data.partition(b"\n")
+    with contextlib.suppress(ValueError, TypeError):
+        for name, size in json.loads(line):
+            if isinstance(name, str) and _shard_of(name) >= 0 and "/" not in name:
+                yield name, rest[:size]
+            rest = rest[size:]

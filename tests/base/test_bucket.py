@@ -1,0 +1,183 @@
+"""Requests to a store: conditions under faults, errors in one line, memory."""
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import stores
+
+from batchinf.base.bucket import Bucket, StoreError
+from batchinf.base.places import bucket_and_prefix, bucket_problem, is_bucket
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
+    with stores.proxy() as made:
+        for name, value in made.environment.items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_one_of_two_writers_creates_each_object(share: float, url: str, store: stores.Proxy) -> None:
+    store.fault = stores.often(share, seed=7)
+    num_names = 40
+    claims: dict[str, list[int]] = {"a": [], "b": []}
+
+    def write(who: str) -> None:
+        bucket = Bucket(url)
+        for number in random.Random(who).sample(range(num_names), num_names):
+            other = bucket.put_new(f"n/{number}", who.encode())
+            if other is None:
+                claims[who].append(number)
+            else:
+                assert other.data != who.encode()
+
+    writers = [threading.Thread(target=write, args=[who]) for who in claims]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    stored = {number: stores.read(url, f"n/{number}").decode() for number in range(num_names)}
+    assert {who: sorted(found) for who, found in claims.items()} == {
+        who: [number for number in range(num_names) if stored[number] == who] for who in claims
+    }
+
+
+def test_a_counter_by_compare_and_swap(url: str, store: stores.Proxy) -> None:
+    # After a lost answer, a writer cannot know whether its count was there before another's.
+    store.fault = stores.often(
+        0.25, seed=8, faults=[fault for fault in stores.FAULTS if fault not in ("drop", "500 after")]
+    )
+    Bucket(url).put("counter", b"0 -")
+
+    def count(who: str) -> None:
+        bucket = Bucket(url)
+        left = 15
+        while left:
+            there = bucket.get("counter")
+            assert there is not None
+            value = int(there.data.split()[0])
+            # The bytes say whose they are, as those of a lock do: equal bytes are this writer's own.
+            left -= bucket.put_if("counter", f"{value + 1} {who} {left}".encode(), there.etag) is not None
+
+    counters = [threading.Thread(target=count, args=[str(who)]) for who in range(3)]
+    for counter in counters:
+        counter.start()
+    for counter in counters:
+        counter.join()
+    assert stores.read(url, "counter").split()[0] == b"45"
+
+
+def test_a_file_is_created_once_and_replaced_only_with_its_etag(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    store.fault = stores.often(0.25, seed=9)
+    bucket = Bucket(url)
+    for number in range(10):
+        one, two = tmp_path / "one", tmp_path / "two"
+        one.write_bytes(b"1" * (number + 1))
+        two.write_bytes(b"2" * (number + 1))
+        name = f"parts/{number}"
+        assert bucket.upload(name, one) is None
+        assert bucket.upload(name, one) is None
+        etag = bucket.upload(name, two)
+        assert etag is not None and stores.read(url, name) == one.read_bytes()
+        assert bucket.upload(name, two, '"0"') == etag
+        assert bucket.upload(name, two, etag) is None
+        assert stores.read(url, name) == two.read_bytes()
+        assert bucket.download(name, tmp_path / "back") and (tmp_path / "back").read_bytes() == two.read_bytes()
+    assert [each.name for each in bucket.list("parts", after="7")] == ["8", "9"]
+
+
+def test_a_store_without_conditions_is_refused(url: str, store: stores.Proxy) -> None:
+    Bucket(url).probe()
+    num_requests = len(store.seen)
+    assert num_requests == 4
+    store.fault = lambda method, path: "unconditional"
+    with pytest.raises(StoreError, match="ignores the conditions of requests"):
+        Bucket(url).probe()
+    assert not stores.names(url)
+
+
+def test_errors_are_one_line_without_secrets(url: str, store: stores.Proxy) -> None:
+    with pytest.raises(StoreError, match="make the bucket first") as missing:
+        Bucket("s3://no-such-bucket/job").probe()
+    store.fault = lambda method, path: "403"
+    with pytest.raises(StoreError, match="check that the key is right") as denied:
+        Bucket(url).probe()
+    store.fault = lambda method, path: "503"
+    with pytest.raises(StoreError, match="has not taken a request for") as busy:
+        Bucket(url, patience_s=0.3).probe()
+    for raised in (missing, denied, busy):
+        assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+        assert len(str(raised.value)) < 700
+
+
+def test_urls() -> None:
+    good = {
+        "s3://b/job": ("s3", "b", "job"),
+        "gs://b/a/job": ("gs", "b", "a/job"),
+        "az://c/job": ("az", "c", "job"),
+        "hf://buckets/me/b/job": ("hf", "me/b", "job"),
+    }
+    for url, pieces in good.items():
+        assert is_bucket(url) and bucket_problem(url) is None and bucket_problem(f"{url}/") is None
+        assert bucket_and_prefix(url) == pieces
+    for path in ("s3:/b/x", "out/job", "s3a://b/x", "s3", "/s3://b/x"):
+        assert not is_bucket(path)
+    for url in (
+        "s3://b",
+        "s3://b//x",
+        "s3://b/./x",
+        "hf://datasets/a/b",
+        "hf://buckets/me/b",
+        "s3://b/x\n",
+        "s3://b/*",
+    ):
+        assert bucket_problem(url) is not None
+
+
+@pytest.mark.slow
+def test_memory_of_an_upload(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(400 << 20)
+    code = """
+import pathlib, resource, sys
+from batchinf.base.bucket import Bucket
+bucket = Bucket(sys.argv[1])
+bucket.put("small", b"1")
+def private():
+    text = open("/proc/self/smaps_rollup").read()
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_Dirty"))
+before = private()
+peak = 0
+import threading
+done = threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.01):
+        peak = max(peak, private())
+thread = threading.Thread(target=watch)
+thread.start()
+bucket.upload("large", pathlib.Path(sys.argv[2]))
+done.set()
+thread.join()
+print(peak - before)
+"""
+    environment = {**os.environ, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{stores.server()}"}
+    run = subprocess.run([sys.executable, "-c", code, url, large], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 20 << 10

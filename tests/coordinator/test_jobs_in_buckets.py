@@ -1,0 +1,354 @@
+"""Jobs whose output is in a bucket, on a real S3 server: killed, moved to an empty machine, raced, and cut off."""
+
+import json
+import pathlib
+import shutil
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import stores
+
+import jobs
+
+pytestmark = [pytest.mark.fewer_rows]
+
+# Steps at which the coordinator is killed. Each test then deletes the work folder and starts again.
+STEPS = (
+    "cut.before_record",
+    "cut.after_record",
+    "chain.before_commit:1",
+    "chain.after_commit:1",
+    "chain.after_commit:4",
+    "chain.before_commit:9",
+    "chain.after_commit:9",
+    "manifest.mid_line:8",
+    "mirror.before_part:3",
+    "mirror.after_part:3",
+    "mirror.before_bundle:2",
+    "mirror.after_bundle:2",
+    "mirror.before_delete:1",
+    "coordinator.before_drop:4",
+)
+FAST = ("chain.after_commit:4", "chain.after_commit:9", "mirror.after_part:3", "mirror.after_bundle:2")
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def store() -> Iterator[stores.Proxy]:
+    with stores.proxy() as made:
+        yield made
+
+
+def _is_whole(url: str) -> None:
+    """What any reader finds is what the manifest names, and the rows of an unhurt job."""
+    assert set(stores.names(url, "parts")) == stores.committed(url)
+    assert stores.rows(url) == list(jobs.unhurt())
+    assert not stores.names(url, "journal")
+    assert stores.read(url, "lock") == b"free"
+
+
+def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    spec = stores.spec_of(tmp_path, url)
+    done = jobs.finish(spec, **store.environment)
+    assert f"in {url}/parts" in done.stdout
+    _is_whole(url)
+    assert not list((tmp_path / "work" / "parts").iterdir())
+    secret = stores.KEYS["AWS_SECRET_ACCESS_KEY"].encode()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()]
+    # Nothing is left to run, also on another machine.
+    shutil.rmtree(tmp_path / "work")
+    num_parts = sum(path.endswith(".parquet") for method, path in store.seen if method == "PUT")
+    assert "was already done" in jobs.finish(spec, **store.environment).stdout
+    assert sum(path.endswith(".parquet") for method, path in store.seen if method == "PUT") == num_parts
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[] if step in FAST else [pytest.mark.slow]) for step in STEPS]
+)
+def test_killed_and_gone_on_with_on_an_empty_machine(
+    step: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    spec = stores.spec_of(tmp_path, url)
+    killed = jobs.run("run", spec, faults=f"{step}=kill", **store.environment)
+    assert killed.returncode == -9, killed.stderr
+    shutil.rmtree(tmp_path / "work")
+    committed = stores.committed(url)
+    found = stores.names(url, "parts")
+    assert committed <= set(found)
+    if found:
+        rows = stores.rows(url)
+        assert len({row["row_index"] for row in rows}) == len(rows)
+        expected = {row["row_index"]: row for row in jobs.unhurt()}
+        assert all(row == expected[row["row_index"]] for row in rows)
+    before = {name: stores.read(url, f"parts/{name}") for name in found}
+    jobs.finish(spec, **store.environment)
+    _is_whole(url)
+    # Parts are final, those too that were uploaded and not committed.
+    assert {name: stores.read(url, f"parts/{name}") for name in found} == before
+    lost = [line for line in stores.lines(url) if line.get("name") == "lost"]
+    assert not lost
+
+
+def test_requests_in_the_bucket_do_not_run_again(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    # One shard is so long that only its checkpoints are stored when the coordinator is killed.
+    slow = {"scripted": {"step_s": 0.05}, "parallel": {"data_parallel_size": 1}, "output": {"rows_per_shard": 240}}
+    spec = stores.spec_of(tmp_path, url, **slow)
+    assert jobs.run("run", spec, faults="mirror.after_bundle:6=kill", **store.environment).returncode == -9
+    shutil.rmtree(tmp_path / "work")
+    assert not stores.names(url, "parts")
+    num_stored = stores.num_journalled(url)
+    assert len(stores.names(url, "journal")) == 6 and num_stored >= 6
+    jobs.finish(stores.spec_of(tmp_path, url, **{**slow, "scripted": {"step_s": 0.0}}), **store.environment)
+    _is_whole(url)
+    [recovered] = [line for line in stores.lines(url) if line.get("name") == "recovered"]
+    assert recovered["num_requests"] == num_stored
+
+
+def test_a_paused_holder_wakes_up(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    marker = tmp_path / "held"
+    first = jobs.start(
+        "run",
+        stores.spec_of(tmp_path / "a", url),
+        faults=f"chain.before_commit:9=hold {marker}",
+        **store.environment,
+    )
+    jobs.wait_until(lambda: marker.exists() and marker.read_text())
+    # A takeover by another machine: after a minute without a heartbeat it swaps the lock.
+    with stores.file_system().open_output_stream(f"{url.removeprefix('s3://')}/lock") as file:
+        file.write(b"free")
+    jobs.finish(stores.spec_of(tmp_path / "b", url), **store.environment)
+    before = {name: stores.read(url, f"parts/{name}") for name in stores.names(url, "parts")}
+    marker.unlink()
+    _, errors = first.communicate(timeout=120)
+    assert first.returncode == 2, errors
+    assert "is no longer held by this process" in errors
+    assert {name: stores.read(url, f"parts/{name}") for name in stores.names(url, "parts")} == before
+    _is_whole(url)
+    # The loser's next run finds the job done.
+    assert "was already done" in jobs.finish(tmp_path / "a" / "job.yaml", **store.environment).stdout
+
+
+def test_two_at_once(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    specs = [stores.spec_of(tmp_path / name, url) for name in ("a", "b")]
+    both = [jobs.start("run", spec, **store.environment) for spec in specs]
+    ended = [process.communicate(timeout=200)[1] for process in both]
+    codes = [process.returncode for process in both]
+    assert 0 in codes and set(codes) <= {0, 2}, ended
+    _is_whole(url)
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_faults_in_a_quarter_of_the_requests(seed: int, url: str, tmp_path: pathlib.Path) -> None:
+    with stores.proxy(stores.often(0.25, seed)) as store:
+        spec = stores.spec_of(tmp_path, url)
+        killed = jobs.run("run", spec, faults="chain.after_commit:8=kill", **store.environment)
+        assert killed.returncode == -9, killed.stderr
+        shutil.rmtree(tmp_path / "work")
+        # The killed process could not free its lock, but it ran on this host.
+        jobs.finish(spec, **store.environment)
+    _is_whole(url)
+
+
+def test_a_store_that_is_absent_for_some_time(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    spec = stores.spec_of(tmp_path, url, output={"store_timeout_s": 2})
+    absent = []
+
+    def fault(method: str, path: str) -> str:
+        if "/commits/000000010" in path:
+            absent.append(path)
+        return "absent" if absent else ""
+
+    store.fault = fault
+    ended = jobs.run("run", spec, **store.environment)
+    assert ended.returncode == 2
+    assert ended.stderr.count("the store has not taken a request for") == 1, ended.stderr
+    assert "Debug source" not in ended.stderr and "secret-of-the-key" not in ended.stderr
+    store.fault = lambda method, path: ""
+    jobs.finish(spec, **store.environment)
+    _is_whole(url)
+
+
+def test_a_store_that_answers_again(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    num_seen = []
+
+    def fault(method: str, path: str) -> str:
+        num_seen.append(path)
+        return "absent" if 60 < len(num_seen) < 90 else ""
+
+    store.fault = fault
+    jobs.finish(stores.spec_of(tmp_path, url), **store.environment)
+    assert len(num_seen) > 90
+    _is_whole(url)
+
+
+def test_slices_on_machines_of_their_own(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    for index in (1, 0):
+        (tmp_path / str(index)).mkdir()
+        spec = stores.spec_of(tmp_path / str(index), url)
+        jobs.finish(spec, "--slice", f"{index}/2", **store.environment)
+    both = [row for index in (0, 1) for row in stores.rows(f"{url}/slice-{index}")]
+    assert both == list(jobs.unhurt())
+    refused = jobs.run("run", tmp_path / "0" / "job.yaml", **store.environment)
+    assert refused.returncode == 2 and "in 2 slices" in refused.stderr
+
+
+def test_chosen_rows_survive_the_machine(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    some = {"input": {"sample": 0.5, "order": "prefix"}}
+    (tmp_path / "local").mkdir()
+    jobs.finish(jobs.spec_of(tmp_path / "local", **some))
+    spec = stores.spec_of(tmp_path, url, **some)
+    assert jobs.run("run", spec, faults="chain.after_commit:8=kill", **store.environment).returncode == -9
+    shutil.rmtree(tmp_path / "work")
+    jobs.finish(spec, **store.environment)
+    local = sorted(jobs.rows_of(tmp_path / "local" / "out"), key=lambda row: row["row_index"])
+    assert stores.rows(url) == local
+
+
+def test_reading_commands(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    before = jobs.run("status", url, **store.environment, **cache)
+    assert before.returncode == 2 and f"{url} holds no job that has begun" in before.stderr
+    spec = stores.spec_of(tmp_path, url)
+    assert jobs.run("run", spec, faults="chain.after_commit:12=kill", **store.environment).returncode == -9
+    part_way = json.loads(jobs.run("status", url, "--json", **store.environment, **cache).stdout)
+    committed = [line for line in stores.lines(url) if line["kind"] == "part"]
+    assert part_way["jobs"][0]["activity"] == "stopped" and part_way["folder"] == url
+    assert part_way["totals"]["num_rows_committed"] == sum(line["num_rows"] for line in committed) > 0
+    jobs.finish(spec, **store.environment)
+    assert f"{url}: done" in jobs.run("status", f"{url}/", **store.environment, **cache).stdout
+    head = jobs.run("head", url, "-n", "5", "--json", **store.environment, **cache)
+    expected = list(jobs.unhurt())
+    assert [json.loads(line)["id"] for line in head.stdout.splitlines()] == [row["id"] for row in expected[:5]]
+    exported = jobs.run(
+        "export", url, "-o", tmp_path / "rows.jsonl", "--columns", "id,text", **store.environment, **cache
+    )
+    assert exported.returncode == 0, exported.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows == [{"id": row["id"], "text": row["text"]} for row in expected]
+    # Each part is fetched once for all commands.
+    store.seen.clear()
+    again = ("export", url, "-o", tmp_path / "again.jsonl", "--columns", "id,text")
+    assert jobs.run(*again, **store.environment, **cache).returncode == 0
+    assert not [path for method, path in store.seen if path.endswith(".parquet")]
+
+
+@pytest.mark.parametrize(
+    "command", ["check", "report", "diff", "inspect", "verify", "slurm", "tune", "export --to hf -o x", "run ray"]
+)
+def test_commands_that_do_not_work_with_a_bucket(command: str, url: str, tmp_path: pathlib.Path) -> None:
+    name, *more = command.split()
+    spec = stores.spec_of(tmp_path, url, **({"backend": "ray"} if more == ["ray"] else {}))
+    takes_spec = name in ("verify", "slurm", "tune", "run")
+    more = [] if more == ["ray"] else more
+    target = [spec] if takes_spec else [url, *([url] if name == "diff" else ["0"] if name == "inspect" else [])]
+    refused = jobs.run(name, *target, *more, AWS_ENDPOINT_URL="http://127.0.0.1:1")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") <= 3 and "bucket" in refused.stderr, refused.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"job.yaml"}
+
+
+@pytest.mark.parametrize(
+    "path", ["s3:/b/x", "s3a://b/x", "https://b/x", "s3://b", "s3://b/../x", "s3://key@b/x", "s3://b/x?key=1", "hf://x"]
+)
+def test_urls_that_are_no_folder_of_a_bucket(path: str, tmp_path: pathlib.Path) -> None:
+    refused = jobs.run("run", jobs.spec_of(tmp_path, output={"path": path}))
+    assert refused.returncode == 2 and "output.path" in refused.stderr
+    assert "key@" not in refused.stderr and "key=1" not in refused.stderr
+    assert {found.name for found in tmp_path.iterdir()} == {"job.yaml"}
+
+
+def test_without_obstore(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "obstore.py").write_text("raise ImportError")
+    path = f"{tmp_path}:{jobs.quick_start()['PYTHONPATH']}"
+    refused = jobs.run("run", stores.spec_of(tmp_path, url), **store.environment, PYTHONPATH=path)
+    assert refused.returncode == 2 and "pip install 'batchinf[buckets]'" in refused.stderr
+
+
+def test_ctrl_c_ends_a_wait_for_the_store(url: str, tmp_path: pathlib.Path) -> None:
+    # The connection is taken and never answered.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {**stores.KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        process = jobs.start("run", stores.spec_of(tmp_path, url), **environment)
+        connection, _ = silent.accept()
+        began = time.monotonic()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert time.monotonic() - began < 10
+
+
+def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    slow = {"scripted": {"step_s": 0.02}, "checkpoint_interval_s": 100}
+    process = jobs.start("run", stores.spec_of(tmp_path, url, **slow), **store.environment)
+    jobs.wait_until(lambda: len(stores.names(url, "parts")) >= 3)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert set(stores.names(url, "parts")) == stores.committed(url)
+    assert stores.read(url, "lock") == b"free"
+    shutil.rmtree(tmp_path / "work")
+    num_stored = stores.num_journalled(url)
+    done = jobs.finish(stores.spec_of(tmp_path, url), **store.environment)
+    assert f"{num_stored:,} requests finished and kept in the journal" in done.stderr
+    _is_whole(url)
+
+
+@pytest.mark.slow
+def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    vllm = {
+        "scripted": None,
+        "engine": {"max_model_len": 512, "max_num_seqs": 8},
+        "parallel": {"data_parallel_size": 1},
+    }
+    vllm |= {"input": {"limit": 60}, "output": {"rows_per_shard": 12}, "checkpoint_interval_s": 0.2}
+    (tmp_path / "local").mkdir()
+    jobs.finish(jobs.spec_of(tmp_path / "local", **vllm))
+    spec = stores.spec_of(tmp_path, url, **vllm)
+    killed = jobs.run("run", spec, faults="mirror.after_bundle:4=kill", **store.environment)
+    assert killed.returncode == -9, killed.stderr
+    shutil.rmtree(tmp_path / "work")
+    before = {name: stores.read(url, f"parts/{name}") for name in stores.names(url, "parts")}
+    num_stored = stores.num_journalled(url)
+    jobs.finish(spec, **store.environment)
+    assert {name: stores.read(url, f"parts/{name}") for name in before} == before
+    assert stores.rows(url) == jobs.rows_of(tmp_path / "local" / "out")
+    kept = [line["num_requests"] for line in stores.lines(url) if line.get("name") == "recovered"]
+    assert sum(kept) == num_stored > 0
+
+
+@pytest.mark.parametrize("option", ["--fresh", "--extend", "--retry=errors"])
+def test_what_a_bucket_does_not_have_yet_is_refused(
+    option: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    refused = jobs.run("run", stores.spec_of(tmp_path, url), option, **store.environment)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: {option.partition('=')[0]} "), refused.stderr
+    assert not store.seen and not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [("403", "check that the key is right"), ("404", "the store has not"), ("507", "make room")]
+)
+def test_a_store_that_refuses(status: str, words: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    # In the middle: an expired key, a bucket that is deleted, a full quota.
+    store.fault = lambda method, path: status if method == "PUT" and "/commits/000000009" in path else ""
+    spec = stores.spec_of(tmp_path, url, output={"store_timeout_s": 2})
+    ended = jobs.run("run", spec, **store.environment)
+    assert ended.returncode == 2
+    assert words in ended.stderr and "Traceback" not in ended.stderr
+    store.fault = lambda method, path: ""
+    jobs.finish(spec, **store.environment)
+    _is_whole(url)

@@ -1,0 +1,245 @@
+"""An S3 server for tests, on loopback, and a proxy before it that fails like a store and a network do."""
+
+import atexit
+import contextlib
+import functools
+import http.client
+import http.server
+import json
+import os
+import pathlib
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs
+
+import jobs
+
+BUCKET = "jobs"
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-key", "AWS_REGION": "us-east-1"}
+# The share of these faults is the same. The last ones leave the request undone.
+FAULTS = ("drop", "500 after", "slow", "500", "503", "409", "429")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@functools.cache
+def server() -> int:
+    """The port of the server, which ends with this process."""
+    port = free_port()
+    environment = {**os.environ, "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ministack"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    atexit.register(process.kill)
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError):
+            assert _ask(port, "PUT", f"/{BUCKET}") == 200
+            return port
+        assert time.monotonic() < deadline and process.poll() is None, "the S3 server does not start"
+        time.sleep(0.1)
+
+
+def _ask(port: int, method: str, path: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request(method, path)
+        with connection.getresponse() as response:
+            response.read()
+            return response.status
+
+
+class Proxy:
+    """Forwards requests to the server, and fails some of them.
+
+    fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, or a status such as
+    `403`; "" for none.
+    """
+
+    def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
+        self.fault = fault
+        self.seen: list[tuple[str, str]] = []
+        self._port = server()
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def handle_any(self) -> None:
+                proxy._handle(self)
+
+            do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = handle_any  # noqa: N815
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+            def handle_error(self, *_: Any) -> None:
+                pass  # a process that was killed closes its connections
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """That of a process that uses the store."""
+        return {"AWS_ENDPOINT_URL": self.url, **KEYS}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handle(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        method = request.command
+        path = request.path
+        self.seen.append((method, path))
+        fault = self.fault(method, path)
+        if fault == "absent":
+            request.close_connection = True
+            return
+        if fault == "slow":
+            time.sleep(0.3)
+        elif fault.isdecimal():
+            _answer(request, int(fault), b"<Error><Code>Injected</Code></Error>")
+            return
+        headers = dict(request.headers.items())
+        if fault == "unconditional":
+            headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        try:
+            connection.request(method, path, body, headers)
+            with connection.getresponse() as response:
+                content = response.read()
+        finally:
+            connection.close()
+        if fault == "drop":
+            request.close_connection = True
+        elif fault == "500 after":
+            _answer(request, 500, b"<Error><Code>InternalError</Code></Error>")
+        else:
+            _answer(request, response.status, content, dict(response.getheaders()))
+
+
+def _answer(
+    request: http.server.BaseHTTPRequestHandler, status: int, content: bytes, headers: dict[str, str] | None = None
+) -> None:
+    request.send_response_only(status)
+    for name, value in (headers or {}).items():
+        if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
+            request.send_header(name, value)
+    is_head = request.command == "HEAD"
+    length = (headers or {}).get("content-length", "0") if is_head else str(len(content))
+    request.send_header("Content-Length", length)
+    request.end_headers()
+    if not is_head:
+        request.wfile.write(content)
+
+
+def often(share: float, seed: int = 0, faults: Sequence[str] = FAULTS) -> Callable[[str, str], str]:
+    """Faults in this share of the requests."""
+    chance = random.Random(seed)
+    lock = threading.Lock()
+
+    def fault(method: str, path: str) -> str:
+        with lock:
+            return chance.choice(faults) if chance.random() < share else ""
+
+    return fault
+
+
+@contextlib.contextmanager
+def proxy(fault: Callable[[str, str], str] = lambda method, path: "") -> Iterator[Proxy]:
+    made = Proxy(fault)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# -- what other readers see --------------------------------------------------------------------------------------------
+
+
+def file_system() -> pyarrow.fs.S3FileSystem:
+    return pyarrow.fs.S3FileSystem(
+        endpoint_override=f"127.0.0.1:{server()}",
+        scheme="http",
+        access_key=KEYS["AWS_ACCESS_KEY_ID"],
+        secret_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+        region=KEYS["AWS_REGION"],
+    )
+
+
+def names(url: str, folder: str = "") -> dict[str, int]:
+    """Sizes of the objects in a folder, by name."""
+    selector = pyarrow.fs.FileSelector(f"{url.removeprefix('s3://')}/{folder}", allow_not_found=True, recursive=True)
+    return {info.base_name: info.size for info in file_system().get_file_info(selector) if info.is_file}
+
+
+def read(url: str, name: str) -> bytes:
+    with file_system().open_input_stream(f"{url.removeprefix('s3://')}/{name}") as file:
+        return bytes(file.read())
+
+
+def table(url: str) -> pa.Table:
+    """All rows that a reader finds below `parts/`, in order."""
+    found = ds.dataset(f"{url.removeprefix('s3://')}/parts", filesystem=file_system(), format="parquet").to_table()
+    return found.sort_by([("row_index", "ascending")])
+
+
+def rows(url: str) -> list[dict[str, Any]]:
+    """All rows, without `attempts`, which depends on faults."""
+    return table(url).drop_columns(["attempts"]).to_pylist()
+
+
+def lines(url: str) -> list[dict[str, Any]]:
+    """The lines of all commits, by plain JSON."""
+    found = []
+    for name in sorted(name for name in names(url, "commits") if name.isdecimal()):
+        found += [json.loads(line) for line in read(url, f"commits/{name}").splitlines()]
+    return found
+
+
+def num_journalled(url: str) -> int:
+    """Results in the bucket's journal of shards without a part, by the headers of the segments."""
+    num_results = 0
+    parts = names(url, "parts")
+    for name in names(url, "journal"):
+        sizes, _, data = read(url, f"journal/{name}").partition(b"\n")
+        for segment, size in json.loads(sizes):
+            if f"part-{segment.partition('-')[0]}.parquet" not in parts:
+                num_results += struct.unpack_from("<8sIIQQ", data)[4]
+            data = data[size:]
+    return num_results
+
+
+def committed(url: str) -> set[str]:
+    """The names of the parts that the commits name."""
+    return {f"part-{line['shard']:06d}.parquet" for line in lines(url) if line["kind"] == "part"}
+
+
+def spec_of(folder: pathlib.Path, url: str, **sections: Any) -> pathlib.Path:
+    """A spec of a job whose output is at the URL. Its work folder is beside the spec."""
+    output = {"path": url, "work_dir": str(folder / "work"), **sections.pop("output", {})}
+    return jobs.spec_of(folder, output=output, **sections)
