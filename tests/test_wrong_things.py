@@ -406,7 +406,8 @@ WRONG = [
           "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, tools_column, tools, tool_choice, "
           "parallel_tool_calls, token_ids_column, text_column, context_column, continuation_column, choices_column, "
-          "choices, answer_column, system_prompt, chat_template, chat_template_kwargs, add_generation_prompt, "
+          "choices, answer_column, query_column, documents_column, document_column, system_prompt, chat_template, "
+          "chat_template_kwargs, add_generation_prompt, "
           "continue_final_message, apply_chat_template, on_overlong, adapter_column, "
           "id_column, where, sample, limit, exclude, order). Where the rows come from, which of them "
           "run, and how a row becomes a prompt."),

@@ -97,9 +97,10 @@ def _export(
 ) -> None:
     """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
     from batchinf.commands.export import STDOUT, ExportRequest, export_job
+    from batchinf.export.huggingface import HuggingFaceExport
 
     card_files = None
-    if to == "hf":
+    if to == HuggingFaceExport.name:
         from batchinf.report import dataset_card  # imports libraries for charts
 
         card_files = dataset_card.card_files

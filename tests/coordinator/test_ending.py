@@ -67,7 +67,7 @@ def test_no_row_is_told_under_the_reason_of_another(tmp_path: pathlib.Path, caps
     others = ("suffix", "stream", "echo", "suffixes")
     bodies = [
         *({"prompt": {"text": number}} for number in range(5)),
-        *({"prompt": "a", "n": value} for value in ("two", "'3", "é")),
+        *({"prompt": "a", "ignore_eos": value} for value in ("two", "'3", "é")),
         *({"prompt": "a", "top_p": value} for value in ("x", "y")),
         *({"prompt": "a", field: True} for field in others),
     ]
@@ -82,7 +82,7 @@ def test_no_row_is_told_under_the_reason_of_another(tmp_path: pathlib.Path, caps
     told = {one.row_index: one.num_rows for one in summary.errors}
     assert told == {0: 5, 5: 3, 8: 2, 10: 1, 11: 1, 12: 1, 13: 1}
     assert sum(told.values()) == len(bodies) == summary.num_errors
-    for place, field in enumerate([*["body.prompt"] * 5, *["body.n"] * 3, *["top_p"] * 2, *others]):
+    for place, field in enumerate([*["body.prompt"] * 5, *["body.ignore_eos"] * 3, *["top_p"] * 2, *others]):
         assert f"{field}:" in rows[place], rows[place]
     shown = [line for line in summary.lines() if " × " in line]
     assert [line.split(" (as in ")[-1] for line in shown[:4]] == [f"row_index {place})" for place in (0, 5, 8, 10)]
