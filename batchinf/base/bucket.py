@@ -344,7 +344,7 @@ def _store(url: str, longest_s: int) -> Any:
             if endpoint:
                 options["endpoint"] = endpoint
             return stores.S3Store(bucket, **options, **_aws_credentials())
-        case "hf":
+        case "hub":
             namespace, name = bucket.split("/")
             endpoint = f"https://s3.hf.co/{namespace}"
             return stores.S3Store(name, endpoint=endpoint, region="us-east-1", **options, **_aws_credentials())

@@ -14,7 +14,7 @@ from batchinf.base.text import clip
 _ELSEWHERE = re.compile(r"\s*[\w+.@:-]+[\w+.@-]:+/")
 # Where a job's output may be, if not in a folder.
 _BUCKET = re.compile(
-    r"(?P<scheme>s3|gs|az)://(?P<bucket>[^/]+)/(?P<prefix>.+)|hf://buckets/(?P<hf>[^/]+/[^/]+)/(?P<path>.+)"
+    r"(?P<scheme>s3|gs|az)://(?P<bucket>[^/]+)/(?P<prefix>.+)|hf://buckets/(?P<hub>[^/]+/[^/]+)/(?P<path>.+)"
 )
 _URL_OF_BUCKET = re.compile(r"\s*(?:s3|gs|az|hf)://")
 # The folders of caches, of this package and of the libraries that it uses.
@@ -62,8 +62,8 @@ def bucket_and_prefix(url: str) -> tuple[str, str, str]:
     """Scheme, bucket and prefix of a URL that `bucket_problem` has passed."""
     match = _BUCKET.fullmatch(url)
     assert match is not None
-    if match["hf"]:
-        return "hf", match["hf"], match["path"]
+    if match["hub"]:
+        return "hub", match["hub"], match["path"]
     return match["scheme"], match["bucket"], match["prefix"]
 
 
