@@ -130,7 +130,7 @@ def test_urls() -> None:
         "s3://b/job": ("s3", "b", "job"),
         "gs://b/a/job": ("gs", "b", "a/job"),
         "az://c/job": ("az", "c", "job"),
-        "hf://buckets/me/b/job": ("hf", "me/b", "job"),
+        "hf://buckets/me/b/job": ("hub", "me/b", "job"),
     }
     for url, pieces in good.items():
         assert is_bucket(url) and bucket_problem(url) is None and bucket_problem(f"{url}/") is None
