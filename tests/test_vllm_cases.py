@@ -1,7 +1,6 @@
 """What vLLM's own tests of `run-batch`, logprobs and sampling hold, and which test here holds the same.
 
-The cases are in this project's words. A case without a test has its reason. Lines of `/score` and
-`/rerank` are those of task rerank.
+The cases are in this project's words. A case without a test has its reason.
 """
 
 import ast
@@ -20,7 +19,7 @@ _FIELDS = "tests/prompts/test_batch_files.py::test_each_field_on_real_vllm"
 _AUDIO = "no test: batchinf runs texts; a line with audio is an error row, as in the first case of an unknown URL"
 _UPLOAD = "no test: answers go to a file of this host; a URL is refused, as in the case of it"
 _INSIDE = "no test: how vLLM's server is put together; batchinf has no such part"
-_SCORING = "no test here: lines of task rerank"
+_SCORING = "tests/engines/test_vllm_rerank.py::test_the_scores_are_those_of_vllm_run_batch"
 
 RUN_BATCH = {
     "an empty file gives an empty file": "tests/commands/test_run_batch.py::test_an_empty_file_has_no_answers",
