@@ -6,8 +6,8 @@ is read: it then has the part's digest in its name, and is never fetched again.
 
 import functools
 import hashlib
-import os
 import pathlib
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -62,7 +62,7 @@ class Look:
         path = job.folder.path(f"parts/{part.digest}-{part_name(part.shard)}")
         if not path.exists():
             job.folder.make("parts")
-            temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+            temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
             is_there = Bucket(self.named(job), _PATIENCE_S).download(name, temporary)
             if is_there is None or _digest(temporary) != part.digest:
                 temporary.unlink(missing_ok=True)

@@ -119,7 +119,7 @@ def test_a_paused_holder_wakes_up(url: str, store: stores.Proxy, tmp_path: pathl
     first = jobs.start(
         "run",
         stores.spec_of(tmp_path / "a", url),
-        faults=f"chain.before_commit:9=hold {marker}",
+        faults=f"chain.before_commit:6=hold {marker}",
         **store.environment,
     )
     jobs.wait_until(lambda: marker.exists() and marker.read_text())
