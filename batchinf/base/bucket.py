@@ -97,10 +97,10 @@ class Bucket:
 
     def get_all(self, names: Iterable[str]) -> Iterator[Object | None]:
         """Objects in the order of their names, several at a time."""
-        left = list(names)
-        while left:
-            now, left = left[:_NUM_READERS], left[_NUM_READERS:]
-            begun = [_on_thread(functools.partial(self.get, name)) for name in now]
+        ordered = list(names)
+        for start in range(0, len(ordered), _NUM_READERS):
+            batch = ordered[start : start + _NUM_READERS]
+            begun = [_on_thread(functools.partial(self.get, name)) for name in batch]
             yield from (future.result() for future in begun)
 
     def put(self, name: str, data: bytes, patience_s: float | None = None) -> None:

@@ -61,7 +61,7 @@ def push(name: str, folder: str) -> str:
 
 @contextlib.contextmanager
 def _told(name: str, again: str = "nothing was exported") -> Iterator[None]:
-    """Errors of the hub as one line. again: what is left, and what to do."""
+    """Raise an error of the hub as a UserError of one line. again: the end of the line, which says what to do."""
     from huggingface_hub import errors
 
     try:

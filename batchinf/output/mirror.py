@@ -260,7 +260,7 @@ class Mirror:
             self._tick()
 
     def close(self) -> None:
-        """End the threads, and store what is left within some seconds."""
+        """End the threads. Upload the segments and the status that the bucket lacks, in a few seconds at most."""
         self._is_closed.set()
         end_by = time.monotonic() + _LAST_PATIENCE_S
         self.until(lambda: time.monotonic() > end_by)

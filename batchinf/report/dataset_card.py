@@ -22,8 +22,8 @@ _MARKUP = re.compile(r"[\[\]<>\\]")  # titles have names of columns, which come 
 def card_files(out: str, job: ExportedJob, num_rows: int, where: str | None) -> dict[str, bytes]:
     """The card and its plots, by the name of the file in the dataset.
 
-    out: the folder of the job. num_rows: exported. where: the expression that chose them; the plots are those of all
-    rows of the job.
+    out: the folder of the job. num_rows: how many rows are exported. where: the expression that chose them. The plots
+    show all rows of the job.
     """
     begun = [(begun.folder, state) for begun, state in read_jobs(out) if state is not None]
     files: dict[str, bytes] = {}
