@@ -163,7 +163,13 @@ class Chain:
                 raise OutputError(f"{self._bucket.url} was written by a newer batchinf: install a newer one")
             if about["number"] != number:
                 raise self._damage(number, f"it says that it is number {about['number']}")
-            return Commit(number, int(about["epoch"]), data, _digest(body), str(about["before"]))
+            return Commit(
+                number=number,
+                epoch=int(about["epoch"]),
+                data=data,
+                digest=_digest(body),
+                before=str(about["before"]),
+            )
         except (ValueError, KeyError, TypeError):
             raise self._damage(number, "it is not as it was written") from None
 

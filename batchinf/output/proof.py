@@ -283,7 +283,8 @@ def _key_flaw(path: pathlib.Path, shard: ShardRows, num_samples: int | None) -> 
                 if places[i] >= len(shard):
                     return f"has row {rows[i]}, sample {samples[i]} after its last row"
                 return f"has row {rows[i]}, sample {samples[i]} in the place of row {row[i]}, sample {expected[i]}"
-            place, sample = int(places[-1]), int(expected[-1])
+            place = int(places[-1])
+            sample = int(expected[-1])
     if place + 1 == len(shard) and (num_samples is None or sample == num_samples - 1):
         return None
     return f"ends with row {positions[place]}, sample {sample}, but must have all {len(shard):,} rows"
