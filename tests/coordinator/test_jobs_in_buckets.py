@@ -34,6 +34,9 @@ STEPS = (
     "coordinator.before_drop:4",
 )
 FAST = ("chain.after_commit:4", "chain.after_commit:9", "mirror.after_part:3", "mirror.after_bundle:2")
+# A job that takes 2 s at least, so that it sends its journal several times, and parts come one after the other: those
+# that come together are one commit.
+SLOW = {"scripted": {"step_s": 0.005}}
 
 
 @pytest.fixture
@@ -76,9 +79,7 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
 def test_killed_and_gone_on_with_on_an_empty_machine(
     step: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
-    # The journal is sent each 0.2 s, so a job that is killed there has to take a few of them: here 2 s.
-    slow = {"scripted": {"step_s": 0.005}} if step.startswith("mirror") else {}
-    spec = stores.spec_of(tmp_path, url, **slow)
+    spec = stores.spec_of(tmp_path, url, **SLOW)
     killed = jobs.run("run", spec, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
     shutil.rmtree(tmp_path / "work")
@@ -222,7 +223,7 @@ def test_reading_commands(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     before = jobs.run("status", url, **store.environment, **cache)
     assert before.returncode == 2 and f"{url} holds no job that has begun" in before.stderr
-    spec = stores.spec_of(tmp_path, url)
+    spec = stores.spec_of(tmp_path, url, **SLOW)
     assert jobs.run("run", spec, faults="chain.after_commit:12=kill", **store.environment).returncode == -9
     part_way = json.loads(jobs.run("status", url, "--json", **store.environment, **cache).stdout)
     committed = [line for line in stores.lines(url) if line["kind"] == "part"]
