@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from batchinf.prompts.openai_lines import (
+from batchinf.prompts.openai.lines import (
     CHAT_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,
