@@ -20,7 +20,15 @@ from batchinf.commands.validate.validate import validate_job
 from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.local.devices import check_driver, check_free, own_cpus, place, share_cpus, visible_devices
+from batchinf.fleet.local.devices import (
+    check_driver,
+    check_free,
+    own_cpus,
+    place,
+    place_on_processor,
+    share_cpus,
+    visible_devices,
+)
 from batchinf.fleet.parallel import devices_note
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
@@ -178,7 +186,8 @@ def test_a_pipeline_needs_devices() -> None:
 
 
 def test_the_scripted_engine_takes_no_device() -> None:
-    assert place(spec_of(scripted={}), ["0"], range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
+    parallel = spec_of(scripted={}).parallel
+    assert place_on_processor(parallel, range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
 
 
 def test_cores_are_those_of_the_affinity() -> None:
