@@ -15,7 +15,7 @@ from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, most_frequent, reason, size_text, time_taken, time_text
 from batchinf.fleet.speed_text import speed_lines, tokens_text
-from batchinf.job.job import Job, begun_at
+from batchinf.job.job import Job
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
@@ -215,7 +215,7 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
     """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
     failures = commonest(job.folder, state, journal.Journal(job.folder, "look", state.header.columns.journal_schema))
     return [
-        *failure_lines(failures, _prompts(job, failures, begun_at(job, state.header))),
+        *failure_lines(failures, _prompts(job, failures, state)),
         f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and all other finished requests "
         "in the journal",
         "correct the spec or the input and give the new job another output.path; or continue this job despite its "
@@ -223,9 +223,9 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
     ]
 
 
-def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[str]:
+def _prompts(job: Job, failures: Sequence[Failure], state: State) -> list[str]:
     try:
-        builder = job.prompt_builder(begun)
+        builder = job.prompt_builder(state)
     except BatchinfError:
         return []
     return [_prompt(job, builder, failure.row_index) for failure in failures]
