@@ -8,7 +8,7 @@ import numpy as np
 
 from batchinf.base.errors import DriftError, UserError, VerificationFailed
 from batchinf.base.parquet import open_part
-from batchinf.job.begun import opened
+from batchinf.job.begun import open_begun
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, max_model_len
 from batchinf.manifest.state import State
@@ -119,7 +119,7 @@ def verify_job(
     results = Results(file.spec.output.path)
     if results.spec.get("scripted") is not None:
         raise UserError("the job was run by the scripted engine: there is no model to verify")
-    with opened(file, file.spec.output.path) as (job, state):
+    with open_begun(file, file.spec.output.path) as (job, state):
         _check_drift(job, state)
         if job.task.verification is None:
             raise UserError(f"task {job.task.name} cannot be verified")

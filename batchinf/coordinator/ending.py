@@ -13,7 +13,7 @@ from batchinf.base.errors import BatchinfError, ErrorRateExceeded, OutputError, 
 from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, counted, most_frequent, reason, size_text, time_taken, time_text
+from batchinf.base.text import clip, counted, most_frequent, size_text, time_taken, time_text, without_numbers
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.job.job import Job
 from batchinf.manifest.lines import CHOSEN, EventLine
@@ -178,7 +178,7 @@ def commonest(
         for table in tables:
             for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
                 message = row["error_message"] or ""
-                key = row["error_type"], reason(message)
+                key = row["error_type"], without_numbers(message)
                 failure = failures.get(key) or Failure(row["error_type"], message, row["row_index"], 0)
                 failures[key] = replace(failure, num_rows=failure.num_rows + 1)
             num_looked_at += table.num_rows

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from batchinf.base.errors import RowError, UserError
-from batchinf.base.text import reason
+from batchinf.base.text import without_numbers
 from batchinf.job.job import Job, max_model_len
 
 MOST_SAMPLED = 1000
@@ -48,7 +48,7 @@ def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
             for prompt in builder.build(job.source.read_rows(places, builder.columns), max_model_len(job)):
                 if prompt.error is None:
                     return
-                key = prompt.error.error_type, reason(prompt.error.error_message)
+                key = prompt.error.error_type, without_numbers(prompt.error.error_message)
                 counts[key] += 1
                 firsts.setdefault(key, (prompt.row_index, prompt.error))
     if counts:
