@@ -1,9 +1,10 @@
 """An input file and its content, decompressed and hashed. `find` and `remote` find the files; `formats` read them."""
 
 import io
+import operator
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
 
@@ -79,8 +80,7 @@ def stamp(path: str) -> Stamp:
     return stamp_of(os.stat(path))
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
-    return status.st_size, status.st_mtime_ns, status.st_ino
+stamp_of: Callable[[os.stat_result], Stamp] = operator.attrgetter("st_size", "st_mtime_ns", "st_ino")
 
 
 def settled_stamp(path: str) -> Stamp:
@@ -105,7 +105,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8: {place}; if the file is in cp1252, `iconv -f cp1252 -t utf-8` converts it"
 
 
-def open_input(file: InputFile) -> BinaryIO:
+def open_bytes(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if it begins like gzip or zstandard. Raises InputError if it cannot be read."""
     stream = file.open()
     kind = _compression(stream.peek(4))
@@ -124,7 +124,7 @@ def _compression(head: bytes) -> str | None:
 
 def blocks(file: InputFile) -> Iterator[bytes]:
     """A file's content, decompressed, in blocks of `BLOCK_BYTES`."""
-    with open_input(file) as stream:
+    with open_bytes(file) as stream:
         while block := stream.read(BLOCK_BYTES):
             yield block
 

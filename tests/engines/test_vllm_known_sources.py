@@ -173,7 +173,7 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     def named(arguments: dict[str, Any], is_v2: bool = True) -> set[str]:
         return {*known_sources.pieces_off(engine.parts_of(arguments, is_v2))}
 
-    plain = {"decode", "admit", "hold", "join", "arrays", "rows_v2", "mask_v2", "copies"}
+    plain = {"decode", "admit", "hold", "join", "arrays", "rows_v2", "mask_v2"}
     assert named(generating) == plain
     assert named(generating, is_v2=False) == plain - {"rows_v2", "mask_v2"} | {"rows_v1", "mask_v1"}
     monkeypatch.setattr(engine.current_platform, "is_cuda", lambda: True)

@@ -15,7 +15,7 @@ import numpy as np
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
-from batchinf.commands.findings import (
+from batchinf.commands.validate.findings import (
     InputFound,
     ModelFound,
     OutputFound,
@@ -27,8 +27,7 @@ from batchinf.commands.findings import (
     TaskFound,
     ValidateFinding,
 )
-from batchinf.commands.prompt_lengths import LengthCounts, PromptLengths
-from batchinf.commands.shown_rows import ShownRow, find_row, random_rows, shown_row
+from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
 from batchinf.coordinator.start import with_known_numbers
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -46,6 +45,7 @@ from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
+from batchinf.planning.histogram import LengthCounts, PromptLengths
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, empty_files_note, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
@@ -54,7 +54,6 @@ from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30  # assumed room in tokens if it is unknown
 
@@ -199,8 +198,7 @@ def _prompt_findings(
 ) -> Generator[ValidateFinding, None, PromptLengths]:
     """The lengths of a sample of prompts, warnings about them, and the rows to show. Returns the lengths."""
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    begun = begun_at(job, None if state is None else state.header)
-    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
+    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
     places = [find_row(job.source, job.spec.input.id_column, text) for text in named]
     lengths = yield from _sample_findings(job, builder, positions, seed or 0)
     shown: Sequence[int] = places or positions[:num_rows]
@@ -260,7 +258,7 @@ def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: objec
     [prompt] = builder.build([row], max_model_len(job))
     # Only the first request of a row is shown, and a row may have millions.
     sampling = job.spec.sampling.model_copy(update={"n": 1})
-    task = task_of(job.spec.model_copy(update={"sampling": sampling}))
+    task = job.task.over(job.spec.model_copy(update={"sampling": sampling}))
     [(part, request), *_] = task.requests(prompt, max_model_len(job) or _LONG)
     return shown_row(
         prompt=part,
