@@ -49,7 +49,7 @@ def server() -> int:
         start_new_session=True,
     )
     atexit.register(process.kill)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         with contextlib.suppress(OSError):
             assert _ask(port, "PUT", f"/{BUCKET}") == 200

@@ -290,7 +290,7 @@ def test_ctrl_c_ends_a_wait_for_the_store(url: str, tmp_path: pathlib.Path) -> N
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
