@@ -127,10 +127,15 @@ def _check_options(options: SlurmOptions, out: str) -> None:
     for line in options.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
-    if options.mem is not None and re.fullmatch("[0-9]{1,9}", options.mem) and 0 < int(options.mem) < _LEAST_MEM_MB:
+    if options.mem is not None:
+        _check_mem(options.mem)
+
+
+def _check_mem(mem: str) -> None:
+    """Raise SpecError for a number without a unit that is too small for megabytes."""
+    if re.fullmatch("[0-9]{1,9}", mem) and 0 < int(mem) < _LEAST_MEM_MB:
         raise SpecError(
-            f"--mem: got {options.mem}, which means {options.mem} MB to Slurm; write {options.mem}G for GB, "
-            f"or {options.mem}M if you mean MB"
+            f"--mem: got {mem}, which means {mem} MB to Slurm; write {mem}G for GB, or {mem}M if you mean MB"
         )
 
 

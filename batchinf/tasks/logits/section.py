@@ -1,5 +1,6 @@
 """The section `logits` of a spec."""
 
+from collections.abc import Container
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -93,13 +94,18 @@ def _check(spec: JobSpec) -> None:
     changed = set(spec.sampling.model_dump(exclude_defaults=True))
     if spec.sampling.may_have("structured_outputs"):
         changed.add("structured_outputs")
-    for name in _OF_TEXT:
-        if name in changed:
-            instead = "; logits.values says which numbers are stored" if "logprob" in name else ""
-            raise wrong(f"has no meaning with task logits{instead}; leave it out", f"sampling.{name}")
+    if name := next((name for name in _OF_TEXT if name in changed), None):
+        instead = "; logits.values says which numbers are stored" if "logprob" in name else ""
+        raise wrong(f"has no meaning with task logits{instead}; leave it out", f"sampling.{name}")
     if "n" in changed or "n" in spec.sampling.columns:
         raise wrong("must be 1 with task logits; leave it out", "sampling.n")
-    for name in () if logits_of(spec).positions == "generated" else _OF_GENERATION:
+    if logits_of(spec).positions != "generated":
+        _check_nothing_generated(changed)
+
+
+def _check_nothing_generated(changed: Container[str]) -> None:
+    """changed: the fields of `sampling` that the spec sets."""
+    for name in _OF_GENERATION:
         if name in changed:
             raise wrong(
                 "has no meaning where nothing is generated; leave it out, or set logits.positions: generated",
