@@ -60,6 +60,15 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
             return _data(path, source, labels)
 
 
+def _readable_rows(path: str, source: Source) -> list[Row]:
+    """Among the first rows. Raises UserError if there are rows and none can be read."""
+    rows = source.read(0, min(_LOOKED_AT, source.num_rows))
+    readable = [row for row in rows if row.error is None]
+    if rows and not readable:
+        raise UserError(f"{path}: no row can be read; the first: {rows[0].error}")
+    return readable
+
+
 def _check_separated(path: str, names: Sequence[str]) -> None:
     """Raise UserError for one column whose name has a sign that may separate several."""
     if len(names) == 1 and (separator := _SEPARATOR.search(names[0])) is not None:
@@ -83,10 +92,7 @@ class _Columns:
         """Raises UserError if no row can be read, or if the columns of a CSV file are not separated."""
         types = {field.name: field.type for field in source.schema}
         _check_separated(path, list(types))
-        rows = [row for row in source.read(0, min(_LOOKED_AT, source.num_rows)) if row.error is None]
-        if source.num_rows and not rows:
-            [first] = source.read(0, 1)
-            raise UserError(f"{path}: no row can be read; the first: {first.error}")
+        rows = _readable_rows(path, source)
         columns = {name: [row.values.get(name) for row in rows] for name in types}
         values = {name: [value for value in column if value is not None] for name, column in columns.items()}
         return cls(rows, types, values)

@@ -119,6 +119,13 @@ def _check_options(options: SlurmOptions, out: str) -> None:
         raise SpecError(f"--array: got {options.num_slices}; must be at most {MAX_SLICES}")
     if options.venv is not None and options.container is not None:
         raise SpecError("got --venv with --container; give only the one that has batchinf")
+    _check_texts(options, out)
+    if options.mem is not None:
+        _check_mem(options.mem)
+
+
+def _check_texts(options: SlurmOptions, out: str) -> None:
+    """Raise SpecError for texts that an sbatch script cannot hold."""
     for text in (options.command, out):
         if not text.isprintable():
             raise SpecError(
@@ -127,8 +134,6 @@ def _check_options(options: SlurmOptions, out: str) -> None:
     for line in options.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
-    if options.mem is not None:
-        _check_mem(options.mem)
 
 
 def _check_mem(mem: str) -> None:

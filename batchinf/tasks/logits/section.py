@@ -91,9 +91,7 @@ def _check(spec: JobSpec) -> None:
         if getattr(spec, SECTION.name) is not None:
             raise wrong(f"must be left out with task {spec.task}; or set task: logits", "logits")
         return
-    changed = set(spec.sampling.model_dump(exclude_defaults=True))
-    if spec.sampling.may_have("structured_outputs"):
-        changed.add("structured_outputs")
+    changed = _set_fields(spec)
     if name := next((name for name in _OF_TEXT if name in changed), None):
         instead = "; logits.values says which numbers are stored" if "logprob" in name else ""
         raise wrong(f"has no meaning with task logits{instead}; leave it out", f"sampling.{name}")
@@ -103,8 +101,14 @@ def _check(spec: JobSpec) -> None:
         _check_nothing_generated(changed)
 
 
+def _set_fields(spec: JobSpec) -> set[str]:
+    """The fields of `sampling` that the spec sets."""
+    changed = set(spec.sampling.model_dump(exclude_defaults=True))
+    return changed | {"structured_outputs"} if spec.sampling.may_have("structured_outputs") else changed
+
+
 def _check_nothing_generated(changed: Container[str]) -> None:
-    """changed: the fields of `sampling` that the spec sets."""
+    """changed: see `_set_fields`."""
     for name in _OF_GENERATION:
         if name in changed:
             raise wrong(
