@@ -321,7 +321,7 @@ def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: p
         "engine": {"max_model_len": 512, "max_num_seqs": 8},
         "parallel": {"data_parallel_size": 1},
     }
-    # Every row has 32 tokens, so the job has 240 steps. Step 150 comes after 32 rows: two parts, and two rows of a third.
+    # Every row has 32 tokens, so the job has 240 steps. Step 150 comes after 32 rows: two parts, two rows of a third.
     vllm |= {"input": {"limit": 60}, "output": {"rows_per_shard": 15}, "sampling": {"ignore_eos": True}}
     (tmp_path / "local").mkdir()
     jobs.finish(jobs.spec_of(tmp_path / "local", **vllm))
