@@ -119,6 +119,13 @@ def _check_options(options: SlurmOptions, out: str) -> None:
         raise SpecError(f"--array: got {options.num_slices}; must be at most {MAX_SLICES}")
     if options.venv is not None and options.container is not None:
         raise SpecError("got --venv with --container; give only the one that has batchinf")
+    _check_texts(options, out)
+    if options.mem is not None:
+        _check_mem(options.mem)
+
+
+def _check_texts(options: SlurmOptions, out: str) -> None:
+    """Raise SpecError for texts that an sbatch script cannot hold."""
     for text in (options.command, out):
         if not text.isprintable():
             raise SpecError(
@@ -127,10 +134,13 @@ def _check_options(options: SlurmOptions, out: str) -> None:
     for line in options.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
-    if options.mem is not None and re.fullmatch("[0-9]{1,9}", options.mem) and 0 < int(options.mem) < _LEAST_MEM_MB:
+
+
+def _check_mem(mem: str) -> None:
+    """Raise SpecError for a number without a unit that is too small for megabytes."""
+    if re.fullmatch("[0-9]{1,9}", mem) and 0 < int(mem) < _LEAST_MEM_MB:
         raise SpecError(
-            f"--mem: got {options.mem}, which means {options.mem} MB to Slurm; write {options.mem}G for GB, "
-            f"or {options.mem}M if you mean MB"
+            f"--mem: got {mem}, which means {mem} MB to Slurm; write {mem}G for GB, or {mem}M if you mean MB"
         )
 
 

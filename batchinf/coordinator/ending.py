@@ -242,6 +242,10 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
 # -- the forecast ------------------------------------------------------------------------------------------------------
 
 
+def _has_devices(state: State) -> bool:
+    return any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
+
+
 def forecast(state: State) -> list[str]:
     """Lines that forecast the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
 
@@ -256,8 +260,7 @@ def forecast(state: State) -> list[str]:
     num_all, whose = _all_rows(state, where, event.fields["num_input_rows"])
     factor = num_all / num_run
     run_s = max(0.0, state.device_s - _idle_s(state))
-    has_devices = any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
-    device = "GPU" if has_devices else "device"
+    device = "GPU" if _has_devices(state) else "device"
     batch = _num_at_once(state)
     is_small = state.counts.num_rows < batch
     lines = [

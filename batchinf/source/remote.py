@@ -5,6 +5,7 @@ Credentials come from the environment, never from the URL, because the URL is re
 
 import contextlib
 import io
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,9 @@ def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     return one_format(files, input), files
 
 
+_HIDDEN = re.compile(r"(^|/)[._]")
+
+
 def _chosen(input: InputLocation, path: str, listing: Mapping[str, Any], *, is_glob: bool) -> dict[str, str]:
     """Choose the files that a URL means. Returns name → place, sorted. listing: place → what is known of a file."""
     if not is_glob and path in listing:
@@ -123,8 +127,7 @@ def _chosen(input: InputLocation, path: str, listing: Mapping[str, Any], *, is_g
     places = {name: place for place in listing if (name := _name(path, place))}
     if is_glob and not places:
         raise InputError(f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it")
-    is_hidden = re.compile(r"(^|/)[._]").search
-    names = sorted(places) if is_glob else data_files((name for name in places if not is_hidden(name)), input)
+    names = sorted(places) if is_glob else data_files(itertools.filterfalse(_HIDDEN.search, places), input)
     return {name: places[name] for name in names}
 
 
