@@ -6,6 +6,7 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
     parts/part-000042.parquet         created before their commit, and never changed afterwards
     journal/000003-1f2e3d4c-000001    all new segments of a tick in one object: their names and sizes, then their bytes
     selection/000001.positions-1f2e…  the rows that the job runs, with the digest of the file
+    telemetry/000003.jsonl            of the reports, one file for each start
     lock, status.json, job.yaml       see `manifest.bucket_lock`; the last writer of the others wins
 """
 
@@ -32,7 +33,7 @@ from batchinf.base.text import counted, size_text
 from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import LockLost
-from batchinf.manifest.names import parse_part_name, part_name, staging_name
+from batchinf.manifest.names import TELEMETRY_FOLDER, parse_part_name, part_name, staging_name
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.records import Part
 from batchinf.schedule.positions import RUN_FOLDER, positions_name, read_positions
@@ -43,6 +44,7 @@ _MOST_WAITING_BYTES = 1 << 30
 # After this time without an answer another process may hold the job: a new row might be run twice.
 _ABSENT_S = 60.0
 _STATUS_EVERY_S = 30.0
+_TELEMETRY_EVERY_S = 300.0
 _LOOK_S = 0.2
 _LAST_PATIENCE_S = 5.0
 _Item = TypeVar("_Item")
@@ -97,7 +99,7 @@ class Mirror:
             )
         state = read_state(self._folder)
         if state is not None:
-            self._restore_selection(state)
+            self._sent.update(fetch_selection(self._bucket, self._folder, state))
 
     def take_over(self) -> int:
         """Restore all that a start needs, with the lock held. Returns the last epoch."""
@@ -135,25 +137,11 @@ class Mirror:
                 name = f"parts/{part_name(shard)}"
                 self._bucket.download(name, self._folder.path(name))
 
-    def _restore_selection(self, state: State) -> None:
-        listed = [each.name for each in self._bucket.list(RUN_FOLDER)]
-        self._sent.update(listed)
-        self._folder.make(RUN_FOLDER)
-        for number, extent in enumerate(state.extents, 1):
-            if extent.positions is None or read_positions(self._folder, number, extent.positions) is not None:
-                continue
-            name = positions_name(number)
-            for candidate in listed:
-                if candidate.startswith(f"{name.rpartition('/')[2]}-"):
-                    self._bucket.download(f"{RUN_FOLDER}/{candidate}", self._folder.path(name))
-                    if read_positions(self._folder, number, extent.positions) is not None:
-                        break
-
     def _restore_journal(self, committed: set[int]) -> None:
         for listed in self._bucket.list("journal"):
             if (found := self._bucket.get(f"journal/{listed.name}")) is None:
                 continue
-            segments = dict(_unbundled(found.data))
+            segments = dict(unbundled(found.data))
             self._bundles[listed.name] = {_shard_of(name) for name in segments}
             for name, data in segments.items():
                 self._sent.add(name)
@@ -267,7 +255,11 @@ class Mirror:
         for thread in self._threads:
             thread.join(_LAST_PATIENCE_S)
         self.flush()
-        self._put("status.json", "job.yaml")
+        self._put("status.json", "job.yaml", self._telemetry)
+
+    @property
+    def _telemetry(self) -> str:
+        return f"{TELEMETRY_FOLDER}/{self.chain.epoch:06d}.jsonl"
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -287,11 +279,15 @@ class Mirror:
     def _keep_ticking(self) -> None:
         next_tick = time.monotonic() + self._interval_s
         next_status = 0.0
+        next_telemetry = next_tick + _TELEMETRY_EVERY_S
         while not self._is_closed.wait(min(_LOOK_S, self._interval_s)) and not self.chain.is_lost:
             with contextlib.suppress(OutputError, OSError):
                 if time.monotonic() >= next_status:
                     next_status = time.monotonic() + _STATUS_EVERY_S
                     self._put("status.json")
+                if time.monotonic() >= next_telemetry:
+                    next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
+                    self._put(self._telemetry)
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + self._interval_s
                     self._tick()
@@ -351,6 +347,22 @@ class Mirror:
         self.lock.check()
 
 
+def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
+    """Download the files of chosen rows that the folder lacks. Returns the names of all that the bucket has."""
+    listed = [each.name for each in bucket.list(RUN_FOLDER)]
+    folder.make(RUN_FOLDER)
+    for number, extent in enumerate(state.extents, 1):
+        if extent.positions is None or read_positions(folder, number, extent.positions) is not None:
+            continue
+        name = positions_name(number)
+        for candidate in listed:
+            if candidate.startswith(f"{name.rpartition('/')[2]}-"):
+                bucket.download(f"{RUN_FOLDER}/{candidate}", folder.path(name))
+                if read_positions(folder, number, extent.positions) is not None:
+                    break
+    return {*listed}
+
+
 def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:
     """Make the records that all slices share those of the bucket.
 
@@ -391,7 +403,7 @@ def _bundled(pieces: Sequence[tuple[str, bytes]]) -> bytes:
     return b"".join([sizes, b"\n", *(data for _, data in pieces)])
 
 
-def _unbundled(data: bytes) -> Iterator[tuple[str, bytes]]:
+def unbundled(data: bytes) -> Iterator[tuple[str, bytes]]:
     """The segments in a bundle. Each has a checksum of its own."""
     line, _, rest = data.partition(b"\n")
     with contextlib.suppress(ValueError, TypeError):
