@@ -13,13 +13,13 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
-from batchinf.prompts.openai import BatchPrompts, BatchRequest
-from batchinf.prompts.openai_lines import COLUMNS
+from batchinf.prompts.openai.lines import COLUMNS
+from batchinf.prompts.openai.requests import BatchPrompts, BatchRequest
+from batchinf.prompts.openai.truncation import Truncation
 from batchinf.prompts.row_adapter import RowAdapter
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
-from batchinf.prompts.truncation import Truncation
 from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
@@ -262,6 +262,7 @@ class PromptBuilder:
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
         self._adapter = RowAdapter(spec)
+        self._of_rows = [of_rows for of_rows in (self._adapter, self._sampling) if of_rows.is_set]
         self._batch: BatchPrompts | None = None
         if spec.input.is_batch_file:
             self._batch = BatchPrompts(spec, tokenizer, begun_at, has_samples=has_samples)
@@ -299,8 +300,10 @@ class PromptBuilder:
             self._finish(row, draft, ids, max_model_len)
             for row, draft, ids in zip(rows, drafts, self._encoded(drafts), strict=True)
         ]
-        prompts = self._adapter.apply(rows, self.with_own_values(rows, prompts))
-        return self._sampling.apply(rows, prompts)
+        prompts = self.with_own_values(rows, prompts)
+        for of_rows in self._of_rows:
+            prompts = of_rows.apply(rows, prompts)
+        return prompts
 
     def _batch_prompts(self, rows: Sequence[Row], drafts: "Sequence[Draft]", max_model_len: int | None) -> list[Prompt]:
         """The prompts of lines. A line may have several, which share its sampling."""

@@ -5,7 +5,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 
@@ -13,7 +13,7 @@ from batchinf.base.errors import SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
+from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
@@ -132,6 +132,10 @@ class Task(abc.ABC):
         self.left_out: frozenset[str] = frozenset()  # columns that the output lacks: the job began without them
 
     # -- the spec ------------------------------------------------------------------------------------------------------
+
+    def over(self, spec: JobSpec) -> Self:
+        """The same task over another spec."""
+        return type(self)(spec)
 
     def resolve(self, model: Model) -> JobSpec:
         """The spec with all values that depend on the model. Its sampling is already resolved. Raises SpecError."""
