@@ -150,7 +150,8 @@ def _answer(
         if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
             request.send_header(name, value)
     is_head = request.command == "HEAD"
-    length = (headers or {}).get("content-length", "0") if is_head else str(len(content))
+    lengths = [value for name, value in (headers or {}).items() if name.lower() == "content-length"]
+    length = "".join(lengths) or "0" if is_head else str(len(content))
     request.send_header("Content-Length", length)
     request.end_headers()
     if not is_head:

@@ -329,21 +329,10 @@ def _store(url: str, longest_s: int) -> Any:
     import obstore.store as stores
 
     scheme, bucket, prefix = bucket_and_prefix(url)
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    options: dict[str, Any] = {
-        "client_options": {
-            "timeout": timedelta(seconds=longest_s),
-            "connect_timeout": timedelta(seconds=5),
-            "allow_http": scheme in ("s3", "az") and not endpoint.startswith("https:"),
-        },
-        "retry_config": {"max_retries": 0},
-        "prefix": prefix,
-    }
+    options = {**_options(scheme, longest_s), "retry_config": {"max_retries": 0}, "prefix": prefix}
     match scheme:
         case "s3":
-            if endpoint:
-                options["endpoint"] = endpoint
-            return stores.S3Store(bucket, **options, **_aws_credentials())
+            return stores.S3Store(bucket, **options, **_s3_endpoint(), **_aws_credentials())
         case "hub":
             namespace, name = bucket.split("/")
             endpoint = f"https://s3.hf.co/{namespace}"
@@ -351,6 +340,30 @@ def _store(url: str, longest_s: int) -> Any:
         case "gs":
             return stores.GCSStore(bucket, **options)
     return stores.AzureStore(bucket, **options)
+
+
+def file_system(scheme: str) -> Any:
+    """A file system of fsspec for reading `s3://`, `gs://` or `az://`, with the credentials of a `Bucket`."""
+    _import_obstore()
+    from obstore.fsspec import FsspecStore
+
+    own = {"config": _s3_endpoint(), **_aws_credentials()} if scheme == "s3" else {}
+    return FsspecStore(scheme, **_options(scheme, _LONG_S), **own)  # type: ignore[call-overload]
+
+
+def _options(scheme: str, longest_s: int) -> dict[str, Any]:
+    endpoint = _s3_endpoint().get("endpoint", "")
+    client = {
+        "timeout": timedelta(seconds=longest_s),
+        "connect_timeout": timedelta(seconds=5),
+        "allow_http": scheme in ("s3", "az") and not endpoint.startswith("https:"),
+    }
+    return {"client_options": client}
+
+
+def _s3_endpoint() -> dict[str, Any]:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return {"endpoint": endpoint} if endpoint else {}
 
 
 def _aws_credentials() -> dict[str, Any]:
