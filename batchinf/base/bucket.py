@@ -399,12 +399,12 @@ _FULL = re.compile("QuotaExceeded|InsufficientStorage|507 |EntityTooLarge")
 def _remedy(error: BaseException) -> str:
     """What the user must do about an error that stays the same until then; empty for one that may pass."""
     text = str(error)
-    if isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED or _EXPIRED.search(text):
-        return "check that the key is right, has not expired, and may read, list, write and delete there"
+    if _FULL.search(text):  # some stores answer 403 to it
+        return "make room there, or ask for a larger quota"
     if _NO_BUCKET.search(text):
         return "make the bucket first, or correct output.path"
-    if _FULL.search(text):
-        return "make room there, or ask for a larger quota"
+    if isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED or _EXPIRED.search(text):
+        return "check that the key is right, has not expired, and may read, list, write and delete there"
     if "169.254.169.254" in text or "metadata.google" in text:
         has_profiles = (pathlib.Path.home() / ".aws").is_dir() and importlib.util.find_spec("boto3") is None
         more = ", or install boto3, which reads the profiles in ~/.aws" if has_profiles else ""

@@ -344,7 +344,16 @@ def test_fresh_is_refused(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [("403", "check that the key is right"), ("404", "the store has not"), ("507", "make room")]
+    ("status", "words"),
+    [
+        ("403", "check that the key is right"),
+        ("400 ExpiredToken", "check that the key is right, has not expired"),
+        ("403 SignatureDoesNotMatch", "check that the key is right"),
+        ("404 NoSuchBucket", "make the bucket first"),
+        ("404", "the store has not"),
+        ("507", "make room"),
+        ("403 QuotaExceeded", "make room"),
+    ],
 )
 def test_a_store_that_refuses(status: str, words: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     # In the middle: an expired key, a bucket that is deleted, a full quota.
@@ -356,3 +365,26 @@ def test_a_store_that_refuses(status: str, words: str, url: str, store: stores.P
     store.fault = lambda method, path: ""
     jobs.finish(spec, **store.environment)
     _is_whole(url)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("PUT 403 AccessDenied", "may read, list, write and delete there"),  # a key that can only read
+        ("GET 403 AccessDenied", "may read, list, write and delete there"),
+        ("PUT 403 InvalidAccessKeyId", "check that the key is right"),
+        ("PUT 404 NoSuchBucket", "make the bucket first"),
+        ("PUT 403 QuotaExceeded", "make room"),
+    ],
+)
+def test_a_store_that_refuses_at_the_start(
+    fault: str, words: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    method, _, answer = fault.partition(" ")
+    store.fault = lambda asked, path: answer if asked == method else ""
+    refused = jobs.run("run", stores.spec_of(tmp_path, url), **store.environment)
+    assert refused.returncode == 2
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert words in line and url in line and "secret" not in line
+    assert "starting" not in refused.stderr  # no engine has started
+    assert not stores.names(url, "commits")
