@@ -13,7 +13,7 @@ from batchinf.spec.file import SpecFile
 
 
 @contextlib.contextmanager
-def opened(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
+def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
     """The job, with all slices as one job, and the state of the first slice that has begun.
 
     folder: `Results.root`, with the job's files.
