@@ -74,7 +74,7 @@ def _is_same_input(a: Results, b: Results) -> bool:
 
 def _versions(job: Results) -> tuple[set[str], set[str]]:
     """The fingerprints of the last version that a job has taken in, and of all; also as of a job that begins so."""
-    at_once = versions_at_once(Folder(pathlib.Path(job.folder, SOURCE_FOLDER)), job.taken[-1]) or job.taken
+    at_once = versions_at_once(Folder(pathlib.Path(job.root, SOURCE_FOLDER)), job.taken[-1]) or job.taken
     return {job.taken[-1], at_once[-1]}, {*job.taken, *at_once}
 
 

@@ -214,7 +214,7 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
         raise UserError("the row has no prompt")
     row = rows[0]
     file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
-    with open_begun(file, results.folder) as (job, state):
+    with open_begun(file, results.root) as (job, state):
         builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
         [source_row] = job.source.read(row["row_index"], row["row_index"] + 1, builder.columns)
         [prompt] = builder.build([source_row], max_model_len(job))

@@ -72,14 +72,14 @@ class SlurmOptions:
 
 
 def folder_of(file: SpecFile) -> pathlib.Path:
-    """The folder of a job's script and logs, beside its output folder."""
-    file.check_folder("slurm", "write a script that calls batchinf run --slice $SLURM_ARRAY_TASK_ID/N")
+    """The folder of a job's script and logs: beside its output folder; for a bucket, in the working folder."""
+    if file.spec.output.is_bucket:
+        return pathlib.Path(f"{pathlib.PurePosixPath(file.spec.output.path).name}.slurm")
     return pathlib.Path(f"{file.spec.output.path.rstrip('/')}.slurm")
 
 
 def script_of(file: SpecFile, options: SlurmOptions) -> str:
     """The text of a script. Raises SpecError for options that do not fit together or do not fit the spec."""
-    file.check_folder("slurm", "write a script that calls batchinf run --slice $SLURM_ARRAY_TASK_ID/N")
     _check_options(options, file.spec.output.path)
     _check_times(file, options)
     _check_devices(file, options)
@@ -184,6 +184,11 @@ def _check_devices(file: SpecFile, options: SlurmOptions) -> None:
 
 def _check_ray(file: SpecFile) -> None:
     """Refuse what a run with `backend: ray` refuses, or does not choose."""
+    if file.spec.output.is_bucket:
+        raise file.error(
+            "output.path",
+            "got a bucket with --nodes; Ray's nodes need a folder that they share: run slices with --array",
+        )
     parallel = file.spec.parallel
     if parallel.devices is not None:
         raise file.error("parallel.devices", "got a list with --nodes; Ray chooses the devices: leave it out")
@@ -274,6 +279,8 @@ def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
 
 def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
     """Why each Slurm job would end with exit code 2: the output folder holds a job that is cut differently."""
+    if file.spec.output.is_bucket:
+        return None  # the nodes may have a key that this host does not have
     num_slices = options.num_slices
     try:
         check_place(file.spec.output.path, None if num_slices is None else Slice(0, num_slices))

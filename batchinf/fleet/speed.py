@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from batchinf.base.storage import Folder
 from batchinf.fleet.memory.engine_settings import EngineSettings
-from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
+from batchinf.fleet.status import ON_TRIAL, read_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine
+from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
 from batchinf.planning.degrees import degrees_of
