@@ -50,6 +50,8 @@ class BatchRequest:
     """The text has gone through the chat template, so it has its special tokens."""
     tools: Tools | None = None
     """Those that the model may call."""
+    template_kwargs: str | None = None
+    """See `Prompt.template_kwargs`."""
     truncation: Truncation | None = None
     is_echoed: bool = False
     """The answer begins with the prompt."""
@@ -126,6 +128,8 @@ class BatchReader(LineReader):
         line = self._tools(body)
         truncation = take_truncation(body) if url == CHAT_URL else None
         prompt = {**self._messages(body), "truncation": truncation}
+        if variables := prompt["chat"].get("chat_template_kwargs"):
+            prompt["template_kwargs"] = json.dumps(variables)
         sampling = self._take_sampling(body, url)
         if line is None:
             return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
