@@ -25,10 +25,10 @@ from batchinf.base.places import check_caches, check_is_here
 from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
-from batchinf.commands.findings import ValidateFinding, ValidateReport
 from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
 from batchinf.commands.status import StatusReport, job_status
-from batchinf.commands.validate import validate_job
+from batchinf.commands.validate.findings import ValidateFinding, ValidateReport
+from batchinf.commands.validate.validate import validate_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import Summary
 from batchinf.coordinator.epoch import run_job

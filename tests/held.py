@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinf.commands.deviations import VectorDeviations
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.deviations import VectorDeviations
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors
 

@@ -225,7 +225,7 @@ def _plan(
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.commands.plan_chart import check_file, write_chart
+    from batchinf.report.plan_chart import check_file, write_chart
 
     if plot is not None:
         check_file(plot)

@@ -18,8 +18,8 @@ from rich.text import Text
 from batchinf.base.errors import BatchinfError, UserError
 from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import list_names, one_line, plain, plain_line
-from batchinf.commands.begun_job import opened
 from batchinf.commands.screen import cell
+from batchinf.job.begun import opened
 from batchinf.job.job import begun_at, max_model_len
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts

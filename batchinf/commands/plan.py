@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.base.text import counted, duration, short_count, size_text, time_taken
-from batchinf.commands.prompt_lengths import LengthRange, bar_lines, histogram
 from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.model_len import length_warning, rounded
@@ -28,6 +27,7 @@ from batchinf.planning.degrees import (
     that_fit,
 )
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
+from batchinf.planning.histogram import LengthRange, bar_lines, histogram
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.planning.throughput import Workload
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec

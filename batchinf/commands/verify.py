@@ -8,8 +8,7 @@ import numpy as np
 
 from batchinf.base.errors import DriftError, UserError, VerificationFailed
 from batchinf.base.parquet import open_part
-from batchinf.commands.begun_job import opened
-from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, table_lines
+from batchinf.job.begun import opened
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.manifest.state import State
@@ -19,6 +18,7 @@ from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.deviations import LogprobDeviations, VectorDeviations, table_lines
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
 

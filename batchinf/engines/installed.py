@@ -176,7 +176,7 @@ def cuda_of_build(torch_folder: pathlib.Path | None = None) -> tuple[int, int] |
 
 # The process imports vLLM, which takes 10 s, and far longer from a cold or shared disk.
 _WAIT_S = 600.0
-_MODULE = "batchinf.engines.vllm.structures"
+_MODULE = "batchinf.engines.vllm.structured_output.structures"
 _PARSER = "model.reasoning_parser"
 _TOOL_PARSER = "model.tool_parser"
 
@@ -276,7 +276,7 @@ class RowStructures:
         """Lines for people; none without such rows."""
         if not self._schemas:
             return
-        from batchinf.engines.vllm.guidance import relaxed
+        from batchinf.engines.vllm.structured_output.guidance import relaxed
 
         yield f"structured outputs of rows: {counted(len(self._schemas), 'schema')} in the sample, all by guidance"
         keywords: dict[str, None] = {}

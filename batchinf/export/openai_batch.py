@@ -14,7 +14,7 @@ from batchinf.base.errors import UserError
 from batchinf.export.base import ExportedJob, Format, json_lines
 from batchinf.export.openai_responses import num_reasoning_tokens, response_of
 from batchinf.export.tokens import PREFIXES, token_columns, tokens_of
-from batchinf.prompts.openai_lines import (
+from batchinf.prompts.openai.lines import (
     CHAT_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,

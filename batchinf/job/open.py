@@ -24,8 +24,8 @@ from batchinf.model.memory import Needs
 from batchinf.prompts.builder import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
-from batchinf.prompts.openai import may_be_batch, recognised
-from batchinf.prompts.openai_lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, url_of
+from batchinf.prompts.openai.lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, url_of
+from batchinf.prompts.openai.requests import may_be_batch, recognised
 from batchinf.prompts.row_sampling import check_sampling_columns
 from batchinf.prompts.tool_parsers import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError

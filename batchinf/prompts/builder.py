@@ -13,13 +13,13 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
-from batchinf.prompts.openai import BatchPrompts, BatchRequest
-from batchinf.prompts.openai_lines import COLUMNS
+from batchinf.prompts.openai.lines import COLUMNS
+from batchinf.prompts.openai.requests import BatchPrompts, BatchRequest
+from batchinf.prompts.openai.truncation import Truncation
 from batchinf.prompts.row_adapter import RowAdapter
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
-from batchinf.prompts.truncation import Truncation
 from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint

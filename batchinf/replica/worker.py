@@ -501,18 +501,18 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
     calls = None
     matcher_of = None
     if detokenizer is not None and spec.model.reasoning_parser is not None:
-        from batchinf.engines.vllm.structures import reasoner_of
+        from batchinf.engines.vllm.structured_output.structures import reasoner_of
 
         reasoner = reasoner_of(spec, tokenizer)
     if detokenizer is not None and spec.model.tool_parser is not None:
-        from batchinf.engines.vllm.tools import CallParser
+        from batchinf.engines.vllm.structured_output.tools import CallParser
 
         calls = Calls(CallParser(spec, tokenizer), job_id)
     structures = {*(spec.sampling.structured_outputs or {}), *map(STRUCTURE_FIELDS.get, spec.sampling.columns)}
     may_match = bool(structures & {"regex", "grammar"}) or spec.input.is_batch_file or calls is not None
     if detokenizer is not None and spec.scripted is None and may_match:
         from batchinf.engines.vllm.arguments import structures_backend
-        from batchinf.engines.vllm.structures import matcher
+        from batchinf.engines.vllm.structured_output.structures import matcher
 
         matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))
     return Answers(spec, tokenizer, detokenizer, reasoner=reasoner, calls=calls, matcher=matcher_of)

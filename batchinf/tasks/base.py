@@ -13,7 +13,7 @@ from batchinf.base.errors import SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
+from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection

@@ -18,8 +18,8 @@ import batchinf
 import jobs
 from batchinf.base.errors import UserError
 from batchinf.commands.plan import PlanOptions, make_plan
-from batchinf.commands.plan_chart import plan_chart
 from batchinf.model.memory import GIB
+from batchinf.report.plan_chart import plan_chart
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import sample_input
 

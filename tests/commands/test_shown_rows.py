@@ -12,7 +12,7 @@ import pytest
 
 import jobs
 from batchinf.base.errors import InputError, RowError
-from batchinf.commands.shown_rows import find_row, random_rows, shown_row
+from batchinf.commands.validate.shown_rows import find_row, random_rows, shown_row
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt, Request
 from batchinf.source.files import InputLocation

@@ -14,12 +14,13 @@ from adapters import make_adapter
 
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
-from batchinf.commands import begun_job, verify
-from batchinf.commands.deviations import LogprobDeviations, VectorDeviations, spearman, table_lines
+from batchinf.commands import verify
+from batchinf.job import begun
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.deviations import LogprobDeviations, VectorDeviations, spearman, table_lines
 from batchinf.tasks.generate.compare import TextVerification
 from batchinf.tasks.registry import task_of
 from batchinf.tasks.score.compare import ScoreVerification
@@ -124,7 +125,7 @@ def test_what_was_altered_is_found(
 ])  # fmt: skip
 def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance: float, job: pathlib.Path) -> None:
     file = read_spec(job)
-    with begun_job.opened(file, file.spec.output.path) as (opened, state):
+    with begun.opened(file, file.spec.output.path) as (opened, state):
         event = next(event for event in state.events if "device" in event.fields)
         event.fields["device"] = device
         assert verify._tolerance(opened, state, opened.task.verification(opened.spec), dtype) == tolerance

@@ -42,7 +42,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors  # noqa: E402
 from batchinf.engines.vllm import engine as adapter  # noqa: E402
 from batchinf.engines.vllm import logprobs as vllm_logprobs  # noqa: E402
 from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
-from batchinf.engines.vllm.structures import check_once, matcher, tell_parser  # noqa: E402
+from batchinf.engines.vllm.structured_output.structures import check_once, matcher, tell_parser  # noqa: E402
 
 NUM_PROMPTS = 40
 MAX_TOKENS = 24

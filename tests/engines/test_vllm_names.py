@@ -48,7 +48,7 @@ said = [
     line_of(
         "task generate",
         ["vllm.reasoning.ReasoningParserManager"],
-        "from batchinf.engines.vllm.structures import Reasoner; Reasoner('a', None, {})",
+        "from batchinf.engines.vllm.structured_output.structures import Reasoner; Reasoner('a', None, {})",
     ),
     line_of(
         "task generate",
@@ -60,7 +60,7 @@ said = [
 with without(optional):
     from batchinf.engines.vllm.engine import VllmEngine
     from batchinf.engines.vllm.pooling import VllmPooling
-    from batchinf.engines.vllm.structures import compiled_by
+    from batchinf.engines.vllm.structured_output.structures import compiled_by
 
     compiled = compiled_by({"regex": "a+"}, "auto")
 sampling = SamplingSpec(temperature=0, logprobs=2, ignore_eos=True)

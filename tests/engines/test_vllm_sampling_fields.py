@@ -156,7 +156,7 @@ def test_structures_of_rows(vllm_engine: "VllmEngine", free: list[list[int]]) ->
 
 
 def test_structural_tags_of_backends() -> None:
-    from batchinf.engines.vllm.structures import compiled_by
+    from batchinf.engines.vllm.structured_output.structures import compiled_by
 
     old, new = (SamplingSpec(structured_outputs={"structural_tag": tag}).structured_outputs or {} for tag in (
         TAG, {"format": {"type": "const_string", "value": "ab"}}))  # fmt: skip

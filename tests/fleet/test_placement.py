@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import jobs
 from batchinf.base.errors import SpecError, UserError
-from batchinf.commands.validate import validate_job
+from batchinf.commands.validate.validate import validate_job
 from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.devices import check_driver, check_free, own_cpus, place, share_cpus, visible_devices

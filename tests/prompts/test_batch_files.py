@@ -12,7 +12,7 @@ from batchinf.job.open import open_job
 from batchinf.model.identity import resolve_sampling
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.openai import recognised
+from batchinf.prompts.openai.requests import recognised
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import jobs
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai_lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, RESPONSES_URL, url_of
+from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, RESPONSES_URL, url_of
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec

@@ -17,7 +17,7 @@ from batchinf.base.errors import OutputError, RowError, SpecError
 from batchinf.commands.diff import diff_jobs
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.job.open import prepare_job
-from batchinf.prompts.openai import BatchRequest
+from batchinf.prompts.openai.requests import BatchRequest
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec

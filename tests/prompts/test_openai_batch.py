@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai import BatchReader, BatchRequest
+from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 

@@ -12,9 +12,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from batchinf.base.errors import RowError
-from batchinf.prompts.openai import BatchReader, BatchRequest
-from batchinf.prompts.openai_fields import FIELDS, Fields, fields_of, objection
-from batchinf.prompts.openai_lines import (
+from batchinf.prompts.openai.fields import FIELDS, Fields, fields_of, objection
+from batchinf.prompts.openai.lines import (
     CHAT_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,
@@ -22,6 +21,7 @@ from batchinf.prompts.openai_lines import (
     RESPONSES_URL,
     SCORE_URL,
 )
+from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.prompts import EmbeddingReader, EmbeddingsRequest
 from batchinf.tasks.vectors.rerank_lines import RerankReader, RerankRequest

@@ -9,7 +9,7 @@ from openai.types.responses import Response
 from batchinf.base.errors import RowError
 from batchinf.commands.run_batch import asked_by_lines
 from batchinf.export.openai_responses import response_of
-from batchinf.prompts.openai import BatchReader, BatchRequest
+from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.records import Tools
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from batchinf.base.errors import RowError, SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai import BatchReader, BatchRequest
+from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.prompts.tool_parsers import with_tool_parser
 from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row

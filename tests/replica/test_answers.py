@@ -218,7 +218,7 @@ def test_a_text_is_held_against_the_backend_s_own_grammar(
     structure: dict[str, Any], whole: list[str], cut: list[str], backend: str, tokenizer: Any
 ) -> None:
     pytest.importorskip("vllm")
-    from batchinf.engines.vllm.structures import matcher
+    from batchinf.engines.vllm.structured_output.structures import matcher
 
     spec = make_spec(structure)
     of = functools.partial(matcher, backend=backend)
@@ -237,7 +237,7 @@ def test_a_text_is_held_against_the_backend_s_own_grammar(
 
 def reasoner_of(parser: str, tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Any:
     pytest.importorskip("vllm")
-    from batchinf.engines.vllm.structures import Reasoner
+    from batchinf.engines.vllm.structured_output.structures import Reasoner
 
     return Reasoner(parser, tokenizer, kwargs or {})
 
@@ -491,7 +491,7 @@ def test_choices_need_no_import_of_vllm(choices: list[str], config: dict[str, st
 )  # fmt: skip
 def test_structures_that_do_not_compile(structure: dict[str, str], backend: str, words: str) -> None:
     pytest.importorskip("vllm")
-    from batchinf.engines.vllm.structures import compiled_by
+    from batchinf.engines.vllm.structured_output.structures import compiled_by
 
     with pytest.raises(ValueError, match=r".") as caught:
         compiled_by(structure, backend)
@@ -502,7 +502,7 @@ def test_structures_that_do_not_compile(structure: dict[str, str], backend: str,
 
 def test_structures_that_compile_say_by_what() -> None:
     pytest.importorskip("vllm")
-    from batchinf.engines.vllm.structures import compiled_by
+    from batchinf.engines.vllm.structured_output.structures import compiled_by
 
     for structure in (
         {"regex": "a+"},

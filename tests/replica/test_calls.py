@@ -76,7 +76,7 @@ def read(
 
 
 def structure_of(tokenizer: Any, tools: Tools, parser: str = "hermes") -> dict[str, Any]:
-    from batchinf.engines.vllm.tools import CallParser
+    from batchinf.engines.vllm.structured_output.tools import CallParser
 
     structure = CallParser(spec_of(parser), tokenizer).structure(tools, None)
     assert structure is not None
@@ -295,7 +295,7 @@ CALLED = (
 def test_calls_and_reasoning_of_gpt_oss(
     text: str, reasoning: str | None, answer: str | None, calls: list[tuple[str, str]]
 ) -> None:
-    from batchinf.engines.vllm.tools import CallParser
+    from batchinf.engines.vllm.structured_output.tools import CallParser
 
     tokens = HarmonyTokenizer()
     parser = CallParser(spec_of("openai", "openai_gptoss"), tokens)
@@ -317,7 +317,7 @@ def test_no_reasoning_of_gpt_oss_is_dropped() -> None:
 
 @pytest.mark.parametrize("tools", [Tools(TOOLS, "required"), Tools(TOOLS, "named", "get_time")])
 def test_a_call_of_gpt_oss_is_forced_after_its_thoughts(tools: Tools) -> None:
-    from batchinf.engines.vllm.tools import CallParser
+    from batchinf.engines.vllm.structured_output.tools import CallParser
 
     found = CallParser(spec_of("openai", "openai_gptoss"), HarmonyTokenizer()).structure(tools, None)
     assert found is not None

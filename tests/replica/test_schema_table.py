@@ -175,7 +175,7 @@ def guided(schema: str, value: Any) -> bool:
     """Whether guidance lets an engine write this value."""
     import llguidance
 
-    from batchinf.engines.vllm.guidance import relaxed
+    from batchinf.engines.vllm.structured_output.guidance import relaxed
 
     made = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_json_schema(
         relaxed(schema)[0]))  # fmt: skip
@@ -186,7 +186,7 @@ def guided(schema: str, value: Any) -> bool:
 def test_what_guidance_takes_whole_it_enforces() -> None:
     """A schema of which it says nothing lets no text pass that breaks it. Of others, validate names the keywords."""
     pytest.importorskip("llguidance")
-    from batchinf.engines.vllm.guidance import relaxed
+    from batchinf.engines.vllm.structured_output.guidance import relaxed
 
     let_through, kept_out = [], []
     for case in TABLE:
@@ -215,7 +215,7 @@ def test_what_guidance_takes_whole_it_enforces() -> None:
 )
 def test_guidance_names_what_it_leaves_out(schema: dict[str, Any], keywords: set[str]) -> None:
     pytest.importorskip("llguidance")
-    from batchinf.engines.vllm.guidance import relaxed
+    from batchinf.engines.vllm.structured_output.guidance import relaxed
 
     assert set(relaxed(json.dumps(schema))[1]) == keywords
 

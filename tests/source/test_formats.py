@@ -33,7 +33,7 @@ OUTPUT_TOO = {
 ALSO_MEANT = {
     ("model/files.py", "hf"): "a value of vLLM's load_format",
     ("source/formats/huggingface.py", "arrow"): "a format of the library `datasets`",
-    ("engines/vllm/tools.py", "openai"): "vLLM's parser of gpt-oss",
+    ("engines/vllm/structured_output/tools.py", "openai"): "vLLM's parser of gpt-oss",
     ("prompts/tool_parsers.py", "openai"): "vLLM's parser of gpt-oss",
 }
 

@@ -228,7 +228,7 @@ def for_backend(structure: dict[str, Any], backend: str) -> dict[str, Any]:
                          "engine.structured_outputs_config: {backend: xgrammar} takes both")  # fmt: skip
     if backend != GUIDANCE or "json" not in structure:
         return structure
-    from batchinf.engines.vllm.guidance import relaxed
+    from batchinf.engines.vllm.structured_output.guidance import relaxed
 
     return {"json": relaxed(structure["json"])[0]}
 

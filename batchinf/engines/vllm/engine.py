@@ -146,7 +146,7 @@ class VllmEngine:
             raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
         self._tell_parser: Any = None
         if "reasoning_parser" in arguments:
-            from batchinf.engines.vllm.structures import tell_parser
+            from batchinf.engines.vllm.structured_output.structures import tell_parser
 
             self._tell_parser = tell_parser(self._engine)
         if rows is not None and not install_rows(self._engine, rows):
@@ -170,7 +170,7 @@ class VllmEngine:
         self._backend = structures_backend(arguments)
         self._calls = None
         if spec.model.tool_parser is not None:
-            from batchinf.engines.vllm.tools import CallParser
+            from batchinf.engines.vllm.structured_output.tools import CallParser
 
             self._calls = CallParser(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
         self._adapters = lora_requests(adapters)
@@ -307,7 +307,7 @@ class VllmEngine:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
             if structure:
-                from batchinf.engines.vllm.structures import check_once
+                from batchinf.engines.vllm.structured_output.structures import check_once
 
                 check_once()
                 if self._lacks_raw and (sampling.logprobs is not None or extra):

@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchinf.base.errors import SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
-from batchinf.prompts.openai_lines import RERANK_URL, SCORE_URL
+from batchinf.prompts.openai.lines import RERANK_URL, SCORE_URL
 from batchinf.records import FloatArray, Prompt, Request, Reranking, Result
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec

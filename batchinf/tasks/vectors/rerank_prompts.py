@@ -10,8 +10,8 @@ from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show
-from batchinf.prompts.openai_lines import line_of
-from batchinf.prompts.truncation import Truncation
+from batchinf.prompts.openai.lines import line_of
+from batchinf.prompts.openai.truncation import Truncation
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec

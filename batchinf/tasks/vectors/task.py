@@ -11,7 +11,7 @@ from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai_lines import EMBEDDINGS_URL
+from batchinf.prompts.openai.lines import EMBEDDINGS_URL
 from batchinf.records import FloatArray, Prompt, Request, Result
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec

@@ -15,7 +15,7 @@ import numpy as np
 from batchinf.base.errors import DriftError, RowError
 from batchinf.base.slices import SOURCE_FOLDER, read_cut
 from batchinf.base.storage import Folder
-from batchinf.commands.findings import (
+from batchinf.commands.validate.findings import (
     InputFound,
     ModelFound,
     OutputFound,
@@ -27,8 +27,7 @@ from batchinf.commands.findings import (
     TaskFound,
     ValidateFinding,
 )
-from batchinf.commands.prompt_lengths import LengthCounts, PromptLengths
-from batchinf.commands.shown_rows import ShownRow, find_row, random_rows, shown_row
+from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
 from batchinf.coordinator.start import with_known_numbers
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -46,6 +45,7 @@ from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
+from batchinf.planning.histogram import LengthCounts, PromptLengths
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, empty_files_note, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.encoder import Encoder, Side
-from batchinf.prompts.openai_lines import Refused, show
+from batchinf.prompts.openai.lines import Refused, show
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from batchinf.base.text import clip, name_type
-from batchinf.prompts.openai_fields import fields_of, objection
-from batchinf.prompts.openai_lines import RESPONSES_URL, Refused, show
+from batchinf.prompts.openai.fields import fields_of, objection
+from batchinf.prompts.openai.lines import RESPONSES_URL, Refused, show
 
 _LOGPROBS = "message.output_text.logprobs"
 # Others that `include` may ask for. They are of items that no text has.

@@ -1,8 +1,8 @@
 """Structured outputs and reasoning parsers: finds the ones that vLLM would refuse, and reads finished texts like vLLM.
 
-As a program, `python -m batchinf.engines.vllm.structures` reads a spec and a tokenizer's path as JSON and prints the
-problems. It runs in its own process because vLLM takes 0.5 GB and changes environment variables. Run with vLLM 0.32.0;
-0.26.0 has the same names.
+As a program, `python -m batchinf.engines.vllm.structured_output.structures` reads a spec and a tokenizer's path as JSON
+and prints the problems. It runs in its own process because vLLM takes 0.5 GB and changes environment variables. Run
+with vLLM 0.32.0; 0.26.0 has the same names.
 """
 
 import copy
@@ -19,10 +19,10 @@ import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, f
 from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing
-from batchinf.engines.vllm import guidance
 from batchinf.engines.vllm.arguments import GUIDANCE, for_backend, structures_backend
-from batchinf.engines.vllm.guidance import relaxed
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.structured_output import guidance
+from batchinf.engines.vllm.structured_output.guidance import relaxed
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Request
 from batchinf.spec.job import JobSpec
@@ -199,7 +199,7 @@ def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[st
 
 def _parser_problems(spec: JobSpec, tokenizer_path: str) -> list[list[str]]:
     """Why the parsers do not go with the tokenizer, as [field, message] each."""
-    from batchinf.engines.vllm.tools import CallParser
+    from batchinf.engines.vllm.structured_output.tools import CallParser
 
     found = []
     wanted: list[Callable[[JobSpec, Any], object]] = []

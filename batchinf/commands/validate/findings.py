@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchinf.commands.prompt_lengths import PromptLengths
-from batchinf.commands.shown_rows import ShownRow
+from batchinf.commands.validate.shown_rows import ShownRow
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import Fit, needs_lines
+from batchinf.planning.histogram import PromptLengths
 from batchinf.prompts.row_sampling import setting
 
 _COLUMNS = 80

@@ -8,13 +8,13 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, read_messages
-from batchinf.prompts.openai_fields import objection
-from batchinf.prompts.openai_lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, RESPONSES_URL, LineReader, line_of
-from batchinf.prompts.openai_lines import Refused as _Refused
-from batchinf.prompts.openai_lines import show as _show
-from batchinf.prompts.responses import as_chat, in_own_names, repeated
+from batchinf.prompts.openai.fields import objection
+from batchinf.prompts.openai.lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, RESPONSES_URL, LineReader, line_of
+from batchinf.prompts.openai.lines import Refused as _Refused
+from batchinf.prompts.openai.lines import show as _show
+from batchinf.prompts.openai.responses import as_chat, in_own_names, repeated
+from batchinf.prompts.openai.truncation import Truncation, take_truncation
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
-from batchinf.prompts.truncation import Truncation, take_truncation
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row

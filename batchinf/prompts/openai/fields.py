@@ -2,10 +2,11 @@
 
 import difflib
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from batchinf.prompts.openai_lines import (
+from batchinf.prompts.openai.lines import (
     CHAT_URL,
     COMPLETIONS_URL,
     EMBEDDINGS_URL,
@@ -39,16 +40,20 @@ class Fields:
     """Values of refused fields that ask for nothing."""
 
 
+def _fields(use: Literal["used", "without effect", "refused"], urls: str, names: str, note: str) -> Fields:
+    return Fields(use=use, urls=tuple(_URLS[url] for url in urls), names=tuple(names.split()), note=note)
+
+
 def _used(urls: str, names: str, note: str = "the row's own, in place of the spec's") -> Fields:
-    return Fields("used", tuple(_URLS[url] for url in urls), tuple(names.split()), note)
+    return _fields("used", urls, names, note)
 
 
 def _without_effect(urls: str, names: str, note: str) -> Fields:
-    return Fields("without effect", tuple(_URLS[url] for url in urls), tuple(names.split()), note)
+    return _fields("without effect", urls, names, note)
 
 
-def _refused(urls: str, names: str, note: str, *accepted: Any) -> Fields:
-    return Fields("refused", tuple(_URLS[url] for url in urls), tuple(names.split()), note, accepted)
+def _refused(urls: str, names: str, note: str, *, accepted: Sequence[Any] = ()) -> Fields:
+    return replace(_fields("refused", urls, names, note), accepted=tuple(accepted))
 
 
 _OF_JOB = "an engine or a job has one"
@@ -126,51 +131,51 @@ FIELDS: tuple[Fields, ...] = (
         "clients' own settings of a connection",
     ),
     # Refused
-    _refused("CTR", "stream", "a batch has no streams", False),
-    _refused("CTR", "use_beam_search", "vLLM's engine has no beam search", False),
-    _refused("CT", "best_of", "vLLM's engine has no `best_of`; `n` gives several answers", 1),
-    _refused("C", "echo", "the answer of a conversation has no prompt before it", False),
+    _refused("CTR", "stream", "a batch has no streams", accepted=[False]),
+    _refused("CTR", "use_beam_search", "vLLM's engine has no beam search", accepted=[False]),
+    _refused("CT", "best_of", "vLLM's engine has no `best_of`; `n` gives several answers", accepted=[1]),
+    _refused("C", "echo", "the answer of a conversation has no prompt before it", accepted=[False]),
     _refused(
         "T",
         "suffix",
         "only models for which vLLM's server writes the marks of a gap take it; write the model's own marks into the "
         "prompt",
-        "",
+        accepted=[""],
     ),
-    _refused("C", "add_special_tokens", "a chat template writes them itself", False),
-    _refused("T", "add_special_tokens", "the tokenizer adds them to a text", True),
-    _refused("CTRE", "watermarking", "batchinf sets no watermark", False),
-    _refused("CT", "spaces_between_special_tokens detokenize", "there is only the default", True),
-    _refused("CT", "logprob_token_ids", f"{_OF_JOB}: set `sampling.logprob_token_ids`", []),
+    _refused("C", "add_special_tokens", "a chat template writes them itself", accepted=[False]),
+    _refused("T", "add_special_tokens", "the tokenizer adds them to a text", accepted=[True]),
+    _refused("CTRE", "watermarking", "batchinf sets no watermark", accepted=[False]),
+    _refused("CT", "spaces_between_special_tokens detokenize", "there is only the default", accepted=[True]),
+    _refused("CT", "logprob_token_ids", f"{_OF_JOB}: set `sampling.logprob_token_ids`", accepted=[[]]),
     _refused("CT", "guided_whitespace_pattern", f"{_OF_JOB}: set `engine.structured_outputs_config`"),
     _refused("CT", "guided_decoding_backend", f"{_OF_JOB}: set `engine.structured_outputs_config`"),
     _refused("CE", "chat_template", "a job has one template: set `input.chat_template`"),
-    _refused("C", "return_prompt_text", "`output.include_prompt` stores the prompts", False),
-    _refused("T", "tools", "completions have no tools", []),
-    _refused("T", "tool_choice", "completions have no tools", "none", "auto"),
-    _refused("T", "functions", "completions have no tools", []),
-    _refused("T", "function_call", "completions have no tools", "none"),
-    _refused("T", "parallel_tool_calls", "completions have no tools", True, False),
-    _refused("CR", "modalities", "only texts are made", ["text"]),
+    _refused("C", "return_prompt_text", "`output.include_prompt` stores the prompts", accepted=[False]),
+    _refused("T", "tools", "completions have no tools", accepted=[[]]),
+    _refused("T", "tool_choice", "completions have no tools", accepted=["none", "auto"]),
+    _refused("T", "functions", "completions have no tools", accepted=[[]]),
+    _refused("T", "function_call", "completions have no tools", accepted=["none"]),
+    _refused("T", "parallel_tool_calls", "completions have no tools", accepted=[True, False]),
+    _refused("CR", "modalities", "only texts are made", accepted=[["text"]]),
     _refused("C", "audio", "only texts are made"),
     _refused("R", "image", "only texts are made"),
-    _refused("CR", "web_search_options data_sources", "nothing is searched", []),
+    _refused("CR", "web_search_options data_sources", "nothing is searched", accepted=[[]]),
     _refused("CR", "moderation", "nothing is moderated"),
-    _refused("R", "background background_options", "a batch has no background", False, {}),
+    _refused("R", "background background_options", "a batch has no background", accepted=[False, {}]),
     _refused("R", "previous_response_id conversation", "no answers are kept between requests: write them into `input`"),
     _refused("R", "prompt", "batchinf has no stored prompts: write it into `instructions` and `input`"),
-    _refused("R", "context_management", "no prompt is shortened", []),
+    _refused("R", "context_management", "no prompt is shortened", accepted=[[]]),
     _refused("R", "access_programs", "OpenAI's own"),
-    _refused("R", "previous_input_messages", "write them into `input`", []),
-    _refused("R", "enable_response_messages", "`output.include_prompt` stores the prompts", False),
+    _refused("R", "previous_input_messages", "write them into `input`", accepted=[[]]),
+    _refused("R", "enable_response_messages", "`output.include_prompt` stores the prompts", accepted=[False]),
     _refused("T", "prompt_embeds", "prompts are texts or token ids"),
-    _refused("CTR", "vllm_xargs", "they are for extensions of vLLM", {}),
-    _refused("CTR", "kv_transfer_params ec_transfer_params", "engines do not share a request", {}),
+    _refused("CTR", "vllm_xargs", "they are for extensions of vLLM", accepted=[{}]),
+    _refused("CTR", "kv_transfer_params ec_transfer_params", "engines do not share a request", accepted=[{}]),
     _refused("C", "enable_thinking", "write it into `chat_template_kwargs`"),
-    _refused("CTRESK", "extra_body", "openai's Python argument: write its fields into the body itself", {}),
-    _refused("ESK", "padding", "inputs are not padded", "do_not_pad", False),
-    _refused("E", "embed_dtype", "vectors are float32", "float32"),
-    _refused("E", "endianness", "base64 is little-endian", "native", "little"),
+    _refused("CTRESK", "extra_body", "openai's Python argument: write its fields into the body itself", accepted=[{}]),
+    _refused("ESK", "padding", "inputs are not padded", accepted=["do_not_pad", False]),
+    _refused("E", "embed_dtype", "vectors are float32", accepted=["float32"]),
+    _refused("E", "endianness", "base64 is little-endian", accepted=["native", "little"]),
 )
 
 

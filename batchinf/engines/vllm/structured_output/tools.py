@@ -20,7 +20,7 @@ from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.arguments import GUIDANCE, structures_backend
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.structures import TAIL_TOKENS, unknown_parser, with_own
+from batchinf.engines.vllm.structured_output.structures import TAIL_TOKENS, unknown_parser, with_own
 from batchinf.records import ParsedAnswer, Request, ToolCall, Tools
 from batchinf.spec.answer_schemas import objection
 from batchinf.spec.job import JobSpec

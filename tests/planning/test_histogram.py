@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinf.base.errors import RowError
-from batchinf.commands.prompt_lengths import LengthCounts, bar_lines, histogram
 from batchinf.job.sample import MOST_SAMPLED, sample_rows
+from batchinf.planning.histogram import LengthCounts, bar_lines, histogram
 from batchinf.records import Prompt
 from batchinf.spec.sampling import SamplingSpec
 

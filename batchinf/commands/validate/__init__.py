@@ -1,0 +1,1 @@
+"""`batchinf validate`: its checks, its report, and the rows that it shows."""
