@@ -15,6 +15,7 @@ from typing import Any
 from batchinf.base.errors import UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.engines.installed import engine_argument_names
+from batchinf.export.files import Files, check_target, local_stem
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE
 
@@ -59,7 +60,9 @@ class BatchRun:
 def batch_run(
     input_file: str, output_file: str, model: str, flags: Sequence[str], *, folder: str | None = None
 ) -> BatchRun:
-    """The job of a command line. flags: those of vLLM's engine and server. folder: of the job; None: beside the file.
+    """The job of a command line. flags: those of vLLM's engine and server.
+
+    folder: of the job; None: beside the file, or in the working folder if the answers go to a URL.
 
     Raises UserError for a flag that cannot be used, and for an output file of something else.
     """
@@ -68,13 +71,15 @@ def batch_run(
             f"-o: got {output_file}; must be a file. When the job is done, "
             "`batchinf export FOLDER --to openai-batch -o -` writes to stdout"
         )
-    folder = folder or f"{os.path.splitext(output_file)[0]}.job"
+    check_target(output_file)
+    stem = local_stem(output_file)
+    folder = folder or f"{stem}.job"
     if os.path.lexists(output_file) and not os.path.lexists(folder):
         raise UserError(
             f"-o: {output_file} is there already, and no job in {folder} has written it; give another name, or delete "
             "it yourself"
         )
-    input_file = kept_input(input_file, f"{os.path.splitext(output_file)[0]}.input.jsonl")
+    input_file = kept_input(input_file, f"{stem}.input.jsonl")
     asked = asked_by_lines(input_file)
     spec: dict[str, Any] = {
         "model": {"name": model},
@@ -123,8 +128,9 @@ def write_answers(run: BatchRun, *, has_rows: bool) -> Exported:
     """Write the file of answers. has_rows: whether the input has any; without, the file is empty, as with vLLM."""
     if has_rows:
         return export_job(run.folder, run.output)
-    with open(run.output.path, "wb"):
-        return Exported(num_rows=0, files=(run.output.path,), notes=())
+    with Files(overwrites=True) as files:
+        files.open(run.output.path)
+    return Exported(num_rows=0, files=tuple(files.written), notes=())
 
 
 def _put(spec: dict[str, Any], name: str, value: Any) -> None:

@@ -101,8 +101,8 @@ def _with_bytes(logprobs: Sequence[dict[str, Any]] | None) -> list[dict[str, Any
 
 def num_reasoning_tokens(samples: Sequence[Row]) -> int | None:
     """Tokens of the reasoning of a request's answers; None if the job has not counted those of one with a reasoning."""
-    numbers = [row.get("num_reasoning_tokens") if row.get("reasoning") else 0 for row in samples]
-    return None if None in numbers else sum(number for number in numbers if number is not None)
+    numbers = [row.get("num_reasoning_tokens", None if row.get("reasoning") else 0) for row in samples]
+    return None if None in numbers else sum(numbers)
 
 
 def _usage(row: Row) -> dict[str, Any] | None:

@@ -43,8 +43,8 @@ class Reasoner(Protocol):
     def split(self, request: Request, text: str, token_ids: Sequence[int], /) -> tuple[str | None, str | None]:
         """The reasoning and the answer; either may be None."""
 
-    def num_tokens(self, request: Request, token_ids: Sequence[int], /) -> int | None:
-        """The tokens of the reasoning in an output that has one; None if it cannot count them."""
+    def num_tokens(self, request: Request, reasoning: str | None, token_ids: Sequence[int], /) -> int | None:
+        """The tokens of the reasoning; None if it cannot count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class Answers:
 
     def _num_tokens(self, reasoning: str | None, completion: Completion) -> int | None:
         """Tokens of the reasoning. Raises what the parser raises."""
-        if self._reasoner is None or not reasoning:
-            return None if self._reasoner is None else 0
-        return self._reasoner.num_tokens(completion.request, completion.token_ids.tolist())
+        if self._reasoner is None:
+            return None
+        return self._reasoner.num_tokens(completion.request, reasoning, completion.token_ids.tolist())
 
     def _read_calls(self, completion: Completion, whole: str) -> Answer:
         calls = self._calls

@@ -169,12 +169,15 @@ def test_lines_from_a_pipe_are_kept_beside_the_answers(tmp_path: pathlib.Path) -
     assert kept_input("https://a/b.jsonl", "other") == "https://a/b.jsonl"
 
 
-def test_the_answers_are_a_file_of_this_host(tmp_path: pathlib.Path) -> None:
+def test_places_to_which_no_answers_go(tmp_path: pathlib.Path) -> None:
     lines = write_lines(tmp_path / "in.jsonl", {})
-    options = ("-i", lines, "-o", "https://example.com/out.jsonl", "--model", jobs.MODEL)
-    done = jobs.run("run-batch", *options, is_refused=True)
-    assert done.returncode == 2
-    assert "--output-file: got 'https://example.com/out.jsonl', but only a path of this host is possible" in done.stderr
+    for target, more, words in (
+        ("ssh://host/out.jsonl", (), "-o: got 'ssh://host/out.jsonl', but only a path of this host is possible"),
+        ("https://host/out.jsonl", ("--follow",), "--follow: got a URL for the answers, which is written once"),
+    ):
+        done = jobs.run("run-batch", "-i", lines, "-o", target, "--model", jobs.MODEL, *more, is_refused=True)
+        assert done.returncode == 2
+        assert words in done.stderr
 
 
 def test_the_answers_are_no_pipe() -> None:

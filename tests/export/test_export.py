@@ -20,8 +20,9 @@ from openai.types.chat import ChatCompletion
 import batchinf
 import jobs
 from batchinf.base.errors import OutputError, UserError
-from batchinf.commands.export import STDOUT, Exported, ExportRequest, export_job
+from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.export import rows as export_rows
+from batchinf.export.files import STDOUT
 from batchinf.export.tokens import TokenTexts
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.report.dataset_card import card_files

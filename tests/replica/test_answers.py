@@ -344,8 +344,8 @@ def test_the_text_of_gpt_oss_is_split_by_vllm_s_whole_parser(text: str, split: t
     request = Request(0, 0, [], SamplingSpec())
     for _ in range(2):
         assert reasoner.split(request, tokens.decode(token_ids), token_ids) == split
-        if split[0] is not None:
-            assert reasoner.num_tokens(request, token_ids) == len(tokens.encode(split[0]))
+        num_tokens = 0 if split[0] is None else len(tokens.encode(split[0]))
+        assert reasoner.num_tokens(request, split[0], token_ids) == num_tokens
 
 
 @pytest.mark.parametrize(

@@ -298,13 +298,17 @@ class Reasoner:
             return None, text
         return reasoning, answer
 
-    def num_tokens(self, request: Request, token_ids: Sequence[int]) -> int | None:
-        """The tokens of the reasoning in an output that has one, without its marks. None: the parser cannot count.
+    def num_tokens(self, request: Request, reasoning: str | None, token_ids: Sequence[int]) -> int | None:
+        """The tokens of the reasoning of an output, without its marks. None: the parser cannot count them.
 
         Some of vLLM's parsers count between two marks, so a mark that begins the reasoning in the prompt is put before
-        the output. Parsers that do not count say 0.
+        the output. Parsers that do not count say 0. That of gpt-oss also counts the tokens of calls.
         """
-        parser = self._made(request.template_kwargs)[0] if self._whole is None else self._whole()
+        if self._whole is not None:
+            return int(self._whole().count_reasoning_tokens([*token_ids]))
+        if not reasoning:
+            return 0
+        parser, _ = self._made(request.template_kwargs)
         number: int = parser.count_reasoning_tokens([*token_ids])
         mark = self._vocabulary.get(getattr(parser, "reasoning_start_str", None) or "")
         if not number and mark is not None:
