@@ -50,8 +50,6 @@ class BatchRequest:
     """The text has gone through the chat template, so it has its special tokens."""
     tools: Tools | None = None
     """Those that the model may call."""
-    template_kwargs: str | None = None
-    """See `Prompt.template_kwargs`."""
     truncation: Truncation | None = None
     is_echoed: bool = False
     """The answer begins with the prompt."""
@@ -59,6 +57,12 @@ class BatchRequest:
     """The requests of a line with several prompts, which has none of its own."""
     form: str | None = field(default=None, compare=False)
     """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
+
+    @property
+    def template_kwargs(self) -> str | None:
+        """See `Prompt.template_kwargs`."""
+        variables = self.chat.get("chat_template_kwargs")
+        return json.dumps(variables) if variables else None
 
 
 def may_be_batch(where: InputSpec) -> bool:
@@ -128,8 +132,6 @@ class BatchReader(LineReader):
         line = self._tools(body)
         truncation = take_truncation(body) if url == CHAT_URL else None
         prompt = {**self._messages(body), "truncation": truncation}
-        if variables := prompt["chat"].get("chat_template_kwargs"):
-            prompt["template_kwargs"] = json.dumps(variables)
         sampling = self._take_sampling(body, url)
         if line is None:
             return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
