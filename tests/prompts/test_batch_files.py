@@ -262,9 +262,7 @@ def test_a_batch_file_in_another_format(name: str, tmp_path: pathlib.Path) -> No
     else:
         pq.write_table(table, path)
     spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
-    with pytest.raises(
-        SpecError, match=r"the columns of an OpenAI batch file .*, but its format is (parquet|csv);"
-    ):
+    with pytest.raises(SpecError, match=r"the columns of an OpenAI batch file .*, but its format is (parquet|csv);"):
         open_job(read_spec(spec), tmp_path / "cache")
 
 
