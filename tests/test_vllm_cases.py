@@ -10,8 +10,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 _COMMAND = "tests/commands/test_run_batch.py::test_the_command_itself_on_vllm"
-_VECTORS = "tests/engines/test_vllm_embedding_lines.py::test_the_vectors_are_those_of_vllm_run_batch"
-_CALLS = "tests/replica/test_tools_job.py::test_a_killed_job_has_the_calls_of_the_server"
+_VECTORS = "tests/engines/test_vllm_one_batch_file.py::test_with_a_model_of_embeddings"
+_CALLS = "tests/engines/test_vllm_one_batch_file.py::test_with_a_model_that_generates"
 _ANSWERS = "tests/engines/test_vllm_responses.py::test_the_answers_are_those_of_vllms_server"
 _FLAGS = "tests/commands/test_run_batch.py::test_flags_are_read_as_vllm_reads_them"
 _REFUSED = "tests/commands/test_run_batch.py::test_flags_that_are_refused"
@@ -19,7 +19,7 @@ _FIELDS = "tests/prompts/test_batch_files.py::test_each_field_on_real_vllm"
 _AUDIO = "no test: batchinf runs texts; a line with audio is an error row, as in the first case of an unknown URL"
 _UPLOAD = "tests/export/test_upload.py::test_a_file_is_sent_by_put"
 _INSIDE = "no test: how vLLM's server is put together; batchinf has no such part"
-_SCORING = "tests/engines/test_vllm_rerank.py::test_the_scores_are_those_of_vllm_run_batch"
+_SCORING = "tests/engines/test_vllm_one_batch_file.py::test_with_a_cross_encoder"
 
 RUN_BATCH = {
     "an empty file gives an empty file": "tests/commands/test_run_batch.py::test_an_empty_file_has_no_answers",

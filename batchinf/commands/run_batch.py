@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from batchinf.base.errors import UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.engines.installed import engine_argument_names
 from batchinf.export.files import Files, check_target, local_stem
+from batchinf.prompts.openai.lines import CHAT_URL, RERANK_URL, url_of
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE
+from batchinf.tasks.registry import task_of_url
 
 # vLLM's short flags.
 _SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size", "q": "quantization"}
@@ -26,10 +28,12 @@ _FIELDS = {
     **ENGINE_ARGUMENTS_ELSEWHERE,
     "default_chat_template_kwargs": "input.chat_template_kwargs",
     "seed": "sampling.seed",
+    "tool_call_parser": "model.tool_parser",
 }
 # Flags without effect here, each with its reason. The user is told.
 _WITHOUT_EFFECT = {
     "output_tmp_dir": "the results are in the job's folder until the end",
+    "enable_auto_tool_choice": "--tool-call-parser is enough",
     "enable_log_outputs": "the outputs are in the job's folder",
     "disable_log_requests": "requests are not logged",
     "max_log_len": "requests are not logged",
@@ -97,6 +101,8 @@ def batch_run(
             notes.append(f"--{_flag(name)} has no effect: {reason}")
             continue
         _put(spec, name, value)
+    if (task := _task_of(spec["engine"], input_file)) is not None:
+        spec["task"] = task
     output = ExportRequest(to="openai-batch", path=output_file, overwrites=True, splits_errors=False)
     return BatchRun(spec=spec, folder=folder, output=output, notes=tuple(notes))
 
@@ -157,6 +163,27 @@ def _put(spec: dict[str, Any], name: str, value: Any) -> None:
             "vLLM" + ("" if hint else ": see `vllm run-batch --help=all`")
         )
     spec["engine"][name] = value
+
+
+def _task_of(engine: Mapping[str, Any], path: str) -> str | None:
+    """The task of a pooling engine: where flags ask for one, lines for texts do not decide. None: the lines do."""
+    if engine.get("convert") == "classify":
+        return task_of_url(RERANK_URL)
+    if engine.get("runner") != "pooling" and engine.get("convert") != "embed":
+        return None
+    tasks = map(task_of_url, _urls(path))
+    return next((task for task in tasks if task not in (None, task_of_url(CHAT_URL))), None)
+
+
+def _urls(path: str) -> Iterator[str | None]:
+    """The URLs of the lines of a file of this host, as far as they can be read."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                values = json.loads(line)
+                yield url_of(values) if isinstance(values, dict) else None
 
 
 def read_flags(flags: Sequence[str]) -> Iterable[tuple[str, Any]]:
