@@ -25,7 +25,7 @@ from batchinf.job.open import open_job_input
 from batchinf.manifest.look import Look
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
-from batchinf.output.batches import error_rows
+from batchinf.output.counts import error_rows
 from batchinf.output.journal import Journal
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards

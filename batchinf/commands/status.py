@@ -17,8 +17,8 @@ from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import Look
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
-from batchinf.output.counts import non_finite_lines, rules_out_tokens
 from batchinf.output.journal import num_results
+from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.prompts.encoder import second_bos_lines
 from batchinf.records import ExpectedSpeed, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards

@@ -20,8 +20,8 @@ from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output import journal
-from batchinf.output.batches import error_rows
-from batchinf.output.counts import remarks
+from batchinf.output.counts import error_rows
+from batchinf.output.remarks import remarks
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Speed
 from batchinf.results import Results

@@ -34,7 +34,7 @@ from batchinf.fleet.speed import measured_speed
 from batchinf.fleet.status import Telemetry
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
-from batchinf.job.open import over_first_rows, placing, prepare_job
+from batchinf.job.open import placing, prepare_run
 from batchinf.manifest.lines import SPEED
 from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
@@ -195,12 +195,12 @@ def _prepare(
     Returns the job, and the model's local files as they are before an engine starts. state: of the job in the folder.
     retry: a predicate for the rows that run again. extends: take in new rows of the input. Raises UserError.
     """
-    prepared = prepare_job(file, state, "take" if extends and state is not None else "refuse")
+    prepared = prepare_run(file, state, "take" if extends and state is not None else "refuse")
     if state is not None:
         begun_spec(prepared.folder, state.header)
     contents = Contents(prepared.model, prepared.spec.model, prepared.adapters)
     if state is None:
-        return over_first_rows(prepared), contents
+        return prepared, contents
     differences = contents.differences(state.files)
     prepared = replace(prepared, retry=retry, has_rows=not state.committed.all())
     if retry is None:

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchinf.base import faults
-from batchinf.base.errors import BatchinfError
-from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, describe_error
 from batchinf.coordinator.begin import begin_job, check_extended, extend_job, new_job_id
@@ -25,7 +23,7 @@ from batchinf.coordinator.retry import new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
-from batchinf.fleet.launcher import Launcher, note_end, start_due, work_of
+from batchinf.fleet.launcher import Launcher, Replicas, work_of
 from batchinf.fleet.parallel import with_degrees
 from batchinf.fleet.speed import expected_speed
 from batchinf.fleet.speed_text import expected_line
@@ -54,63 +52,11 @@ from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_rows
-from batchinf.tasks.base import Task
 
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
 _LOOK_EVERY_S = 1.0
 CHECKING = "checking the structured outputs with vLLM, whose import takes 10 s or more"
-
-
-class Replicas:
-    """The replicas of an epoch. The manifest records their starts and ends."""
-
-    def __init__(self, launcher: Launcher, manifest: Manifest, job_id: str) -> None:
-        self.launcher = launcher
-        self.fleet = launcher.fleet(job_id)
-        self._manifest = manifest
-        self._job_id = job_id
-
-    def __len__(self) -> int:
-        return len(self.launcher.slots)
-
-    def start(self) -> None:
-        """Start the replicas that are due, and commit that to the manifest."""
-        with shielded():
-            start_due(self.fleet, self._manifest)
-
-    def end(self) -> None:
-        """End the replicas that run, and commit their ends."""
-        with shielded():
-            for ended in self.fleet.kill():
-                note_end(self._manifest, ended)
-            self._manifest.commit()
-
-    def match(self, task: Task) -> None:
-        """Make the replicas fit the job, now that its input is known.
-
-        If only later rows show that the input is a batch file, the replicas end, and those that start later have
-        engines with other arguments.
-        """
-        if task.spec.input.format == self.launcher.task.spec.input.format:
-            return
-        self.end()
-        self.launcher = replace(self.launcher, task=task)
-        self.fleet = self.launcher.fleet(self._job_id, num_before=self.fleet.num_incarnations)
-
-    @contextlib.contextmanager
-    def ended(self) -> Iterator[None]:
-        """When the block ends, all have ended."""
-        try:
-            yield
-        except BaseException:
-            # Later errors, for example from a full disk, must not hide the first one.
-            with contextlib.suppress(BatchinfError, OSError):
-                self._manifest.discard()
-                self.end()
-            raise
-        finally:
-            self.fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,26 +102,25 @@ def start(
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)
     backend.end_leftovers(before.running_replicas, before.job_id)
+    job_id = before.job_id or new_job_id()
     with placing(prepared.file):
         share = functools.partial(shared_share, prepared.file)
-        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
+        replicas = Replicas.of(prepared, backend, job_id=job_id, epoch=number, say=display.say, shared_share=share)
     chain = None if mirror is None else mirror.chain
     manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain)
     if mirror is not None:
         mirror.start()
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
-    job_id = before.job_id or new_job_id()
-    replicas = Replicas(launcher, manifest, job_id)
-    with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas.ended():
+    with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas.ended(manifest):
         opened.callback(contents.close)
         contents.start()  # behind `read_ahead`, so that the disk is read once
         if prepared.state is None:
             _note_beginning(prepared, manifest, job_id, display.say)
         check = opened.enter_context(_structures_check(prepared))
-        _start_replicas(prepared, replicas, display.say)
+        _start_replicas(prepared, replicas, manifest, display.say)
         job = open_checked(prepared)
         opened.callback(job.source.close)
-        replicas.match(job.task)
+        replicas.match(job.task, manifest)
         state = prepared.state
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides)
         choice = _choose_rows(job, state, lock, display.say)
@@ -193,7 +138,7 @@ def start(
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
             display.say(line)
         if state.committed.all():
-            replicas.end()  # the recovery adopted all parts that were missing
+            replicas.end(manifest)  # the recovery adopted all parts that were missing
         else:
             replicas.fleet.give_work(work_of(job, state, None))
             _warn(job, display.say)  # the replicas open the input meanwhile
@@ -231,7 +176,7 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
     if file is prepared.file:
         return prepared
     spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
-    return replace(prepared, file=file, spec=spec)
+    return replace(prepared, file=file, task=prepared.task.over(spec))
 
 
 def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say: Say) -> None:
@@ -249,12 +194,12 @@ def _structures_check(prepared: PreparedJob) -> contextlib.AbstractContextManage
     return contextlib.nullcontext()
 
 
-def _start_replicas(prepared: PreparedJob, replicas: Replicas, say: Say) -> None:
+def _start_replicas(prepared: PreparedJob, replicas: Replicas, manifest: Manifest, say: Say) -> None:
     if not prepared.has_rows:
         say("reading the input")
         return
     say(f"starting {counted(len(replicas), 'replica')} while the input is read")
-    replicas.start()
+    replicas.start(manifest)
     faults.point("start.replicas")
 
 

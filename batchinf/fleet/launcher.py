@@ -1,12 +1,15 @@
 """Prepares the start of a job's replicas: backend, devices, engine arguments, messages. Records starts and ends."""
 
+import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from batchinf.base.errors import BatchinfError
 from batchinf.base.slices import source_folder
+from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
@@ -82,7 +85,7 @@ class Launcher:
             number = replicas_per_device(spec, fit, task, len(_devices(slots)))
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
             spec = spec.model_copy(update={"parallel": parallel})
-            task = type(task)(spec)
+            task = task.over(spec)
             slots = backend.place(spec)
         chosen = chosen_arguments(spec, fit, task, slots[0].sharers, shared_share=shared_share)
         for line in chosen.lines():
@@ -219,3 +222,67 @@ def note_end(manifest: Manifest, end: Ended) -> None:
     device_s = round(end.lifetime_s * end.replica.slot.num_devices, 1)
     cause = "" if end.was_asked else end.cause
     manifest.event("replica_ended", incarnation=end.incarnation, device_s=device_s, cause=cause)
+
+
+class Replicas:
+    """The replicas of an epoch. The manifest records their starts and ends."""
+
+    def __init__(self, launcher: Launcher, job_id: str) -> None:
+        self.launcher = launcher
+        self.fleet = launcher.fleet(job_id)
+        self._job_id = job_id
+
+    @classmethod
+    def of(
+        cls,
+        job: PreparedJob,
+        backend: Backend,
+        *,
+        job_id: str,
+        epoch: int,
+        say: Callable[[str], None],
+        shared_share: Callable[[], float | None],
+    ) -> "Replicas":
+        """Choose devices and engine arguments; starts none. See `Launcher.of`."""
+        return cls(Launcher.of(job, backend, epoch=epoch, say=say, shared_share=shared_share), job_id)
+
+    def __len__(self) -> int:
+        return len(self.launcher.slots)
+
+    def start(self, manifest: Manifest) -> None:
+        """Start the replicas that are due, and commit that to the manifest."""
+        with shielded():
+            start_due(self.fleet, manifest)
+
+    def end(self, manifest: Manifest) -> None:
+        """End the replicas that run, and commit their ends."""
+        with shielded():
+            for ended in self.fleet.kill():
+                note_end(manifest, ended)
+            manifest.commit()
+
+    def match(self, task: Task, manifest: Manifest) -> None:
+        """Make the replicas fit the job, now that its input is known.
+
+        If only later rows show that the input is a batch file, the replicas end, and those that start later have
+        engines with other arguments.
+        """
+        if task.spec.input.format == self.launcher.task.spec.input.format:
+            return
+        self.end(manifest)
+        self.launcher = replace(self.launcher, task=task)
+        self.fleet = self.launcher.fleet(self._job_id, num_before=self.fleet.num_incarnations)
+
+    @contextlib.contextmanager
+    def ended(self, manifest: Manifest) -> Iterator[None]:
+        """When the block ends, all have ended."""
+        try:
+            yield
+        except BaseException:
+            # Later errors, for example from a full disk, must not hide the first one.
+            with contextlib.suppress(BatchinfError, OSError):
+                manifest.discard()
+                self.end(manifest)
+            raise
+        finally:
+            self.fleet.kill()  # those that live still: a second Ctrl-C may have ended the first call

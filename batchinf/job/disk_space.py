@@ -8,7 +8,7 @@ import numpy as np
 from batchinf.base.text import size_text
 from batchinf.job.job import Job, carried_columns
 from batchinf.manifest.state import State
-from batchinf.output.batches import row_bytes
+from batchinf.output.counts import row_bytes
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards

@@ -37,7 +37,8 @@ def with_known_length(prepared: PreparedJob, say: Say, cache: pathlib.Path | Non
         length = rounded(job, longest)
     say(f"engine.max_model_len {length:,}: the longest row takes {longest:,} tokens with its output")
     file = with_length(prepared.file, length)
-    return replace(prepared, file=file, spec=prepared.spec.model_copy(update={"engine": file.spec.engine}))
+    spec = prepared.spec.model_copy(update={"engine": file.spec.engine})
+    return replace(prepared, file=file, task=prepared.task.over(spec))
 
 
 def rounded(job: Job, longest: int) -> int:
@@ -72,7 +73,7 @@ def _longest(job: Job) -> int:
     # One request stands for all samples of a row, which may be millions.
     columns = {name: column for name, column in sampling.columns.items() if name != "n"}
     sampling = sampling.model_copy(update={"n": 1, "columns": columns})
-    job = replace(job, spec=job.spec.model_copy(update={"sampling": sampling}))
+    job = replace(job, task=job.task.over(job.spec.model_copy(update={"sampling": sampling})))
     builder = job.prompt_builder()
     most = max_model_len(job)
     longest = 1
@@ -105,5 +106,5 @@ def _pieces(job: Job) -> Iterator[Int64Array]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(scratch)
         spec = job.spec.model_copy(update={"input": where})
-        chosen = choose(replace(job, spec=spec), rows, folder, limit=where.limit)
+        chosen = choose(replace(job, task=job.task.over(spec)), rows, folder, limit=where.limit)
         yield from chosen.order(folder).pieces(_ROWS_AT_ONCE)

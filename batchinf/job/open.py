@@ -86,11 +86,11 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
         model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
-        file = replace(file, spec=_with_tool_parser(file.spec, model))
         task = task_of(file.spec)
-        spec, origins = _with_defaults(task, model, state)
-        task = type(task)(spec)
-        spec = task.resolve(model)
+        file = replace(file, spec=_with_tool_parser(task, model))
+        spec, origins = _with_defaults(task.over(file.spec), model, state)
+        task = task.over(task.over(spec).resolve(model))
+        spec = task.spec
         check_prompts(spec, model)
         _check_heads(spec, model)
         adapters = resolve_adapters(spec, model, began_as.get("lora"), reads_prompt_logits=task.reads_prompt_logits)
@@ -101,7 +101,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
                 limit = limit_as_begun(folder, spec.input.limit, state, new)
         return PreparedJob(
             file=file,
-            spec=spec,
+            task=task,
             origins=origins,
             folder=folder,
             model=model,
@@ -186,9 +186,9 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
     return replace(file, spec=spec)
 
 
-def _with_tool_parser(spec: JobSpec, model: Model) -> JobSpec:
+def _with_tool_parser(task: Task, model: Model) -> JobSpec:
     """The spec with the parser's name in place of `auto`. Raises SpecError, also for a task without texts."""
-    task = task_of(spec)
+    spec = task.spec
     if spec.model.tool_parser is not None and not task.makes_text:
         got = f"got '{spec.model.tool_parser}'; must be left out with task {task.name}, which makes no text"
         raise SpecError(f"model.tool_parser: {got}")
@@ -244,7 +244,13 @@ def _check_heads(spec: JobSpec, model: Model) -> None:
         )
 
 
-def over_first_rows(prepared: PreparedJob) -> PreparedJob:
+def prepare_run(file: SpecFile, state: State | None, new: NewRows) -> PreparedJob:
+    """See `prepare_job`. A new job is checked against the first rows of its input, too."""
+    prepared = prepare_job(file, state, new)
+    return prepared if state is not None else _over_first_rows(prepared)
+
+
+def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
     """The new job, checked against the first rows of its input; without rows, it is returned as it is."""
     file = prepared.file
     where = file.spec.input.where
@@ -282,7 +288,7 @@ def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> PreparedJob:
         _check_is_lines(prepared.spec)
     spec = prepared.spec.model_copy(update={"input": with_tools(where, names) if state is None else where})
     spec = _with_backend(spec, {} if state is None else state.header.identity)
-    prepared = replace(prepared, spec=spec)
+    prepared = replace(prepared, task=prepared.task.over(spec))
     prepared.task.check_input()
     check_columns(spec, names, prepared.task.input_columns)
     check_order(spec)
@@ -327,7 +333,7 @@ def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
             _check_lines(spec, prepared.task, [row.values for row in rows])
         job = Job(
             file=file,
-            spec=spec,
+            task=prepared.task,
             origins=prepared.origins,
             folder=prepared.folder,
             model=prepared.model,

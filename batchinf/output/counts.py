@@ -1,23 +1,44 @@
-"""Counts output rows, and the remarks that follow from the counts. Parts keep the counts, and commands show them."""
+"""Arrow tables of results and output rows: their counts and sizes, and how they are put together.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+Journal and parts use it. Parts keep the counts.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.manifest.state import State
-from batchinf.output.batches import leaves
-from batchinf.prompts import encoder
 from batchinf.records import BoolArray, PartCounts
 from batchinf.tasks.base import Task
 from batchinf.tasks.columns import leaf_of
-from batchinf.tasks.registry import stored_task
+
+# Small batches are joined up to this size, because random access is faster with few large ones.
+BATCH_BYTES = 4 << 20
 
 # Numbers that are checked at once, so that intermediate results stay in the processor's cache.
 _PIECE = 1 << 18
+
+_Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def count_errors(error_types: pa.Array | pa.ChunkedArray) -> "Counter[str]":
+    """Numbers of values that are not null."""
+    if error_types.null_count == len(error_types):
+        return Counter()
+    counts = error_types.drop_null().value_counts()
+    return Counter(dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)))
+
+
+def error_rows(table: pa.Table) -> pa.Table:
+    """The rows of a table with the column `error_type` that are error rows."""
+    return table.filter(table.column("error_type").is_valid())
 
 
 def number_columns(schema: pa.Schema) -> tuple[str, ...]:
@@ -88,45 +109,72 @@ def _mark_rows(is_such: BoolArray, bounds: npt.NDArray[Any], rows: BoolArray) ->
     rows |= np.diff(counts[bounds]) > 0
 
 
-def rules_out_tokens(spec: Mapping[str, Any]) -> bool:
-    """Whether tokens may have probability 0, because a structure or the sampling rules them out. spec: as stored."""
-    sampling = spec.get("sampling") or {}
-    is_processed = str(sampling.get("logprobs_mode")).startswith("processed")
-    has_structures = any(name.startswith("structured_outputs") for name in sampling.get("columns") or ())
-    return is_processed or has_structures or sampling.get("structured_outputs") is not None
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def non_finite_lines(num_nan_rows: int, num_inf_rows: int, *, expects_inf: bool) -> list[str]:
-    """Remarks on numbers that are not finite, if any. expects_inf: see `rules_out_tokens`."""
-    lines = []
-    if num_nan_rows:
-        lines.append(
-            f"warning: {num_nan_rows:,} output rows have NaN among the model's numbers, because its arithmetic failed "
-            "there; they are stored unchanged"
-        )
-    if num_inf_rows and expects_inf:
-        lines.append(
-            f"{num_inf_rows:,} output rows have tokens with logprob -inf: the structure or the sampling of the job "
-            "rules these tokens out, so nothing is wrong"
-        )
-    elif num_inf_rows:
-        lines.append(
-            f"{num_inf_rows:,} output rows have infinite numbers from the model, such as the logprob of a token that "
-            "the model rules out; they are stored unchanged"
-        )
-    return lines
+def groups(pieces: Iterable[_Rows], limit: int) -> Iterator[list[_Rows]]:
+    """Consecutive pieces with at most `limit` bytes together, or a larger one alone."""
+    group: list[_Rows] = []
+    group_bytes = 0
+    for piece in pieces:
+        if group and group_bytes + piece.nbytes > limit:
+            yield group
+            group = []
+            group_bytes = 0
+        group.append(piece)
+        group_bytes += piece.nbytes
+    if group:
+        yield group
 
 
-def remarks(states: Sequence[State]) -> list[str]:
-    """Remarks on the committed rows of a job, or of all its slices, for people to read."""
-    counts = PartCounts.sum(state.counts for state in states)
-    specs = [state.header.spec for state in states]
-    return [
-        *stored_task(specs[0]).count_lines(counts.num_rows, counts.task_counts or {}),
-        *non_finite_lines(
-            counts.num_nan_rows,
-            counts.num_inf_rows,
-            expects_inf=any(rules_out_tokens(spec) for spec in specs),
-        ),
-        *encoder.second_bos_lines(counts.num_second_bos),
-    ]
+def joined(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same results in as few batches as BATCH_BYTES allows. Larger batches stay as they are."""
+    for group in groups(batches, BATCH_BYTES):
+        yield group[0] if len(group) == 1 else pa.concat_batches(group)
+
+
+def row_bytes(table: pa.Table | pa.RecordBatch) -> npt.NDArray[np.int64]:
+    """Size of each row in memory, int64 [num_rows]. For types that no task uses it is the column's mean."""
+    total = np.zeros(table.num_rows, np.int64)
+    for column in table.columns:
+        start = 0
+        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+            total[start : start + len(chunk)] += _item_bytes(chunk).astype(np.int64)
+            start += len(chunk)
+    return total
+
+
+def leaves(array: pa.Array) -> tuple[pa.Array, npt.NDArray[Any], npt.NDArray[Any]]:
+    """The leaves of nested lists, the bounds of each item's leaves, and the bytes of each item's lists in the offsets.
+
+    Reads only the offsets at the items' bounds at each depth, never the tokens.
+    """
+    bounds: npt.NDArray[Any] = np.arange(len(array) + 1)
+    total: npt.NDArray[Any] = np.zeros(len(array))
+    while pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        if pa.types.is_fixed_size_list(array.type):
+            # A slice shares `values` with its whole array, so the offset counts.
+            bounds = (bounds + array.offset) * array.type.list_size
+            array = array.values
+            continue
+        bounds = _offsets(array, np.int32)[bounds]
+        array = array.values
+        total += 4 * np.diff(bounds)
+    return array, bounds, total
+
+
+def _item_bytes(array: pa.Array) -> npt.NDArray[Any]:
+    array, bounds, total = leaves(array)
+    if pa.types.is_string(array.type) or pa.types.is_binary(array.type):
+        return total + np.diff(_offsets(array, np.int32)[bounds])
+    if pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type):
+        return total + np.diff(_offsets(array, np.int64)[bounds])
+    width: float = array.nbytes / max(1, len(array))
+    return total + np.diff(bounds) * width
+
+
+def _offsets(array: pa.Array, dtype: type[np.int32 | np.int64]) -> npt.NDArray[Any]:
+    buffer = array.buffers()[1]
+    if buffer is None:
+        return np.zeros(len(array) + 1, dtype)
+    return np.frombuffer(buffer, dtype)[array.offset : array.offset + len(array) + 1]

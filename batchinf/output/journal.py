@@ -22,7 +22,7 @@ import xxhash
 
 from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
 from batchinf.manifest.names import retry_of
-from batchinf.output.batches import joined
+from batchinf.output.counts import joined
 from batchinf.output.seal import HashingWriter
 from batchinf.records import Part
 

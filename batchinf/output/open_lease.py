@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinf.output.batches import count_errors
+from batchinf.output.counts import count_errors
 from batchinf.output.journal import RESULT_KEYS, Journal, Segment
 from batchinf.records import BoolArray, Int64Array, Lease
 from batchinf.schedule.positions import ShardRows

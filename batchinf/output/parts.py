@@ -19,8 +19,7 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import BASIC_COUNTS
 from batchinf.manifest.names import staging_name
-from batchinf.output.batches import groups, joined, row_bytes
-from batchinf.output.counts import count_rows, number_columns
+from batchinf.output.counts import count_rows, groups, joined, number_columns, row_bytes
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.seal import UNSEALED, SealingWriter, read_sealed
 from batchinf.prompts import encoder

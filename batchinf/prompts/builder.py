@@ -262,6 +262,7 @@ class PromptBuilder:
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
         self._adapter = RowAdapter(spec)
+        self._of_rows = [of_rows for of_rows in (self._adapter, self._sampling) if of_rows.is_set]
         self._batch: BatchPrompts | None = None
         if spec.input.is_batch_file:
             self._batch = BatchPrompts(spec, tokenizer, begun_at, has_samples=has_samples)
@@ -299,8 +300,10 @@ class PromptBuilder:
             self._finish(row, draft, ids, max_model_len)
             for row, draft, ids in zip(rows, drafts, self._encoded(drafts), strict=True)
         ]
-        prompts = self._adapter.apply(rows, self.with_own_values(rows, prompts))
-        return self._sampling.apply(rows, prompts)
+        prompts = self.with_own_values(rows, prompts)
+        for of_rows in self._of_rows:
+            prompts = of_rows.apply(rows, prompts)
+        return prompts
 
     def _batch_prompts(self, rows: Sequence[Row], drafts: "Sequence[Draft]", max_model_len: int | None) -> list[Prompt]:
         """The prompts of lines. A line may have several, which share its sampling."""

@@ -19,6 +19,7 @@ class RowAdapter:
 
     def __init__(self, spec: JobSpec) -> None:
         self._names = tuple(adapter_places(spec.model))
+        self.is_set = bool(self._names)  # whether prompts have adapters
         self._column = spec.input.adapter_column
         self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
 

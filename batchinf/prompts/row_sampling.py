@@ -35,6 +35,7 @@ class RowSampling:
     def __init__(self, sampling: SamplingSpec) -> None:
         """sampling: the job's, resolved. `sampling.columns` maps the fields that rows set to their columns."""
         self._fields = dict(sampling.columns)
+        self.is_set = bool(self._fields)  # whether rows have values of their own
         self._job = sampling.model_dump(exclude={"columns", "structured_outputs"})
         # A schema is long and nearly always the same for all rows, so it is not checked again for each row.
         self._structure = {"structured_outputs": sampling.structured_outputs}
@@ -63,8 +64,6 @@ class RowSampling:
 
     def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts of these rows with their sampling. A prompt with an error keeps the error."""
-        if not self._fields:
-            return list(prompts)
         return [self._applied(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
     def _applied(self, row: Row, prompt: Prompt) -> Prompt:

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
 from batchinf.base import faults
-from batchinf.output.batches import count_errors
+from batchinf.output.counts import count_errors
 from batchinf.output.open_lease import OpenLease
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.answers import Answer, Answers

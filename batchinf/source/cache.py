@@ -68,7 +68,7 @@ class FileEntry:
     num_rows: int
     schema: str
     artifacts: Mapping[str, Artifact]
-    """By role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (see `CheckedBytes`), `lines` (a
+    """By role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (also there), `lines` (a
     decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
     `content` (a copy of a remote file), `columns` (those beyond the first 4,096; see `further_line`)."""
     num_bytes: int

@@ -19,7 +19,7 @@ import xxhash
 from batchinf.base import faults
 from batchinf.base.errors import DriftError
 from batchinf.base.storage import Folder, naming, open_log, sync_folder
-from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, settled_stamp, stamp, stamp_of
+from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, settled_stamp, stamp
 
 T = TypeVar("T")
 
@@ -77,44 +77,6 @@ class Watch:
             return [look(path) for path in self._paths]
         except FileNotFoundError as error:
             raise changed(self._name) from error
-
-
-# -- lines: a digest for each block ------------------------------------------------------------------------------------
-
-DIGEST_BYTES = BLOCK_BYTES  # the scan writes the xxh3-64 of each block that it reads; the last one is shorter
-
-
-class CheckedBytes:
-    """A file that is read by offset. If it is not as in the scan, the read blocks are compared with their digests.
-
-    Bytes after those that were scanned do not count: rows may be appended.
-    """
-
-    def __init__(self, name: str, path: str, digests: bytes | None, *, trusted: Stamp, num_bytes: int) -> None:
-        """digests: of the blocks; None for a copy in the cache. num_bytes: that were scanned."""
-        self._name = name
-        self._digests = digests
-        self._trusted = trusted
-        self._num_bytes = num_bytes
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        """These bytes. Raises DriftError if they are not those of the scan."""
-        data = os.pread(self._file.fileno(), num_bytes, start)
-        if self._digests is None or stamp_of(os.fstat(self._file.fileno())) == self._trusted:
-            return data
-        first = start // DIGEST_BYTES * DIGEST_BYTES
-        last = min(-(-(start + num_bytes) // DIGEST_BYTES) * DIGEST_BYTES, self._num_bytes)
-        data = os.pread(self._file.fileno(), last - first, first)
-        for place in range(0, last - first, DIGEST_BYTES):
-            number = (first + place) // DIGEST_BYTES
-            digest = xxhash.xxh3_64_digest(memoryview(data)[place : place + DIGEST_BYTES])
-            if digest != self._digests[8 * number : 8 * number + 8]:
-                raise changed(self._name)
-        return data[start - first : start - first + num_bytes]
-
-    def close(self) -> None:
-        self._file.close()
 
 
 # -- Parquet: a digest for each range that was read --------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """An input file and its content, decompressed and hashed. `find` and `remote` find the files; `formats` read them."""
 
 import io
+import operator
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
 
@@ -79,8 +80,7 @@ def stamp(path: str) -> Stamp:
     return stamp_of(os.stat(path))
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
-    return status.st_size, status.st_mtime_ns, status.st_ino
+stamp_of: Callable[[os.stat_result], Stamp] = operator.attrgetter("st_size", "st_mtime_ns", "st_ino")
 
 
 def settled_stamp(path: str) -> Stamp:

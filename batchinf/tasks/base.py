@@ -5,7 +5,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 
@@ -132,6 +132,10 @@ class Task(abc.ABC):
         self.left_out: frozenset[str] = frozenset()  # columns that the output lacks: the job began without them
 
     # -- the spec ------------------------------------------------------------------------------------------------------
+
+    def over(self, spec: JobSpec) -> Self:
+        """The same task over another spec."""
+        return type(self)(spec)
 
     def resolve(self, model: Model) -> JobSpec:
         """The spec with all values that depend on the model. Its sampling is already resolved. Raises SpecError."""

@@ -19,7 +19,16 @@ from batchinf.base.errors import SpecError, UserError
 from batchinf.commands.validate.validate import validate_job
 from batchinf.engines.installed import cuda_of_build
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.local.devices import check_driver, check_free, own_cpus, place, share_cpus, visible_devices
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.fleet.local.devices import (
+    check_driver,
+    check_free,
+    own_cpus,
+    place,
+    place_on_processor,
+    share_cpus,
+    visible_devices,
+)
 from batchinf.fleet.parallel import devices_note
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
@@ -115,7 +124,7 @@ def test_cores_are_shared_out_equally(cpus: list[int], num_replicas: int) -> Non
     ],
 )
 def test_devices_are_dealt_out_in_order(parallel: dict[str, Any], num_devices: int, expected: list[Any]) -> None:
-    slots = place(spec_of(parallel=parallel), [str(i) for i in range(num_devices)], range(16))
+    slots = place(spec_of(parallel=parallel).parallel, [str(i) for i in range(num_devices)], range(16))
     assert [slot.devices for slot in slots] == expected
     assert [slot.replica for slot in slots] == list(range(len(expected)))
     assert [slot.num_devices for slot in slots] == [max(1, len(devices)) for devices in expected]
@@ -127,7 +136,7 @@ def test_devices_are_dealt_out_in_order(parallel: dict[str, Any], num_devices: i
 )
 def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: str) -> None:
     with pytest.raises(SpecError, match=rf"need {needed} devices, but 4 are visible \(0, 1, 2, 3\)"):
-        place(spec_of(parallel=parallel), ["0", "1", "2", "3"], range(16))
+        place(spec_of(parallel=parallel).parallel, ["0", "1", "2", "3"], range(16))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +150,8 @@ def test_degrees_that_do_not_fit_are_refused(parallel: dict[str, Any], needed: s
 )
 def test_a_job_takes_the_devices_that_it_names(parallel: dict[str, Any], expected: list[Any]) -> None:
     visible = ["GPU-a", "GPU-b"] if "GPU-b" in parallel["devices"] else ["0", "1", "2", "3"]
-    assert [slot.devices for slot in place(spec_of(parallel=parallel), visible, range(16))] == expected
-    assert place(spec_of(parallel=parallel, scripted={}), visible, range(16))[0].devices == ()
+    assert [slot.devices for slot in place(spec_of(parallel=parallel).parallel, visible, range(16))] == expected
+    assert LocalBackend().place(spec_of(parallel=parallel, scripted={}))[0].devices == ()
 
 
 @pytest.mark.parametrize(
@@ -160,24 +169,25 @@ def test_devices_that_cannot_be_seen_are_refused(
     if visible == ["4"]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     with pytest.raises(SpecError, match=f"^parallel.devices: {message}.*; name devices that can be seen$"):
-        place(spec_of(parallel={"devices": devices}), visible, range(4))
+        place(spec_of(parallel={"devices": devices}).parallel, visible, range(4))
 
 
 def test_too_few_devices_for_the_degrees_are_refused() -> None:
     with pytest.raises(SpecError, match=r"need 4 devices, but 2 are in parallel.devices \(0, 3\); .* add devices$"):
-        place(spec_of(parallel={"tensor_parallel_size": 4, "devices": [0, 3]}), ["0", "1", "2", "3"], range(4))
+        place(spec_of(parallel={"tensor_parallel_size": 4, "devices": [0, 3]}).parallel, ["0", "1", "2", "3"], range(4))
 
 
 def test_a_pipeline_needs_devices() -> None:
     wrong = r"^parallel\.pipeline_parallel_size: got 2, but no CUDA device is visible, .*; use tensor_parallel_size$"
     with pytest.raises(SpecError, match=wrong):
-        place(spec_of(parallel=degrees(1, 2)), [], range(4))
-    assert len(place(spec_of(parallel=degrees(2, 1)), [], range(4))) == 2
-    assert len(place(spec_of(parallel=degrees(1, 2), scripted={}), [], range(4))) == 2
+        place(spec_of(parallel=degrees(1, 2)).parallel, [], range(4))
+    assert len(place(spec_of(parallel=degrees(2, 1)).parallel, [], range(4))) == 2
+    assert len(LocalBackend().place(spec_of(parallel=degrees(1, 2), scripted={}))) == 2
 
 
 def test_the_scripted_engine_takes_no_device() -> None:
-    assert place(spec_of(scripted={}), ["0"], range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
+    parallel = spec_of(scripted={}).parallel
+    assert place_on_processor(parallel, range(4)) == [Slot(0, (), (0, 1)), Slot(1, (), (2, 3))]
 
 
 def test_cores_are_those_of_the_affinity() -> None:

@@ -11,9 +11,9 @@ import xxhash
 from test_tasks_generate import make_results, make_spec
 
 from batchinf.base.storage import Folder
-from batchinf.output import batches as batches_module
+from batchinf.output import counts as counts_module
 from batchinf.output import journal
-from batchinf.output.batches import joined, row_bytes
+from batchinf.output.counts import joined, row_bytes
 from batchinf.output.journal import Journal, drop, list_shards
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
@@ -219,7 +219,7 @@ def test_half_written_files_are_not_segments(folder: Folder) -> None:
 
 def test_joined_batches_are_few_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = results(*range(40)).to_batches()
-    monkeypatch.setattr(batches_module, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(counts_module, "BATCH_BYTES", 3000)
     found = list(joined(batches))
     assert 1 < len(found) < len(batches)
     assert pa.Table.from_batches(found) == pa.Table.from_batches(batches)

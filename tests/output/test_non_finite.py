@@ -14,10 +14,11 @@ from test_tasks_generate import make_results, make_spec
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.output.counts import count_non_finite_rows, non_finite_lines, number_columns, rules_out_tokens
+from batchinf.output.counts import count_non_finite_rows, number_columns
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import verify_part, write_part
+from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.records import Part
 from batchinf.tasks.registry import task_of
 

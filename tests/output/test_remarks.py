@@ -15,7 +15,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import to_json
 from batchinf.commands.status import job_status
 from batchinf.manifest.commit_log import encode_commits, read_lines
-from batchinf.output.counts import remarks
+from batchinf.output.remarks import remarks
 from batchinf.prompts.encoder import begins_with_two, load_tokenizer
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec

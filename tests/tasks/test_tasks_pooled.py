@@ -16,8 +16,7 @@ from batchinf.base.ragged import to_matrix, to_ragged
 from batchinf.commands.diff import diff_jobs
 from batchinf.engines.scripted import ScriptedPooling
 from batchinf.model.identity import resolve
-from batchinf.output.batches import row_bytes
-from batchinf.output.counts import count_non_finite_rows, number_columns
+from batchinf.output.counts import count_non_finite_rows, number_columns, row_bytes
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.worker import num_bytes
 from batchinf.results import Results

@@ -42,7 +42,7 @@ class Devices(LocalBackend):
         return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
 
     def place(self, spec: JobSpec) -> list[Slot]:
-        return place(spec, self.devices(), (0,))
+        return place(spec.parallel, self.devices(), (0,))
 
 
 def spec_of(folder: pathlib.Path, shape: str, **sections: Any) -> SpecFile:

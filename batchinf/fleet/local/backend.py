@@ -181,10 +181,12 @@ class LocalBackend:
         return devices.device_size(device)
 
     def place(self, spec: JobSpec) -> list[Slot]:
+        if spec.scripted is not None:
+            return devices.place_on_processor(spec.parallel, devices.own_cpus())
         visible = devices.visible_devices()
-        if visible and spec.scripted is None:
+        if visible:
             devices.check_driver(cuda_of_build())
-        return devices.place(spec, visible, devices.own_cpus())
+        return devices.place(spec.parallel, visible, devices.own_cpus())
 
     def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
         """See `Backend`. There is one host."""

@@ -14,7 +14,7 @@ import psutil
 from batchinf.base.errors import SpecError, UserError
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import ParallelSpec
 
 
 class NvmlWatch:
@@ -108,11 +108,11 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(itertools.takewhile(lambda name: name in every or name[:4] in ("GPU-", "MIG-"), names))
 
 
-def _chosen_devices(spec: JobSpec, visible: Sequence[str]) -> Sequence[str]:
+def _chosen_devices(parallel: ParallelSpec, visible: Sequence[str]) -> Sequence[str]:
     """The devices of `parallel.devices`, or all visible ones. Raises SpecError for one that is not visible."""
-    if spec.parallel.devices is None or spec.scripted is not None:
+    if parallel.devices is None:
         return visible
-    names = [str(device) for device in spec.parallel.devices]
+    names = [str(device) for device in parallel.devices]
     if absent := [name for name in names if name not in visible]:
         there = f"only {', '.join(visible)} can be seen" if visible else "no CUDA device can be seen"
         allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -121,22 +121,27 @@ def _chosen_devices(spec: JobSpec, visible: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
+def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
     """One slot for each replica. Raises SpecError if the degrees do not fit the devices.
 
     Devices are assigned in order, so that a replica's tensor-parallel ranks are neighbours.
     """
-    devices = _chosen_devices(spec, visible)
-    if not devices or spec.scripted is not None:
-        return _place_on_processor(spec, cpus)
-    parallel = spec.parallel
+    devices = _chosen_devices(parallel, visible)
+    if not devices:
+        if parallel.sizes[1] > 1:
+            # On a CPU, later stages of vLLM 0.32 have no buffers for earlier stages' output: they die at once.
+            raise SpecError(
+                f"parallel.pipeline_parallel_size: got {parallel.pipeline_parallel_size}, but no CUDA device is "
+                "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
+            )
+        return place_on_processor(parallel, cpus)
     degree = math.prod(parallel.sizes)
     groups = [tuple(devices[i : i + degree]) for i in range(0, len(devices) - degree + 1, degree)]
     sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
     most = len(groups) * sharers
     num_replicas = most if parallel.data_parallel_size == "auto" else parallel.data_parallel_size
     if num_replicas > most or num_replicas == 0:
-        raise _too_few_devices(spec, devices, num_replicas)
+        raise _too_few_devices(parallel, devices, num_replicas)
     # The first replicas are on devices of their own, and start at the same time.
     placed = list(itertools.islice(itertools.cycle(groups), num_replicas))
     numbers = Counter(placed)
@@ -144,21 +149,15 @@ def place(spec: JobSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Sl
     return [Slot(i, group, shares[i], numbers[group]) for i, group in enumerate(placed)]
 
 
-def _place_on_processor(spec: JobSpec, cpus: Sequence[int]) -> list[Slot]:
-    if spec.scripted is None and spec.parallel.sizes[1] > 1:
-        # On a CPU, later stages of vLLM 0.32 have no buffers for earlier stages' output and die at the first request.
-        raise SpecError(
-            f"parallel.pipeline_parallel_size: got {spec.parallel.pipeline_parallel_size}, but no CUDA device is "
-            "visible, and on a processor vLLM runs no pipeline; use tensor_parallel_size"
-        )
-    number = spec.parallel.data_parallel_size
+def place_on_processor(parallel: ParallelSpec, cpus: Sequence[int]) -> list[Slot]:
+    """One slot for each replica, without devices."""
+    number = parallel.data_parallel_size
     num_replicas = CPU_REPLICAS if number == "auto" else number
     return [Slot(i, (), share) for i, share in enumerate(share_cpus(cpus, num_replicas))]
 
 
-def _too_few_devices(spec: JobSpec, devices: Sequence[str], num_replicas: int) -> SpecError:
+def _too_few_devices(parallel: ParallelSpec, devices: Sequence[str], num_replicas: int) -> SpecError:
     """The error for devices that cannot hold the replicas. num_replicas: 0 if not even one fits."""
-    parallel = spec.parallel
     degree = math.prod(parallel.sizes)
     is_all = parallel.devices is None
     which, remedy = ("visible", "widen CUDA_VISIBLE_DEVICES") if is_all else ("in parallel.devices", "add devices")

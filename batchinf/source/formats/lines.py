@@ -19,17 +19,19 @@ import xxhash
 from batchinf.base.storage import Folder
 from batchinf.base.text import shorten
 from batchinf.source.cache import FURTHER_COLUMNS, FileEntry, FileFindings, Scratch, further_line
-from batchinf.source.digests import CheckedBytes, changed
+from batchinf.source.digests import changed
 from batchinf.source.files import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
     LINE_ENDS,
     MAX_LINE_BYTES,
     InputFile,
+    Stamp,
     blocks,
     compression,
     not_utf8,
     refuse_utf16,
+    stamp_of,
 )
 from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, SourceFile, map_int64
 from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
@@ -185,6 +187,43 @@ def _line_starts(run: bytes | None, has_blank_rows: bool) -> tuple[npt.NDArray[n
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+# The scan writes the xxh3-64 of each block that it reads; the last one is shorter.
+_DIGEST_BYTES = BLOCK_BYTES
+
+
+class _CheckedBytes:
+    """A file that is read by offset. If it is not as in the scan, the read blocks are compared with their digests.
+
+    Bytes after those that were scanned do not count: rows may be appended.
+    """
+
+    def __init__(self, name: str, path: str, digests: bytes | None, *, trusted: Stamp, num_bytes: int) -> None:
+        """digests: of the blocks; None for a copy in the cache. num_bytes: that were scanned."""
+        self._name = name
+        self._digests = digests
+        self._trusted = trusted
+        self._num_bytes = num_bytes
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """These bytes. Raises DriftError if they are not those of the scan."""
+        data = os.pread(self._file.fileno(), num_bytes, start)
+        if self._digests is None or stamp_of(os.fstat(self._file.fileno())) == self._trusted:
+            return data
+        first = start // _DIGEST_BYTES * _DIGEST_BYTES
+        last = min(-(-(start + num_bytes) // _DIGEST_BYTES) * _DIGEST_BYTES, self._num_bytes)
+        data = os.pread(self._file.fileno(), last - first, first)
+        for place in range(0, last - first, _DIGEST_BYTES):
+            number = (first + place) // _DIGEST_BYTES
+            digest = xxhash.xxh3_64_digest(memoryview(data)[place : place + _DIGEST_BYTES])
+            if digest != self._digests[8 * number : 8 * number + 8]:
+                raise changed(self._name)
+        return data[start - first : start - first + num_bytes]
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _LineReader:
     """Rows by the offsets of their lines."""
 
@@ -210,7 +249,7 @@ class _LineReader:
             artifact = entry.artifacts.get("digests")
             digests = b"" if artifact is None else cache.read(artifact.name)
         path = _content(file, entry, cache)
-        self._bytes = CheckedBytes(file.name, path, digests, trusted=entry.stamp, num_bytes=entry.num_bytes)
+        self._bytes = _CheckedBytes(file.name, path, digests, trusted=entry.stamp, num_bytes=entry.num_bytes)
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         return [self._record(start + i, line, columns) for i, line in enumerate(self._lines(start, stop))]
