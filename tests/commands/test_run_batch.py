@@ -50,17 +50,39 @@ def test_flags_go_to_the_fields_of_the_spec(tmp_path: pathlib.Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
     flags = (
         "--max-model-len 512 --dtype float32 -tp 1 --served-model-name other --seed 7 --response-role assistant "
-        f"--chat-template {tmp_path / 'chat.jinja'} --trust-remote-code --disable-log-requests"
+        f"--chat-template {tmp_path / 'chat.jinja'} --trust-remote-code --disable-log-requests "
+        "--enable-auto-tool-choice --tool-call-parser hermes"
     )
     run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), flags.split())
     spec = read_spec(run.spec).spec
-    assert (spec.model.dtype, spec.model.trust_remote_code) == ("float32", True)
+    assert (spec.model.dtype, spec.model.trust_remote_code, spec.model.tool_parser) == ("float32", True, "hermes")
     assert spec.parallel.tensor_parallel_size == 1
     assert spec.engine == {"max_model_len": 512, "served_model_name": "other"}
     assert (spec.sampling.seed, spec.sampling.logprobs) == (7, 3)
     assert spec.input.chat_template == "{{ messages[0].content }}"
     assert (run.folder, run.output.path) == (str(tmp_path / "out.job"), str(tmp_path / "out.jsonl"))
-    assert run.notes == ("--disable-log-requests has no effect: requests are not logged",)
+    assert run.notes == (
+        "--disable-log-requests has no effect: requests are not logged",
+        "--enable-auto-tool-choice has no effect: --tool-call-parser is enough",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "task"),
+    [
+        ("", None),
+        ("--runner generate", None),
+        ("--runner pooling", "embed"),
+        ("--convert embed", "embed"),
+        ("--runner pooling --convert classify", "rerank"),
+    ],
+)
+def test_flags_of_pooling_choose_the_lines(flags: str, task: str | None, tmp_path: pathlib.Path) -> None:
+    lines = write_lines(tmp_path / "in.jsonl", {}, {})
+    more = [{"custom_id": url, "method": "POST", "url": url, "body": {}} for url in ("/x", "/v1/embeddings", "/score")]
+    lines.write_text(lines.read_text() + "no JSON\n[]\n" + "".join(f"{json.dumps(line)}\n" for line in more))
+    run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), flags.split())
+    assert run.spec.get("task") == task
 
 
 @pytest.mark.parametrize(
