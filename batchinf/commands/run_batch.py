@@ -84,13 +84,12 @@ def batch_run(
             "it yourself"
         )
     input_file = kept_input(input_file, f"{stem}.input.jsonl")
-    asked = asked_by_lines(input_file)
     spec: dict[str, Any] = {
         "model": {"name": model},
         "input": {"path": input_file, "format": OpenAIBatch.name},
-        "sampling": asked["sampling"],
+        "sampling": {},
         "engine": {},
-        "output": {"path": folder, **asked["output"]},
+        "output": {"path": folder},
         "max_error_rate": 1.0,  # `vllm run-batch` ends with 0 even if lines fail
     }
     notes = []
@@ -103,6 +102,9 @@ def batch_run(
         _put(spec, name, value)
     if (task := _task_of(spec["engine"], input_file)) is not None:
         spec["task"] = task
+    if (task or _first_task(input_file)) in (None, task_of_url(CHAT_URL)):
+        asked = asked_by_lines(input_file)
+        spec |= {section: {**asked[section], **spec[section]} for section in asked}
     output = ExportRequest(to="openai-batch", path=output_file, overwrites=True, splits_errors=False)
     return BatchRun(spec=spec, folder=folder, output=output, notes=tuple(notes))
 
@@ -171,8 +173,12 @@ def _task_of(engine: Mapping[str, Any], path: str) -> str | None:
         return task_of_url(RERANK_URL)
     if engine.get("runner") != "pooling" and engine.get("convert") != "embed":
         return None
-    tasks = map(task_of_url, _urls(path))
-    return next((task for task in tasks if task not in (None, task_of_url(CHAT_URL))), None)
+    return _first_task(path, other_than=task_of_url(CHAT_URL))
+
+
+def _first_task(path: str, other_than: str | None = None) -> str | None:
+    """The task of the first line that has one."""
+    return next((task for task in map(task_of_url, _urls(path)) if task not in (None, other_than)), None)
 
 
 def _urls(path: str) -> Iterator[str | None]:

@@ -78,11 +78,12 @@ def test_flags_go_to_the_fields_of_the_spec(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_flags_of_pooling_choose_the_lines(flags: str, task: str | None, tmp_path: pathlib.Path) -> None:
-    lines = write_lines(tmp_path / "in.jsonl", {}, {})
+    lines = write_lines(tmp_path / "in.jsonl", {}, {"logprobs": True, "top_logprobs": 2})
     more = [{"custom_id": url, "method": "POST", "url": url, "body": {}} for url in ("/x", "/v1/embeddings", "/score")]
     lines.write_text(lines.read_text() + "no JSON\n[]\n" + "".join(f"{json.dumps(line)}\n" for line in more))
     run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), flags.split())
     assert run.spec.get("task") == task
+    assert run.spec["sampling"] == ({"logprobs": 2, "prompt_logprobs": None} if task is None else {})
 
 
 @pytest.mark.parametrize(
