@@ -169,7 +169,7 @@ def by_vllm(path: pathlib.Path, model: pathlib.Path, *flags: str) -> dict[str, d
     """The answers of `vllm run-batch` to a file, by `custom_id`."""
     output = path.with_suffix(".theirs")
     command = (sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", str(path), "-o", str(output))
-    environment = {**jobs.inherited(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [*command, "--model", str(model), *flags, "--gpu-memory-utilization", "0.1"],
         capture_output=True,

@@ -145,10 +145,6 @@ def _check_fits(form: type[Format], request: ExportRequest, out: str) -> None:
         raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
     if request.push_to is not None and form is not HuggingFaceExport:
         raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
-    if form is HuggingFaceExport and is_bucket(out):
-        raise UserError(
-            f"--to hf: the plots of its card cannot be made from a bucket yet, such as {out}; give --to parquet"
-        )
 
 
 def _format(request: ExportRequest) -> type[Format]:

@@ -20,7 +20,7 @@ from batchinf.base.slices import job_folders, read_cut, source_folder
 from batchinf.base.storage import Folder
 from batchinf.job.disk_space import check_size
 from batchinf.job.drift import check_cut, join_cut
-from batchinf.job.job import Job, begun_at, max_model_len
+from batchinf.job.job import Job, max_model_len
 from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
@@ -156,6 +156,13 @@ def chosen_by(job: Job) -> str:
 # -- one pass over the rows, as a chain of generators ------------------------------------------------------------------
 
 
+def _columns_read(predicate: Predicate | None, exclusion: "Exclusion | None") -> list[str]:
+    """The columns that decide. Without any, a table needs another one: it would not tell its number of rows."""
+    columns = [name for name in predicate.columns if name != predicate.key] if predicate else []
+    columns += exclusion.columns if exclusion else []
+    return list(dict.fromkeys(columns))
+
+
 def _left(
     job: Job, rows: range, folder: Folder, state: State | None, *, has_limit: bool
 ) -> Generator[Int64Array, None, None]:
@@ -164,10 +171,7 @@ def _left(
     schema = job.source.schema
     predicate = None if where.where is None else Predicate(where.where, schema, "input")
     exclusion = None if where.exclude is None else Exclusion(job, state)
-    columns = [name for name in predicate.columns if name != predicate.key] if predicate else []
-    columns += exclusion.columns if exclusion else []
-    # A table without columns would not tell its number of rows.
-    columns = schema.names if where.sample is not None else list(dict.fromkeys(columns)) or schema.names[:1]
+    columns = schema.names if where.sample is not None else _columns_read(predicate, exclusion) or schema.names[:1]
     batches = _read(job.source, rows, columns)
     if predicate:
         batches = _matching(batches, predicate, job.source)
@@ -268,7 +272,7 @@ class Exclusion:
             return
         self._key = pa.field("prompt_hash", pa.int64())
         # Chat templates that print the date get the date when the job began, even if rows are chosen later.
-        self._builder = job.prompt_builder(begun_at(job, None if state is None else state.header))
+        self._builder = job.prompt_builder(state)
 
     def left(self, batches: Batches, folder: Folder, *, has_limit: bool) -> Generator[Int64Array, None, None]:
         """Positions of the rows that are left. batches: positions, and a table with `columns` of these rows.

@@ -105,7 +105,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8: {place}; if the file is in cp1252, `iconv -f cp1252 -t utf-8` converts it"
 
 
-def open_input(file: InputFile) -> BinaryIO:
+def open_bytes(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if it begins like gzip or zstandard. Raises InputError if it cannot be read."""
     stream = file.open()
     kind = _compression(stream.peek(4))
@@ -124,7 +124,7 @@ def _compression(head: bytes) -> str | None:
 
 def blocks(file: InputFile) -> Iterator[bytes]:
     """A file's content, decompressed, in blocks of `BLOCK_BYTES`."""
-    with open_input(file) as stream:
+    with open_bytes(file) as stream:
         while block := stream.read(BLOCK_BYTES):
             yield block
 

@@ -63,7 +63,7 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
 def _unknown_field(field: str, name: str) -> str:
     """name: the last part of `field`."""
     section = _doc_name(field.removesuffix(name).removesuffix("."))
-    names = fields_of(section)
+    names = field_names(section)
     # In a task's section, a field with the same name in another section has another meaning.
     elsewhere = {} if is_task_section(section) else elsewhere_in_spec()
     return f"unknown field{did_you_mean(name, names, elsewhere) or '.'} Allowed: {', '.join(names)}"
@@ -89,7 +89,7 @@ def _hint(value: Any, types: set[str], allowed: str) -> str:
     return ""
 
 
-def fields_of(section: str) -> list[str]:
+def field_names(section: str) -> list[str]:
     names = [field.rpartition(".") for field in field_docs() if not field.endswith("]")]
     return [name for above, _, name in names if above == section]
 

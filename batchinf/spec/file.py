@@ -13,7 +13,7 @@ from batchinf.base.places import check_is_here, elsewhere
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
-from batchinf.spec.explain import did_you_mean, elsewhere_in_spec, explain, fields_of
+from batchinf.spec.explain import did_you_mean, elsewhere_in_spec, explain, field_names
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, SECRET_NAME, JobSpec
 from batchinf.spec.yaml_text import MAX_SPEC_BYTES, MAX_YAML_DEPTH, YamlReader, dump_yaml, got
 
@@ -183,7 +183,7 @@ class _Draft:
         reader = YamlReader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
         data = reader.read(_read_text(name))
         if not isinstance(data, dict):
-            raise SpecError(f"{name}: got {got(data)}; must be a mapping of fields ({', '.join(fields_of(''))})")
+            raise SpecError(f"{name}: got {got(data)}; must be a mapping of fields ({', '.join(field_names(''))})")
         return cls(data, {"": name, **reader.places}, name)
 
     def __post_init__(self) -> None:
@@ -306,16 +306,21 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
     known: the names that the installed vLLM has. None: no vLLM is installed, and all names pass.
     """
     public = None if known is None else [name for name in known if not name.startswith("_")]
-    problems = []
-    for argument in file.spec.engine:
-        if argument in ENGINE_ARGUMENTS_ELSEWHERE:
-            problems.append(file.line(f"engine.{argument}", f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"))
-        elif public is not None and argument not in public:
-            fields = {name: field for name, field in elsewhere_in_spec().items() if not field.startswith("engine")}
-            hint = did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
-            problems.append(file.line(f"engine.{argument}", f"no engine argument of the installed vLLM{hint}"))
+    objections = {argument: _argument_objection(argument, public) for argument in file.spec.engine}
+    problems = [file.line(f"engine.{name}", why) for name, why in objections.items() if why is not None]
     if problems:
         raise _joined(problems)
+
+
+def _argument_objection(argument: str, public: Sequence[str] | None) -> str | None:
+    """What is wrong with the name of an engine argument. public: see `known` of `check_engine_arguments`."""
+    if argument in ENGINE_ARGUMENTS_ELSEWHERE:
+        return f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"
+    if public is None or argument in public:
+        return None
+    fields = {name: field for name, field in elsewhere_in_spec().items() if not field.startswith("engine")}
+    hint = did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
+    return f"no engine argument of the installed vLLM{hint}"
 
 
 def dump_spec(spec: JobSpec) -> str:

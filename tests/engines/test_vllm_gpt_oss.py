@@ -79,7 +79,7 @@ def test_the_parts_of_an_answer_are_those_of_vllms_server(tmp_path: pathlib.Path
         *("--model", str(model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss"),
     ]
-    environment = {**jobs.inherited(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = [json.loads(line) for line in (tmp_path / "served.jsonl").read_text(encoding="utf-8").splitlines()]

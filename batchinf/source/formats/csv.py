@@ -16,7 +16,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, not_utf8, open_input, refuse_utf16
+from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, not_utf8, open_bytes, refuse_utf16
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins
@@ -33,7 +33,7 @@ class Csv(FileFormat):
     mixed_types = MixedTypes.STRING
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        with open_input(file) as stream:
+        with open_bytes(file) as stream:
             hashed = _Hashed(file, stream)
             rows = _Rows(file, hashed)
             types = CsvTypes(rows.header)
@@ -47,14 +47,14 @@ class Csv(FileFormat):
         return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        with open_input(file) as stream:
+        with open_bytes(file) as stream:
             return [dict.fromkeys(_Rows(file, _Hashed(file, stream)).header)]
 
     def reader(self, source_file: SourceFile) -> Reader:
         return _CsvReader(source_file)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-        with open_input(file) as stream:
+        with open_bytes(file) as stream:
             hashed = _Hashed(file, stream, num_bytes)
             num_rows = 0
             is_open = False

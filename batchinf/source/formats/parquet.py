@@ -18,7 +18,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
-from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_input
+from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_bytes
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import (
     SAMPLED_ROWS,
@@ -128,7 +128,7 @@ def _is_spooled(entry: FileEntry) -> bool:
 
 def _footer_hash(file: InputFile) -> str:
     """The hash of the file's size and the footer (sizes, statistics and offsets of every column chunk)."""
-    with open_input(file) as stream:
+    with open_bytes(file) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - 8))
         footer_bytes = int.from_bytes(stream.read(8)[:4], "little")
@@ -265,21 +265,21 @@ class _ParquetReader(ColumnarReader):
         self._may_be_wide = _may_be_wide(metadata)
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
-        tables = []
-        for i, first, last in spans(self._firsts, start, stop):
-            wide = {name: rows for name in columns if (rows := self._rows_at_once(i, name)) is not None}
-            held = self._group(i, [name for name in columns if name not in wide])
-            read = {name: column.slice(first, last - first) for name, column in held.items()}
-            read |= {
-                name: cast_column(read[name], self._columns[name].type) for name in read.keys() & self._may_be_wide
-            }
-            for name, num_rows in wide.items():
-                # Cast piece by piece: Arrow casts all values behind a slice of lists.
-                type = self._columns[name].type
-                pieces = self._stream(i, name, num_rows, first).read(first, last)
-                read[name] = pa.chunked_array([cast_column(piece, type) for piece in pieces], type)
-            tables.append(pa.table({name: read[name] for name in columns}))
-        return pa.concat_tables(tables)
+        groups = spans(self._firsts, start, stop)
+        return pa.concat_tables([self._of_group(i, first, last, columns) for i, first, last in groups])
+
+    def _of_group(self, i: int, first: int, last: int, columns: list[str]) -> pa.Table:
+        """Rows of one row group, by their places in it."""
+        wide = {name: rows for name in columns if (rows := self._rows_at_once(i, name)) is not None}
+        held = self._group(i, [name for name in columns if name not in wide])
+        read = {name: column.slice(first, last - first) for name, column in held.items()}
+        read |= {name: cast_column(read[name], self._columns[name].type) for name in read.keys() & self._may_be_wide}
+        for name, num_rows in wide.items():
+            # Cast piece by piece: Arrow casts all values behind a slice of lists.
+            type = self._columns[name].type
+            pieces = self._stream(i, name, num_rows, first).read(first, last)
+            read[name] = pa.chunked_array([cast_column(piece, type) for piece in pieces], type)
+        return pa.table({name: read[name] for name in columns})
 
     def _rows_at_once(self, i: int, name: str) -> int | None:
         """How many rows of a column to decode at once; None: all of a group. The group's first row decides."""
