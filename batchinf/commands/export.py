@@ -77,7 +77,7 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     card_files: None means that a dataset gets no card.
     """
     form = _format(request)
-    _check_fits(form, request, out)
+    _check_fits(form, request)
     job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
@@ -134,7 +134,7 @@ def following(out: str, request: ExportRequest) -> Iterator[None]:
         thread.join()
 
 
-def _check_fits(form: type[Format], request: ExportRequest, out: str) -> None:
+def _check_fits(form: type[Format], request: ExportRequest) -> None:
     """Raise UserError if the format does not fit the other options, or the output."""
     if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
         raise UserError("-o: got stdout, which holds one file; give a path")
