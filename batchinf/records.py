@@ -288,6 +288,8 @@ class Prompt:
     """Of a line of a batch file: its URL, and what it asks of the form of its answer, as JSON text."""
     tools: Tools | None = None
     """Those whose calls are parsed; None: the text is taken as it is."""
+    template_kwargs: str | None = None
+    """The row's own variables of the chat template as JSON text, on which parsers of vLLM depend; None: the job's."""
     parts: "tuple[Prompt, ...]" = ()
     """The prompts of a row that has several, each with its own requests; `token_ids` are then those of all."""
     first_request: int = 0
@@ -331,6 +333,8 @@ class Request:
     """The logits to return."""
     tools: Tools | None = None
     """See `Prompt.tools`."""
+    template_kwargs: str | None = None
+    """See `Prompt.template_kwargs`."""
     dimensions: int | None = None
     """Numbers to which the pooling runner cuts its vector, in place of the job's."""
     use_activation: bool | None = None
@@ -397,6 +401,8 @@ class Result:
     """The text before the answer, if a reasoning parser splits it off."""
     tool_calls: tuple[ToolCall, ...] | None = None
     """The calls in the answer; None without any."""
+    num_reasoning_tokens: int | None = None
+    """Output tokens of the reasoning, without its marks; None if they are not counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 _COMMAND = "tests/commands/test_run_batch.py::test_the_command_itself_on_vllm"
-_VECTORS = "tests/engines/test_vllm_embedding_lines.py::test_the_vectors_are_those_of_vllm_run_batch"
-_CALLS = "tests/replica/test_tools_job.py::test_a_killed_job_has_the_calls_of_the_server"
+_VECTORS = "tests/engines/test_vllm_one_batch_file.py::test_with_a_model_of_embeddings"
+_CALLS = "tests/engines/test_vllm_one_batch_file.py::test_with_a_model_that_generates"
 _ANSWERS = "tests/engines/test_vllm_responses.py::test_the_answers_are_those_of_vllms_server"
 _FLAGS = "tests/commands/test_run_batch.py::test_flags_are_read_as_vllm_reads_them"
 _REFUSED = "tests/commands/test_run_batch.py::test_flags_that_are_refused"
 _FIELDS = "tests/prompts/test_batch_files.py::test_each_field_on_real_vllm"
 _AUDIO = "no test: batchinf runs texts; a line with audio is an error row, as in the first case of an unknown URL"
-_UPLOAD = "no test: answers go to a file of this host; a URL is refused, as in the case of it"
+_UPLOAD = "tests/export/test_upload.py::test_a_file_is_sent_by_put"
 _INSIDE = "no test: how vLLM's server is put together; batchinf has no such part"
-_SCORING = "tests/engines/test_vllm_rerank.py::test_the_scores_are_those_of_vllm_run_batch"
+_SCORING = "tests/engines/test_vllm_one_batch_file.py::test_with_a_cross_encoder"
 
 RUN_BATCH = {
     "an empty file gives an empty file": "tests/commands/test_run_batch.py::test_an_empty_file_has_no_answers",
@@ -50,7 +50,7 @@ RUN_BATCH = {
     "calls and results in the messages": _CALLS,
     "lines from a pipe": "tests/commands/test_run_batch.py::test_lines_from_a_pipe_are_kept_beside_the_answers",
     "lines from a URL": "tests/source/test_remote_files.py::test_every_format_over_http_is_what_the_files_are",
-    "answers to a URL (here refused)": "tests/commands/test_run_batch.py::test_the_answers_are_a_file_of_this_host",
+    "answers to a URL": "tests/export/test_upload.py::test_the_answers_of_run_batch_go_to_a_url",
     "flags of the engine": _FLAGS,
     "flags of metrics (here refused: no server runs)": _REFUSED,
     "flags of the chat template and of names of the model":

@@ -42,6 +42,9 @@ _LONG_S = 3600
 _LOOK_S = 0.2
 _READ_BYTES = 4 << 20
 _NUM_READERS = 16
+_PART_BYTES = 8 << 20
+_MOST_PARTS = 9000  # S3 takes 10,000
+_NUM_PARTS_AT_ONCE = 4
 _T = TypeVar("_T")
 
 
@@ -155,6 +158,20 @@ class Bucket:
 
         return self._try(attempt, f"{folder}/")
 
+    def has(self, name: str) -> bool:
+        """Whether the object is there."""
+
+        def attempt() -> bool:
+            try:
+                self._obstore.head(self._small, name)
+            except FileNotFoundError as error:
+                if _remedy(error):
+                    raise
+                return False
+            return True
+
+        return self._try(attempt, name)
+
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def upload(self, name: str, path: pathlib.Path, etag: str | None = None) -> str | None:
@@ -183,6 +200,15 @@ class Bucket:
             return None
 
         return self._try(attempt, name)
+
+    def write(self, name: str, path: pathlib.Path) -> None:
+        """Write an object from a file of any size, in parts; the last writer wins. It is there when it is whole."""
+        part_bytes = max(_PART_BYTES, -(-path.stat().st_size // _MOST_PARTS))
+
+        def attempt() -> None:
+            self._obstore.put(self._large, name, path, chunk_size=part_bytes, max_concurrency=_NUM_PARTS_AT_ONCE)
+
+        self._try(attempt, name)
 
     def download(self, name: str, path: pathlib.Path) -> str | None:
         """Read an object into a new file; returns its ETag, or None if it is absent."""

@@ -40,6 +40,11 @@ def is_bucket(path: str) -> bool:
     return _URL_OF_BUCKET.match(path) is not None
 
 
+def is_http(path: str) -> bool:
+    """Whether this is a URL of a web server."""
+    return re.match("https?://", path) is not None
+
+
 def bucket_problem(url: str) -> str | None:
     """What is wrong with the URL of a bucket that is to hold a job; None if nothing is."""
     match = _BUCKET.fullmatch(url.rstrip("/"))

@@ -85,9 +85,9 @@ def local_path(param: typer.CallbackParam, path: str | None) -> str | None:
     return path
 
 
-def path_option(*names: str, help: str, metavar: str | None = None) -> Any:
-    """An option that takes a path of this host."""
-    return typer.Option(*names, help=help, metavar=metavar, callback=local_path)
+def path_option(*names: str, help: str, metavar: str | None = None, may_be_url: bool = False) -> Any:
+    """An option that takes a path of this host. may_be_url: or a URL, which the command itself checks."""
+    return typer.Option(*names, help=help, metavar=metavar, callback=None if may_be_url else local_path)
 
 
 def _plan_target(context: typer.Context, target: str) -> str:

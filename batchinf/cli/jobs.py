@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from batchinf.base.errors import UserError
+from batchinf.base.places import is_bucket, is_http
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.cli.arguments import (
@@ -140,7 +141,14 @@ def _run_batch(
         str, typer.Option("-i", "--input-file", metavar="FILE", help="A file, a glob, a URL, a pipe.")
     ],
     output_file: Annotated[
-        str, path_option("-o", "--output-file", metavar="FILE", help="The answers; written when the job is done.")
+        str,
+        path_option(
+            "-o",
+            "--output-file",
+            metavar="FILE",
+            help="The answers, written when the job is done: a path, s3://…, or a URL for PUT.",
+            may_be_url=True,
+        ),
     ],
     model: Annotated[str, typer.Option("--model", help="A Hugging Face id, or the model's folder.")],
     job: Annotated[
@@ -157,6 +165,8 @@ def _run_batch(
         from batchinf.commands.run_batch import batch_run, write_answers
 
         collect_as_usual()
+        if follows and (is_http(output_file) or is_bucket(output_file)):
+            raise UserError("--follow: got a URL for the answers, which is written once; leave --follow out")
         run = batch_run(input_file, output_file, model, context.args, folder=job)
         print_lines(run.notes)
         with following(run.folder, run.output) if follows else contextlib.nullcontext():

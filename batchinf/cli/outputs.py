@@ -72,7 +72,14 @@ def _head(
 def _export(
     out: Out,
     path: Annotated[
-        str, path_option("-o", "--output", metavar="FILE", help="The file to write, `-` for stdout; for hf a folder.")
+        str,
+        path_option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="The file to write: a path, `-` for stdout, s3://…, a URL for PUT; for hf a folder.",
+            may_be_url=True,
+        ),
     ],
     to: Annotated[
         str | None,
@@ -97,7 +104,8 @@ def _export(
     as_json: AsJson = False,
 ) -> None:
     """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
-    from batchinf.commands.export import STDOUT, ExportRequest, export_job
+    from batchinf.commands.export import ExportRequest, export_job
+    from batchinf.export.files import STDOUT
     from batchinf.export.huggingface import HuggingFaceExport
 
     card_files = None

@@ -3,25 +3,23 @@
 import contextlib
 import os
 import pathlib
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError, UserError
+from batchinf.base.places import is_bucket, is_http
 from batchinf.base.text import counted, list_names
 from batchinf.export.base import ExportedJob, Format
+from batchinf.export.files import STDOUT, Files, check_is_free, check_target, name_of
 from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
 from batchinf.export.registry import FORMATS
 from batchinf.export.rows import Rows
 from batchinf.results import Results
 
-STDOUT = "-"
 _FOLLOW_S = 5.0
 _MOST_FILES = 4
 """More are not all named to people."""
@@ -54,7 +52,7 @@ class ExportRequest:
     to: str | None = None
     """The name of a format; None: by the ending of `path`."""
     path: str = STDOUT
-    """A file, `-` for stdout, or for a dataset a folder."""
+    """A file, `-` for stdout, an object of a bucket, a URL for PUT, or for a dataset a folder."""
     num_files: int = 1
     columns: Sequence[str] = ()
     """None are all."""
@@ -79,7 +77,7 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     card_files: None means that a dataset gets no card.
     """
     form = _format(request)
-    _check_fits(form, request, out)
+    _check_fits(form, request)
     job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
@@ -90,12 +88,12 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     rows = Rows(job.results, form.columns(request.columns, schema), request.where)
     names = _names(form, request)
     error_name = _error_name(request) if form.splits_errors and request.splits_errors else None
-    if form is HuggingFaceExport:
-        _check_is_free(os.path.join(request.path, CARD), request)  # it is written last
+    if form is HuggingFaceExport and not request.overwrites:
+        check_is_free(os.path.join(request.path, CARD))  # it is written last
     if request.push_to is not None:
         reserve(request.push_to, is_public=request.is_public, overwrites=request.overwrites)
     num_rows = 0
-    with _Files(request) as files:
+    with Files(overwrites=request.overwrites) as files:
         errors = None if error_name is None else files.open(error_name, is_optional=True)
         streams = [files.open(name) for name in names]
         writers = [form(job, rows.schema, stream, errors or stream) for stream in streams]
@@ -136,10 +134,15 @@ def following(out: str, request: ExportRequest) -> Iterator[None]:
         thread.join()
 
 
-def _check_fits(form: type[Format], request: ExportRequest, out: str) -> None:
+def _check_fits(form: type[Format], request: ExportRequest) -> None:
     """Raise UserError if the format does not fit the other options, or the output."""
     if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
         raise UserError("-o: got stdout, which holds one file; give a path")
+    check_target(request.path)
+    if is_http(request.path) and request.num_files > 1:
+        raise UserError("--files: got several for a URL, which takes one file; give a path, or a folder of a bucket")
+    if form is HuggingFaceExport and (is_http(request.path) or is_bucket(request.path)):
+        raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
     if request.push_to is not None and form is not HuggingFaceExport:
         raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
 
@@ -147,7 +150,7 @@ def _check_fits(form: type[Format], request: ExportRequest, out: str) -> None:
 def _format(request: ExportRequest) -> type[Format]:
     allowed = list_names(FORMATS)
     if request.to is None:
-        ending = pathlib.Path(request.path).suffix
+        ending = pathlib.Path(name_of(request.path)).suffix
         found = [form for form in FORMATS.values() if form.suffix == ending]
         if not found:
             raise UserError(f"--to: missing, and {request.path!r} does not say it; must be one of {allowed}")
@@ -168,15 +171,10 @@ def _names(form: type[Format], request: ExportRequest) -> list[str]:
     return [f"{base}-{number:05}-of-{request.num_files:05}{ending}" for number in range(request.num_files)]
 
 
-def _check_is_free(name: str, request: ExportRequest) -> None:
-    if os.path.lexists(name) and not request.overwrites:
-        raise UserError(f"-o: {name} is there already; give another name, or --overwrite")
-
-
 def _error_name(request: ExportRequest) -> str | None:
-    """The file of the error rows; None: they go to stdout like the others."""
+    """The file of the error rows; None: they go to stdout, or to the only file of a URL, like the others."""
     base, ending = os.path.splitext(request.path)
-    return None if request.path == STDOUT else f"{base}.errors{ending}"
+    return None if request.path == STDOUT or is_http(request.path) else f"{base}.errors{ending}"
 
 
 def _pieces(rows: Rows, num_rows: int, num_files: int) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -197,44 +195,3 @@ def _pieces(rows: Rows, num_rows: int, num_files: int) -> Iterator[tuple[int, pa
             seen += 1
             last = row_index
         yield number, batch.slice(start)
-
-
-class _Files:
-    """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do."""
-
-    def __init__(self, request: ExportRequest) -> None:
-        self._request = request
-        self._stack = contextlib.ExitStack()
-        self._begun: list[tuple[str, str, bool]] = []
-        self.written: list[str] = []
-        """The names, after the block."""
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def open(self, name: str, *, is_optional: bool = False) -> IO[bytes]:
-        """A stream to a file, or to stdout. is_optional: the file is left out if it stays empty.
-
-        Raises UserError if a file of this name is there already.
-        """
-        if name == STDOUT:
-            self.written.append("stdout")
-            return sys.stdout.buffer
-        _check_is_free(name, self._request)
-        temporary = f"{name}.{uuid.uuid4().hex[:12]}.tmp"
-        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-        stream = open(temporary, "wb")  # noqa: SIM115  # `__exit__` closes it
-        self._stack.callback(stream.close)
-        self._begun.append((temporary, name, is_optional))
-        return stream
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        self._stack.close()
-        for temporary, name, is_optional in self._begun:
-            if failure is None and not (is_optional and os.path.getsize(temporary) == 0):
-                os.replace(temporary, name)
-                self.written.append(name)
-                continue
-            os.unlink(temporary)
-            if failure is None and os.path.lexists(name):
-                os.unlink(name)  # the errors of an earlier export

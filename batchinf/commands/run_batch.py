@@ -8,15 +8,18 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.engines.installed import engine_argument_names
+from batchinf.export.files import Files, check_target, local_stem
+from batchinf.prompts.openai.lines import CHAT_URL, RERANK_URL, url_of
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE
+from batchinf.tasks.registry import task_of_url
 
 # vLLM's short flags.
 _SHORT = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size", "q": "quantization"}
@@ -25,10 +28,12 @@ _FIELDS = {
     **ENGINE_ARGUMENTS_ELSEWHERE,
     "default_chat_template_kwargs": "input.chat_template_kwargs",
     "seed": "sampling.seed",
+    "tool_call_parser": "model.tool_parser",
 }
 # Flags without effect here, each with its reason. The user is told.
 _WITHOUT_EFFECT = {
     "output_tmp_dir": "the results are in the job's folder until the end",
+    "enable_auto_tool_choice": "--tool-call-parser is enough",
     "enable_log_outputs": "the outputs are in the job's folder",
     "disable_log_requests": "requests are not logged",
     "max_log_len": "requests are not logged",
@@ -59,7 +64,9 @@ class BatchRun:
 def batch_run(
     input_file: str, output_file: str, model: str, flags: Sequence[str], *, folder: str | None = None
 ) -> BatchRun:
-    """The job of a command line. flags: those of vLLM's engine and server. folder: of the job; None: beside the file.
+    """The job of a command line. flags: those of vLLM's engine and server.
+
+    folder: of the job; None: beside the file, or in the working folder if the answers go to a URL.
 
     Raises UserError for a flag that cannot be used, and for an output file of something else.
     """
@@ -68,20 +75,21 @@ def batch_run(
             f"-o: got {output_file}; must be a file. When the job is done, "
             "`batchinf export FOLDER --to openai-batch -o -` writes to stdout"
         )
-    folder = folder or f"{os.path.splitext(output_file)[0]}.job"
+    check_target(output_file)
+    stem = local_stem(output_file)
+    folder = folder or f"{stem}.job"
     if os.path.lexists(output_file) and not os.path.lexists(folder):
         raise UserError(
             f"-o: {output_file} is there already, and no job in {folder} has written it; give another name, or delete "
             "it yourself"
         )
-    input_file = kept_input(input_file, f"{os.path.splitext(output_file)[0]}.input.jsonl")
-    asked = asked_by_lines(input_file)
+    input_file = kept_input(input_file, f"{stem}.input.jsonl")
     spec: dict[str, Any] = {
         "model": {"name": model},
         "input": {"path": input_file, "format": OpenAIBatch.name},
-        "sampling": asked["sampling"],
+        "sampling": {},
         "engine": {},
-        "output": {"path": folder, **asked["output"]},
+        "output": {"path": folder},
         "max_error_rate": 1.0,  # `vllm run-batch` ends with 0 even if lines fail
     }
     notes = []
@@ -92,6 +100,11 @@ def batch_run(
             notes.append(f"--{_flag(name)} has no effect: {reason}")
             continue
         _put(spec, name, value)
+    if (task := _task_of(spec["engine"], input_file)) is not None:
+        spec["task"] = task
+    if (task or _first_task(input_file)) in (None, task_of_url(CHAT_URL)):
+        asked = asked_by_lines(input_file)
+        spec |= {section: {**asked[section], **spec[section]} for section in asked}
     output = ExportRequest(to="openai-batch", path=output_file, overwrites=True, splits_errors=False)
     return BatchRun(spec=spec, folder=folder, output=output, notes=tuple(notes))
 
@@ -123,8 +136,9 @@ def write_answers(run: BatchRun, *, has_rows: bool) -> Exported:
     """Write the file of answers. has_rows: whether the input has any; without, the file is empty, as with vLLM."""
     if has_rows:
         return export_job(run.folder, run.output)
-    with open(run.output.path, "wb"):
-        return Exported(num_rows=0, files=(run.output.path,), notes=())
+    with Files(overwrites=True) as files:
+        files.open(run.output.path)
+    return Exported(num_rows=0, files=tuple(files.written), notes=())
 
 
 def _put(spec: dict[str, Any], name: str, value: Any) -> None:
@@ -151,6 +165,31 @@ def _put(spec: dict[str, Any], name: str, value: Any) -> None:
             "vLLM" + ("" if hint else ": see `vllm run-batch --help=all`")
         )
     spec["engine"][name] = value
+
+
+def _task_of(engine: Mapping[str, Any], path: str) -> str | None:
+    """The task of a pooling engine: where flags ask for one, lines for texts do not decide. None: the lines do."""
+    if engine.get("convert") == "classify":
+        return task_of_url(RERANK_URL)
+    if engine.get("runner") != "pooling" and engine.get("convert") != "embed":
+        return None
+    return _first_task(path, other_than=task_of_url(CHAT_URL))
+
+
+def _first_task(path: str, other_than: str | None = None) -> str | None:
+    """The task of the first line that has one."""
+    return next((task for task in map(task_of_url, _urls(path)) if task not in (None, other_than)), None)
+
+
+def _urls(path: str) -> Iterator[str | None]:
+    """The URLs of the lines of a file of this host, as far as they can be read."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                values = json.loads(line)
+                yield url_of(values) if isinstance(values, dict) else None
 
 
 def read_flags(flags: Sequence[str]) -> Iterable[tuple[str, Any]]:

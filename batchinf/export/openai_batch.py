@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import UserError
 from batchinf.export.base import ExportedJob, Format, json_lines
-from batchinf.export.openai_responses import response_of
+from batchinf.export.openai_responses import num_reasoning_tokens, response_of
 from batchinf.export.tokens import PREFIXES, token_columns, tokens_of
 from batchinf.prompts.openai.lines import (
     CHAT_URL,
@@ -25,9 +25,9 @@ from batchinf.prompts.openai.lines import (
 
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
 _NAMES = (
-    "id", "row_index", "sample_index", "request", "text", "reasoning", "tool_calls", "token_ids", "finish_reason",
-    "stop_reason", "embedding", "embeddings", "relevance_score", "relevance_scores", "ranking", "num_prompt_tokens",
-    "num_output_tokens", "error_type", "error_message",
+    "id", "row_index", "sample_index", "request", "text", "reasoning", "num_reasoning_tokens", "tool_calls",
+    "token_ids", "finish_reason", "stop_reason", "embedding", "embeddings", "relevance_score", "relevance_scores",
+    "ranking", "num_prompt_tokens", "num_output_tokens", "error_type", "error_message",
 )  # fmt: skip
 
 _OF_TEXTS = (CHAT_URL, COMPLETIONS_URL)
@@ -114,7 +114,7 @@ class OpenAIBatchExport(Format):
         url = form["url"]
         prompt_tokens = _num_prompt_tokens(answered, form)
         output_tokens = sum(row["num_output_tokens"] or 0 for row in samples)
-        usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + output_tokens}
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + output_tokens}
         created = int(self.job.results.begun_at.timestamp())
         model = self._model()
         shared = {"created": created, "model": model}
@@ -134,13 +134,16 @@ class OpenAIBatchExport(Format):
             sampling = self.job.spec.sampling
             return response_of(name, row, form, logprobs=logprobs, sampling=sampling, created=created, model=model)
         is_chat = url == CHAT_URL
+        usage["completion_tokens"] = output_tokens
+        if "num_reasoning_tokens" in samples[0] and (number := num_reasoning_tokens(samples)) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": number}
         choice = self._chat_choice if is_chat else self._text_choice
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
             "object": "chat.completion" if is_chat else "text_completion",
             **shared,
             "choices": [choice(row, form) for row in answered],
-            "usage": {**usage, "completion_tokens": output_tokens},
+            "usage": usage,
         }
 
     def _model(self) -> str:

@@ -99,12 +99,23 @@ def _with_bytes(logprobs: Sequence[dict[str, Any]] | None) -> list[dict[str, Any
     return tokens
 
 
-def _usage(row: Row) -> dict[str, Any]:
-    """Tokens from caches and tokens of the reasoning are not counted, but the form has a number for them."""
+def num_reasoning_tokens(samples: Sequence[Row]) -> int | None:
+    """Tokens of the reasoning of a request's answers; None if the job has not counted those of one with a reasoning."""
+    numbers = [row.get("num_reasoning_tokens", None if row.get("reasoning") else 0) for row in samples]
+    return None if None in numbers else sum(numbers)
+
+
+def _usage(row: Row) -> dict[str, Any] | None:
+    """Tokens from caches are not counted, but the form has a number for them.
+
+    The form also needs the number of tokens of the reasoning: without it, there is no usage.
+    """
+    if (number := num_reasoning_tokens([row])) is None:
+        return None
     return {
         "input_tokens": row["num_prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": row["num_output_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": number},
         "total_tokens": row["num_prompt_tokens"] + row["num_output_tokens"],
     }

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from batchinf.export.base import ExportedJob, Format, json_of
 
-_GROUP_BYTES = 32 << 20
+_GROUP_BYTES = 16 << 20
 
 
 class ParquetExport(Format):
@@ -26,7 +26,7 @@ class ParquetExport(Format):
         self._held_bytes = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """See `Format`. Rows of about 32 MB become one row group."""
+        """See `Format`. Rows of about 16 MiB become one row group."""
         self._held.append(batch)
         self._held_bytes += batch.nbytes
         if self._held_bytes >= _GROUP_BYTES:
@@ -42,6 +42,8 @@ class ParquetExport(Format):
             self._writer.write_table(pa.Table.from_batches(self._held))
         self._held = []
         self._held_bytes = 0
+        # Arrow's allocator would keep what the encoded pages took.
+        pa.default_memory_pool().release_unused()
 
 
 class CsvExport(Format):

@@ -18,6 +18,7 @@ from batchinf.base.errors import InputError, SpecError
 from batchinf.base.text import list_names, one_line
 from batchinf.job.job import carried_columns
 from batchinf.prompts.builder import named_columns
+from batchinf.prompts.openai.lines import COLUMNS
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.rows import Source
 from batchinf.source.types import extension_of, is_json_column, odd_value
@@ -45,6 +46,11 @@ def column_warnings(task: Task, source: Source) -> Iterator[str]:
     """A line for each column of several types that the job uses, and one for columns that it may miss."""
     yield from _mixed_type_warnings(task.spec, source)
     used = {name for _, name in named_columns(task.spec, task.input_columns)}
+    if task.spec.input.is_batch_file and (unused := [name for name in source.schema.names if name not in used]):
+        yield (
+            f"warning: lines of {task.spec.input.path} have {list_names(unused)} beside {', '.join(COLUMNS)}; the job "
+            f"does not use {'it' if len(unused) == 1 else 'them'}; output.keep_columns copies a column"
+        )
     known = _KNOWN.union(*(_BESIDE.get(name, ()) for name in used))
     unused = [name for name in source.schema.names if name in known - used]
     if unused and not task.spec.input.is_batch_file:

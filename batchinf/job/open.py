@@ -34,7 +34,7 @@ from batchinf.source.find import NoInputError
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
-from batchinf.source.rows import NewRows, Source, first_rows, open_source
+from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_source
 from batchinf.spec.file import SpecFile, with_task
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
@@ -290,6 +290,8 @@ def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> PreparedJob:
     state = prepared.state
     # A job that has begun keeps its tools, or none.
     where = recognised(prepared.spec.input, names)
+    if where is not prepared.spec.input:
+        _check_is_lines(prepared.spec)
     spec = prepared.spec.model_copy(update={"input": with_tools(where, names) if state is None else where})
     spec = _with_backend(spec, {} if state is None else state.header.identity)
     prepared = replace(prepared, task=prepared.task.over(spec))
@@ -297,6 +299,17 @@ def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> PreparedJob:
     check_columns(spec, names, prepared.task.input_columns)
     check_order(spec)
     return prepared
+
+
+def _check_is_lines(spec: JobSpec) -> None:
+    """Raise SpecError if the rows of a batch file are in files of another format."""
+    found = format_of(location_of(spec))
+    if found not in (None, OpenAIBatch.read_as):
+        raise SpecError(
+            f"input.path: {spec.input.path} has the columns of an OpenAI batch file ({', '.join(COLUMNS)}), but its "
+            f"format is {found}; such files are JSON lines: write it as rows.jsonl, or name the prompt's column, as in "
+            "input.prompt_column"
+        )
 
 
 # -- with the input ----------------------------------------------------------------------------------------------------

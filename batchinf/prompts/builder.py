@@ -424,6 +424,7 @@ class PromptBuilder:
             is_chat=request.is_chat,
             request=request.form,
             tools=request.tools,
+            template_kwargs=request.template_kwargs,
             truncation=request.truncation,
             needs_text=request.is_echoed,
         )
@@ -470,6 +471,7 @@ class PromptBuilder:
             has_second_bos=begins_with_two(outcome, self._bos),
             request=draft.request,
             tools=draft.tools,
+            template_kwargs=draft.template_kwargs,
         )
 
     def _cut_as_asked(
@@ -539,6 +541,8 @@ class Draft:
     is_chat: bool = False
     tools: Tools | None = None
     """See `Prompt.tools`."""
+    template_kwargs: str | None = None
+    """See `Prompt.template_kwargs`."""
     truncation: Truncation | None = None
     """The line's own."""
     needs_text: bool = False

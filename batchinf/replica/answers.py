@@ -9,20 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, counted, one_line
-from batchinf.records import Completion, ToolCall
+from batchinf.records import Completion, Request, ToolCall
 from batchinf.replica.calls import Calls, call_error, finish_reason
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
-# Text, the prompt's token ids and the output's → reasoning and answer; either may be None.
-Split = Callable[[str, Sequence[int], Sequence[int]], tuple[str | None, str | None]]
 # Whether a text matches the whole grammar or regex.
 Matches = Callable[[str], bool]
 # A structure → its `Matches`; None if a text cannot be checked.
@@ -39,6 +37,16 @@ _WORK_S = 0.0002
 _PAUSE_S = 0.00005
 
 
+class Reasoner(Protocol):
+    """vLLM's parser of one model's reasoning. token_ids: of the output. Methods may raise anything."""
+
+    def split(self, request: Request, text: str, token_ids: Sequence[int], /) -> tuple[str | None, str | None]:
+        """The reasoning and the answer; either may be None."""
+
+    def num_tokens(self, request: Request, reasoning: str | None, token_ids: Sequence[int], /) -> int | None:
+        """The tokens of the reasoning; None if it cannot count them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The stored text of a completion; None if there is no text. Text is kept beside an error."""
@@ -49,6 +57,8 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] | None = None
     finish_reason: str | None = None
     """In place of the engine's."""
+    num_reasoning_tokens: int | None = None
+    """None: the parser cannot count them, or there is none."""
 
 
 class Answers:
@@ -60,22 +70,22 @@ class Answers:
         tokenizer: Any,
         detokenizer: "Detokenizer | None",
         *,
-        split: Split | None = None,
+        reasoner: Reasoner | None = None,
         calls: Calls | None = None,
         matcher: Matcher | None = None,
     ) -> None:
-        """detokenizer: None for tasks without text. split: for a job with a reasoning parser. calls: for one with a
-        tool parser. matcher: as `Matcher`.
+        """detokenizer: None for tasks without text. reasoner: for a job with a reasoning parser. calls: for one
+        with a tool parser. matcher: as `Matcher`.
         """
         self._detokenizer = detokenizer
         self._sampling = spec.sampling
-        self._split = split
+        self._reasoner = reasoner
         self._calls = calls
         self._special: re.Pattern[str] | None = None
         self._special_ids: frozenset[int] = frozenset()
         # Parsers must see special tokens: the marks around reasoning and calls may be among them.
         self._with_marks = spec.sampling.model_copy(update={"skip_special_tokens": False})
-        if (split is not None or calls is not None) and spec.sampling.skip_special_tokens:
+        if (reasoner is not None or calls is not None) and spec.sampling.skip_special_tokens:
             tokens = _special_tokens(tokenizer)
             self._special_ids = frozenset(tokens)
             longest_first = sorted(tokens.values(), key=len, reverse=True)
@@ -96,7 +106,7 @@ class Answers:
         ]
 
     def _is_parsed(self, completion: Completion) -> bool:
-        return self._split is not None or self._has_tools(completion)
+        return self._reasoner is not None or self._has_tools(completion)
 
     def _has_tools(self, completion: Completion) -> bool:
         return self._calls is not None and completion.request.tools is not None
@@ -107,13 +117,15 @@ class Answers:
             return Answer(None, None, RowError("refused", f"vLLM ended the request: {completion.stop_reason}"))
         if self._has_tools(completion):
             return self._read_calls(completion, whole)
-        if self._split is None and structure is None:
+        if self._reasoner is None and structure is None:
             return Answer(whole)
         text: str | None = whole
         reasoning = None
-        if self._split is not None:
+        num_tokens = None
+        if self._reasoner is not None:
             try:
-                reasoning, text = self._split(whole, completion.request.prompt_token_ids, completion.token_ids.tolist())
+                reasoning, text = self._reasoner.split(completion.request, whole, completion.token_ids.tolist())
+                num_tokens = self._num_tokens(reasoning, completion)
             except Exception as failure:
                 # The parser is vLLM's or a plugin, and may raise anything for a model's text.
                 words = one_line(f"{type(failure).__name__}: {failure}", 300)
@@ -121,7 +133,13 @@ class Answers:
             reasoning = self._stripped(reasoning, completion)
             text = self._stripped(text, completion)
         error = None if structure is None else self._checks.error(structure, text, completion)
-        return Answer(text, reasoning, error)
+        return Answer(text, reasoning, error, num_reasoning_tokens=num_tokens)
+
+    def _num_tokens(self, reasoning: str | None, completion: Completion) -> int | None:
+        """Tokens of the reasoning. Raises what the parser raises."""
+        if self._reasoner is None:
+            return None
+        return self._reasoner.num_tokens(completion.request, reasoning, completion.token_ids.tolist())
 
     def _read_calls(self, completion: Completion, whole: str) -> Answer:
         calls = self._calls
@@ -129,6 +147,7 @@ class Answers:
         try:
             text = whole if calls.keeps_special_tokens(completion) else self._stripped(whole, completion)
             parsed = calls.read(completion, text or "")
+            num_tokens = self._num_tokens(parsed.reasoning, completion)
         except Exception as failure:
             # As of a reasoning parser.
             words = one_line(f"{type(failure).__name__}: {failure}", 300)
@@ -138,9 +157,15 @@ class Answers:
             completion, parsed, lambda structure, answer: self._checks.error(structure, answer, completion)
         )
         if error is not None:
-            return Answer(self._stripped(parsed.whole, completion), reasoning, error)
-        text = self._stripped(parsed.text, completion)
-        return Answer(text, reasoning, tool_calls=parsed.calls or None, finish_reason=finish_reason(completion, parsed))
+            whole_answer = self._stripped(parsed.whole, completion)
+            return Answer(whole_answer, reasoning, error, num_reasoning_tokens=num_tokens)
+        return Answer(
+            self._stripped(parsed.text, completion),
+            reasoning,
+            tool_calls=parsed.calls or None,
+            finish_reason=finish_reason(completion, parsed),
+            num_reasoning_tokens=num_tokens,
+        )
 
     def _stripped(self, text: str | None, completion: Completion) -> str | None:
         if not text or self._special is None or self._special_ids.isdisjoint(completion.token_ids.tolist()):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, counted
-from batchinf.records import Completion, ParsedAnswer, ToolCall, Tools
+from batchinf.records import Completion, ParsedAnswer, Request, ToolCall
 
 INVALID = "invalid_tool_call"
 # The length of ids in the chat templates of Mistral, which take no other ids.
@@ -18,12 +18,10 @@ _SHORT_ID = 9
 class Parser(Protocol):
     """vLLM's parser of one model's calls."""
 
-    def keeps_special_tokens(self, tools: Tools, /) -> bool:
+    def keeps_special_tokens(self, request: Request, /) -> bool:
         """Whether it reads texts with their special tokens."""
 
-    def read(
-        self, tools: Tools, text: str, /, *, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> ParsedAnswer:
+    def read(self, request: Request, text: str, token_ids: Sequence[int], /) -> ParsedAnswer:
         """The reasoning, the calls and the text beside them. May raise anything."""
 
 
@@ -36,16 +34,13 @@ class Calls:
 
     def keeps_special_tokens(self, completion: Completion) -> bool:
         """Whether the text is parsed with its special tokens."""
-        assert completion.request.tools is not None
-        return self._parser.keeps_special_tokens(completion.request.tools)
+        return self._parser.keeps_special_tokens(completion.request)
 
     def read(self, completion: Completion, text: str) -> ParsedAnswer:
         """The parsed text, with ids for all calls. Raises what the parser raises."""
         request = completion.request
         assert request.tools is not None
-        parsed = self._parser.read(
-            request.tools, text, prompt_token_ids=request.prompt_token_ids, token_ids=completion.token_ids.tolist()
-        )
+        parsed = self._parser.read(request, text, completion.token_ids.tolist())
         calls = parsed.calls if request.tools.are_parallel else parsed.calls[:1]
         named = [replace(call, id=self._id(completion, number, call.id, text)) for number, call in enumerate(calls)]
         return replace(parsed, calls=tuple(named))

@@ -498,13 +498,13 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
 
     The scripted engine ignores regexes and grammars. detokenizer: None for tasks without text.
     """
-    split = None
+    reasoner = None
     calls = None
     matcher_of = None
     if detokenizer is not None and spec.model.reasoning_parser is not None:
         from batchinf.engines.vllm.structured_output.structures import reasoner_of
 
-        split = reasoner_of(spec, tokenizer).split
+        reasoner = reasoner_of(spec, tokenizer)
     if detokenizer is not None and spec.model.tool_parser is not None:
         from batchinf.engines.vllm.structured_output.tools import CallParser
 
@@ -516,4 +516,4 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
         from batchinf.engines.vllm.structured_output.structures import matcher
 
         matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))
-    return Answers(spec, tokenizer, detokenizer, split=split, calls=calls, matcher=matcher_of)
+    return Answers(spec, tokenizer, detokenizer, reasoner=reasoner, calls=calls, matcher=matcher_of)

@@ -274,4 +274,5 @@ def _result(finished: Finished, answer: Answer) -> Result:
         attempts=pending.lease.lease.attempts,
         reasoning=answer.reasoning,
         tool_calls=answer.tool_calls,
+        num_reasoning_tokens=answer.num_reasoning_tokens,
     )

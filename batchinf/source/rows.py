@@ -21,8 +21,8 @@ from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
-from batchinf.source.formats.huggingface import open_dataset
-from batchinf.source.formats.registry import file_format
+from batchinf.source.formats.huggingface import HuggingFace, open_dataset
+from batchinf.source.formats.registry import file_format, format_by_ending
 from batchinf.source.remote import find_remote, is_url
 from batchinf.source.scan import Scanner
 from batchinf.source.types import Lost, settled_schema
@@ -119,6 +119,16 @@ def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
         return format.first_rows(files[0])
     except (InputError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return ()
+
+
+def format_of(input: InputLocation) -> str | None:
+    """The name of the input's format; None for a URL that does not say it. Raises `InputError` if there is no file."""
+    if is_dataset(input):
+        return HuggingFace.name
+    if is_url(input.path):
+        found = format_by_ending(input.path) if input.format is None else file_format(input.format)
+        return None if found is None else found.name
+    return find_files(input)[0].name
 
 
 def _is_far(input: InputLocation) -> bool:

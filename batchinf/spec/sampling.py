@@ -27,7 +27,8 @@ STRUCTURE_FIELDS = {f"structured_outputs.{kind}": kind for kind in STRUCTURES if
 
 # Fields of vLLM's SamplingParams that are no fields here, each with the reason.
 _OF_PROMPTS = (
-    "task: logits stores the numbers of chosen tokens at chosen positions of a prompt, on each of vLLM's runners"
+    "in vLLM each request has ids of its own for each position of its prompt, and only the V2 runner takes them. task: "
+    "logits with logits.values: logprobs stores the logprobs of logits.token_ids at logits.positions, on each runner"
 )
 NOT_TAKEN = {
     "prompt_logprob_start": _OF_PROMPTS,

@@ -198,6 +198,7 @@ class Task(abc.ABC):
             logprob_token_ids=logprob_token_ids,
             rows=rows,
             tools=prompt.tools,
+            template_kwargs=prompt.template_kwargs,
         )
 
     def warm_up_request(self) -> Request:

@@ -50,17 +50,40 @@ def test_flags_go_to_the_fields_of_the_spec(tmp_path: pathlib.Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
     flags = (
         "--max-model-len 512 --dtype float32 -tp 1 --served-model-name other --seed 7 --response-role assistant "
-        f"--chat-template {tmp_path / 'chat.jinja'} --trust-remote-code --disable-log-requests"
+        f"--chat-template {tmp_path / 'chat.jinja'} --trust-remote-code --disable-log-requests "
+        "--enable-auto-tool-choice --tool-call-parser hermes"
     )
     run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), flags.split())
     spec = read_spec(run.spec).spec
-    assert (spec.model.dtype, spec.model.trust_remote_code) == ("float32", True)
+    assert (spec.model.dtype, spec.model.trust_remote_code, spec.model.tool_parser) == ("float32", True, "hermes")
     assert spec.parallel.tensor_parallel_size == 1
     assert spec.engine == {"max_model_len": 512, "served_model_name": "other"}
     assert (spec.sampling.seed, spec.sampling.logprobs) == (7, 3)
     assert spec.input.chat_template == "{{ messages[0].content }}"
     assert (run.folder, run.output.path) == (str(tmp_path / "out.job"), str(tmp_path / "out.jsonl"))
-    assert run.notes == ("--disable-log-requests has no effect: requests are not logged",)
+    assert run.notes == (
+        "--disable-log-requests has no effect: requests are not logged",
+        "--enable-auto-tool-choice has no effect: --tool-call-parser is enough",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "task"),
+    [
+        ("", None),
+        ("--runner generate", None),
+        ("--runner pooling", "embed"),
+        ("--convert embed", "embed"),
+        ("--runner pooling --convert classify", "rerank"),
+    ],
+)
+def test_flags_of_pooling_choose_the_lines(flags: str, task: str | None, tmp_path: pathlib.Path) -> None:
+    lines = write_lines(tmp_path / "in.jsonl", {}, {"logprobs": True, "top_logprobs": 2})
+    more = [{"custom_id": url, "method": "POST", "url": url, "body": {}} for url in ("/x", "/v1/embeddings", "/score")]
+    lines.write_text(lines.read_text() + "no JSON\n[]\n" + "".join(f"{json.dumps(line)}\n" for line in more))
+    run = batch_run(str(lines), str(tmp_path / "out.jsonl"), str(jobs.MODEL), flags.split())
+    assert run.spec.get("task") == task
+    assert run.spec["sampling"] == ({"logprobs": 2, "prompt_logprobs": None} if task is None else {})
 
 
 @pytest.mark.parametrize(
@@ -169,12 +192,15 @@ def test_lines_from_a_pipe_are_kept_beside_the_answers(tmp_path: pathlib.Path) -
     assert kept_input("https://a/b.jsonl", "other") == "https://a/b.jsonl"
 
 
-def test_the_answers_are_a_file_of_this_host(tmp_path: pathlib.Path) -> None:
+def test_places_to_which_no_answers_go(tmp_path: pathlib.Path) -> None:
     lines = write_lines(tmp_path / "in.jsonl", {})
-    options = ("-i", lines, "-o", "https://example.com/out.jsonl", "--model", jobs.MODEL)
-    done = jobs.run("run-batch", *options, is_refused=True)
-    assert done.returncode == 2
-    assert "--output-file: got 'https://example.com/out.jsonl', but only a path of this host is possible" in done.stderr
+    for target, more, words in (
+        ("ssh://host/out.jsonl", (), "-o: got 'ssh://host/out.jsonl', but only a path of this host is possible"),
+        ("https://host/out.jsonl", ("--follow",), "--follow: got a URL for the answers, which is written once"),
+    ):
+        done = jobs.run("run-batch", "-i", lines, "-o", target, "--model", jobs.MODEL, *more, is_refused=True)
+        assert done.returncode == 2
+        assert words in done.stderr
 
 
 def test_the_answers_are_no_pipe() -> None:

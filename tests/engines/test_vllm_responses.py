@@ -140,6 +140,7 @@ def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
              "top_p", "tool_choice", "tools", "truncation", "text", "user", "max_output_tokens", "object", "background",
              "service_tier", "reasoning")  # fmt: skip
     usage = {name: parsed["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens")}
+    usage["reasoning_tokens"] = parsed["usage"]["output_tokens_details"]["reasoning_tokens"]
     return {**{name: parsed[name] for name in names}, "output": items, "usage": usage}
 
 
@@ -151,6 +152,7 @@ def seen(answer: dict[str, Any]) -> dict[str, Any]:
         "reasoning": getattr(choice.message, "reasoning", None),
         "finish_reason": choice.finish_reason,
         "tokens": {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+        "reasoning_tokens": answer["usage"]["completion_tokens_details"]["reasoning_tokens"],
     }
 
 
@@ -184,6 +186,8 @@ def test_the_answers_are_those_of_vllms_server(tmp_path: pathlib.Path) -> None:
     for name in CHATS:
         assert seen(ours[name]) == seen(theirs[name]), name
     assert seen(ours["chat thinks"])["reasoning"]
+    assert 0 < seen(ours["chat thinks"])["reasoning_tokens"] < 40
+    assert seen(ours["chat is cut off in its thoughts"])["reasoning_tokens"] == 1
     assert seen(ours["chat is cut off in its thoughts"])["content"] is None
     kinds = {name: [item["type"] for item in ours[name]["output"]] for name in BODIES}
     assert kinds["thinks"] == ["reasoning", "message"]

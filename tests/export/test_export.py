@@ -20,8 +20,10 @@ from openai.types.chat import ChatCompletion
 import batchinf
 import jobs
 from batchinf.base.errors import OutputError, UserError
-from batchinf.commands.export import STDOUT, Exported, ExportRequest, export_job
+from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.export import rows as export_rows
+from batchinf.export.files import STDOUT
+from batchinf.export.openai_responses import num_reasoning_tokens
 from batchinf.export.tokens import TokenTexts
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.report.dataset_card import card_files
@@ -208,6 +210,19 @@ def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -
     assert lines_of(tmp_path / "rows.jsonl") == expected
     exported(sampled, tmp_path / "none.jsonl", where="false")
     assert (tmp_path / "none.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("rows", "number"),
+    [
+        ([{"reasoning": "a b", "num_reasoning_tokens": 2}, {"reasoning": None, "num_reasoning_tokens": 0}], 2),
+        ([{"reasoning": "a b", "num_reasoning_tokens": None}, {"reasoning": "a", "num_reasoning_tokens": 1}], None),
+        ([{"reasoning": "a b"}], None),  # of a job that began without the column
+        ([{"text": "a"}, {"reasoning": None}], 0),
+    ],
+)
+def test_tokens_of_the_reasoning_are_counted_or_left_out(rows: list[dict[str, Any]], number: int | None) -> None:
+    assert num_reasoning_tokens(rows) == number
 
 
 def test_lines_of_a_batch_file(batch: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,9 @@ import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 
 import jobs
@@ -237,6 +240,30 @@ def test_what_is_taken_for_a_batch_file(tmp_path: pathlib.Path) -> None:
     job = open_job(read_spec(spec), tmp_path / "cache")
     assert (job.spec.input.format, job.spec.input.id_column) == ("openai", "custom_id")
     job.source.close()
+
+
+def test_other_keys_of_lines_are_named_once(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(json.dumps({**line(n, CHAT, {}), "priority": n, "kept": n}) + "\n" for n in range(3)))
+    given = {"id_column": None, "path": str(path)}
+    done = jobs.finish(jobs.spec_of(tmp_path, input=given, output={"keep_columns": ["kept"]}))
+    words = f"warning: lines of {path} have priority beside custom_id, method, url, body; the job does not use it;"
+    assert done.stderr.count(words) == 1
+    assert [row["kept"] for row in jobs.rows_of(tmp_path / "out")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["batch.parquet", "batch.csv"])
+def test_a_batch_file_in_another_format(name: str, tmp_path: pathlib.Path) -> None:
+    row = line(0, CHAT, {})
+    table = pa.Table.from_pylist([{**row, "body": json.dumps(row["body"])}])
+    path = tmp_path / name
+    if name.endswith("csv"):
+        pyarrow.csv.write_csv(table, path)
+    else:
+        pq.write_table(table, path)
+    spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
+    with pytest.raises(SpecError, match=r"the columns of an OpenAI batch file .*, but its format is (parquet|csv);"):
+        open_job(read_spec(spec), tmp_path / "cache")
 
 
 def test_another_model_in_every_line_is_found_before_a_replica_starts(tmp_path: pathlib.Path) -> None:

@@ -89,20 +89,28 @@ def test_each_line_runs_or_says_why_not(place: int, prompts: dict[int, Prompt]) 
 
 
 TYPES = {CHAT_URL: ChatCompletion, COMPLETIONS_URL: Completion, RESPONSES_URL: Response}
-# The scripted engine follows no structure and calls no tool.
+# The scripted engine follows no structure and calls no tool. With the sample model, a text may be cut off.
 OF_THE_ENGINE = {"invalid_json", "structure_violated", "invalid_structure", "invalid_tool_call", "invalid_choice"}
 
 
-def test_a_whole_job_gives_each_line_an_answer_that_the_openai_package_reads(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("engine", ["scripted", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_whole_job_gives_each_line_an_answer_that_the_openai_package_reads(
+    engine: str, tmp_path: pathlib.Path
+) -> None:
+    is_real = engine == "vllm"
+    if is_real:
+        pytest.importorskip("vllm")
     entries = {f"{number}": entry for number, entry in enumerate(ENTRIES) if url_of(entry["line"]) != EMBEDDINGS_URL}
     lines = [json.dumps({**entry["line"], "custom_id": name}) for name, entry in entries.items()]
     (tmp_path / "in.jsonl").write_text("".join(f"{text}\n" for text in lines))
     spec = jobs.spec_of(
         tmp_path,
-        **{name: section for name, section in spec_of("generate").items() if name not in ("input", "output")},
+        **{name: spec_of("generate")[name] for name in ("task", "model", "sampling")},
+        engine={"served_model_name": SERVED, **({"max_model_len": 1024, "max_num_seqs": 64} if is_real else {})},
         input={"path": str(tmp_path / "in.jsonl"), "id_column": None, "chat_template": TEMPLATE},
         output={"keep_columns": [], "include_prompt": True},
-        scripted={"step_s": 0.0, "max_model_len": MAX_MODEL_LEN},
+        scripted=None if is_real else {"step_s": 0.0, "max_model_len": MAX_MODEL_LEN},
+        parallel={"data_parallel_size": 1},
         max_error_rate=1.0,
     )
     jobs.finish(spec)

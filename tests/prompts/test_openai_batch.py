@@ -134,7 +134,6 @@ def test_completions() -> None:
     ("values", "message"),
     [
         (line({}, custom_id=None), "custom_id is missing; a batch request has custom_id, method, url, body"),
-        (line({}, extra=1), "extra: not known; a batch request has custom_id, method, url, body"),
         (line({}, method="GET"), "method: got 'GET'; must be POST"),
         (line({}, "/v1/embeddings"), "url: got '/v1/embeddings'; must be /v1/chat/completions or "
          "/v1/completions or /v1/responses, as the job's task does not run it: put such lines into a job of their own"),

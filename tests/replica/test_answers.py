@@ -68,10 +68,17 @@ def completion_of(
     return Completion(request, np.array(ids, np.int32), reason, stop, engine_text)
 
 
-def answer(spec: JobSpec, tokenizer: Any, *given: Any, matcher: Any = None, split: Any = None, **named: Any) -> Answer:
+def answer(
+    spec: JobSpec, tokenizer: Any, *given: Any, matcher: Any = None, reasoner: Any = None, **named: Any
+) -> Answer:
     completion = completion_of(tokenizer, *given, sampling=spec.sampling, **named)
-    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split=split, matcher=matcher).read([completion])
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), reasoner=reasoner, matcher=matcher).read([completion])
     return found
+
+
+def parts(found: Answer) -> tuple[str | None, str | None]:
+    """The answer and the reasoning."""
+    return found.text, found.reasoning
 
 
 def cut_off(found: Answer) -> str:
@@ -228,11 +235,11 @@ def test_a_text_is_held_against_the_backend_s_own_grammar(
 # -- reasoning -------------------------------------------------------------------------------------------------------
 
 
-def split_by(parser: str, tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Any:
+def reasoner_of(parser: str, tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Any:
     pytest.importorskip("vllm")
     from batchinf.engines.vllm.structured_output.structures import Reasoner
 
-    return Reasoner(parser, tokenizer, kwargs or {}).split
+    return Reasoner(parser, tokenizer, kwargs or {})
 
 
 @pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])
@@ -245,44 +252,75 @@ def split_by(parser: str, tokenizer: Any, kwargs: dict[str, Any] | None = None) 
     ],
 )
 def test_reasoning_is_split_off(parser: str, text: str, reasoning: str, rest: str | None, tokenizer: Any) -> None:
-    split = split_by(parser, tokenizer)
+    reasoner = reasoner_of(parser, tokenizer)
+    mark = tokenizer.convert_tokens_to_ids("</think>")
     for reason in ("stop", "length"):
-        assert answer(make_spec(parser=parser), tokenizer, text, reason, split=split) == Answer(rest, reasoning)
+        ids = completion_of(tokenizer, text, reason).token_ids.tolist()
+        # Parsers differ in whether the end-of-sequence token is one of the reasoning.
+        end = ids.index(mark) if mark in ids else len(ids) - (reason == "stop" and parser == "qwen3")
+        counted = ids[text.startswith("<think>") : end]
+        found = answer(make_spec(parser=parser), tokenizer, text, reason, reasoner=reasoner)
+        assert found == Answer(rest, reasoning, num_reasoning_tokens=len(counted))
 
 
 def test_where_the_prompt_has_shut_the_thinking_all_is_the_answer(tokenizer: Any) -> None:
-    split = split_by("deepseek_r1", tokenizer)
+    reasoner = reasoner_of("deepseek_r1", tokenizer)
     spec = make_spec(parser="deepseek_r1")
-    found = answer(spec, tokenizer, "Yes.", "stop", split=split, prompt="So <think>\n\n</think>\n\n")
-    assert found == Answer("Yes.")
-    assert answer(spec, tokenizer, "Hm.", "stop", split=split, prompt="So <think>\n") == Answer(None, "Hm.")
+    found = answer(spec, tokenizer, "Yes.", "stop", reasoner=reasoner, prompt="So <think>\n\n</think>\n\n")
+    assert found == Answer("Yes.", num_reasoning_tokens=0)
+    assert parts(answer(spec, tokenizer, "Hm.", "stop", reasoner=reasoner, prompt="So <think>\n")) == (None, "Hm.")
+
+
+def test_each_row_s_parser_has_the_variables_of_its_own_template(tokenizer: Any) -> None:
+    """deepseek_v3 looks for a reasoning only where the template was told to think."""
+    reasoner = reasoner_of("deepseek_v3", tokenizer, {"thinking": False})
+    text = "It is so.</think>Yes."
+    plain = completion_of(tokenizer, text)
+    own = json.dumps({"thinking": True})
+    thinking = dataclasses.replace(plain, request=dataclasses.replace(plain.request, template_kwargs=own))
+    made = Answers(make_spec(parser="deepseek_v3"), tokenizer, Detokenizer(tokenizer), reasoner=reasoner)
+    found = made.read([plain, thinking, plain])
+    assert list(map(parts, found)) == [(text, None), ("Yes.", "It is so."), (text, None)]
+    assert [each.num_reasoning_tokens for each in found] == [
+        0,
+        thinking.token_ids.tolist().index(tokenizer.convert_tokens_to_ids("</think>")),
+        0,
+    ]
+
+
+def test_a_parser_that_cannot_count_leaves_the_number_out(tokenizer: Any) -> None:
+    reasoner = reasoner_of("granite", tokenizer)
+    text = "Here is my thought process: Hm. Here is my response: Yes."
+    found = answer(make_spec(parser="granite"), tokenizer, text, reasoner=reasoner)
+    assert found.reasoning
+    assert found.num_reasoning_tokens is None
 
 
 def test_special_tokens_are_seen_by_the_parser_and_stand_in_neither_part(tokenizer: Any) -> None:
     marked = PreTrainedTokenizerFast.from_pretrained(MODEL)
     marked.add_tokens(["<think>", "</think>", "<|turn|>"], special_tokens=True)
-    split = split_by("deepseek_r1", marked)
+    reasoner = reasoner_of("deepseek_r1", marked)
     text = "<think>It is<|turn|> so.</think>Yes<|turn|>."
     spec = make_spec(parser="deepseek_r1")
-    assert answer(spec, marked, text, split=split) == Answer("Yes.", "It is so.")
+    assert parts(answer(spec, marked, text, reasoner=reasoner)) == ("Yes.", "It is so.")
     # As the engine decodes it that looks for stop strings: it keeps them too.
-    assert answer(spec, marked, text, "stop", "END", split=split) == Answer("Yes.", "It is so.")
+    assert parts(answer(spec, marked, text, "stop", "END", reasoner=reasoner)) == ("Yes.", "It is so.")
     kept = make_spec(parser="deepseek_r1", skip_special_tokens=False)
-    assert answer(kept, marked, text, split=split) == Answer("Yes<|turn|>.", "It is<|turn|> so.")
+    assert parts(answer(kept, marked, text, reasoner=reasoner)) == ("Yes<|turn|>.", "It is<|turn|> so.")
     # Words that look like a special token, in a text that has none, are the model's own.
     plain = completion_of(tokenizer, "a</think>b")
     spelt = [*plain.token_ids.tolist(), *tokenizer("<|tu").input_ids[1:], *tokenizer("rn|>").input_ids[1:]]
-    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), split=split_by("deepseek_r1", tokenizer)).read(
+    [found] = Answers(spec, tokenizer, Detokenizer(tokenizer), reasoner=reasoner_of("deepseek_r1", tokenizer)).read(
         [Completion(plain.request, np.array(spelt, np.int32), "length")]
     )
-    assert found == Answer("b<|turn|>", "a")
+    assert parts(found) == ("b<|turn|>", "a")
 
 
 def test_a_structure_is_looked_for_after_the_thinking(tokenizer: Any) -> None:
-    split = split_by("deepseek_r1", tokenizer)
+    reasoner = reasoner_of("deepseek_r1", tokenizer)
     spec = make_spec({"json": SCHEMA}, parser="deepseek_r1")
-    assert answer(spec, tokenizer, "hm {</think>{}", split=split) == Answer("{}", "hm {")
-    found = answer(spec, tokenizer, "hm {}", split=split)
+    assert parts(answer(spec, tokenizer, "hm {</think>{}", reasoner=reasoner)) == ("{}", "hm {")
+    found = answer(spec, tokenizer, "hm {}", reasoner=reasoner)
     assert (found.text, found.reasoning) == (None, "hm {}")
     assert found.error is not None
     assert found.error.error_type == "invalid_json"
@@ -302,9 +340,12 @@ def test_a_structure_is_looked_for_after_the_thinking(tokenizer: Any) -> None:
 def test_the_text_of_gpt_oss_is_split_by_vllm_s_whole_parser(text: str, split: tuple[str | None, str | None]) -> None:
     tokens = HarmonyTokenizer()
     token_ids = tokens(text)["input_ids"]
-    splits = split_by("openai_gptoss", tokens)
+    reasoner = reasoner_of("openai_gptoss", tokens)
+    request = Request(0, 0, [], SamplingSpec())
     for _ in range(2):
-        assert splits(tokens.decode(token_ids), [], token_ids) == split
+        assert reasoner.split(request, tokens.decode(token_ids), token_ids) == split
+        num_tokens = 0 if split[0] is None else len(tokens.encode(split[0]))
+        assert reasoner.num_tokens(request, split[0], token_ids) == num_tokens
 
 
 @pytest.mark.parametrize(
@@ -318,16 +359,17 @@ def test_the_text_of_gpt_oss_is_split_by_vllm_s_whole_parser(text: str, split: t
 )
 def test_a_parser_without_its_marks_is_refused(parser: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
-        split_by(parser, PreTrainedTokenizerFast.from_pretrained(MODEL))
+        reasoner_of(parser, PreTrainedTokenizerFast.from_pretrained(MODEL))
     assert f"model.reasoning_parser: '{parser}' does not go with this model's tokenizer: " in str(caught.value)
     assert words in str(caught.value)
 
 
 def test_a_parser_that_fails_costs_one_row(tokenizer: Any) -> None:
-    def split(text: str, prompt_token_ids: Any, token_ids: Any) -> tuple[str | None, str | None]:
-        raise KeyError(text)
+    class Failing:
+        def split(self, request: Request, text: str, token_ids: Any) -> tuple[str | None, str | None]:
+            raise KeyError(text)
 
-    found = answer(make_spec(parser="x"), tokenizer, "Yes.", split=split)
+    found = answer(make_spec(parser="x"), tokenizer, "Yes.", reasoner=Failing())
     assert found.text == "Yes."
     assert found.error is not None
     assert found.error.error_message == "the reasoning parser failed: KeyError: 'Yes.'"
@@ -336,7 +378,8 @@ def test_a_parser_that_fails_costs_one_row(tokenizer: Any) -> None:
 def test_the_output_has_reasoning_after_the_text(tokenizer: Any) -> None:
     task = Generate(make_spec(parser="qwen3"))
     names = task.output_schema([]).names
-    assert names[names.index("text") + 1] == "reasoning"
+    place = names.index("text")
+    assert names[place + 1 : place + 3] == ["reasoning", "num_reasoning_tokens"]
     result = Result(Prompt(0, [1], None, None), 0, 1, completion_of(tokenizer, "a"), None, None, 1, "a")
     [row] = task.encode([result]).to_pylist()
     assert (row["text"], row["reasoning"]) == (None, "a")

@@ -195,6 +195,7 @@ def test_reasoning_and_calls_in_one_text(tokenizer: Any) -> None:
     made = answers(tokenizer, reasoning_parser="deepseek_r1")
     found = read(made, tokenizer, f"Where? <tool_call></think>{ROME}")
     assert found.reasoning == "Where? <tool_call>"
+    assert found.num_reasoning_tokens == len(tokenizer("Where? <tool_call>", add_special_tokens=False).input_ids)
     assert calls_of(found) == [("get_weather", '{"city": "Rome"}')]
     # The prompt has closed the thinking.
     closed = read(made, tokenizer, f"So. {ROME}", prompt="a<think></think>")
@@ -300,7 +301,8 @@ def test_calls_and_reasoning_of_gpt_oss(
     parser = CallParser(spec_of("openai", "openai_gptoss"), tokens)
     token_ids = tokens.encode(text)
     for _ in range(2):
-        found = parser.read(AUTO, tokens.decode(token_ids), prompt_token_ids=[1], token_ids=token_ids)
+        request = Request(0, 0, [1], SamplingSpec(), tools=AUTO)
+        found = parser.read(request, tokens.decode(token_ids), token_ids)
         assert (found.reasoning, found.text, found.problem) == (reasoning, answer, None)
         assert [(call.name, call.arguments) for call in found.calls] == calls
 

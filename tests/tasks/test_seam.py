@@ -27,6 +27,8 @@ FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("tasks/*/__init__.py"
 CHANCE = {
     ("model/lora.py", "score"),  # a layer
     ("export/openai_batch.py", "score"),  # in the form of answers
+    ("commands/run_batch.py", "embed"),  # values of vLLM's flag --convert
+    ("commands/run_batch.py", "classify"),
 }
 
 COUNT = '''

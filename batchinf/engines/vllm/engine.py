@@ -144,10 +144,11 @@ class VllmEngine:
                 )
         except Exception as error:
             raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
-        if "reasoning_parser" in arguments and spec.input.chat_template_kwargs:
+        self._tell_parser: Any = None
+        if "reasoning_parser" in arguments:
             from batchinf.engines.vllm.structured_output.structures import tell_parser
 
-            tell_parser(self._engine, spec.input.chat_template_kwargs)
+            self._tell_parser = tell_parser(self._engine)
         if rows is not None and not install_rows(self._engine, rows):
             print("rows of logits come in vLLM's own order, which is slower", flush=True)
         if ks := scored_ks(task):
@@ -290,7 +291,7 @@ class VllmEngine:
         if request.tools is None or self._calls is None:
             return request
         try:
-            structure = self._calls.structure(request.tools, own)
+            structure = self._calls.structure(request.tools, own, request.template_kwargs)
         except ValueError as error:
             raise RequestRefused(RowError("invalid_tools", str(error))) from error
         if structure == own:
@@ -357,6 +358,9 @@ class VllmEngine:
     def _submit(self, request_id: str, request: Request, params: Any) -> None:
         if self._death:
             raise EngineDeadError(self._death)
+        if self._tell_parser is not None:
+            own = json.loads(request.template_kwargs or "{}")
+            self._tell_parser({**(self._task.spec.input.chat_template_kwargs or {}), **own})
         try:
             with self._alive("when a request was added", harmless=_REFUSALS):
                 prompt, adapter = tokens_input(request.prompt_token_ids), self._adapters[request.adapter]

@@ -72,7 +72,7 @@ class Generate(Task):
         logprob = float_type(output.logprobs_dtype)
         return [
             ("text", pa.string()),
-            *([("reasoning", pa.string())] if self.spec.model.reasoning_parser is not None else []),
+            *(_REASONING if self.spec.model.reasoning_parser is not None else []),
             *([("tool_calls", _CALLS)] if self.spec.model.tool_parser is not None else []),
             *([("token_ids", list_of(pa.int32()))] if output.include_token_ids else []),
             ("finish_reason", pa.string()),
@@ -120,12 +120,14 @@ def _text_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
     return {
         "text": strings([result.text for result in results]),
         "reasoning": strings([result.reasoning for result in results]),
+        "num_reasoning_tokens": pa.array([result.num_reasoning_tokens for result in results], pa.int32()),
         "tool_calls": _call_lists([result.tool_calls for result in results]),
         "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
         "stop_reason": strings(stops),
     }
 
 
+_REASONING: Fields = [("reasoning", pa.string()), ("num_reasoning_tokens", pa.int32())]
 _CALLS = list_of(pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())]))
 
 

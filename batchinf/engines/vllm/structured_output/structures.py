@@ -5,6 +5,8 @@ and prints the problems. It runs in its own process because vLLM takes 0.5 GB an
 with vLLM 0.32.0; 0.26.0 has the same names.
 """
 
+import copy
+import functools
 import json
 import re
 import sys
@@ -22,7 +24,9 @@ from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.structured_output import guidance
 from batchinf.engines.vllm.structured_output.guidance import relaxed
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Request
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 
 _MOST_CHARS = 300
 _MOST_CHECKED = 1024
@@ -140,23 +144,35 @@ def check_once() -> None:
     SamplingParams._validate_structured_outputs = once
 
 
-def tell_parser(engine: Any, template_kwargs: dict[str, Any]) -> None:
-    """Make vLLM's core build its reasoning parser with these arguments too, as its server does. Needs vLLM 0.32.
+def tell_parser(engine: Any) -> Callable[[dict[str, Any]], None]:
+    """Make vLLM's core build its reasoning parser with variables of the chat template, as its server does.
 
-    Some parsers look for thinking only if `thinking` or `enable_thinking` is set.
+    Some parsers look for thinking only if `thinking` or `enable_thinking` is set. Returns a function that gets the
+    variables of the next request. Needs vLLM 0.32.
     """
+    next_one: dict[str, Any] = {}
+
+    def tell(variables: dict[str, Any]) -> None:
+        next_one["chat_template_kwargs"] = variables
+
     processor = getattr(engine, "input_processor", None)
     make = getattr(processor, "process_inputs", None)
     if make is None:
-        return
+        return tell
 
     def made(*arguments: Any, **named: Any) -> Any:
         request = make(*arguments, **named)
-        if hasattr(request, "reasoning_parser_kwargs"):
-            request.reasoning_parser_kwargs = {"chat_template_kwargs": template_kwargs}
+        if hasattr(request, "reasoning_parser_kwargs") and next_one.get("chat_template_kwargs"):
+            request.reasoning_parser_kwargs = dict(next_one)
         return request
 
     processor.process_inputs = made  # type: ignore[union-attr]
+    return tell
+
+
+def with_own(variables: Mapping[str, Any] | None, own: str | None) -> dict[str, Any]:
+    """The variables of a row's chat template. variables: the job's. own: see `Request.template_kwargs`."""
+    return {**(variables or {}), **json.loads(own or "{}")}
 
 
 def left_out(structure: dict[str, Any], backend: str) -> tuple[str, ...]:
@@ -211,18 +227,22 @@ _FIELD = "model.reasoning_parser"
 # Tokens at a prompt's end that may hold the end of the thinking. A chat template closes it in the prompt with
 # `enable_thinking: false`.
 TAIL_TOKENS = 32
+_MOST_PARSERS = 64
 _GPT_OSS = "openai_gptoss"
 _HARMONY_MARK = "<|message|>"
 _HARMONY_TRIAL = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
 
 
 class Reasoner:
-    """One reasoning parser with one tokenizer. Not thread-safe."""
+    """One reasoning parser with one tokenizer. Not thread-safe. Implements `replica.answers.Reasoner`."""
 
     def __init__(
         self, name: str, tokenizer: Any, template_kwargs: Mapping[str, Any], plugin: str | None = None
     ) -> None:
-        """plugin: a Python file with more parsers. Raises SpecError for an unknown name or an unsuitable tokenizer."""
+        """template_kwargs: the job's variables of the chat template. plugin: a Python file with more parsers.
+
+        Raises SpecError for an unknown name or an unsuitable tokenizer.
+        """
         with importing(_FIELD):
             from vllm.reasoning import ReasoningParserManager
         if plugin:
@@ -230,13 +250,14 @@ class Reasoner:
         known = sorted({*ReasoningParserManager.reasoning_parsers, *ReasoningParserManager.lazy_parsers})
         if name not in known:
             raise SpecError(f"{_FIELD}: {unknown_parser(name, known)}")
-        kwargs = dict(template_kwargs)
-        self._request = _request(kwargs)
+        self._template_kwargs = dict(template_kwargs)
+        self._made = functools.lru_cache(_MOST_PARSERS)(self._make)
         try:
-            parser = ReasoningParserManager.get_reasoning_parser(name)
-            self._parser = parser(tokenizer, chat_template_kwargs=kwargs)
+            # A copy: a tokenizer that encodes on another thread meanwhile fails with "Already borrowed".
+            self._tokenizer = copy.deepcopy(tokenizer)
+            self._class = parser = ReasoningParserManager.get_reasoning_parser(name)
             self._whole = _harmony(parser, tokenizer) if name == _GPT_OSS else None
-            self._mark = tokenizer.get_vocab().get(_HARMONY_MARK)
+            self._vocabulary = tokenizer.get_vocab()
             self._try(tokenizer)
         except Exception as error:
             reason = error_message(error)
@@ -244,47 +265,69 @@ class Reasoner:
 
     def _try(self, tokenizer: Any) -> None:
         """Split a trial text. Raises what the parser raises, and ValueError for a tokenizer without its marks."""
-        start, end = (getattr(self._parser, f"reasoning_{place}_str", None) or "" for place in ("start", "end"))
+        parser, _ = self._made(None)
+        start, end = (getattr(parser, f"reasoning_{place}_str", None) or "" for place in ("start", "end"))
         # Parsers of vLLM's parser engine look for the mark's token, and do not say that there is none.
-        if end and not getattr(self._parser, "reasoning_end_token_ids", True) and end not in tokenizer.get_vocab():
+        if end and not getattr(parser, "reasoning_end_token_ids", True) and end not in self._vocabulary:
             raise ValueError(f"the tokenizer has no token {end}, with which the reasoning ends")
         trial = f"{start}a{end}b" if self._whole is None else _HARMONY_TRIAL
         token_ids = tokenizer(trial, add_special_tokens=False)["input_ids"]
-        found = self.split(trial, [], token_ids)
+        found = self.split(Request(0, 0, [], SamplingSpec()), trial, token_ids)
         if self._whole is not None and found != ("a", "b"):
             raise ValueError(f"it splits the trial text {trial} into {found}; it needs the tokens of gpt-oss")
 
-    def split(
-        self, text: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> tuple[str | None, str | None]:
+    def _make(self, own: str | None) -> tuple[Any, Any]:
+        """The parser for a row's variables, and the request that it gets. own: see `Request.template_kwargs`."""
+        variables = with_own(self._template_kwargs, own)
+        return self._class(self._tokenizer, chat_template_kwargs=variables), _request(variables)
+
+    def split(self, request: Request, text: str, token_ids: Sequence[int]) -> tuple[str | None, str | None]:
         """The reasoning and the answer. The answer is None if the text ended inside the reasoning.
 
         token_ids: of the output.
         """
         if self._whole is not None:
             # With a structure, the engine lets the model write no marks, and all of the text is the answer.
-            return self._whole(token_ids) if self._mark in token_ids else (None, text)
-        reasoning, answer = self._parser.extract_reasoning(text, self._request)
-        if answer is None and text and self._parser.is_reasoning_end(list(prompt_token_ids[-TAIL_TOKENS:])):
+            if self._vocabulary.get(_HARMONY_MARK) not in token_ids:
+                return None, text
+            reasoning, answer, _ = self._whole().parse("", _request({}), model_output_token_ids=token_ids)
+            return reasoning, answer
+        parser, given = self._made(request.template_kwargs)
+        reasoning, answer = parser.extract_reasoning(text, given)
+        if answer is None and text and parser.is_reasoning_end(list(request.prompt_token_ids[-TAIL_TOKENS:])):
             return None, text
         return reasoning, answer
 
+    def num_tokens(self, request: Request, reasoning: str | None, token_ids: Sequence[int]) -> int | None:
+        """The tokens of the reasoning of an output, without its marks. None: the parser cannot count them.
 
-def _harmony(parser: Any, tokenizer: Any) -> Callable[[Sequence[int]], tuple[str | None, str | None]]:
-    """vLLM's whole parser for the tokens of gpt-oss, whose reasoning parser only finds where the structure begins."""
+        Some of vLLM's parsers count between two marks, so a mark that begins the reasoning in the prompt is put before
+        the output. Parsers that do not count say 0. That of gpt-oss also counts the tokens of calls.
+        """
+        if self._whole is not None:
+            return int(self._whole().count_reasoning_tokens([*token_ids]))
+        if not reasoning:
+            return 0
+        parser, _ = self._made(request.template_kwargs)
+        number: int = parser.count_reasoning_tokens([*token_ids])
+        mark = self._vocabulary.get(getattr(parser, "reasoning_start_str", None) or "")
+        if not number and mark is not None:
+            number = parser.count_reasoning_tokens([mark, *token_ids])
+        return number or None
+
+
+def _harmony(parser: Any, tokenizer: Any) -> Callable[[], Any]:
+    """Makes vLLM's whole parser for gpt-oss, whose reasoning parser only finds where the structure begins.
+
+    Each parser keeps the state of one text.
+    """
     with importing(_FIELD):
         from vllm.parser.harmony import HarmonyParser
 
     class Harmony(HarmonyParser):
         reasoning_parser_cls = parser
 
-    made = Harmony(tokenizer)
-
-    def split(token_ids: Sequence[int]) -> tuple[str | None, str | None]:
-        reasoning, answer, _ = made.parse("", _request({}), model_output_token_ids=token_ids)
-        return reasoning, answer
-
-    return split
+    return functools.partial(Harmony, tokenizer)
 
 
 def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:

@@ -20,8 +20,8 @@ from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.arguments import GUIDANCE, structures_backend
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.structured_output.structures import TAIL_TOKENS, unknown_parser
-from batchinf.records import ParsedAnswer, ToolCall, Tools
+from batchinf.engines.vllm.structured_output.structures import TAIL_TOKENS, unknown_parser, with_own
+from batchinf.records import ParsedAnswer, Request, ToolCall, Tools
 from batchinf.spec.answer_schemas import objection
 from batchinf.spec.job import JobSpec
 
@@ -77,11 +77,12 @@ class CallParser:
             raise SpecError(f"{FIELD}: '{name}' does not go with this model's tokenizer: {reason}") from error
         self._errors = _errors()
 
-    def _made(self, parser: Any, tools: Sequence[Any]) -> Any:
-        """A new parser of vLLM's: each keeps the state of one text."""
-        return parser(self._tokenizer, list(tools), chat_template_kwargs=dict(self._template_kwargs), model_config=None)
+    def _made(self, parser: Any, tools: Sequence[Any], own: str | None = None) -> Any:
+        """A new parser of vLLM's: each keeps the state of one text. own: see `Request.template_kwargs`."""
+        variables = with_own(self._template_kwargs, own)
+        return parser(self._tokenizer, list(tools), chat_template_kwargs=variables, model_config=None)
 
-    def _adjust(self, tools: Tools, structure: str | None) -> Any:
+    def _adjust(self, tools: Tools, structure: str | None, template_kwargs: str | None) -> Any:
         """vLLM's request for these tools, as its server changes it. structure: the text's own, as JSON text.
 
         Raises what vLLM raises.
@@ -96,21 +97,23 @@ class CallParser:
             tools=functions,
             tool_choice=choice,
             parallel_tool_calls=tools.are_parallel,
-            chat_template_kwargs=dict(self._template_kwargs),
+            chat_template_kwargs=with_own(self._template_kwargs, template_kwargs),
             structured_outputs=None if structure is None else json.loads(structure),
         )
-        return self._made(self._whole, request.tools).adjust_request(request)
+        return self._made(self._whole, request.tools, template_kwargs).adjust_request(request)
 
-    def structure(self, tools: Tools, own: dict[str, Any] | None) -> dict[str, Any] | None:
+    def structure(
+        self, tools: Tools, own: dict[str, Any] | None, template_kwargs: str | None = None
+    ) -> dict[str, Any] | None:
         """The structure for texts that may call these tools; None if they are free. own: the text's own structure.
 
         Raises ValueError if vLLM refuses the tools, or if the job's backend cannot force calls.
         """
-        return self._structure(tools, None if own is None else json.dumps(own))
+        return self._structure(tools, None if own is None else json.dumps(own), template_kwargs)
 
-    def _make_structure(self, tools: Tools, own: str | None) -> dict[str, Any] | None:
+    def _make_structure(self, tools: Tools, own: str | None, template_kwargs: str | None) -> dict[str, Any] | None:
         try:
-            request = self._adjusted(tools, own)
+            request = self._adjusted(tools, own, template_kwargs)
         except Exception as error:
             # Pydantic's, vLLM's and xgrammar's own.
             raise ValueError(f"vLLM refuses the tools: {one_line(error_message(error), _MOST_CHARS)}") from error
@@ -126,41 +129,44 @@ class CallParser:
             )
         return found
 
-    def keeps_special_tokens(self, tools: Tools) -> bool:
+    def keeps_special_tokens(self, request: Request) -> bool:
         """Whether the parser reads the text with its special tokens."""
-        return not self._adjusted(tools, None).skip_special_tokens
+        return not self._asked(request).skip_special_tokens
 
-    def read(
-        self, tools: Tools, text: str, *, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> ParsedAnswer:
+    def _asked(self, request: Request) -> Any:
+        assert request.tools is not None
+        return self._adjusted(request.tools, None, request.template_kwargs)
+
+    def read(self, asked: Request, text: str, token_ids: Sequence[int]) -> ParsedAnswer:
         """The reasoning, the calls and the text beside them. token_ids: of the output. Raises what the parser raises.
 
         Parsers log most of their own exceptions and return the text as if it had no call; the answer then has the line
         as its problem.
         """
-        request = self._adjusted(tools, None)
-        parser = self._made(self._whole, request.tools)
+        tools = self._asked(asked).tools
+        own = asked.template_kwargs
+        parser = self._made(self._whole, tools, own)
         with self._errors.heard() as lines:
-            answer = self._parsed(parser, request, text, prompt_token_ids=prompt_token_ids, token_ids=token_ids)
-            tail = list(prompt_token_ids[-TAIL_TOKENS:])
+            answer = self._parsed(parser, asked, text, token_ids)
+            tail = list(asked.prompt_token_ids[-TAIL_TOKENS:])
             is_closed = not self._is_gpt_oss and parser.is_reasoning_end(tail)  # its prompts never close the thinking
             if answer.text is None and not answer.calls and text and is_closed:
-                parser = self._made(self._only_calls, request.tools)
-                answer = self._parsed(parser, request, text, prompt_token_ids=prompt_token_ids, token_ids=token_ids)
+                parser = self._made(self._only_calls, tools, own)
+                answer = self._parsed(parser, asked, text, token_ids)
         mark = next((mark for mark in _marks(parser) if mark in (answer.whole or "")), None)
         if mark is not None and not answer.calls:
             lines.append(f"it found no call in the text, which has a {mark}")
         return replace(answer, problem=one_line("; ".join(lines), _MOST_CHARS) or None)
 
-    def _parsed(
-        self, parser: Any, request: Any, text: str, *, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> ParsedAnswer:
+    def _parsed(self, parser: Any, asked: Request, text: str, token_ids: Sequence[int]) -> ParsedAnswer:
+        request = self._asked(asked)
         if hasattr(parser, "set_prompt_token_ids"):  # from 0.32 on
-            parser.set_prompt_token_ids(list(prompt_token_ids))
+            parser.set_prompt_token_ids(list(asked.prompt_token_ids))
         whole: str | None = text
         # That of gpt-oss only knows where the reasoning ends; its marks stay in the whole text.
         if hasattr(parser, "extract_reasoning") and parser.reasoning_parser is not None and not self._is_gpt_oss:
-            _, whole = self._made(self._whole, request.tools).extract_reasoning(text, request)
+            again = self._made(self._whole, request.tools, asked.template_kwargs)
+            _, whole = again.extract_reasoning(text, request)
         reasoning, content, calls = parser.parse(
             text, request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
         )

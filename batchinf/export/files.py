@@ -1,0 +1,183 @@
+"""Where an export goes: files of this host, stdout, objects of a bucket, or a URL that takes a file by PUT."""
+
+import contextlib
+import http.client
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from typing import IO
+
+from batchinf.base.bucket import Bucket
+from batchinf.base.errors import OutputError, UserError
+from batchinf.base.places import bucket_problem, check_is_here, is_bucket, is_http
+from batchinf.base.text import one_line
+
+STDOUT = "-"
+_OPTION = "-o"
+# As vLLM's run-batch uploads its answers.
+_NUM_TRIES = 5
+_PAUSE_S = 5.0
+_LONGEST_S = 1000.0
+_MAY_PASS = (408, 425, 429)  # of the statuses below 500
+
+
+def name_of(path: str) -> str:
+    """The file's own name in a path or a URL."""
+    return os.path.basename(urllib.parse.urlsplit(path).path if is_http(path) else path)
+
+
+def local_stem(path: str) -> str:
+    """The path without its ending; of a URL, the file's name without it, in the working folder."""
+    is_here = not is_http(path) and not is_bucket(path)
+    return os.path.splitext(path if is_here else name_of(path))[0]
+
+
+def check_target(path: str) -> None:
+    """Raise UserError for a place to which no file can be written."""
+    if is_bucket(path):
+        folder, _, name = path.rpartition("/")
+        if (problem := bucket_problem(folder)) is not None or not name:
+            got = problem or f"got '{path}', which names no file"
+            raise UserError(f"{_OPTION}: {got}; the file is in a folder of the bucket: s3://bucket/folder/rows.jsonl")
+    elif is_http(path):
+        if not name_of(path):
+            raise UserError(f"{_OPTION}: got '{_shown(path)}', which names no file")
+    elif path != STDOUT:
+        check_is_here(path, _OPTION, "give a path here, or the URL of a bucket or of a server that takes PUT")
+
+
+def check_is_free(path: str) -> None:
+    """Raise UserError if a file of this name is there already. A URL for PUT cannot be asked."""
+    if is_bucket(path):
+        folder, _, name = path.rpartition("/")
+        is_there = Bucket(folder).has(name)
+    else:
+        is_there = not is_http(path) and os.path.lexists(path)
+    if is_there:
+        raise UserError(f"{_OPTION}: {path} is there already; give another name, or --overwrite")
+
+
+class Files:
+    """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do.
+
+    Those that go elsewhere are first written into the folder for temporary files.
+    """
+
+    def __init__(self, *, overwrites: bool) -> None:
+        """overwrites: files that are there already are replaced."""
+        self._overwrites = overwrites
+        self._streams = contextlib.ExitStack()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._begun: list[tuple[str, str, bool]] = []
+        self.written: list[str] = []
+        """The names, after the block."""
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def open(self, name: str, *, is_optional: bool = False) -> IO[bytes]:
+        """A stream to a file, or to stdout. is_optional: the file is left out if it stays empty.
+
+        Raises UserError if a file of this name is there already.
+        """
+        check_target(name)
+        if name == STDOUT:
+            self.written.append("stdout")
+            return sys.stdout.buffer
+        if not self._overwrites:
+            check_is_free(name)
+        temporary = self._temporary(name)
+        stream = open(temporary, "wb")  # noqa: SIM115  # `__exit__` closes it
+        self._streams.callback(stream.close)
+        self._begun.append((temporary, name, is_optional))
+        return stream
+
+    def _temporary(self, name: str) -> str:
+        unique = uuid.uuid4().hex[:12]
+        if is_bucket(name) or is_http(name):
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="batchinf-export-")
+            return os.path.join(self._folder.name, unique)
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        return f"{name}.{unique}.tmp"
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        self._streams.close()
+        try:
+            if failure is None:
+                for temporary, name, is_optional in self._begun:
+                    if is_optional and os.path.getsize(temporary) == 0:
+                        _remove(name)  # the errors of an earlier export
+                    else:
+                        _deliver(temporary, name)
+                        self.written.append(_shown(name))
+        except OutputError:
+            for _, name, _ in self._begun:  # those that were sent before it
+                with contextlib.suppress(OutputError):
+                    _remove(name)
+            raise
+        finally:
+            for temporary, _, _ in self._begun:
+                pathlib.Path(temporary).unlink(missing_ok=True)
+            if self._folder is not None:
+                self._folder.cleanup()
+
+
+def _deliver(temporary: str, name: str) -> None:
+    if is_http(name):
+        _put(pathlib.Path(temporary), name)
+    elif is_bucket(name):
+        folder, _, object_name = name.rpartition("/")
+        Bucket(folder).write(object_name, pathlib.Path(temporary))
+    else:
+        os.replace(temporary, name)
+
+
+def _remove(name: str) -> None:
+    if is_bucket(name):
+        folder, _, object_name = name.rpartition("/")
+        Bucket(folder).delete([object_name])
+    elif not is_http(name) and os.path.lexists(name):
+        os.unlink(name)
+
+
+def _put(path: pathlib.Path, url: str) -> None:
+    """Send a file by PUT. Raises OutputError if the server refuses it, or does not take it in several tries."""
+    headers = {"Content-Type": "application/octet-stream", "Content-Length": str(path.stat().st_size)}
+    for pause_s in _pauses():
+        with path.open("rb") as file:
+            request = urllib.request.Request(url, data=file, headers=headers, method="PUT")
+            try:
+                with urllib.request.urlopen(request, timeout=_LONGEST_S):
+                    return
+            except (OSError, http.client.HTTPException) as error:
+                status = None
+                if isinstance(error, urllib.error.HTTPError):
+                    status = error.code
+                    error.close()
+                is_final = status is not None and status < 500 and status not in _MAY_PASS
+                if is_final or pause_s is None:
+                    raise OutputError(
+                        f"{_shown(url)}: the file could not be sent by PUT: {one_line(str(error), 300)}; nothing is "
+                        "lost: run the same command again, or give a path"
+                    ) from error
+        time.sleep(pause_s)
+
+
+def _pauses() -> Iterator[float | None]:
+    """After each try the seconds until the next one; None after the last."""
+    yield from [_PAUSE_S] * (_NUM_TRIES - 1)
+    yield None
+
+
+def _shown(name: str) -> str:
+    """A name for people: that of a URL without what may be a secret."""
+    return re.sub(r"//[^/@]*@", "//…@", name.partition("?")[0]) if is_http(name) else name
