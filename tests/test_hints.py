@@ -47,7 +47,6 @@ def test_the_fields_of_hints_are_in_the_spec(option: str) -> None:
 
 def test_the_commands_of_hints_are_there() -> None:
     words = " ".join(map(command_hint, ("resume", "start", "retry", "show", "convert", "new", "progress")))
-    help = CliRunner().invoke(cli.app, ["--help"]).output
     named = set(re.findall(r"batchinf (\w+)", words))
     assert named == {"run", "head", "export", "init", "status", "watch"}
-    assert all(re.search(rf"^│ {name} ", help, re.MULTILINE) for name in named)
+    assert named <= {command.name for command in cli.app.registered_commands}

@@ -75,10 +75,10 @@ class ExcludeSpec(Section):
 class CsvSpec(Section):
     """How CSV files are written."""
 
-    delimiter: Annotated[Annotated[str, Field(min_length=1, max_length=1)] | None, IDENTITY] = None
+    delimiter: Annotated[Text | None, IDENTITY] = None
     """The character between two fields. Default: tab for `.tsv`, else comma. Another one of comma, semicolon, tab and
     vertical bar is taken, and a note says so, if it alone gives a file's header and first row as many fields."""
-    quotechar: Annotated[Annotated[str, Field(max_length=1)], IDENTITY] = '"'
+    quotechar: Annotated[str, IDENTITY] = '"'
     """The character around a field that has delimiters or line breaks in it. Empty: there is none, quotes are text."""
     encoding: Annotated[Text | None, IDENTITY] = None
     """Of the text, by Python's name, such as `cp1252` or `utf-16`. Default: UTF-8; if the file begins with the mark of
@@ -90,9 +90,9 @@ class CsvSpec(Section):
 
     @field_validator("delimiter", "quotechar")
     @classmethod
-    def _no_line_break(cls, sign: str | None) -> str | None:
-        if sign in ("\n", "\r"):
-            raise wrong(f"got {sign!r}; must be a character other than a line break")
+    def _one_character(cls, sign: str | None) -> str | None:
+        if sign in ("\n", "\r") or len(sign or "") > 1:
+            raise wrong(f'got {sign!r}; must be one character, and no line break; a tab is "\\t" in double quotes')
         return sign
 
     @field_validator("encoding")

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, if this file runs as a program
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import engine_argument_names
+from batchinf.source.files import CsvDialect
 from batchinf.spec.explain import OTHER_NAMES, fields_of
 from batchinf.spec.file import SpecFile, check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import (
@@ -210,12 +211,6 @@ QUOTES = "text that looks like something else needs quotes"
          "split: leave it out"),
         ("output.keep_columns", "a", "got 'a'; must be a list of texts, or a mapping; for a list of one write [a]"),
         ("output.keep_columns", "[a, b, a]", "got 'a' twice; name each column once"),
-        ("input.csv", "{delimiter: ab}", "got 'ab'; must be text"),
-        ("input.csv", "{delimiter: \"\\n\"}", "got '\\n'; must be a character other than a line break"),
-        ("input.csv", "{encoding: utf-9}", "got 'utf-9'; must be an encoding of text that Python has, such as utf-8, "
-         "cp1252, latin-1, utf-16 or shift_jis"),
-        ("input.csv", "{encoding: base64}", "got 'base64'; must be an encoding of text that Python has, such as utf-8, "
-         "cp1252, latin-1, utf-16 or shift_jis"),
         ("input.csv", "{}, format: jsonl", "got it with format jsonl; only csv has a delimiter and the like: leave it "
          "out"),
         ("parallel.zzz", "1", f"unknown field. Allowed: {PARALLEL}"),
@@ -374,6 +369,31 @@ def test_a_quoted_name_of_sql(line, told):
     assert f"{start} in a section without braces, `where: >-` and the value on the next line, indented" in flow
     written = line.replace("where: ", "where: >-\n    ").removesuffix("  # y")
     assert read(f"model: a/b\ninput:\n  path: x\n{written}\noutput: {{path: y}}\n").spec.input.where in line
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("delimiter", "ab", "got 'ab'; must be one character, and no line break"),
+        ("delimiter", "\\t", 'a tab is "\\t" in double quotes'),
+        ("delimiter", '"\\n"', "must be one character, and no line break"),
+        ("delimiter", "''", "got empty text; must be text that is not empty"),
+        ("quotechar", "ab", "got 'ab'; must be one character, and no line break"),
+        ("quotechar", "'#', delimiter: '#'", "got '#', which is the delimiter, too; must be another character"),
+        ("encoding", "utf-9", "got 'utf-9'; must be an encoding of text that Python has, such as utf-8, cp1252"),
+        ("encoding", "base64", "got 'base64'; must be an encoding of text that Python has"),
+        ("null_values", "5", "got 5; must be a list of texts, or text"),
+    ],
+)
+def test_a_wrong_dialect_of_csv(field, value, message):
+    said = refusal(f"model: a/b\ninput: {{path: x.csv, csv: {{{field}: {value}}}}}\noutput: {{path: y}}\n")
+    assert f": input.csv.{field}: " in said and message in said
+
+
+def test_dialects_of_csv():
+    found = read(LEAST.replace("x.jsonl", 'x.csv, csv: {delimiter: "\\t", quotechar: "", null_values: ["", NA]}')).spec
+    assert found.input.csv.dialect == CsvDialect("\t", "", None, ("", "NA"))
+    assert read(LEAST.replace("x.jsonl", "x.csv, csv: {null_values: NA}")).spec.input.csv.null_values == ("NA",)
 
 
 def test_a_number_as_a_key_is_told_its_quotes():
