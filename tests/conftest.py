@@ -1,6 +1,7 @@
 """The environment of all tests, the real engine that they share, and the order of files: the longest first."""
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from fork_server import forking
+from fork_server import ForkServer, forking
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -137,7 +138,20 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 @pytest.fixture(scope="module")
 def quick_replicas() -> Iterator[None]:
     """Replicas of jobs that run in the tests' own process start faster, too: a server forks them."""
-    server = jobs.fork_server()
+    with _forked_by(jobs.fork_server()):
+        yield
+
+
+@pytest.fixture
+def quick_vllm_replicas() -> Iterator[None]:
+    """Like `quick_replicas`, for jobs on real vLLM."""
+    pytest.importorskip("vllm")
+    with _forked_by(jobs.fork_server(has_vllm=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _forked_by(server: ForkServer) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in jobs.quick_start().items():
             patch.setenv(name, value)

@@ -116,6 +116,10 @@ class ForkServer:
         """Like `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
         return ForkedPopen(self.address, replicas.address, *args, **options)
 
+    def variable(self) -> dict[str, str]:
+        """For the environment of programs that are to use this server: see `address_for`."""
+        return {"FORKED_BY": json.dumps([self.address, self._environment])}
+
     def close(self) -> None:
         """End the server. Forked processes keep running."""
         assert self.process.stdin is not None
@@ -125,6 +129,12 @@ class ForkServer:
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+
+
+def address_for(environment: Mapping[str, str]) -> str | None:
+    """The address of the server that `FORKED_BY` names, if it can fork a process with this environment."""
+    address, own = json.loads(environment.get("FORKED_BY", "[null, null]"))
+    return address if own == _read_at_import(environment) else None
 
 
 # The rest of the module runs in the server and in forked processes.

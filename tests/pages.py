@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fork_server import address_for, forking
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "sample_data" / "tiny-llama"
 # Ids of the hub that pages use. A cache of the hub has the sample model under each of them.
@@ -113,7 +115,7 @@ def lay_out(folder: pathlib.Path, quickstart: pathlib.Path | None = None) -> Non
         "python": f'exec {sys.executable} "$@"',
         "batchinf": '[[ "$ENGINE" = scripted && "$1" =~ ^(run|validate)$ ]] && set -- "$@" --set '
         f"{' --set '.join(SCRIPTED)}\n"
-        f'unset QUICK_WITH_PANDAS\nexec {sys.executable} -m batchinf "$@"',
+        f'unset QUICK_WITH_PANDAS\nexec {sys.executable} -S {ROOT / "tests" / "forked.py"} "$@"',
     }.items():
         path = folder / ".bin" / name
         path.write_text(f"#!/bin/bash\n{lines}\n")
@@ -126,12 +128,12 @@ def environment(folder: pathlib.Path, quick: Mapping[str, str]) -> dict[str, str
     """The environment of a page. quick: variables that make commands start faster."""
     return {
         **os.environ,
-        **quick,
-        "PYTHONPATH": quick.get("PYTHONPATH", str(ROOT)),
+        "PYTHONPATH": str(ROOT),
         "QUICK_WITH_PANDAS": "1",  # the snippets of a page make tables of pandas
         "PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}",
         "HF_HOME": str(folder / ".hf"),
         "HF_HUB_OFFLINE": "1",
+        **quick,
     }
 
 
@@ -144,6 +146,8 @@ def run_quickstart(folder: pathlib.Path, environment: Mapping[str, str]) -> path
 
 def run_page(page: str, skipped: frozenset[str] = frozenset()) -> None:
     """Run a page's blocks in the current folder. skipped: first lines of blocks that are not run."""
+    if (address := address_for(os.environ)) is not None:
+        subprocess.Popen = forking(address)  # type: ignore[misc]
     _script_jobs()
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks_of(page):

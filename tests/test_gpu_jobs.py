@@ -45,6 +45,7 @@ def test_validate_has_no_warning(name: str, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_replicas")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_job_runs(name: str, tmp_path: pathlib.Path) -> None:
     path, changes = GPU / name, overrides_of(name, tmp_path)
@@ -59,6 +60,7 @@ def test_the_job_runs(name: str, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_replicas")
 def test_the_twins_are_compared(tmp_path: pathlib.Path) -> None:
     outs = []
     for name in ("bf16_twin", "awq"):

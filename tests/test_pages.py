@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import typer.main
+from fork_server import ForkServer
 from pages import Block, blocks_of, check_spec, environment, lay_out, run_quickstart
 
 import jobs
@@ -61,18 +62,31 @@ def has_steps(page: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables with which commands start fast: a server forks them. They share one cache of the hub."""
+    folder = tmp_path_factory.mktemp("hub")
+    lay_out(folder)
+    variables = {**jobs.quick_start(), "HF_HOME": str(folder / ".hf"), "HF_HUB_OFFLINE": "1"}
+    server = ForkServer({**jobs.inherited(), **variables})
+    yield {**variables, **server.variable()}
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory, quick: dict[str, str]) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("quickstart")
     lay_out(folder)
-    return run_quickstart(folder, environment(folder, jobs.quick_start()))
+    return run_quickstart(folder, environment(folder, quick))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if has_steps(page)])
-def test_the_commands_and_snippets_of_a_page_run(page: str, tmp_path: pathlib.Path, quickstart: pathlib.Path) -> None:
+def test_the_commands_and_snippets_of_a_page_run(
+    page: str, tmp_path: pathlib.Path, quickstart: pathlib.Path, quick: dict[str, str]
+) -> None:
     lay_out(tmp_path, quickstart)
     command = [sys.executable, jobs.ROOT / "tests" / "pages.py", page, *(block.first_line for block in skipped(page))]
-    own = environment(tmp_path, jobs.quick_start())
+    own = environment(tmp_path, quick)
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 

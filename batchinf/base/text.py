@@ -172,7 +172,7 @@ COMPARED_CHARS = 400
 _SHOWN_OF_A_TYPE = 3
 
 
-class ErrorGroup(Protocol):
+class _ErrorGroup(Protocol):
     """Error rows of one type and one reason."""
 
     @property
@@ -181,10 +181,10 @@ class ErrorGroup(Protocol):
     def num_rows(self) -> int: ...
 
 
-_Group = TypeVar("_Group", bound=ErrorGroup)
+_Group = TypeVar("_Group", bound=_ErrorGroup)
 
 
-def reason(message: str) -> str:
+def without_numbers(message: str) -> str:
     """The message, but equal for rows that failed for one reason."""
     return re.sub(VARYING, "#", message[:COMPARED_CHARS])
 

@@ -20,7 +20,7 @@ from batchinf.base.errors import BatchinfError, UserError
 from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import choice_name, list_names, one_line, plain, plain_line
 from batchinf.commands.screen import cell
-from batchinf.job.begun import opened
+from batchinf.job.begun import open_begun
 from batchinf.job.job import begun_at, max_model_len
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
@@ -247,8 +247,8 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
         return [list(row["prompt_token_ids"] or ()) for row in rows]
     row = rows[0]
     file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
-    with opened(file, results.folder) as (job, state):
-        builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state.header))
+    with open_begun(file, results.folder) as (job, state):
+        builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
         [source_row] = job.source.read(row["row_index"], row["row_index"] + 1, builder.columns)
         [prompt] = builder.build([source_row], max_model_len(job))
     if prompt.error is not None and not prompt.token_ids:

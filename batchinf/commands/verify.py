@@ -8,18 +8,16 @@ import numpy as np
 
 from batchinf.base.errors import DriftError, UserError, VerificationFailed
 from batchinf.base.parquet import open_part
-from batchinf.job.begun import opened
+from batchinf.job.begun import open_begun
 from batchinf.job.drift import check_drift
-from batchinf.job.job import Job, begun_at, max_model_len
+from batchinf.job.job import Job, max_model_len
 from batchinf.manifest.state import State
-from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tasks.columns import prompt_hash
 from batchinf.tasks.deviations import LogprobDeviations, VectorDeviations, table_lines
-from batchinf.tasks.registry import task_of
 from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
 
 if TYPE_CHECKING:
@@ -121,7 +119,7 @@ def verify_job(
     results = Results(file.spec.output.path)
     if results.spec.get("scripted") is not None:
         raise UserError("the job was run by the scripted engine: there is no model to verify")
-    with opened(file, file.spec.output.path) as (job, state):
+    with open_begun(file, file.spec.output.path) as (job, state):
         _check_drift(job, state)
         if job.task.verification is None:
             raise UserError(f"task {job.task.name} cannot be verified")
@@ -142,7 +140,6 @@ def verify_job(
         pooling_type=pooling_type.rpartition(".")[2].upper(),
     )
     reference = verification.reference(wanted)
-    task = task_of(job.spec)
     length = max_model_len(job) or _LONG
     deviations: dict[str, LogprobDeviations | VectorDeviations] = {}
     worst: list[RowDeviation] = []
@@ -156,7 +153,7 @@ def verify_job(
                 kind=stored.kind,
                 **_add(deviations, stored, reference, adapter=prompt.adapter),
             )
-            for stored in verification.stored(row, prompt, [request for _, request in task.requests(prompt, length)])
+            for stored in verification.stored(row, prompt, [each for _, each in job.task.requests(prompt, length)])
         ]
         worst += sorted(of_row, key=_furthest)[:1]
     if not deviations:
@@ -252,8 +249,7 @@ def read_rows(results: Results, places: Sequence[int], verification: Verificatio
 
 
 def _prompts(job: Job, state: State, positions: Sequence[int]) -> dict[int, Prompt]:
-    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state.header))
+    builder = job.prompt_builder(state)
     read = job.source.read_rows(np.asarray(positions, np.int64), builder.columns)
     return {prompt.row_index: prompt for prompt in builder.build(read, max_model_len(job))}
 

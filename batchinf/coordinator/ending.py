@@ -13,9 +13,9 @@ from batchinf.base.errors import BatchinfError, ErrorRateExceeded, OutputError, 
 from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, counted, most_frequent, reason, size_text, time_taken, time_text
+from batchinf.base.text import clip, counted, most_frequent, size_text, time_taken, time_text, without_numbers
 from batchinf.fleet.speed_text import speed_lines, tokens_text
-from batchinf.job.job import Job, begun_at
+from batchinf.job.job import Job
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
@@ -190,7 +190,7 @@ def commonest(
         for table in tables:
             for row in table.slice(0, _MOST_ROWS - num_looked_at).to_pylist():
                 message = row["error_message"] or ""
-                key = row["error_type"], reason(message)
+                key = row["error_type"], without_numbers(message)
                 failure = failures.get(key) or Failure(row["error_type"], message, row["row_index"], 0)
                 failures[key] = replace(failure, num_rows=failure.num_rows + 1)
             num_looked_at += table.num_rows
@@ -227,7 +227,7 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
     """The report of a job that ended early: frequent errors with a prompt for each, what is kept, and what to do."""
     failures = commonest(job.folder, state, journal.Journal(job.folder, "look", state.header.columns.journal_schema))
     return [
-        *failure_lines(failures, _prompts(job, failures, begun_at(job, state.header))),
+        *failure_lines(failures, _prompts(job, failures, state)),
         f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and all other finished requests "
         "in the journal",
         "correct the spec or the input and give the new job another output.path; or continue this job despite its "
@@ -235,9 +235,9 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
     ]
 
 
-def _prompts(job: Job, failures: Sequence[Failure], begun: str | None) -> list[str]:
+def _prompts(job: Job, failures: Sequence[Failure], state: State) -> list[str]:
     try:
-        builder = job.prompt_builder(begun)
+        builder = job.prompt_builder(state)
     except BatchinfError:
         return []
     return [_prompt(job, builder, failure.row_index) for failure in failures]

@@ -194,7 +194,7 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
         source_folder=os.fspath(source_folder(job.folder, job.slice)),
         taken=job.source.fingerprints,
         extents=state.extents,
-        begun_at=begun_at(job, state.header),
+        begun_at=begun_at(job, state),
         columns=state.header.columns,
     )
 

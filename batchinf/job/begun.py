@@ -13,7 +13,7 @@ from batchinf.spec.file import SpecFile
 
 
 @contextlib.contextmanager
-def opened(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
+def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
     """The job in an output folder, with all slices as one job, and the state of the first slice that has begun."""
     state = next(state for _, state in read_jobs(folder) if state is not None)
     with tempfile.TemporaryDirectory() as scratch:

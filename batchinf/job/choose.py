@@ -20,7 +20,7 @@ from batchinf.base.slices import job_folders, read_cut, source_folder
 from batchinf.base.storage import Folder
 from batchinf.job.disk_space import check_size
 from batchinf.job.drift import check_cut, join_cut
-from batchinf.job.job import Job, begun_at, max_model_len
+from batchinf.job.job import Job, max_model_len
 from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
@@ -268,7 +268,7 @@ class Exclusion:
             return
         self._key = pa.field("prompt_hash", pa.int64())
         # Chat templates that print the date get the date when the job began, even if rows are chosen later.
-        self._builder = job.prompt_builder(begun_at(job, None if state is None else state.header))
+        self._builder = job.prompt_builder(state)
 
     def left(self, batches: Batches, folder: Folder, *, has_limit: bool) -> Generator[Int64Array, None, None]:
         """Positions of the rows that are left. batches: positions, and a table with `columns` of these rows.

@@ -99,10 +99,10 @@ class Job(_Stage):
         num_rows = self.source.num_rows
         return range(num_rows) if self.slice is None else self.slice.rows(num_rows)
 
-    def prompt_builder(self, begun_at: str | None = None) -> PromptBuilder:
-        """Makes prompts of the rows, with the limits that are known without the engine. begun_at: see `begun_at`."""
+    def prompt_builder(self, state: State | None = None) -> PromptBuilder:
+        """Makes prompts of the rows, with the limits that are known without the engine. state: see `begun_at`."""
         tokenizer = load_tokenizer(self.model.tokenizer, self.spec.model.trust_remote_code)
-        return self.task.prompt_builder(tokenizer, self.model.vocab_size, begun_at)
+        return self.task.prompt_builder(tokenizer, self.model.vocab_size, begun_at(self, state))
 
     @property
     def fingerprint(self) -> str:
@@ -137,7 +137,7 @@ def max_model_len(job: Job) -> int | None:
     return job.spec.length_limit(job.model.max_model_len)
 
 
-def begun_at(job: Job, header: Header | None) -> str | None:
-    """When the job began, in ISO format, the same for all of its slices; None for a new job."""
+def begun_at(job: Job, state: State | None) -> str | None:
+    """When the job began, in ISO format, the same for all of its slices; None for a new job, which has no state."""
     cut = None if job.slice is None else read_cut(job.spec.output.folder)
-    return (cut.begun_at if cut is not None else "") or (None if header is None else header.created_at)
+    return (cut.begun_at if cut is not None else "") or (None if state is None else state.header.created_at)

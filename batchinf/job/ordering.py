@@ -12,7 +12,7 @@ import xxhash
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.job.choose import CheckLock, Say, begin_choice, check_slice, choose_again
-from batchinf.job.job import Job, begun_at
+from batchinf.job.job import Job
 from batchinf.job.scratch import scratch_database
 from batchinf.manifest.state import State
 from batchinf.prompts.builder import Outline
@@ -156,7 +156,7 @@ def in_order(
     # The order covers the whole extent, because rows with the same prefix may be anywhere in it. Each part is sorted by
     # position again. Seeds and prompts depend only on positions, so the order changes no value.
     order = choice.order(job.folder)
-    builder = job.prompt_builder(begun_at(job, None if state is None else state.header))
+    builder = job.prompt_builder(state)
     keyed = (
         (rows, [_key(builder.outline(row), choice.ordered_by) for row in job.source.read_rows(rows, builder.columns)])
         for rows in order.pieces(_AT_ONCE)
@@ -248,7 +248,7 @@ def saved_share(runs: Sequence[Sequence[bytes]]) -> tuple[float, int]:
 def _runs(job: Job, choice: Choice) -> list[list[bytes]]:
     """Beginnings of the sampled rows' prompts, by run. A small input is sampled whole."""
     order = choice.order(job.folder)
-    builder = job.prompt_builder(begun_at(job, None))
+    builder = job.prompt_builder()
     runs = []
     for start, stop in sampled_runs(choice.num_rows):
         pieces = (job.source.read_rows(rows, builder.columns) for rows in order.pieces(_AT_ONCE, start, stop))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from batchinf.base.errors import RowError, UserError
-from batchinf.base.text import reason
-from batchinf.job.job import Job, begun_at, max_model_len
+from batchinf.base.text import without_numbers
+from batchinf.job.job import Job, max_model_len
 
 MOST_SAMPLED = 1000
 # Rows to read together. In an input with large row groups, one row takes as long as these.
@@ -39,7 +39,7 @@ def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
         positions = range(job.source.num_rows)  # the rows of one slice may be bad by themselves
     if job.spec.max_error_rate == 1:
         return
-    builder = job.prompt_builder(begun_at(job, None))
+    builder = job.prompt_builder()
     counts: Counter[tuple[str, str]] = Counter()
     firsts: dict[tuple[str, str], tuple[int, RowError]] = {}
     for sampled in sample_rows(positions, 0):
@@ -48,7 +48,7 @@ def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
             for prompt in builder.build(job.source.read_rows(places, builder.columns), max_model_len(job)):
                 if prompt.error is None:
                     return
-                key = prompt.error.error_type, reason(prompt.error.error_message)
+                key = prompt.error.error_type, without_numbers(prompt.error.error_message)
                 counts[key] += 1
                 firsts.setdefault(key, (prompt.row_index, prompt.error))
     if counts:

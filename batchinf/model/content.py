@@ -36,7 +36,7 @@ _ENTRY_VERSION = 1
 _MOST_NAMED = 8
 
 
-def stamp_of(path: pathlib.Path) -> Stamp:
+def _stamp_of(path: pathlib.Path) -> Stamp:
     """The stamp of a file. Opens it: only then does a network file system ask its server. Raises ModelError."""
     with _reading(path), path.open("rb", buffering=0) as file:
         return _stamp(file.fileno())
@@ -59,16 +59,16 @@ class Unchanged:
     """The stamps of files, and the check that they still have them."""
 
     def __init__(self, paths: Iterable[pathlib.Path]) -> None:
-        self.stamps = {path: stamp_of(path) for path in paths}
+        self.stamps = {path: _stamp_of(path) for path in paths}
 
     def check(self) -> None:
         """Raise DriftError if a file has changed."""
         for path, stamp in self.stamps.items():
-            if not path.is_file() or stamp_of(path) != stamp:
-                raise changed(path)
+            if not path.is_file() or _stamp_of(path) != stamp:
+                raise _changed(path)
 
 
-def changed(path: pathlib.Path) -> DriftError:
+def _changed(path: pathlib.Path) -> DriftError:
     """The error for a file that changed while the job used it."""
     return DriftError(
         f"{path} was changed while the job ran, so that its rows could be of two models; leave the file as it is and "
@@ -218,7 +218,7 @@ def _digest(path: pathlib.Path, stamp: Stamp, note: Callable[[int], object] = la
             digest.update(block[:num_bytes])
             note(num_bytes)
         if not is_same or _stamp(file.fileno()) != stamp:
-            raise changed(path)
+            raise _changed(path)
     return digest.hexdigest()
 
 

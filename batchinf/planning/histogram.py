@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from batchinf.base.text import most_frequent, one_line, reason, short_count
+from batchinf.base.text import most_frequent, one_line, short_count, without_numbers
 from batchinf.records import Prompt
 
 _COLUMNS = 80
@@ -113,7 +113,7 @@ class LengthCounts:
 
     def add(self, prompt: Prompt) -> None:
         if (error := prompt.error) is not None:
-            key = error.error_type, reason(error.error_message)
+            key = error.error_type, without_numbers(error.error_message)
             self.errors[key] += 1
             self.firsts.setdefault(key, PromptErrors(error.error_type, 0, prompt.row_index, error.error_message))
             return

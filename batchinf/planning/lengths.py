@@ -29,7 +29,6 @@ from batchinf.source.rows import Row, is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, Task
-from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30
 # About two million tokens. Tokenising a thousand long prompts takes minutes, in which a starting job would do nothing
@@ -153,9 +152,8 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
 
     num_rows: the number of rows that the positions stand for.
     """
-    task = task_of(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
-    tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size)
+    task = job.task.over(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
+    builder = job.prompt_builder()
     length = max_model_len(job)
     sample = _Sample.of(job, positions, builder.columns, length)
     prompts: list[int] = []

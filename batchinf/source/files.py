@@ -128,7 +128,7 @@ def not_utf8(error: UnicodeDecodeError, remedy: str = "`iconv -f cp1252 -t utf-8
     return f"not UTF-8: {place}; if the file is in cp1252, {remedy}"
 
 
-def open_input(file: InputFile) -> BinaryIO:
+def open_bytes(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if it begins like one of `COMPRESSIONS`. Raises InputError if it is unreadable."""
     stream = file.open()
     kind = _compression(stream.peek(4))
@@ -147,7 +147,7 @@ def _compression(head: bytes) -> str | None:
 
 def blocks(file: InputFile) -> Iterator[bytes]:
     """A file's content, decompressed, in blocks of `BLOCK_BYTES`."""
-    with open_input(file) as stream:
+    with open_bytes(file) as stream:
         while block := stream.read(BLOCK_BYTES):
             yield block
 

@@ -11,7 +11,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
 from batchinf.source.digests import ReadDigests, Watch, changed
-from batchinf.source.files import InputFile, open_input
+from batchinf.source.files import InputFile, open_bytes
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.remote import UNKNOWN
 from batchinf.source.types import refuse_twins
@@ -87,7 +87,7 @@ class Scanner:
     def scan_one(self, file: InputFile) -> FileEntry:
         """Scan a file. Raises InputError if it is damaged or changes meanwhile."""
         if not file.is_remote:
-            open_input(file).close()
+            open_bytes(file).close()
         before = file.settled_stamp()
         size, mtime_ns, inode = stamp = file.stamp()
         with Scratch(self.cache, file, self.format.key) as scratch:

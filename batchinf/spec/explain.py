@@ -107,7 +107,7 @@ def _message(field: str, details: ErrorDetails, types: set[str], listed: set[str
 def _unknown_field(field: str, name: str, listed: set[str]) -> str:
     """name: the last part of `field`. listed: sections whose fields have been listed; this one is added."""
     section = _doc_name(field.removesuffix(name).removesuffix("."))
-    names = fields_of(section)
+    names = field_names(section)
     # In a task's section, a field with the same name in another section has another meaning.
     elsewhere = {} if is_task_section(section) else elsewhere_in_spec()
     meant = OTHER_NAMES.get(section, {}).get(name.strip().lower().replace("-", "_"))
@@ -138,7 +138,7 @@ def _hint(value: Any, types: set[str], allowed: str) -> str:
     return ""
 
 
-def fields_of(section: str) -> list[str]:
+def field_names(section: str) -> list[str]:
     names = [field.rpartition(".") for field in field_docs() if not field.endswith("]")]
     return [name for above, _, name in names if above == section]
 

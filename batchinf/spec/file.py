@@ -13,7 +13,7 @@ from batchinf.base.places import check_is_here, elsewhere
 from batchinf.base.slices import Slice
 from batchinf.base.storage import reason
 from batchinf.base.text import clip, name_type, near_path
-from batchinf.spec.explain import did_you_mean, elsewhere_in_spec, explain, fields_of
+from batchinf.spec.explain import did_you_mean, elsewhere_in_spec, explain, field_names
 from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, PATH_FIELDS, SECRET_NAME, JobSpec
 from batchinf.spec.yaml_text import MAX_SPEC_BYTES, MAX_YAML_DEPTH, YamlReader, dump_yaml, got
 
@@ -183,7 +183,7 @@ class _Draft:
         reader = YamlReader(lambda mark: f"{name}:{mark.line + 1}:{mark.column + 1}")
         data = reader.read(_read_text(name))
         if not isinstance(data, dict):
-            raise SpecError(f"{name}: got {got(data)}; must be a mapping of fields ({', '.join(fields_of(''))})")
+            raise SpecError(f"{name}: got {got(data)}; must be a mapping of fields ({', '.join(field_names(''))})")
         return cls(data, {"": name, **reader.places}, name)
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ class VectorsCompared(TaskChanges):
         yield f"  {key} {row['key']}: {shown}"
 
 
-def shared_columns(a: JobOutput, b: JobOutput) -> list[str]:
+def common_vectors(a: JobOutput, b: JobOutput) -> list[str]:
     """The columns of vectors that both jobs have with the same width."""
     others = vector_widths(b.schema)
     return [name for name, width in vector_widths(a.schema).items() if width == others.get(name)]
@@ -135,7 +135,7 @@ class VectorChanges(Changes):
 
         Raises OutputError if the numbers of the two jobs mean different things: their columns, widths or tokens differ.
         """
-        if shared := shared_columns(a, b):
+        if shared := common_vectors(a, b):
             return shared
         held = [
             ", ".join(f"{name} of {width:,}" for name, width in vector_widths(job.schema).items()) or "one number a row"

@@ -125,7 +125,7 @@ def test_what_was_altered_is_found(
 ])  # fmt: skip
 def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance: float, job: pathlib.Path) -> None:
     file = read_spec(job)
-    with begun.opened(file, file.spec.output.path) as (opened, state):
+    with begun.open_begun(file, file.spec.output.path) as (opened, state):
         event = next(event for event in state.events if "device" in event.fields)
         event.fields["device"] = device
         assert verify._tolerance(opened, state, opened.task.verification(opened.spec), dtype) == tolerance

@@ -76,7 +76,9 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
 def test_killed_and_gone_on_with_on_an_empty_machine(
     step: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
-    spec = stores.spec_of(tmp_path, url)
+    # The journal is sent each 0.2 s, so a job that is killed there has to take a few of them: here 2 s.
+    slow = {"scripted": {"step_s": 0.005}} if step.startswith("mirror") else {}
+    spec = stores.spec_of(tmp_path, url, **slow)
     killed = jobs.run("run", spec, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
     shutil.rmtree(tmp_path / "work")
@@ -306,6 +308,12 @@ def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, t
     _is_whole(url)
 
 
+def _is_part_way(url: str) -> bool:
+    """Whether the bucket has committed parts, and results of a shard without one."""
+    parts = set(stores.names(url, "parts"))
+    return bool(parts) and parts == stores.committed(url) and stores.num_journalled(url) > 0
+
+
 @pytest.mark.slow
 def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     vllm = {
@@ -313,12 +321,16 @@ def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: p
         "engine": {"max_model_len": 512, "max_num_seqs": 8},
         "parallel": {"data_parallel_size": 1},
     }
-    vllm |= {"input": {"limit": 60}, "output": {"rows_per_shard": 12}, "checkpoint_interval_s": 0.2}
+    # Every row has 32 tokens, so the job has 240 steps. Step 150 comes after 32 rows: two parts, and two rows of a third.
+    vllm |= {"input": {"limit": 60}, "output": {"rows_per_shard": 15}, "sampling": {"ignore_eos": True}}
     (tmp_path / "local").mkdir()
     jobs.finish(jobs.spec_of(tmp_path / "local", **vllm))
     spec = stores.spec_of(tmp_path, url, **vllm)
-    killed = jobs.run("run", spec, faults="mirror.after_bundle:4=kill", **store.environment)
-    assert killed.returncode == -9, killed.stderr
+    process = jobs.start("run", spec, faults=f"engine.step:150=hold {tmp_path / 'held'}", **store.environment)
+    jobs.wait_until(lambda: process.poll() is not None or _is_part_way(url), 240)
+    assert process.poll() is None, process.communicate()[1]
+    jobs.kill(jobs.family(process.pid))
+    process.communicate()
     shutil.rmtree(tmp_path / "work")
     before = {name: stores.read(url, f"parts/{name}") for name in stores.names(url, "parts")}
     num_stored = stores.num_journalled(url)

@@ -32,7 +32,7 @@ from batchinf.engines.vllm.kernels import attention, comparison, long_requests, 
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 from benchmarks.mutants import pytorch_attention
-from jobs import MODEL
+from jobs import MODEL, inherited, quick_start
 
 pytestmark = pytest.mark.skipif(attention.HAS_TRITON, reason="the kernel is compiled here")
 
@@ -448,8 +448,11 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_leave_the_graphs_together(tmp_path: pathlib.Path) -> None:
+    environment = {**inherited(), **quick_start()}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", _RANK, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+        )
         for rank in range(2)
     ]
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Results of a step that are copied from the device together, held against vLLM's copies one by one."""
+"""Logprobs of a step's prompts that are copied from the device together, held against vLLM's copies one by one."""
 
 import types
 from typing import Any
@@ -7,9 +7,6 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-
-from vllm.model_executor.layers.pooler.special import DispatchPooler
-from vllm.v1.worker import gpu_model_runner
 
 from batchinf.engines.vllm import copies, worker
 
@@ -84,86 +81,3 @@ def test_a_worker_with_the_v2_runner_joins_them(monkeypatch: pytest.MonkeyPatch,
 def test_a_runner_without_prompt_logprobs_is_left_alone() -> None:
     copies.join_prompt_scores(types.SimpleNamespace())
     copies.join_prompt_scores(types.SimpleNamespace(prompt_logprobs_worker=None))
-    copies.join_vectors(types.SimpleNamespace(model=torch.nn.Linear(2, 2)))
-
-
-class Pooler(torch.nn.Module):
-    """A pooler of vLLM for one task: twice the states."""
-
-    def get_supported_tasks(self) -> set[str]:
-        return {"embed", "classify"}
-
-    def forward(self, hidden_states: torch.Tensor, pooling_metadata: Any) -> torch.Tensor:
-        return hidden_states[: len(pooling_metadata.tasks)] * 2
-
-
-class Metadata:
-    """Of vLLM's PoolingMetadata what DispatchPooler reads."""
-
-    pooling_cursor = None
-
-    def __init__(self, tasks: list[str]) -> None:
-        self.tasks = tasks
-
-    def __getitem__(self, part: slice) -> "Metadata":
-        return Metadata(self.tasks[part])
-
-
-@pytest.mark.parametrize(
-    ("tasks", "is_joined"), [(["embed"] * 3, True), (["embed", "classify", "embed"], False), ([], False)]
-)
-def test_vectors_of_one_task_are_one_tensor(tasks: list[str], is_joined: bool) -> None:
-    pooler = DispatchPooler({"embed": Pooler(), "classify": Pooler()})  # type: ignore[dict-item]
-    states = torch.rand(3, 4)
-    theirs = pooler(states, Metadata(tasks))
-    copies.join_vectors(types.SimpleNamespace(model=types.SimpleNamespace(pooler=pooler)))
-    own = pooler(states, Metadata(tasks))
-    assert isinstance(own, torch.Tensor) is is_joined
-    assert len(own) == len(theirs) == len(tasks)
-    assert all(torch.equal(one, other) for one, other in zip(own, theirs, strict=True))
-
-
-def test_a_task_that_the_model_has_not_is_left_to_vllm() -> None:
-    pooler = DispatchPooler({"embed": Pooler()})  # type: ignore[dict-item]
-    copies.join_vectors(types.SimpleNamespace(model=types.SimpleNamespace(pooler=pooler)))
-    with pytest.raises(ValueError, match="Unsupported task"):
-        pooler(torch.rand(1, 4), Metadata(["classify"]))
-
-
-def vllms_own_copy() -> Any:
-    """An engine that ran in this process may have installed ours."""
-    found: Any = gpu_model_runner._copy_pooler_output_to_cpu
-    return found.__closure__[0].cell_contents if found.__module__ == copies.__name__ else found
-
-
-def test_vectors_are_copied_whole_if_some_prompts_are_not_finished() -> None:
-    calls: list[int] = []
-
-    def theirs(raw_pooler_output: Any, finished_mask: list[bool]) -> list[Any]:
-        calls.append(len(finished_mask))
-        copied_apart: list[Any] = vllms_own_copy()(raw_pooler_output, finished_mask)
-        return copied_apart
-
-    copied, vectors = copies.all_vectors(theirs), torch.rand(3, 4)
-    for mask in ([True, False, True], [True, True, True], [False, True, False]):
-        own = copied(raw_pooler_output=vectors, finished_mask=mask)
-        expected = theirs(vectors, mask)
-        calls.clear()
-        assert [vector is not None for vector in own] == mask
-        assert all(one is other or torch.equal(one, other) for one, other in zip(own, expected, strict=True))
-    # vLLM's own code has all other cases.
-    assert copied(vectors, [False] * 3) == [None] * 3
-    assert torch.equal(copied([torch.ones(2), None], [True, True])[0], torch.ones(2))
-    with pytest.raises(ValueError, match="does not match"):
-        copied(vectors, [True] * 2)
-    assert calls == [3, 2, 2]
-
-
-def test_a_pooling_worker_installs_that_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = vllms_own_copy()
-    monkeypatch.setattr(gpu_model_runner, "_copy_pooler_output_to_cpu", theirs)
-    for _ in range(2):
-        pooler = DispatchPooler({"embed": Pooler()})  # type: ignore[dict-item]
-        copies.join_vectors(types.SimpleNamespace(model=types.SimpleNamespace(pooler=pooler)))
-        assert gpu_model_runner._copy_pooler_output_to_cpu is not theirs
-        assert vllms_own_copy() is theirs

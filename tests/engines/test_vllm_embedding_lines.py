@@ -69,7 +69,7 @@ def test_the_vectors_are_those_of_vllm_run_batch(tmp_path: pathlib.Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        env=jobs.inherited(),
+        env={**jobs.inherited(), **jobs.quick_start()},
     )
     assert theirs.returncode == 0, theirs.stderr[-4000:]
     done = jobs.run("run-batch", *files, "-o", tmp_path / "ours", *FLAGS, "-dp", "1")

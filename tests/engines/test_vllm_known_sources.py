@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conftest import MODEL
 
+import jobs
+
 pytest.importorskip("vllm")
 
 from batchinf.engines.vllm import known_sources
@@ -171,7 +173,7 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     def named(arguments: dict[str, Any], is_v2: bool = True) -> set[str]:
         return {*known_sources.pieces_off(engine.parts_of(arguments, is_v2))}
 
-    plain = {"decode", "admit", "hold", "join", "arrays", "rows_v2", "mask_v2", "copies"}
+    plain = {"decode", "admit", "hold", "join", "arrays", "rows_v2", "mask_v2"}
     assert named(generating) == plain
     assert named(generating, is_v2=False) == plain - {"rows_v2", "mask_v2"} | {"rows_v1", "mask_v1"}
     monkeypatch.setattr(engine.current_platform, "is_cuda", lambda: True)
@@ -221,9 +223,10 @@ def test_a_real_engine_of_a_version_with_another_scheduler(tmp_path: pathlib.Pat
     text = (root / path).read_text()
     (root / path).unlink()
     (root / path).write_text(text.replace(line, f"        changed = True\n{line}", 1))
+    quick = {**jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # as in replicas
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(MODEL)], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**jobs.inherited(), **quick, "PYTHONPATH": f"{tmp_path}{os.pathsep}{quick['PYTHONPATH']}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *log, answer = done.stdout.strip().splitlines()

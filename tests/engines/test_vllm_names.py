@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import MODEL
 
+import jobs
+
 pytest.importorskip("vllm")
 
 # Deletes names of vLLM while the adapter is imported, as a version would lack them that calls them otherwise.
@@ -102,8 +104,9 @@ def test_a_name_that_is_missing_costs_what_needs_it() -> None:
     import vllm
 
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(MODEL), json.dumps(OPTIONAL)], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", PROGRAM, str(MODEL), json.dumps(OPTIONAL)], capture_output=True, text=True, check=False,
+        env={**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *log, answer = done.stdout.strip().splitlines()
     found = json.loads(answer)

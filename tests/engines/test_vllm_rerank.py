@@ -84,7 +84,7 @@ def both(folder: pathlib.Path, model: pathlib.Path, lines: list[dict[str, Any]],
         capture_output=True,
         text=True,
         check=False,
-        env=jobs.inherited(),
+        env={**jobs.inherited(), **jobs.quick_start()},
     )
     assert theirs.returncode == 0, theirs.stderr[-4000:]
     done = jobs.run("run-batch", *files, "-o", folder / "ours", *flags, "-dp", "1")

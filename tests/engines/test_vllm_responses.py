@@ -118,7 +118,7 @@ def served(folder: pathlib.Path, model: pathlib.Path) -> dict[str, dict[str, Any
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
         *("--chat-template", str(folder / "template.jinja")),
     ]
-    environment = {**jobs.inherited(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in (folder / "served.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -19,7 +19,7 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.memory.advice import explain
+from batchinf.fleet.memory.advice import explain_cause
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.memory.out_of_memory import OutOfMemory, recognise
 from batchinf.fleet.memory.step_down import effective, step_down
@@ -355,7 +355,7 @@ def test_a_large_device_has_large_batches_unless_it_is_an_a100() -> None:
 def test_the_message_has_the_numbers_and_what_would_help(
     cause: OutOfMemory, engine: dict[str, Any], place: dict[str, Any], said: list[str], not_said: list[str]
 ) -> None:
-    words = explain(cause, engine, fit(**place), "the-model")
+    words = explain_cause(cause, engine, fit(**place), "the-model")
     for part in said:
         assert part in words
     for part in not_said:
@@ -364,7 +364,7 @@ def test_the_message_has_the_numbers_and_what_would_help(
 
 
 def test_where_nothing_is_known_vllms_own_words_stand() -> None:
-    assert "No available memory for the cache blocks" in explain(oom(CACHE), {}, Fit(Needs(None, None)), "m")
+    assert "No available memory for the cache blocks" in explain_cause(oom(CACHE), {}, Fit(Needs(None, None)), "m")
 
 
 # -- the job's settings ----------------------------------------------------------------------------------------------

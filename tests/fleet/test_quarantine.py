@@ -332,9 +332,9 @@ def test_a_machine_that_always_dies_condemns_few_rows_and_gives_up(tmp_path: pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_vllm_replicas")
 def test_a_row_that_kills_real_vllm(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU a seeded request whose prompt comes in chunks is the end of vLLM's engine."""
-    pytest.importorskip("vllm")
     # Such a job is refused otherwise.
     monkeypatch.setattr("batchinf.fleet.launcher.check_processor", lambda spec, max_model_len: None)
     words = "the quick brown fox jumps over the lazy dog and runs away ".split()

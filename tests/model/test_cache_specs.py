@@ -1,13 +1,13 @@
 """The arithmetic of `model.cache` against the installed vLLM's own cache specs, for written configs of 13 families."""
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+import jobs
 from batchinf.model.cache import KvCache, kv_cache_of, pool_of
 from batchinf.model.identity import text_section
 from batchinf.model.weights import stage_sizes
@@ -147,7 +147,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, **own},
+        env={**jobs.inherited(), **jobs.quick_start(), **own},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found, stages = json.loads(done.stdout.strip().rpartition("\n")[2])

@@ -66,4 +66,5 @@ if found := os.environ.get("QUICK_START"):
     # Importing vLLM makes a million objects without garbage. The search for garbage would take a fifth of the time.
     gc.set_threshold(50_000, 20, 100)
     gc.unfreeze = lambda: None  # vLLM unfreezes when it ends and then collects twice
-    sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
+    for name in ("opentelemetry.exporter", "scipy", "sklearn"):
+        sys.modules[name] = None  # type: ignore[assignment]

@@ -93,7 +93,8 @@ def server(folder: pathlib.Path, *flags: str) -> Iterator[str]:
         port = free.getsockname()[1]
     command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *flags)
     with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env=jobs.inherited(), stdout=log, stderr=log, start_new_session=True)
+        environment = {**jobs.inherited(), **jobs.quick_start()}
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):

@@ -96,7 +96,7 @@ def served(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         *("--model", str(jobs.MODEL), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(TEMPLATE)),
     ]
-    environment = {**jobs.inherited(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in (folder / "served.jsonl").read_text(encoding="utf-8").splitlines()]

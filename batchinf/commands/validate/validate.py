@@ -54,7 +54,6 @@ from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30  # assumed room in tokens if it is unknown
 
@@ -199,8 +198,7 @@ def _prompt_findings(
 ) -> Generator[ValidateFinding, None, PromptLengths]:
     """The lengths of a sample of prompts, warnings about them, and the rows to show. Returns the lengths."""
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
-    begun = begun_at(job, None if state is None else state.header)
-    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun)
+    builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
     places = [find_row(job.source, job.spec.input.id_column, text) for text in named]
     lengths = yield from _sample_findings(job, builder, positions, seed or 0)
     shown: Sequence[int] = places or positions[:num_rows]
@@ -260,7 +258,7 @@ def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: objec
     [prompt] = builder.build([row], max_model_len(job))
     # Only the first request of a row is shown, and a row may have millions.
     sampling = job.spec.sampling.model_copy(update={"n": 1})
-    task = task_of(job.spec.model_copy(update={"sampling": sampling}))
+    task = job.task.over(job.spec.model_copy(update={"sampling": sampling}))
     [(part, request), *_] = task.requests(prompt, max_model_len(job) or _LONG)
     return shown_row(
         prompt=part,

@@ -1,11 +1,9 @@
-"""Copies of a step's results from the GPU: one for all requests, where vLLM makes one or three for each.
+"""Copies of the logprobs of a step's prompts from the GPU: one for all requests, where vLLM makes three for each.
 
 In a trace (`benchmarks/kineto.py small-score`), a copy takes 16 µs of the engine process. A step that reads 128 short
-prompts makes 384 copies for logprobs of prompts, or 128 for vectors. Compared with the source of 0.26.0 and 0.32.0.
-`join_vectors` was tested in the V1 runner of 0.32.0. Versions with other names keep vLLM's copies.
+prompts makes 384 copies. Compared with the source of 0.26.0 and 0.32.0. Versions with other names keep vLLM's copies.
 """
 
-import importlib
 from typing import Any
 
 import torch
@@ -61,55 +59,3 @@ class _Part:
 
     def to_cpu_nonblocking(self) -> Any:
         return self._joined.part(self._index)
-
-
-_V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
-
-
-def copy_all_vectors() -> None:
-    """Let the V1 runner copy all vectors of a step, also those of prompts that are not finished.
-
-    Otherwise vLLM sends the places of the finished ones to the GPU, and waits until the GPU has them. With asynchronous
-    scheduling, the next step would be prepared only after that. Vectors of unfinished prompts are not used.
-    """
-    try:
-        module: Any = importlib.import_module(_V1_RUNNER)
-    except ImportError:
-        return
-    theirs = getattr(module, "_copy_pooler_output_to_cpu", None)
-    if theirs is not None and theirs.__module__ != __name__:
-        module._copy_pooler_output_to_cpu = all_vectors(theirs)
-
-
-def all_vectors(theirs: Any) -> Any:
-    """Replaces `_copy_pooler_output_to_cpu`, which is called with these names. Calls `theirs` for other results."""
-
-    def copied(raw_pooler_output: Any, finished_mask: list[bool]) -> list[Any]:
-        is_joined = isinstance(raw_pooler_output, torch.Tensor) and len(raw_pooler_output) == len(finished_mask)
-        if not is_joined or not any(finished_mask):
-            copies: list[Any] = theirs(raw_pooler_output=raw_pooler_output, finished_mask=finished_mask)
-            return copies
-        vectors = raw_pooler_output.to("cpu", non_blocking=True)
-        return [vector if is_finished else None for vector, is_finished in zip(vectors, finished_mask, strict=True)]
-
-    return copied
-
-
-def join_vectors(runner: Any) -> None:
-    """Let a runner copy the vectors of all requests of a step together, if all are for the same pooling task.
-
-    vLLM's pooler makes a list of one tensor for each request, as requests could be for different tasks.
-    """
-    pooler: Any = getattr(getattr(runner, "model", None), "pooler", None)
-    of_task = getattr(pooler, "poolers_by_task", None)
-    if of_task is None or type(pooler).__name__ != "DispatchPooler":
-        return
-    theirs = pooler.forward
-
-    def forward(hidden_states: Any, pooling_metadata: Any) -> Any:
-        tasks = set(pooling_metadata.tasks)
-        alone = of_task[next(iter(tasks))] if len(tasks) == 1 and tasks <= of_task.keys() else theirs
-        return alone(hidden_states, pooling_metadata)
-
-    pooler.forward = forward
-    copy_all_vectors()

@@ -109,7 +109,6 @@ v1.worker.gpu_model_runner
     GPUModelRunner._get_prompt_logprobs_dict                5cd86d7dfe28 486674070b68 486674070b68 rows_v1
     GPUModelRunner.capture_model                            5cef1bbf99b6 5cef1bbf99b6 5cef1bbf99b6 fresh
     GPUModelRunner.sample_tokens                            934ec9e0f7fa a21752160e18 a21752160e18 mask_v1
-    _copy_pooler_output_to_cpu                              7404d94d7bb3 7404d94d7bb3 7404d94d7bb3 copies
 v1.sample.sampler
     Sampler.apply_logits_processors                         b159edf3402d b159edf3402d b159edf3402d mask_v1
     Sampler.compute_logprobs                                df96d6e6c371 df96d6e6c371 df96d6e6c371 rows_v1
@@ -117,8 +116,6 @@ v1.sample.sampler
     Sampler.gather_logprobs                                 bd2ac7076bb8 53bdb450aacd 53bdb450aacd rows_v1
 v1.structured_output.utils
     apply_grammar_bitmask                                   b345c12c13c0 b345c12c13c0 47b758f97670 mask_v1
-model_executor.layers.pooler.special
-    DispatchPooler.forward                                  6cb216e147c0 6cb216e147c0 c7be850cfe32 copies
 """
 _ABSENT = "absent"
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_params"})
@@ -155,7 +152,6 @@ PIECES = {
     "rows_v2": Piece("kernels and rows for scores", _VLLM_SCORES, "RowsExtension_V2"),
     "mask_v1": Piece("raw scores of structured outputs", "rows that want them are refused", "RowsExtension_V1"),
     "mask_v2": Piece("raw scores of structured outputs", "rows that want them are refused", "RowsExtension_V2"),
-    "copies": Piece("joined copies of vectors", "they are copied one by one", "RowsExtension_V1 RowsExtension_V2"),
 }
 
 

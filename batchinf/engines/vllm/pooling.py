@@ -16,7 +16,7 @@ from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
 from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER
 from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
-from batchinf.engines.vllm.worker import WORKER_EXTENSION, install_joined_vectors, join_results
+from batchinf.engines.vllm.worker import WORKER_EXTENSION, join_results
 from batchinf.records import Completion, Request
 from batchinf.tasks.base import PoolingWanted, Task
 
@@ -31,7 +31,6 @@ class VllmPooling(VllmEngine):
     def _started(self) -> None:
         self._wanted, self._takes_last = wanted_of(self._task), False
         self._pooling_params = self._choose_params()
-        install_joined_vectors(self._engine)
         join_results(self._engine)
         pooler = self._engine.vllm_config.model_config.pooler_config
         names = ("seq_pooling_type", "tok_pooling_type")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from batchinf.engines.vllm.copies import join_prompt_scores, join_vectors
+from batchinf.engines.vllm.copies import join_prompt_scores
 from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
@@ -76,11 +76,6 @@ class RowsExtension:
         """Send the results of all prompts of a step as one. False if the scheduler is in another process."""
         return start_joining(self.vllm_config)
 
-    def install_joined_vectors(self) -> None:
-        """Copy the vectors of all requests of a step together."""
-        if allowed("copies"):
-            join_vectors(self.model_runner)
-
     def install_late_mask(self) -> bool:
         """Let the grammar mask logits after their raw scores are taken; False where this version cannot."""
         # vLLM's check of drafted tokens reads only masked logits.
@@ -119,12 +114,6 @@ def join_results(engine: Any) -> None:
         return
     if all(engine.collective_rpc("join_results")):
         front.process_outputs = splitting(front.process_outputs)
-
-
-def install_joined_vectors(engine: Any) -> None:
-    """Let an engine's workers copy the vectors of a step together."""
-    if engine.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:
-        engine.collective_rpc("install_joined_vectors")
 
 
 def install_late_mask(engine: Any) -> bool:

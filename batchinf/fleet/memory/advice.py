@@ -14,7 +14,7 @@ _MOST_DEGREE = 16
 _LEAST_LENGTH = 256
 
 
-def explain(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> str:
+def explain_cause(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit, model: str) -> str:
     """One message: the memory that was needed, the memory there was, and the changes that would help by calculation."""
     changes = _changes(cause, engine, fit)
     can = f"; to go on, {'; or '.join(changes)}" if changes else ""

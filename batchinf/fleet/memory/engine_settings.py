@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchinf.fleet.memory.advice import explain
+from batchinf.fleet.memory.advice import explain_cause
 from batchinf.fleet.memory.out_of_memory import OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.model.memory import Fit
@@ -99,7 +99,7 @@ class EngineSettings:
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
         """Lower the settings if that can help; once for each incarnation, after its end. was_up: it had started."""
         generation, engine = self._launched.pop(incarnation, (self._generation, self.engine))
-        words = explain(cause, engine, self.fit, pathlib.Path(self._spec.model.name).name)
+        words = explain_cause(cause, engine, self.fit, pathlib.Path(self._spec.model.name).name)
         self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1
         if self._spec.on_oom == "fail":
             return Verdict("given up", f"{words} (on_oom is fail)")

@@ -28,7 +28,7 @@ from batchinf.source.files import (
     InputFile,
     InputLocation,
     not_utf8,
-    open_input,
+    open_bytes,
     refuse_utf16,
 )
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
@@ -64,7 +64,7 @@ class Csv(FileFormat):
         return Csv(input.csv)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        with open_input(file) as stream:
+        with open_bytes(file) as stream:
             hashed = _Hashed(stream)
             rows = _Rows(file, hashed, self._dialect)
             types = CsvTypes(rows.header)
@@ -79,14 +79,14 @@ class Csv(FileFormat):
         return FileFindings(hashed.digest.hexdigest(), num_rows, schema, hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
-        with open_input(file) as stream:
+        with open_bytes(file) as stream:
             return [dict.fromkeys(_Rows(file, _Hashed(stream), self._dialect).header)]
 
     def reader(self, source_file: SourceFile) -> Reader:
         return _CsvReader(source_file)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
-        with open_input(file) as stream:
+        with open_bytes(file) as stream:
             hashed = _Hashed(stream, num_bytes)
             num_rows = 0
             is_open = False

@@ -18,7 +18,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.parquet import ParquetFile, absolute
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import DigestedFile, ReadDigests, Watch, changed
-from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_input
+from batchinf.source.files import BLOCK_BYTES, InputFile, ReadRange, Stamp, open_bytes
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import (
     SAMPLED_ROWS,
@@ -128,7 +128,7 @@ def _is_spooled(entry: FileEntry) -> bool:
 
 def _footer_hash(file: InputFile) -> str:
     """The hash of the file's size and the footer (sizes, statistics and offsets of every column chunk)."""
-    with open_input(file) as stream:
+    with open_bytes(file) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - 8))
         footer_bytes = int.from_bytes(stream.read(8)[:4], "little")

@@ -12,7 +12,7 @@ from batchinf.base.errors import OutputError
 from batchinf.records import Prompt, Request, Reranking
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.compare import Changes, Deltas, DeltaSummary, Floats, JobOutput, TaskChanges, delta, value_pairs
-from batchinf.tasks.vector_changes import VectorChanges, shared_columns, vector_widths
+from batchinf.tasks.vector_changes import VectorChanges, common_vectors, vector_widths
 from batchinf.tasks.vectors.section import LINES_COLUMN, RANKING, RERANK_COLUMNS, is_activated, stored_columns
 from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, stored_vectors
 
@@ -47,7 +47,7 @@ class ClassifyChanges(VectorChanges):
     def vector_columns(self, a: JobOutput, b: JobOutput) -> list[str]:
         """See `VectorChanges`. There are none if the classes or their order differ."""
         labels = [(job.spec.get("pooling") or {}).get("labels") for job in (a, b)]
-        return shared_columns(a, b) if labels[0] == labels[1] else []
+        return common_vectors(a, b) if labels[0] == labels[1] else []
 
 
 class RewardChanges(VectorChanges):
