@@ -48,5 +48,5 @@ def test_the_fields_of_hints_are_in_the_spec(option: str) -> None:
 def test_the_commands_of_hints_are_there() -> None:
     words = " ".join(map(command_hint, ("resume", "start", "retry", "show", "convert", "new", "progress")))
     named = set(re.findall(r"batchinf (\w+)", words))
-    assert named == {"run", "head", "export", "init", "status", "watch"}
+    assert named == {"run", "head", "export", "init", "status"}
     assert named <= {command.name for command in cli.app.registered_commands}

@@ -30,7 +30,7 @@ _COMMANDS = {
     **dict.fromkeys(("show", "cat", "tail", "sample"), "`batchinf head OUT` shows rows, `inspect OUT` one row"),
     **dict.fromkeys(("convert", "merge"), "`batchinf export OUT -o FILE` writes the output as one file"),
     "new": "`batchinf init JOB.yaml` writes a spec",
-    **dict.fromkeys(("progress", "ls", "list"), "`batchinf status OUT` shows a job, `batchinf watch OUT` follows it"),
+    **dict.fromkeys(("progress", "watch", "ls"), "`batchinf status OUT` shows a job, with `--watch` while it runs"),
 }
 
 

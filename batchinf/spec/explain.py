@@ -23,7 +23,7 @@ OTHER_NAMES = {
         **dict.fromkeys(("file", "files", "data", "dataset"), "path"),
         **dict.fromkeys(("filter", "query"), "where"),
         **dict.fromkeys(("delimiter", "sep", "separator"), "csv.delimiter"),
-        **dict.fromkeys(("encoding", "null_values", "quotechar"), "csv"),
+        **{name: f"csv.{name}" for name in ("encoding", "null_values", "quotechar")},
     },
     "input.csv": {**dict.fromkeys(("sep", "separator"), "delimiter"), "na_values": "null_values"},
     "sampling": {

@@ -145,7 +145,8 @@ class YamlReader:
                 continue
             key = self._value(key_node, "", depth)
             if not isinstance(key, str):
-                quoted = f'write "{clip(key_node.value)}"' if key_node.value else "does it need quotes?"
+                is_word = isinstance(key_node, yaml.ScalarNode) and key_node.value
+                quoted = f'write "{clip(key_node.value)}"' if is_word else "does it need quotes?"
                 raise self._wrong(key_node, f"got {got(key)} for a field's name; must be text: {quoted}")
             if key in pairs:
                 raise self._wrong(key_node, f"{clip(key)}: given twice; leave one of them out")

@@ -33,6 +33,7 @@ OUTPUT_TOO = {
 }
 # The same word for something else, by module.
 ALSO_MEANT = {
+    ("source/versions.py", ".json"): "the ending of a version's record",
     ("model/files.py", "hf"): "a value of vLLM's load_format",
     ("source/formats/huggingface.py", "arrow"): "a format of the library `datasets`",
     ("engines/vllm/structured_output/tools.py", "openai"): "vLLM's parser of gpt-oss",

@@ -20,7 +20,7 @@ import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, i
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import engine_argument_names
 from batchinf.source.files import CsvDialect
-from batchinf.spec.explain import OTHER_NAMES, fields_of
+from batchinf.spec.explain import OTHER_NAMES, field_names
 from batchinf.spec.file import SpecFile, check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
@@ -280,7 +280,7 @@ def test_places_of_nested_fields_and_items():
         ("a:\n\tb: 1", "2:1: not valid YAML: while scanning for the next token, found character '\\t' that cannot "
          "start any token; indent with spaces"),
         ("a: {{ b }}", "1:5: got a mapping for a field's name; must be text: does it need quotes?"),
-        ("5: b", "1:1: got 5 for a field's name; must be text: does it need quotes?"),
+        ("5: b", "1:1: got 5 for a field's name; must be text: write \"5\""),
         ("task: a\ntask: a", "2:1: task: given twice; leave one of them out"),
         (b"a: b\nc: \xff", "2:4: not UTF-8; save the file as UTF-8"),
         ("a: b\nc: \a", "2:4: not valid YAML: character U+0007"),
@@ -344,7 +344,7 @@ def test_all_errors_are_shown_one_a_line():
 
 def test_names_that_people_try_lead_to_fields_that_there_are():
     for section, names in OTHER_NAMES.items():
-        fields = fields_of(section)
+        fields = field_names(section)
         for name, meant in names.items():
             own = f"{section}.{meant}".lstrip(".")
             assert name not in fields
