@@ -49,6 +49,8 @@ class Results:
         """out: the job's output folder, or its URL in a bucket. Raises OutputError if there is no job in it."""
         look = Look(out)
         self.folder = look.out
+        self.root = look.root
+        """The folder of this host with the job's files; of a job in a bucket, a copy without parts."""
         jobs = look.jobs()
         begun = [(job, state) for job, state in jobs if state is not None]
         states = [state for _, state in begun]

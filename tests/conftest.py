@@ -57,16 +57,16 @@ from batchinf.tasks.registry import task_of  # noqa: E402
 _is_frozen: list[bool] = []
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
-LONGEST_FIRST = """test_ray test_two_hosts test_job_model test_end_to_end test_weekly test_quarantine test_recovery
-    test_start
-    test_disk test_slices test_nothing_is_lost test_pairs test_coordinator test_fuzz test_choose test_check
-    test_retry test_backend test_tasks_pooled test_fork_server test_changed_input test_ordering test_early_shards
-    test_out_of_memory test_folders test_security test_two_at_once test_extend test_stop_signals test_api test_seam
-    test_page
-    test_examples test_memory test_inspect test_head test_tasks_score test_spec test_cli test_lock test_formats
-    test_json test_plan test_model_identity test_non_finite test_tasks_logits test_watching test_source test_lora
-    test_ending test_readme test_row_sampling test_fresh test_diff test_remarks test_reasoning_job test_elastic
-    test_error_rate test_not_begun test_cache_specs test_loss""".split()
+LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_pages test_jobs_in_buckets test_two_hosts
+    test_vllm_rerank test_weekly test_job_model test_quarantine test_recovery test_vllm_compile test_start test_disk
+    test_tasks_rerank test_schema_table test_vllm_responses test_tools_job test_vllm_embedding_lines
+    test_completion_lines test_client_lines test_slices test_nothing_is_lost test_pairs test_coordinator test_fuzz
+    test_choose test_check test_retry test_backend test_tasks_pooled test_fork_server test_changed_input
+    test_ordering test_early_shards test_out_of_memory test_folders test_security test_two_at_once test_extend
+    test_stop_signals test_api test_seam test_page test_examples test_memory test_inspect test_head test_tasks_score
+    test_spec test_cli test_lock test_formats test_json test_plan test_model_identity test_non_finite
+    test_tasks_logits test_source test_lora test_ending test_row_sampling test_fresh test_diff test_remarks
+    test_reasoning_job test_elastic test_error_rate test_not_begun test_cache_specs test_loss""".split()
 
 
 # These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.

@@ -49,7 +49,7 @@ def server() -> int:
         start_new_session=True,
     )
     atexit.register(process.kill)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         with contextlib.suppress(OSError):
             assert _ask(port, "PUT", f"/{BUCKET}") == 200
@@ -69,8 +69,8 @@ def _ask(port: int, method: str, path: str) -> int:
 class Proxy:
     """Forwards requests to the server, and fails some of them.
 
-    fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, or a status such as
-    `403`; "" for none.
+    fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, or a status, perhaps with
+    a code, such as `403` or `400 ExpiredToken`; "" for none.
     """
 
     def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
@@ -121,8 +121,9 @@ class Proxy:
             return
         if fault == "slow":
             time.sleep(0.3)
-        elif fault.isdecimal():
-            _answer(request, int(fault), b"<Error><Code>Injected</Code></Error>")
+        elif fault[:1].isdecimal() and fault != "500 after":
+            status, _, code = fault.partition(" ")
+            _answer(request, int(status), f"<Error><Code>{code or 'Injected'}</Code></Error>".encode())
             return
         headers = dict(request.headers.items())
         if fault == "unconditional":
@@ -150,7 +151,8 @@ def _answer(
         if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
             request.send_header(name, value)
     is_head = request.command == "HEAD"
-    length = (headers or {}).get("content-length", "0") if is_head else str(len(content))
+    lengths = [value for name, value in (headers or {}).items() if name.lower() == "content-length"]
+    length = "".join(lengths) or "0" if is_head else str(len(content))
     request.send_header("Content-Length", length)
     request.end_headers()
     if not is_head:

@@ -21,11 +21,18 @@ from batchinf.commands.slurm import SlurmOptions, script_of
 from batchinf.spec.file import SpecFile, read_spec
 
 FILES = sorted((jobs.ROOT / "jobs" / "slurm").glob("*.sbatch"))
-ONE_NODE, ARRAY = ((jobs.ROOT / "jobs" / "slurm" / f"{name}.sbatch").read_text() for name in ("one_node", "array"))
+ONE_NODE, ARRAY, BUCKET = (
+    (jobs.ROOT / "jobs" / "slurm" / f"{name}.sbatch").read_text() for name in ("one_node", "array", "bucket")
+)
 WAYS = [
     (ONE_NODE, "batchinf run jobs/quickstart.yaml", "scontrol requeue 71"),
     # Not SLURM_JOB_ID: in one of the tasks it is the id of the whole array.
     (ARRAY, "batchinf run jobs/quickstart.yaml --slice 2/3", "scontrol requeue 70_2"),
+    (
+        BUCKET,
+        "batchinf run jobs/quickstart.yaml --set output.path=s3://my-bucket/answers --slice 2/8",
+        "scontrol requeue 70_2",
+    ),
 ]
 
 # Says what it was called with; srun takes its own options away and runs the rest, as Slurm's does.
@@ -83,7 +90,8 @@ def test_each_file_is_what_its_command_writes(
     written = file.read_text()
     command(written.split("\n")[1].removeprefix("# "), monkeypatch, tmp_path)
     assert (tmp_path / "jobs" / "slurm" / file.name).read_text() == written
-    assert (tmp_path / "out" / "quickstart.slurm").is_dir()  # of the logs: without it, Slurm cannot start the job
+    logs = "answers.slurm" if file.stem == "bucket" else "out/quickstart.slurm"
+    assert (tmp_path / logs).is_dir()  # of the logs: without it, Slurm cannot start the job
     assert str(file.relative_to(jobs.ROOT)) in (jobs.ROOT / "docs" / "slurm.md").read_text()
 
 
@@ -99,7 +107,7 @@ def test_a_script_is_bash_and_asks_for_what_it_needs(file: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 75, 137, 143])
-@pytest.mark.parametrize(("script", "ran", "requeued"), WAYS, ids=["one node", "array"])
+@pytest.mark.parametrize(("script", "ran", "requeued"), WAYS, ids=["one node", "array", "bucket"])
 def test_only_75_goes_back_into_the_queue(
     script: str, ran: str, requeued: str, code: int, tmp_path: pathlib.Path
 ) -> None:
@@ -110,7 +118,7 @@ def test_only_75_goes_back_into_the_queue(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize(("script", "ran", "requeued"), WAYS, ids=["one node", "array"])
+@pytest.mark.parametrize(("script", "ran", "requeued"), WAYS, ids=["one node", "array", "bucket"])
 def test_the_shell_outlives_a_signal_to_all(
     script: str, ran: str, requeued: str, number: signal.Signals, tmp_path: pathlib.Path
 ) -> None:

@@ -75,6 +75,8 @@ class Bucket:
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
         """patience_s: how long a request is tried again until the store answers."""
         self.url = url.rstrip("/")
+        # Google's conditions take the generation of an object, which obstore calls its version.
+        self._etag_key = "version" if self.url.startswith("gs:") else "e_tag"
         self._obstore = _import_obstore()
         self._small = _store(self.url, _SHORT_S)
         self._large = _store(self.url, _LONG_S)
@@ -125,7 +127,7 @@ class Bucket:
 
         def attempt() -> str | None:
             try:
-                return str(self._obstore.put(self._small, name, data, mode={"e_tag": etag})["e_tag"])
+                return self._etag_of(self._obstore.put(self._small, name, data, mode=self._only_if(etag)))
             except Exception as error:
                 if _remedy(error):
                     raise
@@ -163,7 +165,7 @@ class Bucket:
         """
         if (num_bytes := path.stat().st_size) > MOST_BYTES:
             raise StoreError(f"{path} has {num_bytes:,} bytes, but {self.url} takes 5 GiB: set output.rows_per_shard")
-        mode: Any = "create" if etag is None else {"e_tag": etag}
+        mode: Any = "create" if etag is None else self._only_if(etag)
 
         def attempt() -> str | None:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -194,7 +196,7 @@ class Bucket:
             with create(path) as file:
                 for piece in found.stream(min_chunk_size=_READ_BYTES):
                     file.write(piece)
-            return str(found.meta["e_tag"])
+            return self._etag_of(found.meta)
 
         return self._try(attempt, name)
 
@@ -205,7 +207,7 @@ class Bucket:
         name = f"probe-{uuid.uuid4().hex}"
         self.put_new(name, b"1")
         try:
-            for mode in ("create", {"e_tag": '"0"'}):
+            for mode in ("create", self._only_if("1" if self._etag_key == "version" else '"0"')):
                 kept = self._try(functools.partial(self._is_refused, name, mode), name)
                 if not kept:
                     raise StoreError(
@@ -223,10 +225,18 @@ class Bucket:
             return True
         return False
 
+    def _etag_of(self, meta: Any) -> str:
+        """That of an object that was read or written: what changes with its content."""
+        return str(meta[self._etag_key])
+
+    def _only_if(self, etag: str) -> Any:
+        """The mode of a request that is only for the object with this ETag."""
+        return {self._etag_key: etag}
+
     def _read(self, name: str) -> Object | None:
         try:
             found = self._obstore.get(self._small, name)
-            return Object(bytes(found.bytes()), str(found.meta["e_tag"]))
+            return Object(bytes(found.bytes()), self._etag_of(found.meta))
         except FileNotFoundError as error:
             if _remedy(error):
                 raise
@@ -248,7 +258,7 @@ class Bucket:
         digest = xxhash.xxh3_128()
         for piece in found.stream(min_chunk_size=_READ_BYTES):
             digest.update(piece)
-        return digest.digest(), str(found.meta["e_tag"])
+        return digest.digest(), self._etag_of(found.meta)
 
     def _delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -329,21 +339,10 @@ def _store(url: str, longest_s: int) -> Any:
     import obstore.store as stores
 
     scheme, bucket, prefix = bucket_and_prefix(url)
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    options: dict[str, Any] = {
-        "client_options": {
-            "timeout": timedelta(seconds=longest_s),
-            "connect_timeout": timedelta(seconds=5),
-            "allow_http": scheme in ("s3", "az") and not endpoint.startswith("https:"),
-        },
-        "retry_config": {"max_retries": 0},
-        "prefix": prefix,
-    }
+    options = {**_options(longest_s), "retry_config": {"max_retries": 0}, "prefix": prefix}
     match scheme:
         case "s3":
-            if endpoint:
-                options["endpoint"] = endpoint
-            return stores.S3Store(bucket, **options, **_aws_credentials())
+            return stores.S3Store(bucket, **options, **_s3_endpoint(), **_aws_credentials())
         case "hub":
             namespace, name = bucket.split("/")
             endpoint = f"https://s3.hf.co/{namespace}"
@@ -351,6 +350,30 @@ def _store(url: str, longest_s: int) -> Any:
         case "gs":
             return stores.GCSStore(bucket, **options)
     return stores.AzureStore(bucket, **options)
+
+
+def file_system(scheme: str) -> Any:
+    """A file system of fsspec for reading `s3://`, `gs://` or `az://`, with the credentials of a `Bucket`."""
+    _import_obstore()
+    from obstore.fsspec import FsspecStore
+
+    own = {"config": _s3_endpoint(), **_aws_credentials()} if scheme == "s3" else {}
+    return FsspecStore(scheme, **_options(_LONG_S), **own)  # type: ignore[call-overload]
+
+
+def _options(longest_s: int) -> dict[str, Any]:
+    endpoint = _s3_endpoint().get("endpoint", "")
+    client = {
+        "timeout": timedelta(seconds=longest_s),
+        "connect_timeout": timedelta(seconds=5),
+        "allow_http": not endpoint.startswith("https:"),
+    }
+    return {"client_options": client}
+
+
+def _s3_endpoint() -> dict[str, Any]:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return {"endpoint": endpoint} if endpoint else {}
 
 
 def _aws_credentials() -> dict[str, Any]:
@@ -376,12 +399,12 @@ _FULL = re.compile("QuotaExceeded|InsufficientStorage|507 |EntityTooLarge")
 def _remedy(error: BaseException) -> str:
     """What the user must do about an error that stays the same until then; empty for one that may pass."""
     text = str(error)
-    if isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED or _EXPIRED.search(text):
-        return "check that the key is right, has not expired, and may read, list, write and delete there"
+    if _FULL.search(text):  # some stores answer 403 to it
+        return "make room there, or ask for a larger quota"
     if _NO_BUCKET.search(text):
         return "make the bucket first, or correct output.path"
-    if _FULL.search(text):
-        return "make room there, or ask for a larger quota"
+    if isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED or _EXPIRED.search(text):
+        return "check that the key is right, has not expired, and may read, list, write and delete there"
     if "169.254.169.254" in text or "metadata.google" in text:
         has_profiles = (pathlib.Path.home() / ".aws").is_dir() and importlib.util.find_spec("boto3") is None
         more = ", or install boto3, which reads the profiles in ~/.aws" if has_profiles else ""

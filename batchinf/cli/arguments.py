@@ -12,7 +12,6 @@ from batchinf.base.errors import Interrupted, SpecError, UserError
 from batchinf.base.places import check_is_here, is_bucket
 from batchinf.base.slices import folder_name
 from batchinf.base.stop_signals import StopAskedFor, request_name
-from batchinf.base.text import list_names
 from batchinf.cli.hints import command_hint, option_hint
 
 
@@ -132,11 +131,6 @@ def new_spec_file(path: str) -> str:
 def output_folder(context: typer.Context, path: str) -> str:
     """Return the argument. Raises UserError for a file, because people give the spec in place of the folder."""
     if is_bucket(path):
-        if context.info_name not in _READ_BUCKETS:
-            raise UserError(
-                f"batchinf {context.info_name} does not work with a bucket yet; {list_names(_READ_BUCKETS)} do, and "
-                "batchinf.open in Python"
-            )
         return path
     if not os.path.isfile(path):
         return folder_name(path)
@@ -148,9 +142,6 @@ def output_folder(context: typer.Context, path: str) -> str:
         raise UserError(f"{takes}: the output.path of this spec is {read_spec(path).spec.output.path}")
     except SpecError:
         raise UserError(takes) from None
-
-
-_READ_BUCKETS = ("status", "head", "export")
 
 
 class LogFormat(enum.StrEnum):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from batchinf.base.errors import UserError
+from batchinf.base.places import is_bucket
 from batchinf.base.text import names_in, plain, to_json
 from batchinf.cli.arguments import (
     AsJson,
@@ -181,8 +182,14 @@ def _check(
 ) -> None:
     """Find missing and damaged files of a job: parts, manifest and journal. The job may be running."""
     from batchinf.commands.check import check_job
+    from batchinf.commands.check_bucket import check_bucket
 
-    report = check_job(out, is_deep=deep, repair=repair)
+    if repair and is_bucket(out):
+        raise UserError(
+            f"--repair: moves files of a folder, and {out} is in a bucket: run the job again, which makes missing "
+            "parts; delete an object that check names as damaged before"
+        )
+    report = check_bucket(out, is_deep=deep) if is_bucket(out) else check_job(out, is_deep=deep, repair=repair)
     print_report(report, report.lines(), as_json)
     report.raise_if_wrong()
 

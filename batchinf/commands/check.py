@@ -6,12 +6,13 @@ import datetime
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 from batchinf.base.errors import OutputError
+from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
 from batchinf.coordinator.begin import spec_text
@@ -152,7 +153,8 @@ class JobCheck:
         for finding in self.findings:
             yield finding.line(is_running=self.activity == "running")
         if self.is_checked:
-            how = "every byte" if is_deep else "sizes and footers; --deep reads every byte"
+            looked_at = "sizes" if is_bucket(self.folder) else "sizes and footers"
+            how = "every byte" if is_deep else f"{looked_at}; --deep reads every byte"
             states = {"running": "at work", "stopped": "not done; run it again to go on"}
             yield (
                 f"checked {self.num_parts_checked:,} of {self.num_parts:,} parts, {self.num_rows_committed:,} of "
@@ -279,14 +281,22 @@ def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
 
 def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, repair: bool) -> JobCheck:
     """The check of a job whose manifest can be read."""
-    num_parts_checked = len(state.parts)
-    task = task_of(stored_spec(state.header.spec))
+    num_parts = len(state.parts)
     findings = [*_check_parts(folder, state, is_deep=is_deep, repair=repair)]
     state = read_state(folder, state) or state
-    findings += _check_names(folder, state)
-    findings += _check_coverage(state)
+    names = folder.list("parts")
+    findings += check_names(names, read_state(folder, state) or state)
+    findings += check_coverage(state)
     findings += _check_spec(folder, state, repair)
-    findings += _check_journal(folder, state)
+    findings += check_journal(folder, state)
+    return summed_up(check, state, findings, num_parts_checked=num_parts, is_held=live_holder(folder) is not None)
+
+
+def summed_up(
+    check: JobCheck, state: State, findings: Sequence[CheckFinding], *, num_parts_checked: int, is_held: bool
+) -> JobCheck:
+    """The check with its findings and its numbers. is_held: whether a process runs the job."""
+    task = task_of(stored_spec(state.header.spec))
     return dataclasses.replace(
         check,
         is_checked=True,
@@ -297,15 +307,14 @@ def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, re
             total_rows(state.extents), num_done=state.counts.num_rows, num_inputs_done=state.num_inputs_committed
         ),
         num_rows_committed=state.counts.num_rows,
-        activity="done" if state.is_done else "running" if live_holder(folder) is not None else "stopped",
+        activity="done" if state.is_done else "running" if is_held else "stopped",
     )
 
 
 def _check_parts(folder: Folder, state: State, *, is_deep: bool, repair: bool) -> Iterator[CheckFinding]:
-    for number, extent in enumerate(state.extents, 1):
-        if extent.positions is not None and read_positions(folder, number, extent.positions) is None:
-            yield CheckFinding("selection_lost", positions_name(number))
-            return
+    if lost := lost_selection(folder, state):
+        yield lost
+        return
     state, flaws = _lasting_flaws(folder, state, is_deep)
     owner = other_owner(folder, state, list(flaws)) if len(flaws) == len(state.parts) else None
     if owner is not None:
@@ -315,6 +324,14 @@ def _check_parts(folder: Folder, state: State, *, is_deep: bool, repair: bool) -
         name = f"parts/{part_name(shard)}"
         moved_to = folder.move_aside(name) if repair and folder.exists(name) else None
         yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
+
+
+def lost_selection(folder: Folder, state: State) -> CheckFinding | None:
+    """The finding for a file of chosen rows that is gone or altered; without it no part can be checked."""
+    for number, extent in enumerate(state.extents, 1):
+        if extent.positions is not None and read_positions(folder, number, extent.positions) is None:
+            return CheckFinding("selection_lost", positions_name(number))
+    return None
 
 
 def _lasting_flaws(folder: Folder, state: State, is_deep: bool) -> tuple[State, dict[int, Flaw]]:
@@ -332,14 +349,7 @@ def _lasting_flaws(folder: Folder, state: State, is_deep: bool) -> tuple[State, 
 
 
 def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
-    task = task_of(stored_spec(state.header.spec))
-    parts = PartsOfJob(
-        folder=folder,
-        job_id=state.header.job_id,
-        order=RunOrder(folder, state.extents),
-        num_samples=None if task.rows_vary else task.num_rows_per_input,
-        schema=state.header.columns.part_schema,
-    )
+    parts = parts_of(folder, state)
 
     def look(shard: int) -> Flaw | None:
         place = shard_at(state.extents, shard)
@@ -357,13 +367,26 @@ def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> di
     return flaws
 
 
-def _check_names(folder: Folder, state: State) -> Iterator[CheckFinding]:
-    """Readers take all of `parts/*.parquet`, so no other file may have such a name."""
-    strangers = [name for name in folder.list("parts") if name.endswith(".parquet")]
-    state = read_state(folder, state) or state
+def parts_of(folder: Folder, state: State) -> PartsOfJob:
+    """What the parts must be. folder: has them, and the files of chosen rows."""
+    task = task_of(stored_spec(state.header.spec))
+    return PartsOfJob(
+        folder=folder,
+        job_id=state.header.job_id,
+        order=RunOrder(folder, state.extents),
+        num_samples=None if task.rows_vary else task.num_rows_per_input,
+        schema=state.header.columns.part_schema,
+    )
+
+
+def check_names(names: Iterable[str], state: State) -> Iterator[CheckFinding]:
+    """Readers take all of `parts/*.parquet`, so no other file may have such a name.
+
+    state: read after `names`, those in `parts/`.
+    """
     named = {part_name(shard) for shard in state.parts}
-    for name in strangers:
-        if name in named:
+    for name in names:
+        if name in named or not name.endswith(".parquet"):
             continue
         shard = parse_part_name(name)
         if shard is not None and name == part_name(shard) and shard < total_shards(state.extents):
@@ -372,7 +395,7 @@ def _check_names(folder: Folder, state: State) -> Iterator[CheckFinding]:
             yield CheckFinding("foreign_file", f"parts/{name}")
 
 
-def _check_coverage(state: State) -> Iterator[CheckFinding]:
+def check_coverage(state: State) -> Iterator[CheckFinding]:
     if state.is_done and not state.committed.all():
         missing = (~state.committed).nonzero()[0]
         yield CheckFinding("manifest_incomplete", "manifest/", shard=int(missing[0]), num_shards=len(missing))
@@ -386,7 +409,7 @@ def _check_spec(folder: Folder, state: State, repair: bool) -> Iterator[CheckFin
     yield CheckFinding("spec_restored" if repair else "spec_missing", "job.yaml")
 
 
-def _check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
+def check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
     journal = Journal(folder, "check", state.header.columns.journal_schema)
     for shard in list_shards(folder):
         if shard not in state.parts:

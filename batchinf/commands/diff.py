@@ -74,7 +74,7 @@ def _is_same_input(a: Results, b: Results) -> bool:
 
 def _versions(job: Results) -> tuple[set[str], set[str]]:
     """The fingerprints of the last version that a job has taken in, and of all; also as of a job that begins so."""
-    at_once = versions_at_once(Folder(pathlib.Path(job.folder, SOURCE_FOLDER)), job.taken[-1]) or job.taken
+    at_once = versions_at_once(Folder(pathlib.Path(job.root, SOURCE_FOLDER)), job.taken[-1]) or job.taken
     return {job.taken[-1], at_once[-1]}, {*job.taken, *at_once}
 
 
@@ -95,10 +95,10 @@ def joined_rows(
     order = ["place_a"] if wide else ["a.row_index", *sample]
     with duckdb_errors(_unreadable), open_duckdb(memory_limit=_MEMORY, temp_directory=scratch) as connection:
         for name, job in jobs.items():
-            views = {"key": key, **{column: column for column in ("row_index", *sample)}}
-            _create_view(connection, name, job, views | {f"{column}_{name}": column for column in columns})
-            if key == "id":
-                _check_ids(connection, name, job, on)
+            keys = {"key": key, "row_index": "row_index", **dict(zip(sample, sample, strict=True))}
+            _create_view(connection, name, job, keys | {f"{column}_{name}": column for column in columns})
+        if key == "id":
+            _check_ids(connection, jobs, on)
         rows = connection.sql(
             f"SELECT {on}, {', '.join(selected)} FROM a JOIN b USING ({on}) ORDER BY {', '.join(order)}"
         )
@@ -140,16 +140,18 @@ def _unreadable(text: str) -> OutputError:
     return OutputError(f"the rows cannot be joined: {one_line(text, 300)}; `batchinf check --deep` finds damaged parts")
 
 
-def _check_ids(connection: Any, view: str, job: Results, on: str) -> None:
-    repeated = connection.execute(
-        f"SELECT key, count(*) FROM {view} WHERE key IS NOT NULL GROUP BY {on} HAVING count(*) > 1 "
-        "ORDER BY min(row_index) LIMIT 1"
-    ).fetchone()
-    if repeated is not None:
-        raise UserError(
-            f"{job.folder} has {repeated[1]:,} rows of the id {repeated[0]!r}, so rows cannot be joined by id; "
-            f"{_BY_POSITION}"
-        )
+def _check_ids(connection: Any, jobs: Mapping[str, Results], on: str) -> None:
+    """Raise UserError if an id is repeated in one of the jobs, which are views by these names."""
+    for view, job in jobs.items():
+        repeated = connection.execute(
+            f"SELECT key, count(*) FROM {view} WHERE key IS NOT NULL GROUP BY {on} HAVING count(*) > 1 "
+            "ORDER BY min(row_index) LIMIT 1"
+        ).fetchone()
+        if repeated is not None:
+            raise UserError(
+                f"{job.folder} has {repeated[1]:,} rows of the id {repeated[0]!r}, so rows cannot be joined by id; "
+                f"{_BY_POSITION}"
+            )
 
 
 class _WideColumns:

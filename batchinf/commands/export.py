@@ -14,7 +14,6 @@ from typing import IO
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.places import is_bucket
 from batchinf.base.text import counted, list_names
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
@@ -143,10 +142,6 @@ def _check_fits(form: type[Format], request: ExportRequest, out: str) -> None:
         raise UserError("-o: got stdout, which holds one file; give a path")
     if request.push_to is not None and form is not HuggingFaceExport:
         raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
-    if form is HuggingFaceExport and is_bucket(out):
-        raise UserError(
-            f"--to hf: the plots of its card cannot be made from a bucket yet, such as {out}; give --to parquet"
-        )
 
 
 def _format(request: ExportRequest) -> type[Format]:

@@ -255,17 +255,26 @@ def _fit(names: list[str], widths: dict[str, int], may_go: list[str], width: int
     left_out: list[str] = []
     while True:
         long = [name for name in names if widths[name] > _SHORT]
-        room = width - _GAP * (len(names) - 1) - sum(widths[name] for name in names if name not in long)
+        room = _room(names, long, widths, width)
         going = [name for name in may_go if name in names]
         if room >= sum(min(_LEAST, widths[name]) for name in long) or not going:
             break
         left_out.insert(0, going[-1])
         names.remove(going[-1])
-    # The shortest first: what it does not need is left to the others.
-    for number, name in enumerate(sorted(long, key=lambda name: widths[name])):
-        widths[name] = max(1, min(widths[name], room // (len(long) - number)))
-        room -= widths[name]
+    _share(room, long, widths)
     return left_out
+
+
+def _room(names: list[str], long: list[str], widths: dict[str, int], width: int) -> int:
+    """What the other columns leave to the long ones."""
+    return width - _GAP * (len(names) - 1) - sum(widths[name] for name in names if name not in long)
+
+
+def _share(room: int, names: list[str], widths: dict[str, int]) -> None:
+    """Cut the widths of these columns to the room. The shortest first: what it does not need is left to the others."""
+    for number, name in enumerate(sorted(names, key=widths.__getitem__)):
+        widths[name] = max(1, min(widths[name], room // (len(names) - number)))
+        room -= widths[name]
 
 
 def _dispensable(names: Sequence[str], head: Head, widths: Mapping[str, int]) -> list[str]:

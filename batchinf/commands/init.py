@@ -60,6 +60,24 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
             return _data(path, source, labels)
 
 
+def _readable_rows(path: str, source: Source) -> list[Row]:
+    """Among the first rows. Raises UserError if there are rows and none can be read."""
+    rows = source.read(0, min(_LOOKED_AT, source.num_rows))
+    readable = [row for row in rows if row.error is None]
+    if rows and not readable:
+        raise UserError(f"{path}: no row can be read; the first: {rows[0].error}")
+    return readable
+
+
+def _check_separated(path: str, names: Sequence[str]) -> None:
+    """Raise UserError for one column whose name has a sign that may separate several."""
+    if len(names) == 1 and (separator := _SEPARATOR.search(names[0])) is not None:
+        raise UserError(
+            f"{path} has one column, {names[0]!r}, so {separator[0]!r} seems to separate its columns; must be a comma: "
+            f"pandas.read_csv({path!r}, sep={separator[0]!r}).to_csv('commas.csv', index=False) writes such a file"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Columns:
     """The columns of the input, with the values of its first rows."""
@@ -73,15 +91,8 @@ class _Columns:
     def of(cls, path: str, source: Source) -> "_Columns":
         """Raises UserError if no row can be read, or if the columns of a CSV file are not separated."""
         types = {field.name: field.type for field in source.schema}
-        if len(types) == 1 and (separator := _SEPARATOR.search(name := next(iter(types)))) is not None:
-            raise UserError(
-                f"{path} has one column, {name!r}, so {separator[0]!r} seems to separate its columns; must be a comma: "
-                f"pandas.read_csv({path!r}, sep={separator[0]!r}).to_csv('commas.csv', index=False) writes such a file"
-            )
-        rows = [row for row in source.read(0, min(_LOOKED_AT, source.num_rows)) if row.error is None]
-        if source.num_rows and not rows:
-            [first] = source.read(0, 1)
-            raise UserError(f"{path}: no row can be read; the first: {first.error}")
+        _check_separated(path, list(types))
+        rows = _readable_rows(path, source)
         columns = {name: [row.values.get(name) for row in rows] for name in types}
         values = {name: [value for value in column if value is not None] for name, column in columns.items()}
         return cls(rows, types, values)

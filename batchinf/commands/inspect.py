@@ -24,6 +24,7 @@ from batchinf.job.begun import open_begun
 from batchinf.job.job import begun_at, max_model_len
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
+from batchinf.records import Prompt
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import ShownColumns
@@ -216,13 +217,18 @@ def _find(results: Results, name: str) -> list[dict[str, Any]]:
         paths = results.parts if values is not None else ()
         if rows := [row for path in paths for row in _rows_in(path, key, values)]:
             return sorted(rows, key=lambda row: row["row_index"])
+    raise _not_found(results, name, keys)
+
+
+def _not_found(results: Results, name: str, keys: Collection[str]) -> UserError:
+    """The error for a row that is not there. keys: the columns that were looked through."""
     if "id" not in keys and _candidates(pa.field("row_index", pa.int64()), name) is None:
-        raise UserError(
+        return UserError(
             f"--row {name}: the job has no input.id_column, so a row is named by its position in the input, from 0"
         )
     named = "an id or a position" if "id" in keys else "a position, from 0"
     state = "" if results.is_done else "; the job is not done, and the row may come"
-    raise UserError(f"--row {name}: none of {results.num_rows:,} committed rows has this as {named}{state}")
+    return UserError(f"--row {name}: none of {results.num_rows:,} committed rows has this as {named}{state}")
 
 
 def _candidates(field: pa.Field, name: str) -> pa.Array | None:
@@ -247,7 +253,7 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
         return [list(row["prompt_token_ids"] or ()) for row in rows]
     row = rows[0]
     file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
-    with open_begun(file, results.folder) as (job, state):
+    with open_begun(file, results.root) as (job, state):
         builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
         [source_row] = job.source.read(row["row_index"], row["row_index"] + 1, builder.columns)
         [prompt] = builder.build([source_row], max_model_len(job))
@@ -257,13 +263,18 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)
     parts = [prompt.part_of(sample.get("sample_index", 0)) for sample in rows]
+    _check_same(parts, rows)
+    return [part.token_ids for part in parts]
+
+
+def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError if the prompts of samples are not those of the run."""
     for part, sample in zip(parts, rows, strict=True):
         is_known = part.error is None and sample["prompt_hash"] is not None  # an error row may have none
         if is_known and prompt_hash(np.asarray(part.token_ids, np.int32)) != sample["prompt_hash"]:
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )
-    return [part.token_ids for part in parts]
 
 
 def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:

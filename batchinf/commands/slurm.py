@@ -72,14 +72,14 @@ class SlurmOptions:
 
 
 def folder_of(file: SpecFile) -> pathlib.Path:
-    """The folder of a job's script and logs, beside its output folder."""
-    file.check_folder("slurm", "write a script that calls batchinf run --slice $SLURM_ARRAY_TASK_ID/N")
+    """The folder of a job's script and logs: beside its output folder; for a bucket, in the working folder."""
+    if file.spec.output.is_bucket:
+        return pathlib.Path(f"{pathlib.PurePosixPath(file.spec.output.path).name}.slurm")
     return pathlib.Path(f"{file.spec.output.path.rstrip('/')}.slurm")
 
 
 def script_of(file: SpecFile, options: SlurmOptions) -> str:
     """The text of a script. Raises SpecError for options that do not fit together or do not fit the spec."""
-    file.check_folder("slurm", "write a script that calls batchinf run --slice $SLURM_ARRAY_TASK_ID/N")
     _check_options(options, file.spec.output.path)
     _check_times(file, options)
     _check_devices(file, options)
@@ -119,6 +119,13 @@ def _check_options(options: SlurmOptions, out: str) -> None:
         raise SpecError(f"--array: got {options.num_slices}; must be at most {MAX_SLICES}")
     if options.venv is not None and options.container is not None:
         raise SpecError("got --venv with --container; give only the one that has batchinf")
+    _check_texts(options, out)
+    if options.mem is not None:
+        _check_mem(options.mem)
+
+
+def _check_texts(options: SlurmOptions, out: str) -> None:
+    """Raise SpecError for texts that an sbatch script cannot hold."""
     for text in (options.command, out):
         if not text.isprintable():
             raise SpecError(
@@ -127,10 +134,13 @@ def _check_options(options: SlurmOptions, out: str) -> None:
     for line in options.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
-    if options.mem is not None and re.fullmatch("[0-9]{1,9}", options.mem) and 0 < int(options.mem) < _LEAST_MEM_MB:
+
+
+def _check_mem(mem: str) -> None:
+    """Raise SpecError for a number without a unit that is too small for megabytes."""
+    if re.fullmatch("[0-9]{1,9}", mem) and 0 < int(mem) < _LEAST_MEM_MB:
         raise SpecError(
-            f"--mem: got {options.mem}, which means {options.mem} MB to Slurm; write {options.mem}G for GB, "
-            f"or {options.mem}M if you mean MB"
+            f"--mem: got {mem}, which means {mem} MB to Slurm; write {mem}G for GB, or {mem}M if you mean MB"
         )
 
 
@@ -174,6 +184,11 @@ def _check_devices(file: SpecFile, options: SlurmOptions) -> None:
 
 def _check_ray(file: SpecFile) -> None:
     """Refuse what a run with `backend: ray` refuses, or does not choose."""
+    if file.spec.output.is_bucket:
+        raise file.error(
+            "output.path",
+            "got a bucket with --nodes; Ray's nodes need a folder that they share: run slices with --array",
+        )
     parallel = file.spec.parallel
     if parallel.devices is not None:
         raise file.error("parallel.devices", "got a list with --nodes; Ray chooses the devices: leave it out")
@@ -264,6 +279,8 @@ def write_script(path: pathlib.Path, text: str, file: SpecFile) -> None:
 
 def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
     """Why each Slurm job would end with exit code 2: the output folder holds a job that is cut differently."""
+    if file.spec.output.is_bucket:
+        return None  # the nodes may have a key that this host does not have
     num_slices = options.num_slices
     try:
         check_place(file.spec.output.path, None if num_slices is None else Slice(0, num_slices))

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from batchinf.base.slices import JobFolder, read_cut
@@ -316,9 +317,9 @@ def _load(jobs: Sequence[JobState]) -> Load | None:
         num_up=sum(replica.state == "running" for replica in replicas),
         num_devices=sum(map(_num_devices, running)),
         num_restarts=sum(replica.restarts for replica in replicas),
-        prompt_tokens_per_s=_sum(progress.prompt_tokens_per_s for progress in running),
-        output_tokens_per_s=_sum(progress.output_tokens_per_s for progress in running),
-        left_s=_longest(progress.left_s for progress in running),
+        prompt_tokens_per_s=_sum(map(attrgetter("prompt_tokens_per_s"), running)),
+        output_tokens_per_s=_sum(map(attrgetter("output_tokens_per_s"), running)),
+        left_s=_longest(map(attrgetter("left_s"), running)),
     )
 
 

@@ -115,11 +115,10 @@ def verify_job(
     """
     if dtype not in TOLERANCES:
         raise UserError(f"--dtype: got '{dtype}'; must be {', '.join(TOLERANCES)}")
-    file.check_folder("verify", "compare rows of batchinf.open with a model by hand, or run a small job in a folder")
     results = Results(file.spec.output.path)
     if results.spec.get("scripted") is not None:
         raise UserError("the job was run by the scripted engine: there is no model to verify")
-    with open_begun(file, file.spec.output.path) as (job, state):
+    with open_begun(file, results.root) as (job, state):
         _check_drift(job, state)
         if job.task.verification is None:
             raise UserError(f"task {job.task.name} cannot be verified")

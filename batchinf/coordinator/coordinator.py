@@ -23,7 +23,7 @@ from batchinf.base.errors import (
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
 from batchinf.base.text import counted
-from batchinf.coordinator.publishing import publish
+from batchinf.coordinator.publishing import announce, publish
 from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import Epoch
 from batchinf.fleet.devices import Platforms, kept_as
@@ -302,6 +302,7 @@ class Coordinator:
         if self._mirror is None:
             publish([part for _, part in parts], folder, self._manifest, self._lock)
         else:
+            announce([part for _, part in parts], self._manifest)
             parts = self._mirror.exchange(parts)
         for finished, part in parts:
             folder.delete(f"staging/{finished.part.file if finished.part is not None else part.file}")
@@ -315,7 +316,7 @@ class Coordinator:
         faults.point("coordinator.before_drop")
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
         if self._mirror is not None:
-            self._mirror.note_committed([part.shard for _, part in parts])
+            self._mirror.note_committed([part for _, part in parts])
 
     def _num_inputs_of(self, shard: int) -> int:
         """Input rows of a shard that run."""

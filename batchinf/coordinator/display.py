@@ -174,6 +174,11 @@ def figures(status: JobStatus) -> list[Figure]:
     if status.state == "ending":
         rest = "" if status.num_rows_done == status.num_rows else "writing the last rows and "
         return [(f"{rest}ending the engines",), _errors(status), _waited(status)]
+    return _figures_of_run(status, starts)
+
+
+def _figures_of_run(status: JobStatus, starts: list[Figure]) -> list[Figure]:
+    """Those of a job whose engines run. starts: of the replicas that are not up yet."""
     num_up = sum(replica.state == "running" for replica in status.replicas)
     up = f"{num_up}/{len(status.replicas)} replicas up"
     num_tokens = status.num_output_tokens

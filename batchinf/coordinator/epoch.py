@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, UserError
-from batchinf.base.slices import check_place, job_folder
+from batchinf.base.slices import check_place, job_folder, source_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
@@ -21,7 +21,7 @@ from batchinf.coordinator.ending import (
     nothing_to_run,
 )
 from batchinf.coordinator.fresh import move_job_aside
-from batchinf.coordinator.recovery import has_leftovers, tidy
+from batchinf.coordinator.recovery import has_leftovers, judge_by, tidy
 from batchinf.coordinator.retry import UnfinishedRetry, as_begun, begin_retry, next_retry
 from batchinf.coordinator.start import Epoch, open_checked, start
 from batchinf.engines.installed import is_cpu_build
@@ -48,12 +48,6 @@ from batchinf.schedule.shards import total_rows
 from batchinf.spec.file import SpecFile
 
 _REPORT_BYTES = 256 << 20  # of parts that are fetched from a bucket for the closing lines
-_NOT_YET = {
-    "--retry": "{option} does not work with a bucket yet: run the rows as a new job, with input.exclude",
-    "--extend": "{option} does not work with a bucket yet: give the new rows to a new job with another output.path",
-    "--fresh": "{option} cannot rename {url}, which is in a bucket: give the new job another output.path, or delete "
-    "the old objects first",
-}
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 
 
@@ -75,7 +69,7 @@ def run_job(
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
-    with mirrored(file, display, retry, extends=extends, fresh=fresh) as mirror:
+    with mirrored(file, display, fresh=fresh) as mirror:
         return _run_job(
             file,
             backend,
@@ -148,27 +142,28 @@ def _run_job(
 
 
 @contextlib.contextmanager
-def mirrored(
-    file: SpecFile, display: ProgressDisplay, retry: str | None, *, extends: bool, fresh: bool
-) -> Iterator[Mirror | None]:
+def mirrored(file: SpecFile, display: ProgressDisplay, *, fresh: bool) -> Iterator[Mirror | None]:
     """The mirror of a job in a bucket, with its work folder held and made like the bucket; None for a folder.
 
-    Raises UserError, also for an option that a bucket does not have yet.
+    Raises UserError, also for `--fresh`.
     """
     output = file.spec.output
     if (bucket := output.bucket()) is None:
         yield None
         return
-    for option, is_given in (("--retry", retry is not None), ("--extend", extends), ("--fresh", fresh)):
-        if is_given:
-            raise UserError(_NOT_YET[option].format(option=option, url=output.path))
+    if fresh:
+        raise UserError(
+            f"--fresh cannot rename {output.path}, which is in a bucket: give the new job another output.path, or "
+            "delete the old objects first"
+        )
     bucket.probe()
     folder = job_folder(output.folder, file.slice)
     folder.make()
     display.say(f"the output goes to {output.path}; the job works in {folder.root}")
     with JobLock(folder).held(lambda: 0, display.say):
         own = bucket if file.slice is None else bucket.at(file.slice.name)
-        mirror = Mirror(own, folder, interval_s=file.spec.checkpoint_interval_s)
+        source = Folder(source_folder(folder, file.slice))
+        mirror = Mirror(own, folder, source, interval_s=file.spec.checkpoint_interval_s, say=display.say)
         restore_shared(bucket, Folder(output.folder), is_alone=file.slice is None)
         mirror.restore()
         own.patience_s = output.store_timeout_s
@@ -182,9 +177,8 @@ def _fetch_errors(state: State, mirror: Mirror | None) -> None:
     """Fetch the first parts with error rows, for the closing lines."""
     if mirror is not None:
         with contextlib.suppress(OutputError):  # only a report
-            mirror.fetch_parts(
-                state, [shard for shard, part in sorted(state.parts.items()) if part.num_errors], _REPORT_BYTES
-            )
+            parts = [part for _, part in sorted(state.parts.items()) if part.num_errors]
+            mirror.fetch_some(parts, _REPORT_BYTES)
 
 
 def _prepare(
@@ -308,10 +302,13 @@ def _run_retries(epoch: Epoch) -> None:
     state = committed_state(job.folder)
     if epoch.retry is not None:
         say(f"looking for rows where {epoch.retry.text}")
-        if begin_retry(job, state, manifest, epoch.retry, overrides=epoch.overrides) is None:
+        begun = begin_retry(job, state, manifest, epoch.retry, overrides=epoch.overrides, mirror=epoch.mirror)
+        if begun is None:
             say(f"no row matches {epoch.retry.text}: no row runs again")
-    while (unfinished := next_retry(job, state, manifest)) is not None:
+    while (unfinished := next_retry(job, state, manifest, epoch.mirror)) is not None:
         retry = unfinished.retry
+        if epoch.mirror is not None:
+            judge_by(epoch.mirror, job, state)
         num_rows = int(unfinished.num_chosen.sum())
         num_shards = int((unfinished.num_chosen > 0).sum())
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")

@@ -13,7 +13,7 @@ from batchinf.records import Part
 def publish(parts: Sequence[Part], folder: Folder, manifest: Manifest, lock: JobLock) -> None:
     """Give staged parts their published names. The manifest says before which committed parts they replace."""
     lock.check()
-    _announce([part for part in parts if part.retry], manifest)
+    announce(parts, manifest)
     for part in parts:
         faults.point("coordinator.before_publish")
         _publish(f"staging/{part.file}", f"parts/{part_name(part.shard)}", folder, lock)
@@ -22,8 +22,9 @@ def publish(parts: Sequence[Part], folder: Folder, manifest: Manifest, lock: Job
         folder.sync("parts")
 
 
-def _announce(replacements: Sequence[Part], manifest: Manifest) -> None:
+def announce(parts: Sequence[Part], manifest: Manifest) -> None:
     """Record which parts will replace committed ones. After a crash, the next start finishes the replacements."""
+    replacements = [part for part in parts if part.retry]
     for part in replacements:
         manifest.replacing(part)
     if replacements:

@@ -60,12 +60,13 @@ def recover(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = 
     """
     folder = job.folder
     _sweep(folder)
-    _settle(folder, state, manifest)
-    if mirror is not None:
-        mirror.judge = functools.partial(_whole, job, state)
-    lost = _check_parts(
-        state, manifest, changed_parts(folder, state) if mirror is None else mirror.changed_parts(state)
-    )
+    if mirror is None:
+        _settle(folder, state, manifest)
+        lost = _check_parts(state, manifest, changed_parts(folder, state))
+    else:
+        judge_by(mirror, job, state)
+        unknown = _settle_uploaded(state, manifest, mirror)
+        lost = _check_parts(state, manifest, sorted({*unknown, *mirror.changed_parts(state)}))
     if mirror is None:
         adopted = [*_adopt(job, state, manifest, "parts"), *_adopt(job, state, manifest, "staging")]
     else:
@@ -131,6 +132,28 @@ def _settle(folder: Folder, state: State, manifest: Manifest) -> None:
             state.replacing.pop(shard)
 
 
+def judge_by(mirror: Mirror, job: Job, state: State) -> None:
+    """Let the mirror judge parts that it finds in the bucket by this state of the job."""
+    mirror.judge = functools.partial(_whole, job, state)
+
+
+def _settle_uploaded(state: State, manifest: Manifest, mirror: Mirror) -> list[int]:
+    """The same for a job in a bucket. Returns the shards whose part there is neither the old nor the new one."""
+    unknown = []
+    for shard, line in list(state.replacing.items()):
+        state.replacing.pop(shard)
+        if (old := state.parts.get(shard)) is None:
+            continue
+        there = mirror.settle(old, line)
+        if there is None:
+            unknown.append(shard)
+        elif there is not old:
+            manifest.part(there)
+            state.note(there)
+            mirror.note_committed([there])
+    return unknown
+
+
 def _digest(folder: Folder, name: str) -> str | None:
     try:
         with folder.path(name).open("rb", buffering=0) as file:
@@ -153,7 +176,8 @@ def _whole(job: Job, state: State, name: str, index: int) -> Part | None:
     if index not in state.parts:
         return part
     is_next = part.retry > state.parts[index].retry
-    return part if is_next and replaces(job.folder, name, f"parts/{part_name(index)}") else None
+    old = f"parts/{part_name(index)}"
+    return part if is_next and job.folder.exists(old) and replaces(job.folder, name, old) else None
 
 
 def _adopt(job: Job, state: State, manifest: Manifest, where: str) -> list[int]:
@@ -192,8 +216,8 @@ def _adopt_uploaded(job: Job, state: State, manifest: Manifest, mirror: Mirror) 
             part = mirror.put_part(part, staged)
             manifest.part(part)
             state.note(part)
+            mirror.note_committed([part])
             adopted.append(index)
         if index is not None:
             job.folder.delete(staged)
-    mirror.note_committed(adopted)
     return adopted

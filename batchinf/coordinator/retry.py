@@ -20,8 +20,9 @@ from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
+from batchinf.output.mirror import Mirror
 from batchinf.output.replace import piece_rows
-from batchinf.records import BoolArray, Int64Array
+from batchinf.records import BoolArray, Int64Array, Part
 from batchinf.schedule.positions import RETRY_FOLDER, Positions, RunOrder, read_positions, write_positions
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_shards
@@ -94,9 +95,18 @@ def new_retry(job: Job, state: State, text: str | None, overrides: Mapping[str, 
 
 
 def begin_retry(
-    job: Job, state: State, manifest: Manifest, predicate: Predicate, *, overrides: Mapping[str, Any]
+    job: Job,
+    state: State,
+    manifest: Manifest,
+    predicate: Predicate,
+    *,
+    overrides: Mapping[str, Any],
+    mirror: Mirror | None = None,
 ) -> Retry | None:
-    """Choose the rows of a new retry and store the choice; None if no row matches. All other work must be done."""
+    """Choose the rows of a new retry and store the choice; None if no row matches. All other work must be done.
+
+    mirror: of a job in a bucket, from which the parts are fetched.
+    """
     retry = Retry(
         number=1 + max([0, *state.retries, *(part.retry for part in state.parts.values())]),
         predicate=predicate.text,
@@ -106,11 +116,15 @@ def begin_retry(
         positions="",
         stop_row=state.extents[-1].stop_row,
     )
-    return _choose(job, state, manifest, retry, predicate=predicate, shards=range(total_shards(state.extents)))
+    shards = range(total_shards(state.extents))
+    return _choose(job, state, manifest, retry, predicate=predicate, shards=shards, mirror=mirror)
 
 
-def next_retry(job: Job, state: State, manifest: Manifest) -> UnfinishedRetry | None:
-    """The first unfinished retry. All shards must be committed. A shard that lost its part repeats all retries."""
+def next_retry(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = None) -> UnfinishedRetry | None:
+    """The first unfinished retry. All shards must be committed. A shard that lost its part repeats all retries.
+
+    mirror: of a job in a bucket; the parts that the retry replaces are then fetched.
+    """
     levels = np.array([state.parts[shard].retry for shard in range(total_shards(state.extents))])
     order = RunOrder(job.folder, state.extents)
     last_rows = np.array([rows.last for rows in order.shards()])
@@ -123,10 +137,12 @@ def next_retry(job: Job, state: State, manifest: Manifest) -> UnfinishedRetry | 
         if missing.any():
             predicate = Predicate(retry.predicate, state.header.columns.part_schema)
             shards = np.flatnonzero(missing).tolist()
-            _choose(job, state, manifest, retry, predicate=predicate, shards=shards, before=chosen)
+            _choose(job, state, manifest, retry, predicate=predicate, shards=shards, before=chosen, mirror=mirror)
             chosen = _chosen_rows(job, number)
         num_chosen = np.where(behind, 0 if chosen is None else chosen.counts(order.shards()), 0)
         if chosen is not None and num_chosen.any():
+            if mirror is not None:
+                _fetch(mirror, [state.parts[shard] for shard in np.flatnonzero(num_chosen).tolist()])
             return UnfinishedRetry(retry, _with_overrides(job, retry.overrides), num_chosen, chosen)
     return None
 
@@ -155,11 +171,15 @@ def _choose(
     retry: Retry,
     *,
     predicate: Predicate,
-    shards: Iterable[int],
+    shards: Sequence[int],
     before: Positions | None = None,
+    mirror: Mirror | None = None,
 ) -> Retry | None:
     """Store the matching rows of these shards, and the rows that were chosen before."""
-    matching = (rows for shard in shards for rows in _matching(job, shard, predicate))
+    parts = [state.parts[shard] for shard in shards]
+    if mirror is not None:
+        mirror.say_fetch(parts)
+    matching = (rows for part in parts for rows in _matching(job, part, predicate, mirror))
     known = () if before is None else before.pieces(_ROWS_AT_ONCE)
     first_row = state.extents[0].first_row
     bits = _bits(itertools.chain(known, matching), first_row, retry.stop_row - first_row)
@@ -200,11 +220,24 @@ def _rows_of(bits: npt.NDArray[np.uint8], first_row: int) -> Iterator[Int64Array
         yield rows + (first_row + 8 * start)
 
 
-def _matching(job: Job, shard: int, predicate: Predicate) -> Iterable[npt.NDArray[np.int64]]:
-    with open_part(job.folder.path(f"parts/{part_name(shard)}"), page_checksum_verification=True) as file:
+def _matching(job: Job, part: Part, predicate: Predicate, mirror: Mirror | None) -> Iterator[Int64Array]:
+    if mirror is not None:
+        mirror.fetch_part(part)
+    has_any = False
+    with open_part(job.folder.path(f"parts/{part_name(part.shard)}"), page_checksum_verification=True) as file:
         at_once = min(_ROWS_AT_ONCE, piece_rows(file.metadata, predicate.columns))
         for batch in file.iter_batches(at_once, columns=predicate.columns):
-            yield predicate.matches(pa.Table.from_batches([batch]))
+            rows = predicate.matches(pa.Table.from_batches([batch]))
+            has_any = has_any or len(rows) > 0
+            yield rows
+    if mirror is not None and not has_any:
+        mirror.forget_part(part.shard)
+
+
+def _fetch(mirror: Mirror, parts: Sequence[Part]) -> None:
+    mirror.say_fetch(parts)
+    for part in parts:
+        mirror.fetch_part(part)
 
 
 def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:

@@ -75,9 +75,14 @@ def _field_names(name: str, *path: str) -> frozenset[str] | None:
     """
     for node in _body_of(*path):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            targets = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
-            return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+            return frozenset(_annotations(node))
     return None
+
+
+def _annotations(node: ast.ClassDef) -> dict[str, str]:
+    """The fields of a class, with their types as text."""
+    items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+    return {ast.unparse(item.target): ast.unparse(item.annotation) for item in items}
 
 
 def check_sampling_fields(file: SpecFile) -> None:
@@ -111,8 +116,7 @@ def structures_config() -> tuple[dict[str, str], tuple[str, ...]] | None:
     backends: list[str] = []
     for node in _body_of("config", "structured_outputs.py"):
         if isinstance(node, ast.ClassDef) and node.name == "StructuredOutputsConfig":
-            items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-            fields = {ast.unparse(item.target): ast.unparse(item.annotation) for item in items}
+            fields = _annotations(node)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "StructuredOutputsBackend":
             backends = [str(item.value) for item in ast.walk(node.value) if isinstance(item, ast.Constant)]
     return (fields, tuple(backends)) if fields and backends else None

@@ -68,22 +68,28 @@ class Platforms:
         """
         now = _platform(engine.device, engine.versions)
         for before in self._known:
-            changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-            deciding = [name for name in changed if name in _DECIDING]
-            if self._same_device and deciding:
-                raise DriftError(
-                    f"same_device is true, but replica {replica} is on another device or version than earlier rows of "
-                    f"this job: {_show(before, now, deciding)}; run the job where it began, or set same_device to false"
-                )
-            if changed and now not in self._told:
-                self._told.append(now)
-                hint = "; `same_device: true` would refuse that" if deciding else ""
-                return (
-                    f"warning: replica {replica} runs on another device or with other versions than earlier rows of "
-                    f"this job: {_show(before, now, changed)}{hint}"
-                )
+            if (warning := self._compare(replica, before, now)) is not None:
+                return warning
         if now not in self._known:
             self._known.append(now)
+        return None
+
+    def _compare(self, replica: int, before: Platform, now: Platform) -> str | None:
+        """See `admit`, for one of the earlier platforms."""
+        changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+        deciding = [name for name in changed if name in _DECIDING]
+        if self._same_device and deciding:
+            raise DriftError(
+                f"same_device is true, but replica {replica} is on another device or version than earlier rows of "
+                f"this job: {_show(before, now, deciding)}; run the job where it began, or set same_device to false"
+            )
+        if changed and now not in self._told:
+            self._told.append(now)
+            hint = "; `same_device: true` would refuse that" if deciding else ""
+            return (
+                f"warning: replica {replica} runs on another device or with other versions than earlier rows of "
+                f"this job: {_show(before, now, changed)}{hint}"
+            )
         return None
 
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from batchinf.base.storage import Folder
 from batchinf.fleet.memory.engine_settings import EngineSettings
-from batchinf.fleet.status import ON_TRIAL, TELEMETRY_FOLDER, read_status
+from batchinf.fleet.status import ON_TRIAL, read_status
 from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine
+from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
 from batchinf.planning.degrees import degrees_of
@@ -217,6 +218,17 @@ def bottleneck(
     return Bottleneck(kind, round(share, 3), reason, _change(kind, engine, num_gpus, len(engines)))
 
 
+def _totals(looks: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
+    """For each sample, the rows that are done or in a replica; and the rows that are done in the end."""
+    num_rows: dict[str, int] = {}
+    totals = []
+    for look in looks:
+        num_rows |= {replica["incarnation"]: replica["num_rows"] for replica in look["replicas"]}
+        num_ahead = sum(replica[name] for replica in look["replicas"] for name in _AHEAD)
+        totals.append(sum(num_rows.values()) + num_ahead)
+    return totals, sum(num_rows.values())
+
+
 def _with_rows_left(
     looks: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[float, float, Mapping[str, Any], Sequence[Mapping[str, Any]]]]:
@@ -224,13 +236,7 @@ def _with_rows_left(
 
     The end is left out: there the engines have room because no row is left. So are trials of suspected rows.
     """
-    num_rows: dict[str, int] = {}
-    totals = []
-    for look in looks:
-        num_rows |= {replica["incarnation"]: replica["num_rows"] for replica in look["replicas"]}
-        num_ahead = sum(replica[name] for replica in look["replicas"] for name in _AHEAD)
-        totals.append(sum(num_rows.values()) + num_ahead)
-    num_all_rows = sum(num_rows.values())
+    totals, num_all_rows = _totals(looks)
     for total, (look, later) in zip(totals, itertools.pairwise(looks), strict=False):
         if total >= num_all_rows:
             return

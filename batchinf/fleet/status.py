@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from batchinf.base.storage import Folder, open_log
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook
+from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.replica.messages import Progress
 
 STATUS_FILE = "status.json"
@@ -151,7 +152,6 @@ def read_status(folder: Folder) -> JobStatus | None:
         return None
 
 
-TELEMETRY_FOLDER = "telemetry"
 _LEAST_S = 1.0
 _MOST_S = 15.0
 # Interval between samples, as a share of the time since the start: 600 samples in the first ten minutes, then about

@@ -14,7 +14,10 @@ from batchinf.spec.file import SpecFile
 
 @contextlib.contextmanager
 def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
-    """The job in an output folder, with all slices as one job, and the state of the first slice that has begun."""
+    """The job, with all slices as one job, and the state of the first slice that has begun.
+
+    folder: `Results.root`, with the job's files.
+    """
     state = next(state for _, state in read_jobs(folder) if state is not None)
     with tempfile.TemporaryDirectory() as scratch:
         source = pathlib.Path(folder, SOURCE_FOLDER)

@@ -156,6 +156,13 @@ def chosen_by(job: Job) -> str:
 # -- one pass over the rows, as a chain of generators ------------------------------------------------------------------
 
 
+def _columns_read(predicate: Predicate | None, exclusion: "Exclusion | None") -> list[str]:
+    """The columns that decide. Without any, a table needs another one: it would not tell its number of rows."""
+    columns = [name for name in predicate.columns if name != predicate.key] if predicate else []
+    columns += exclusion.columns if exclusion else []
+    return list(dict.fromkeys(columns))
+
+
 def _left(
     job: Job, rows: range, folder: Folder, state: State | None, *, has_limit: bool
 ) -> Generator[Int64Array, None, None]:
@@ -164,10 +171,7 @@ def _left(
     schema = job.source.schema
     predicate = None if where.where is None else Predicate(where.where, schema, "input")
     exclusion = None if where.exclude is None else Exclusion(job, state)
-    columns = [name for name in predicate.columns if name != predicate.key] if predicate else []
-    columns += exclusion.columns if exclusion else []
-    # A table without columns would not tell its number of rows.
-    columns = schema.names if where.sample is not None else list(dict.fromkeys(columns)) or schema.names[:1]
+    columns = schema.names if where.sample is not None else _columns_read(predicate, exclusion) or schema.names[:1]
     batches = _read(job.source, rows, columns)
     if predicate:
         batches = _matching(batches, predicate, job.source)

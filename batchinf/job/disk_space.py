@@ -77,13 +77,7 @@ def check_size(job: Job, num_rows: int | None) -> None:
     limit = task.default_max_output_bytes if max_bytes is None else max_bytes
     if limit is None:
         return
-    per_row = round(bytes_per_row(job))
-    where = job.spec.input
-    are_first = where.where is None and where.sample is None and where.exclude is None
-    rows = job.rows[:num_rows] if are_first else job.rows
-    # Prompts are read only near the limit: an estimate without them is assumed to be at most 64 times too low.
-    if task.sizes_by_prompts and len(rows) and num_rows * per_row > limit // 64:
-        per_row = task.estimated_bytes_per_row(_sample(job, rows))
+    per_row = _bytes_per_row(job, num_rows, limit)
     num_bytes = num_rows * per_row
     if num_bytes <= limit:
         return
@@ -94,6 +88,18 @@ def check_size(job: Job, num_rows: int | None) -> None:
         f"the output of {num_rows:,} rows is estimated at {size_text(num_bytes)} ({size_text(per_row)} each), more "
         f"than {size_text(limit)}{default}; {remedies}, or raise it to {_round_up(num_bytes)}",
     )
+
+
+def _bytes_per_row(job: Job, num_rows: int, limit: int) -> int:
+    """The estimate for each of so many rows, by their prompts if the size is near the limit."""
+    per_row = round(bytes_per_row(job))
+    where = job.spec.input
+    are_first = where.where is None and where.sample is None and where.exclude is None
+    rows = job.rows[:num_rows] if are_first else job.rows
+    # An estimate without prompts is assumed to be at most 64 times too low.
+    if job.task.sizes_by_prompts and len(rows) and num_rows * per_row > limit // 64:
+        return job.task.estimated_bytes_per_row(_sample(job, rows))
+    return per_row
 
 
 def _sample(job: Job, rows: range) -> list[Prompt]:

@@ -64,16 +64,20 @@ def length_warning(spec: JobSpec, model: Model, context: int | None = None) -> s
     )
 
 
+def _once(job: Job) -> Job:
+    """The job with one request for each row, which stands for all of its samples: they may be millions."""
+    sampling = job.spec.sampling
+    columns = {name: column for name, column in sampling.columns.items() if name != "n"}
+    sampling = sampling.model_copy(update={"n": 1, "columns": columns})
+    return replace(job, task=job.task.over(job.spec.model_copy(update={"sampling": sampling})))
+
+
 def _longest(job: Job) -> int:
     """The tokens of the longest request with its output. Rows that the model cannot take do not count.
 
     A row is not tokenised if its size in bytes shows that it is no longer than another one.
     """
-    sampling = job.spec.sampling
-    # One request stands for all samples of a row, which may be millions.
-    columns = {name: column for name, column in sampling.columns.items() if name != "n"}
-    sampling = sampling.model_copy(update={"n": 1, "columns": columns})
-    job = replace(job, task=job.task.over(job.spec.model_copy(update={"sampling": sampling})))
+    job = _once(job)
     builder = job.prompt_builder()
     most = max_model_len(job)
     longest = 1

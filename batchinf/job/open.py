@@ -122,13 +122,19 @@ def _with_task(file: SpecFile, state: State | None) -> SpecFile:
         return file
     default = task_of(spec).name
     if state is None:
-        rows = first_rows(location_of(spec)) or ()
-        has_lines = {name for row in rows for name in row}.issuperset(COLUMNS)
-        task = next(filter(None, (task_of_url(url_of(row)) for row in rows)), default)
+        task = _task_of_lines(spec) or default
     else:
-        has_lines = state.header.spec["input"]["format"] == OpenAIBatch.name
-        task = stored_task(state.header.spec).name
-    return with_task(file, task) if has_lines and task != default else file
+        is_batch_file = state.header.spec["input"]["format"] == OpenAIBatch.name
+        task = stored_task(state.header.spec).name if is_batch_file else default
+    return with_task(file, task) if task != default else file
+
+
+def _task_of_lines(spec: JobSpec) -> str | None:
+    """The task that the first lines of a batch file ask for; None for another input, or if they ask for none."""
+    rows = first_rows(location_of(spec)) or ()
+    if not {name for row in rows for name in row}.issuperset(COLUMNS):
+        return None
+    return next(filter(None, (task_of_url(url_of(row)) for row in rows)), None)
 
 
 def _check_lines(spec: JobSpec, task: Task, rows: Sequence[Mapping[str, object]]) -> None:

@@ -70,10 +70,13 @@ class Chain:
         """0 if there is no commit."""
         return self.commits[-1].epoch if self.commits else 0
 
-    def read(self) -> bool:
-        """Read the commits that are not known yet. Whether there are any. Raises OutputError for damage."""
+    def read(self, *, from_first: bool = False) -> bool:
+        """Read the commits that are not known yet. Whether there are any. Raises OutputError for damage.
+
+        from_first: also those before the last snapshot, which a start does not need.
+        """
         num_before = len(self.commits)
-        if not self.commits and (hint := self._bucket.get(f"{COMMITS_FOLDER}/{_SNAPSHOT}")) is not None:
+        if not (self.commits or from_first) and (hint := self._bucket.get(f"{COMMITS_FOLDER}/{_SNAPSHOT}")) is not None:
             first = int(hint.data) if re.fullmatch(rb"\d{1,9}", hint.data) else 1
             self._last = (first - 1, "")
         first = self._last[0] + 1

@@ -1,12 +1,18 @@
 """How commands that read find a job: in its folder, or in a bucket by a local copy of all but the parts.
 
 The copy is in the user's cache folder. It gets the manifest, the status and the lock at each look, and a part when that
-is read: it then has the part's digest in its name, and is never fetched again.
+is read: it then has the part's digest in its name, and is never fetched again. Copies of jobs at which nobody has
+looked for a week are deleted.
 """
 
+import contextlib
 import functools
 import hashlib
+import os
 import pathlib
+import shutil
+import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import overload
@@ -18,13 +24,17 @@ from batchinf.base.errors import OutputError
 from batchinf.base.places import bucket_problem, is_bucket
 from batchinf.base.slices import CUT_RECORD, JobFolder, folder_name, job_folders
 from batchinf.base.storage import Folder
+from batchinf.base.text import counted, size_text
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import LOCK, not_begun_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_jobs
 from batchinf.records import Part
 
-_PATIENCE_S = 20.0
+PATIENCE_S = 20.0
+"""How long a command that reads waits for a store."""
+_KEPT_S = 7 * 24 * 3600.0
+_LARGE_BYTES = 100_000_000
 _FREE = b"free"
 
 
@@ -63,17 +73,34 @@ class Look:
         if not path.exists():
             job.folder.make("parts")
             temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
-            is_there = Bucket(self.named(job), _PATIENCE_S).download(name, temporary)
+            is_there = Bucket(self.named(job), PATIENCE_S).download(name, temporary)
             if is_there is None or _digest(temporary) != part.digest:
                 temporary.unlink(missing_ok=True)
                 what = "is missing" if is_there is None else "is not the committed part"
                 raise OutputError(f"{self.named(job)}/{name} {what}: run the job again, which makes it again")
+            for other in path.parent.glob(f"[!.]*-{part_name(part.shard)}"):
+                other.unlink(missing_ok=True)  # before a retry, or half of one
             temporary.replace(path)
         return path
+
+    def copy_folder(self, job: JobFolder, name: str) -> None:
+        """Bring the copy of a folder of small files up to date."""
+        if not self.is_bucket:
+            return
+        bucket = Bucket(self.named(job), PATIENCE_S)
+        sizes = job.folder.sizes(name)
+        job.folder.make(name)
+        for listed in bucket.list(name):
+            if sizes.get(listed.name) != listed.num_bytes:
+                bucket.download(f"{name}/{listed.name}", job.folder.path(f"{name}/{listed.name}"))
 
     def parts(self, begun: Sequence[tuple[JobFolder, State]]) -> "PartFiles":
         """The files of all committed parts of these jobs."""
         return PartFiles(self, [(job, state.parts[shard]) for job, state in begun for shard in sorted(state.parts)])
+
+    def has(self, job: JobFolder, part: Part) -> bool:
+        """Whether the file of a part is here."""
+        return not self.is_bucket or job.folder.exists(f"parts/{part.digest}-{part_name(part.shard)}")
 
 
 def _digest(path: pathlib.Path) -> str:
@@ -92,6 +119,7 @@ class PartFiles(Sequence[pathlib.Path]):
         return len(self._parts)
 
     def __iter__(self) -> Iterator[pathlib.Path]:
+        say_if_large(self._look.out, [part for job, part in self._parts if not self._look.has(job, part)])
         return (self._look.part(job, part) for job, part in self._parts)
 
     @overload
@@ -103,6 +131,12 @@ class PartFiles(Sequence[pathlib.Path]):
             return PartFiles(self._look, self._parts[index])
         job, part = self._parts[index]
         return self._look.part(job, part)
+
+
+def say_if_large(url: str, parts: Sequence[Part]) -> None:
+    """Say on stderr how much is about to be fetched, if that may take long."""
+    if (num_bytes := sum(part.num_bytes for part in parts)) >= _LARGE_BYTES:
+        print(f"reading {counted(len(parts), 'part')}, {size_text(num_bytes)}, of {url}", file=sys.stderr)
 
 
 def _bucket_name(out: object) -> str | None:
@@ -117,21 +151,31 @@ def _bucket_name(out: object) -> str | None:
 def _copy(url: str) -> str:
     """Bring the local copy up to date; returns its folder."""
     root = Folder(user_cache("copies", hashlib.sha256(url.encode()).hexdigest()[:16]))
-    _copy_files(Bucket(url, _PATIENCE_S), root, CUT_RECORD)
+    _copy_files(Bucket(url, PATIENCE_S), root, CUT_RECORD)
+    root.make()
+    os.utime(root.root)
+    _delete_old(root.root.parent)
     for job in job_folders(str(root.root)):
         own = url if job.slice is None else f"{url}/{job.slice.name}"
         chain = _chain(own)
         chain.read()
         if chain.commits:
             chain.restore(job.folder)
-        _copy_files(Bucket(own, _PATIENCE_S), job.folder, "status.json", LOCK)
+        _copy_files(Bucket(own, PATIENCE_S), job.folder, "status.json", "job.yaml", LOCK)
     return str(root.root)
 
 
 @functools.cache
 def _chain(url: str) -> Chain:
     """The commits that this process has read already."""
-    return Chain(Bucket(url, _PATIENCE_S))
+    return Chain(Bucket(url, PATIENCE_S))
+
+
+def _delete_old(copies: pathlib.Path) -> None:
+    for copy in copies.iterdir():
+        with contextlib.suppress(OSError):
+            if copy.stat().st_mtime < time.time() - _KEPT_S:
+                shutil.rmtree(copy)
 
 
 def _copy_files(bucket: Bucket, folder: Folder, *names: str) -> None:

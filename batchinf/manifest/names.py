@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
 
+TELEMETRY_FOLDER = "telemetry"
 _PART_NAME = re.compile(r"part-(\d{6,})\.parquet")
 _STAGING = re.compile(r"(\d{6,})-[A-Za-z0-9._-]+\.parquet")
 

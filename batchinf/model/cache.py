@@ -177,14 +177,11 @@ def kv_cache_of(
     """
     if whole.get("is_encoder_decoder"):
         raise UnknownSizeError(f"{whole.get('model_type', 'this model')} has an encoder and a decoder")
-    asked_dtype = str(engine.get("kv_cache_dtype", "auto"))
-    dtype = (_checkpoint_dtype(whole) if asked_dtype == "auto" else asked_dtype) or model_dtype
+    dtype = _dtype_of(engine, "kv_cache_dtype", _checkpoint_dtype(whole)) or model_dtype
     if dtype not in ITEM_BYTES:
         raise UnknownSizeError(f"kv_cache_dtype {dtype} is of a size of its own")
     num_layers = _needed(config, "num_hidden_layers n_layer num_layers n_layers", "the number of layers")
-    state_dtype = str(engine.get("mamba_ssm_cache_dtype", "auto"))
-    if state_dtype == "auto":
-        state_dtype = _state_dtype(config) or model_dtype
+    state_dtype = _dtype_of(engine, "mamba_ssm_cache_dtype", _state_dtype(config)) or model_dtype
     sizes = _ItemBytes(ITEM_BYTES[dtype], ITEM_BYTES[model_dtype], ITEM_BYTES.get(state_dtype, 4))
     kinds = _kinds(config, num_layers)
     num_cached = num_layers - (_first(config, "num_kv_shared_layers") or 0)
@@ -192,6 +189,12 @@ def kv_cache_of(
     if not any(layers):
         raise UnknownSizeError("the config gives no layer that keeps anything")
     return KvCache(tuple(layers), dtype)
+
+
+def _dtype_of(engine: Mapping[str, Any], argument: str, by_config: str | None) -> str | None:
+    """The type that an engine argument names; if it is `auto`, that of the config."""
+    asked = str(engine.get(argument, "auto"))
+    return by_config if asked == "auto" else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,11 @@ def _two_states(convolved: int, recurrent: int, sizes: _ItemBytes) -> LayerState
     return LayerState(((convolved, sizes.convolution), (recurrent, sizes.recurrent)))
 
 
+def _inner_width(config: Mapping[str, Any]) -> Any:
+    """The width of a layer of Mamba 1, for the families whose configs give it."""
+    return _first(config, "intermediate_size") if config.get("model_type") in ("mamba", "falcon_mamba") else None
+
+
 def _mamba_state(config: Mapping[str, Any], hidden: int, sizes: _ItemBytes) -> LayerState:
     family = config.get("model_type")
     kernel = _first(config, "mamba_d_conv conv_kernel conv_kernel_size") or 4
@@ -320,8 +328,7 @@ def _mamba_state(config: Mapping[str, Any], hidden: int, sizes: _ItemBytes) -> L
     is_plain = family == "mamba2"  # keys without `mamba_`
     num_heads = _first(config, "num_heads" if is_plain else "mamba_n_heads mamba_num_heads n_mamba_heads")
     if num_heads is None or family in ("jamba", "falcon_mamba", "mamba", "zamba"):  # Mamba 1
-        inner = _first(config, "intermediate_size") if family in ("mamba", "falcon_mamba") else None
-        inner = inner or expand * hidden
+        inner = _inner_width(config) or expand * hidden
         return _two_states(inner * (kernel - 1), inner * size, sizes)
     dim_keys = "head_dim" if is_plain else "mamba_d_head mamba_head_dim mamba_headdim"
     head_dim = _first(config, dim_keys) or expand * hidden // num_heads

@@ -380,6 +380,13 @@ def _why_not(name: str, revision: str | None, error: Exception) -> str:
         return f"{_nowhere(name)}, nor a model '{name}' on the hub; check the name; a private one needs `hf auth login`"
     if status == 401:
         return f"the hub refuses this machine's token for '{name}'; run `hf auth login`"
+    return _no_answer(name, command, error, status)
+
+
+def _no_answer(name: str, command: str, error: Exception, status: int | None) -> str:
+    """See `_why_not`, for a hub that said nothing of the model. command: fetches it."""
+    from huggingface_hub import errors
+
     absent = f"{_nowhere(name)}, nor a model in the hub cache"
     is_path = os.path.isdir(os.path.dirname(name))  # rather than an id: the download would be of no use
     if isinstance(error, errors.OfflineModeIsEnabled):

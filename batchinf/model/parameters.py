@@ -117,6 +117,15 @@ def _part(name: str, is_linear: bool) -> Part:
     return "expert" if _EXPERTS.search(name) else "linear"
 
 
+def _config_of(transformers: Any, config: Mapping[str, Any], folder: str | None) -> Any:
+    """The config as an object. folder: with the model's own code, if that may run."""
+    if folder is not None:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    family = plain.pop("model_type", None)
+    return transformers.AutoConfig.for_model(family, **plain)
+
+
 def count_parameters(
     config: Mapping[str, Any], *, trust_remote_code: bool = False, folder: str | None = None
 ) -> Described:
@@ -128,12 +137,7 @@ def count_parameters(
     import transformers
 
     transformers.logging.set_verbosity_error()
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    family = plain.pop("model_type", None)
-    if trust_remote_code and folder is not None:
-        built = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    else:
-        built = transformers.AutoConfig.for_model(family, **plain)
+    built = _config_of(transformers, config, folder if trust_remote_code else None)
     architecture = getattr(transformers, next(iter(config.get("architectures") or ()), ""), None)
     with torch.device("meta"):
         if architecture is not None and hasattr(architecture, "_from_config"):

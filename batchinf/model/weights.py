@@ -151,6 +151,13 @@ def _of_floats(method: str, section: Mapping[str, Any]) -> Quantization:
     return Quantization("fp8", 8, None if method == "fbgemm-fp8" else 0, block=sizes)
 
 
+def _group_size(strategy: str | None, size: Any) -> int | None:
+    """Weights that share a scale: a number in a row, None for a whole row, 0 for the whole tensor."""
+    if strategy in ("group", "tensor_group") and size and size > 0:
+        return int(size)
+    return None if strategy == "channel" else 0
+
+
 def _compressed(section: Mapping[str, Any]) -> Quantization:
     groups = [group.get("weights") for group in (section.get("config_groups") or {}).values()]
     weights = next(filter(None, groups), None)
@@ -158,15 +165,13 @@ def _compressed(section: Mapping[str, Any]) -> Quantization:
         raise UnknownSizeError("the checkpoint's compressed-tensors config has no group with weights")
     bits = int(weights["num_bits"])
     strategy = weights.get("strategy")
-    size = weights.get("group_size")
     if strategy == "block" and weights.get("block_structure"):
         rows, columns = map(int, weights["block_structure"])
         return Quantization("fp8", bits, block=(rows, columns))
-    has_groups = strategy in ("group", "tensor_group") and size and size > 0
     return Quantization(
         name=f"{'fp' if weights.get('type') == 'float' else 'int'}{bits}",
         bits=bits,
-        group_size=int(size) if has_groups else None if strategy == "channel" else 0,
+        group_size=_group_size(strategy, weights.get("group_size")),
         scale_bytes=1 if strategy == "tensor_group" else 2,
         has_zeros=weights.get("symmetric") is False,
     )

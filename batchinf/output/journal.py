@@ -196,8 +196,14 @@ def list_shards(folder: Folder) -> list[int]:
 def _listed(folder: Folder, prefix: str | tuple[str, ...] = "") -> Iterator[tuple[str, int, int]]:
     """Name, shard and retry of each segment whose name begins with a prefix."""
     for name in folder.list(_FOLDER, prefix):
-        if (match := _NAME.fullmatch(name)) is not None:
-            yield name, int(match["shard"]), retry_of(match["incarnation"])
+        if (place := place_of(name)) is not None:
+            yield name, *place
+
+
+def place_of(name: str) -> tuple[int, int] | None:
+    """Shard and retry of a segment, by its name; None for a name that is not ours."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (int(match["shard"]), retry_of(match["incarnation"]))
 
 
 def _check_bytes(shard: int, file: io.FileIO) -> int:

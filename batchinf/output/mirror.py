@@ -3,9 +3,12 @@
 The coordinator owns the one `Mirror` of a run; a job in a folder has none. Replicas know nothing of it. Objects:
 
     commits/000000042                 see `manifest.chain`
-    parts/part-000042.parquet         created before their commit, and never changed afterwards
+    parts/part-000042.parquet         created before their commit; only a retry replaces it, by compare-and-swap
     journal/000003-1f2e3d4c-000001    all new segments of a tick in one object: their names and sizes, then their bytes
     selection/000001.positions-1f2e…  the rows that the job runs, with the digest of the file
+    retry/000001.positions-1f2e…      the same of retries
+    source/versions/1f2e….json        where the rows of the input are, for `--extend`
+    telemetry/000003.jsonl            of the reports, one file for each start
     lock, status.json, job.yaml       see `manifest.bucket_lock`; the last writer of the others wins
 """
 
@@ -19,6 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
 from typing import Any, TypeVar
 
 import xxhash
@@ -32,10 +36,12 @@ from batchinf.base.text import counted, size_text
 from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import LockLost
-from batchinf.manifest.names import parse_part_name, part_name, staging_name
+from batchinf.manifest.names import TELEMETRY_FOLDER, parse_part_name, part_name, staging_name
 from batchinf.manifest.state import State, read_beginning, read_state
+from batchinf.output.journal import place_of
+from batchinf.output.ticks import next_upload_at
 from batchinf.records import Part
-from batchinf.schedule.positions import RUN_FOLDER, positions_name, read_positions
+from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, positions_name, read_positions
 
 _NUM_UPLOADS = 4
 _BUNDLE_BYTES = 64 << 20
@@ -43,24 +49,30 @@ _MOST_WAITING_BYTES = 1 << 30
 # After this time without an answer another process may hold the job: a new row might be run twice.
 _ABSENT_S = 60.0
 _STATUS_EVERY_S = 30.0
+_TELEMETRY_EVERY_S = 300.0
 _LOOK_S = 0.2
 _LAST_PATIENCE_S = 5.0
+_VERSIONS = "source/versions"
 _Item = TypeVar("_Item")
 
 
 class Mirror:
     """The bucket of a running job. Hold the work folder's own lock while it is in use."""
 
-    def __init__(self, bucket: Bucket, folder: Folder, *, interval_s: float) -> None:
-        """interval_s: between two bundles of the journal."""
+    def __init__(
+        self, bucket: Bucket, folder: Folder, source: Folder, *, interval_s: float, say: Callable[[str], None]
+    ) -> None:
+        """interval_s: between two bundles of the journal. source: where the job keeps the results of its scan."""
         self.url = bucket.url
         self.chain = Chain(bucket)
-        self.chain.before = self._send_selection
+        self.chain.before = self._send_records
         self.lock = BucketLock(bucket)
         self.judge: Callable[[str, int], Part | None] = lambda name, shard: None
         """The record of a file of the folder if it is the whole part of a shard; set when the job is known."""
         self._bucket = bucket
         self._folder = folder
+        self._source = source
+        self._say = say
         self._interval_s = interval_s
         self._queue: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
@@ -71,11 +83,13 @@ class Mirror:
         self._threads: list[threading.Thread] = []
         self._ticking = threading.Lock()
         self._sent: set[str] = set()
-        """Names of segments and of stored positions that the bucket has."""
-        self._bundles: dict[str, set[int]] = {}
-        """The shards of each bundle in the bucket."""
-        self._dropped: set[int] = set()
-        """Shards whose segments are no longer needed."""
+        """Names of segments and of records that the bucket has."""
+        self._bundles: dict[str, set[tuple[int, int]]] = {}
+        """The shards of each bundle in the bucket, with the retry of the segment."""
+        self._dropped: dict[int, int] = {}
+        """By shard, the last retry whose segments are no longer needed; 0: the first run's."""
+        self._etags: dict[int, str] = {}
+        """Of the committed parts that are in the folder, by shard."""
         self._num_bundles = 0
         self._token = uuid.uuid4().hex[:8]
         self._was_held_back = False
@@ -88,7 +102,7 @@ class Mirror:
         self.chain.read()
         self.chain.restore(self._folder)
         if _job_id(self._folder) != before:
-            for name in ("staging", "journal", RUN_FOLDER):
+            for name in ("staging", "journal", RUN_FOLDER, RETRY_FOLDER):
                 shutil.rmtree(self._folder.path(name), ignore_errors=True)
         if not self.chain.commits and self._bucket.list("parts"):
             raise OutputError(
@@ -97,7 +111,8 @@ class Mirror:
             )
         state = read_state(self._folder)
         if state is not None:
-            self._restore_selection(state)
+            self._sent.update(fetch_selection(self._bucket, self._folder, state))
+            self._restore_versions()
 
     def take_over(self) -> int:
         """Restore all that a start needs, with the lock held. Returns the last epoch."""
@@ -115,7 +130,8 @@ class Mirror:
                 self._bucket.download(
                     f"parts/{listed.name}", self._folder.path(f"staging/{staging_name(shard, 'uploaded')}")
                 )
-        self._restore_journal(set(committed))
+        self._dropped = {shard: part.retry for shard, part in committed.items()}
+        self._restore_journal()
         return self.chain.last_epoch
 
     def changed_parts(self, state: State) -> list[int]:
@@ -124,42 +140,86 @@ class Mirror:
             return []
         sizes = {listed.name: listed.num_bytes for listed in self._bucket.list("parts")}
         lost = [shard for shard, part in sorted(state.parts.items()) if sizes.get(part_name(shard)) != part.num_bytes]
-        self._dropped.difference_update(lost)
+        for shard in lost:
+            self._dropped.pop(shard, None)
         return lost
 
-    def fetch_parts(self, state: State, shards: Sequence[int], most_bytes: int) -> None:
-        """Download committed parts into the folder for the closing lines, up to this many bytes."""
-        for shard in shards:
-            most_bytes -= state.parts[shard].num_bytes
+    def settle(self, old: Part, new: Part) -> Part | None:
+        """The part that is in the bucket after a crash between the upload of a replacement and its commit.
+
+        None if it is neither the old nor the new one. If the new one is still staged here, it is uploaded now.
+        """
+        there = f"staging/{staging_name(new.shard, 'there')}"
+        etag = self._bucket.download(f"parts/{part_name(new.shard)}", self._folder.path(there))
+        digest = None if etag is None else _file_digest(self._folder.path(there))
+        self._folder.delete(there)
+        staged = f"staging/{new.file}"
+        if digest == old.digest and etag is not None and self._has(staged, new.digest):
+            self._etags[new.shard] = etag
+            return self.put_part(new, staged)
+        return next((part for part in (old, new) if part.digest == digest), None)
+
+    def _has(self, name: str, digest: str) -> bool:
+        path = self._folder.path(name)
+        return path.exists() and _file_digest(path) == digest
+
+    def say_fetch(self, parts: Sequence[Part]) -> None:
+        """Say how much is about to be fetched."""
+        if parts := [part for part in parts if part.shard not in self._etags]:
+            size = size_text(sum(part.num_bytes for part in parts))
+            self._say(f"fetching {counted(len(parts), 'part')}, {size}, from {self.url}")
+
+    def fetch_part(self, part: Part) -> None:
+        """Download a committed part into the folder, unless it is there. Raises OutputError if it is not the part."""
+        name = f"parts/{part_name(part.shard)}"
+        if part.shard in self._etags:
+            return
+        etag = self._bucket.download(name, self._folder.path(name))
+        if etag is None or not self._has(name, part.digest):
+            self._folder.delete(name)
+            raise OutputError(
+                f"{self.url}/{name} is not the committed part: delete it, and run the same command again, which makes "
+                "it again"
+            )
+        self._etags[part.shard] = etag
+
+    def forget_part(self, shard: int) -> None:
+        """Delete the folder's copy of a part."""
+        self._etags.pop(shard, None)
+        self._folder.delete(f"parts/{part_name(shard)}")
+
+    def fetch_some(self, parts: Sequence[Part], most_bytes: int) -> None:
+        """Download committed parts for the closing lines, up to this many bytes."""
+        for part in parts:
+            most_bytes -= part.num_bytes
             if most_bytes >= 0:
-                name = f"parts/{part_name(shard)}"
-                self._bucket.download(name, self._folder.path(name))
+                self.fetch_part(part)
 
-    def _restore_selection(self, state: State) -> None:
-        listed = [each.name for each in self._bucket.list(RUN_FOLDER)]
-        self._sent.update(listed)
-        self._folder.make(RUN_FOLDER)
-        for number, extent in enumerate(state.extents, 1):
-            if extent.positions is None or read_positions(self._folder, number, extent.positions) is not None:
-                continue
-            name = positions_name(number)
-            for candidate in listed:
-                if candidate.startswith(f"{name.rpartition('/')[2]}-"):
-                    self._bucket.download(f"{RUN_FOLDER}/{candidate}", self._folder.path(name))
-                    if read_positions(self._folder, number, extent.positions) is not None:
-                        break
+    def _restore_versions(self) -> None:
+        for listed in self._bucket.list(_VERSIONS):
+            name = listed.name
+            self._sent.add(f"{_VERSIONS}/{name}")
+            if not self._source.exists(f"versions/{name}"):
+                self._source.make("versions")
+                self._bucket.download(f"{_VERSIONS}/{name}", self._source.path(f"versions/{name}"))
 
-    def _restore_journal(self, committed: set[int]) -> None:
+    def _restore_journal(self) -> None:
         for listed in self._bucket.list("journal"):
             if (found := self._bucket.get(f"journal/{listed.name}")) is None:
                 continue
-            segments = dict(_unbundled(found.data))
-            self._bundles[listed.name] = {_shard_of(name) for name in segments}
+            segments = dict(unbundled(found.data))
+            self._bundles[listed.name] = {place for name in segments if (place := place_of(name)) is not None}
             for name, data in segments.items():
                 self._sent.add(name)
-                if _shard_of(name) not in committed and not self._folder.exists(f"journal/{name}"):
+                if self._is_needed(name) and not self._folder.exists(f"journal/{name}"):
                     self._folder.write_atomic(f"journal/{name}", data, durable=False)
-        self._dropped |= committed
+
+    def _is_needed(self, segment: str) -> bool:
+        place = place_of(segment)
+        return place is not None and not self._is_dropped(*place)
+
+    def _is_dropped(self, shard: int, retry: int) -> bool:
+        return shard in self._dropped and retry <= self._dropped[shard]
 
     # -- while the job runs --------------------------------------------------------------------------------------------
 
@@ -196,9 +256,10 @@ class Mirror:
         """Upload a staged part. Returns the part that is there now, which an earlier process may have uploaded.
 
         A whole part of the job is never replaced: it may be committed by now. Anything else cannot have been committed.
+        The part of a retry replaces the one from which it was made, and nothing else.
         """
         name = f"parts/{part_name(part.shard)}"
-        etag: str | None = None
+        etag = self._etags.get(part.shard) if part.retry else None
         while True:
             self._refuse_if_lost()
             faults.point("mirror.before_part")
@@ -212,12 +273,18 @@ class Mirror:
                 self._folder.delete(theirs)
                 if whole is not None:
                     return whole
+                if part.retry:
+                    raise OutputError(
+                        f"{self.url}/{name} is neither the committed part nor that of retry {part.retry}: another "
+                        "process has changed it; run the same command again"
+                    )
 
-    def note_committed(self, shards: Sequence[int]) -> None:
-        """The segments of these shards are no longer needed."""
-        self._dropped.update(shards)
-        for shard in shards:
-            self._waiting.pop(shard, None)
+    def note_committed(self, parts: Sequence[Part]) -> None:
+        """The segments of which these parts have the results are no longer needed."""
+        for part in parts:
+            self._dropped[part.shard] = part.retry
+            self._waiting.pop(part.shard, None)
+            self.forget_part(part.shard)
 
     @property
     def has_news(self) -> bool:
@@ -267,7 +334,11 @@ class Mirror:
         for thread in self._threads:
             thread.join(_LAST_PATIENCE_S)
         self.flush()
-        self._put("status.json", "job.yaml")
+        self._put("status.json", "job.yaml", self._telemetry)
+
+    @property
+    def _telemetry(self) -> str:
+        return f"{TELEMETRY_FOLDER}/{self.chain.epoch:06d}.jsonl"
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
@@ -285,15 +356,19 @@ class Mirror:
                 self._error = self._error or OutputError(f"cannot upload {part.file}: {error}")
 
     def _keep_ticking(self) -> None:
-        next_tick = time.monotonic() + self._interval_s
+        next_tick = next_upload_at(time.monotonic(), self._interval_s)
         next_status = 0.0
-        while not self._is_closed.wait(min(_LOOK_S, self._interval_s)) and not self.chain.is_lost:
+        next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
+        while not self._is_closed.wait(min(_LOOK_S, self._interval_s / 10)) and not self.chain.is_lost:
             with contextlib.suppress(OutputError, OSError):
                 if time.monotonic() >= next_status:
                     next_status = time.monotonic() + _STATUS_EVERY_S
                     self._put("status.json")
+                if time.monotonic() >= next_telemetry:
+                    next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
+                    self._put(self._telemetry)
                 if time.monotonic() >= next_tick:
-                    next_tick = time.monotonic() + self._interval_s
+                    next_tick = next_upload_at(time.monotonic(), self._interval_s)
                     self._tick()
 
     def _put(self, *names: str) -> None:
@@ -308,7 +383,7 @@ class Mirror:
         with self._ticking:
             pieces: list[tuple[str, bytes]] = []
             for name in self._folder.list("journal"):
-                if name in self._sent or _shard_of(name) in self._dropped:
+                if name in self._sent or not self._is_needed(name):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # its results are in a part by now
                     pieces.append((name, self._folder.read(f"journal/{name}")))
@@ -317,7 +392,7 @@ class Mirror:
                     pieces = []
             if pieces:
                 self._send(pieces)
-            for bundle in [name for name, shards in self._bundles.items() if shards <= self._dropped]:
+            for bundle in [name for name, places in self._bundles.items() if all(starmap(self._is_dropped, places))]:
                 self._refuse_if_lost()
                 faults.point("mirror.before_delete")
                 self._bucket.delete([f"journal/{bundle}"])
@@ -330,25 +405,48 @@ class Mirror:
         faults.point("mirror.before_bundle")
         self._bucket.put_new(f"journal/{bundle}", _bundled(pieces))
         faults.point("mirror.after_bundle")
-        self._bundles[bundle] = {_shard_of(name) for name, _ in pieces}
+        self._bundles[bundle] = {place for name, _ in pieces if (place := place_of(name)) is not None}
         self._sent.update(name for name, _ in pieces)
 
-    def _send_selection(self) -> None:
-        """Store the files of chosen rows, before a commit names one."""
-        for name in self._folder.list(RUN_FOLDER):
-            path = self._folder.path(f"{RUN_FOLDER}/{name}")
-            if not name.endswith(".positions") or (mark := _mark(path)) in self._sent:
-                continue
-            named = f"{name}-{_file_digest(path)}"
+    def _send_records(self) -> None:
+        """Store the files of chosen rows and the versions of the input, before a commit names one."""
+        for where in (RUN_FOLDER, RETRY_FOLDER):
+            for name in self._folder.list(where):
+                path = self._folder.path(f"{where}/{name}")
+                if not name.endswith(".positions") or (mark := _mark(path)) in self._sent:
+                    continue
+                named = f"{where}/{name}-{_file_digest(path)}"
+                if named not in self._sent:
+                    self._bucket.upload(named, path)
+                    self._sent.add(named)
+                self._sent.add(mark)
+        for name in self._source.list("versions"):
+            named = f"{_VERSIONS}/{name}"
             if named not in self._sent:
-                self._bucket.upload(f"{RUN_FOLDER}/{named}", path)
+                self._bucket.put_new(named, self._source.read(f"versions/{name}"))
                 self._sent.add(named)
-            self._sent.add(mark)
 
     def _refuse_if_lost(self) -> None:
         if self.chain.is_lost:
             raise LockLost(f"{self.url} is no longer held by this process")
         self.lock.check()
+
+
+def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
+    """Download the files of chosen rows that the folder lacks. Returns the names of all that the bucket has."""
+    digests = {(RUN_FOLDER, number): extent.positions for number, extent in enumerate(state.extents, 1)}
+    digests |= {(RETRY_FOLDER, number): retry.positions for number, retry in state.retries.items()}
+    listed = [f"{where}/{each.name}" for where in (RUN_FOLDER, RETRY_FOLDER) for each in bucket.list(where)]
+    folder.make(RUN_FOLDER, RETRY_FOLDER)
+    for (where, number), digest in digests.items():
+        if digest is None or read_positions(folder, number, digest, where) is not None:
+            continue
+        name = positions_name(number, where)
+        for candidate in (each for each in listed if each.startswith(f"{name}-")):
+            bucket.download(candidate, folder.path(name))
+            if read_positions(folder, number, digest, where) is not None:
+                break
+    return {*listed}
 
 
 def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:
@@ -381,21 +479,16 @@ def _file_digest(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def _shard_of(segment: str) -> int:
-    number = segment.partition("-")[0]
-    return int(number) if number.isdecimal() else -1
-
-
 def _bundled(pieces: Sequence[tuple[str, bytes]]) -> bytes:
     sizes = json.dumps([[name, len(data)] for name, data in pieces]).encode()
     return b"".join([sizes, b"\n", *(data for _, data in pieces)])
 
 
-def _unbundled(data: bytes) -> Iterator[tuple[str, bytes]]:
+def unbundled(data: bytes) -> Iterator[tuple[str, bytes]]:
     """The segments in a bundle. Each has a checksum of its own."""
     line, _, rest = data.partition(b"\n")
     with contextlib.suppress(ValueError, TypeError):
         for name, size in json.loads(line):
-            if isinstance(name, str) and _shard_of(name) >= 0 and "/" not in name:
+            if isinstance(name, str) and place_of(name) is not None:
                 yield name, rest[:size]
             rest = rest[size:]

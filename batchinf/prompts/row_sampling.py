@@ -76,11 +76,8 @@ class RowSampling:
         values = {field: _as_in_a_spec(field, value) for field, value in row_values.items() if value is not None}
         for field in values.keys() & STRUCTURE_FIELDS.keys():
             values["structured_outputs"] = {STRUCTURE_FIELDS[field]: values.pop(field)}
-        for field, value in values.items():
-            # SamplingSpec may read a mapping as the name of a column. In a row that is an error, and so is True.
-            is_column = isinstance(value, dict) and (field not in MAPPINGS or [*value] == ["column"])
-            if is_column and field in PER_ROW_FIELDS:
-                values[field] = True
+        # SamplingSpec may read a mapping as the name of a column. In a row that is an error, and so is True.
+        values |= {field: True for field, value in values.items() if _names_column(field, value)}
         try:
             sampling = SamplingSpec.model_validate({**self._job, **values})
             return sampling if "structured_outputs" in values else sampling.model_copy(update=self._structure)
@@ -99,9 +96,18 @@ class RowSampling:
         doc = field_docs()[f"sampling.{field}"]
         value = row_values.get(field)
         shown = shorten(f"'{value}'" if isinstance(value, str) else str(value), _SHOWN_CHARS)
-        has_empty = field in _TEXTS and "" in (value if isinstance(value, list) else (value,))
-        hint = "; leave empty texts out, or give null for the job's own" if has_empty else ""
-        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}{hint}"
+        return f"sampling.{field}{column}: got {shown}; must be {doc.allowed}{_empty_hint(field, value)}"
+
+
+def _empty_hint(field: str, value: Any) -> str:
+    has_empty = field in _TEXTS and "" in (value if isinstance(value, list) else (value,))
+    return "; leave empty texts out, or give null for the job's own" if has_empty else ""
+
+
+def _names_column(field: str, value: Any) -> bool:
+    """Whether SamplingSpec would read the value as the name of a column."""
+    is_column = isinstance(value, dict) and (field not in MAPPINGS or [*value] == ["column"])
+    return is_column and field in PER_ROW_FIELDS
 
 
 def check_sampling_columns(sampling: SamplingSpec, schema: pa.Schema) -> None:

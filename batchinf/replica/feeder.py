@@ -298,13 +298,16 @@ class Feeder(threading.Thread):
             self._note_begun(opened, track)
         return opened
 
+    def _open_for_trial(self, lease: Lease) -> None:
+        if lease.key not in self._opened:
+            self._opening = lease.key
+            opened = self._open(lease)
+            assert opened is not None, "trials come when the engine is up"
+            self._opened[lease.key] = opened
+
     def _try(self, trial: Trial) -> None:
         for lease in trial.leases:
-            if lease.key not in self._opened:
-                self._opening = lease.key
-                opened = self._open(lease)
-                assert opened is not None, "trials come when the engine is up"
-                self._opened[lease.key] = opened
+            self._open_for_trial(lease)
         for rows in trial.groups:
             probes = [probe for row in rows for probe in self._try_row(row, trial)]
             while not (all(probe.is_set() for probe in probes) and (trial.is_probe or self._are_stored(rows))):

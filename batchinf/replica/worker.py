@@ -438,6 +438,7 @@ class Pipeline:
             write_part=self._write_by(info),
             emit=self.emit,
             checkpoint_interval_s=self._spec.checkpoint_interval_s,
+            is_mirrored=self._spec.output.is_bucket,
             room=WIDE if self.task.has_wide_results else USUAL,
         )
         return Worker(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from batchinf.base import faults
 from batchinf.output.counts import count_errors
 from batchinf.output.open_lease import OpenLease
+from batchinf.output.ticks import next_journal_at
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.answers import Answer, Answers
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
@@ -92,11 +93,13 @@ class Writer(threading.Thread):
     write_part: Callable[[OpenLease], Part]
     emit: Callable[[Event], None]
     checkpoint_interval_s: float
+    is_mirrored: bool = False
+    """Whether the journal goes to a bucket: see `output.ticks`."""
     room: Room = USUAL
 
     def __post_init__(self) -> None:
         super().__init__(name="writer", daemon=True)
-        self._next_tick = time.monotonic() + self.checkpoint_interval_s
+        self._next_tick = self._tick_after(time.monotonic(), 0.0)
         self._open: dict[Key, OpenLease] = {}
         self._lock = threading.Lock()
         self._closer = ThreadPoolExecutor(self.room.num_closers, thread_name_prefix="closer")
@@ -152,7 +155,7 @@ class Writer(threading.Thread):
             started = time.monotonic()
             self._tick()
             self._keep_closing()
-            self._next_tick = started + self.checkpoint_interval_s - self._spare_s(time.monotonic() - started)
+            self._next_tick = self._tick_after(started, self._spare_s(time.monotonic() - started))
         elif self._unjournalled_bytes() > self.room.max_bytes:
             self._tick()
         self._close_finished()
@@ -199,6 +202,11 @@ class Writer(threading.Thread):
         faults.point("writer.tick")
         for lease in leases:
             lease.tick()
+
+    def _tick_after(self, started: float, spare_s: float) -> float:
+        if self.is_mirrored:
+            return next_journal_at(started, self.checkpoint_interval_s, spare_s)
+        return started + self.checkpoint_interval_s - spare_s
 
     def _spare_s(self, tick_s: float) -> float:
         """Seconds by which the next tick begins early, so that its results are durable at the end of the interval."""

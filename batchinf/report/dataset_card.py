@@ -9,7 +9,7 @@ import yaml
 from batchinf.base.text import clip, counted
 from batchinf.export.base import ExportedJob
 from batchinf.export.huggingface import CARD, DATA, PLOTS
-from batchinf.manifest.state import read_jobs
+from batchinf.manifest.look import Look
 from batchinf.report.charts import histogram_chart, shares_chart
 from batchinf.report.html import light_colors
 from batchinf.report.rows import RowFigures, row_figures
@@ -25,10 +25,9 @@ def card_files(out: str, job: ExportedJob, num_rows: int, where: str | None) -> 
     out: the folder of the job. num_rows: how many rows are exported. where: the expression that chose them. The plots
     show all rows of the job.
     """
-    begun = [(begun.folder, state) for begun, state in read_jobs(out) if state is not None]
     files: dict[str, bytes] = {}
     shown = ""
-    for number, (title, image) in enumerate(_plots(row_figures(begun)), start=1):
+    for number, (title, image) in enumerate(_plots(row_figures(Look(out))), start=1):
         name = f"{PLOTS}/{number:02}-{_UNSAFE.sub('-', title.lower())[:60]}.png"
         files[name] = image
         shown += f"{_MARKUP.sub(' ', clip(title))}:\n\n![]({name})\n\n"

@@ -8,13 +8,16 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from batchinf.base.errors import OutputError
+from batchinf.base.errors import OutputError, UserError
+from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
 from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.fleet.status import read_looks
-from batchinf.manifest.state import State, read_jobs
+from batchinf.manifest.look import Look
+from batchinf.manifest.names import TELEMETRY_FOLDER
+from batchinf.manifest.state import State
 from batchinf.report import charts
 from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
@@ -33,6 +36,8 @@ def write_report(out: str, file: str | None = None) -> pathlib.Path:
 
     file: None means `report.html` in the output folder. Raises OutputError without a job, or if another file is there.
     """
+    if file is None and is_bucket(out):
+        raise UserError(f"-o: missing; {out} is in a bucket, so say which file to write, such as -o {REPORT_FILE}")
     path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
     mark = b"" if file is None else PAGE_MARK
     with naming_option(path, "-o"):
@@ -56,17 +61,20 @@ class Card:
 def report_page(out: str) -> str:
     """The page as HTML."""
     report = job_status(out)
-    begun = [(job, state) for job, state in read_jobs(out) if state is not None]
+    look = Look(out)
+    begun = [(job, state) for job, state in look.jobs() if state is not None]
     totals = report.totals
     if not begun or totals is None:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")
+    for job, _ in begun:
+        look.copy_folder(job, TELEMETRY_FOLDER)
     history = timeline(
         {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
     )
-    rows = row_figures([(job.folder, state) for job, state in begun])
+    rows = row_figures(look)
     return template("page.html").render(
         title=clip(os.path.basename(os.path.normpath(out)), 80),
-        folder=clip(os.path.abspath(out), 300),
+        folder=clip(out if look.is_bucket else os.path.abspath(out), 300),
         state=_state(report),
         made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         version=__version__,

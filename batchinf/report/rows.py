@@ -23,6 +23,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.parquet import absolute, joined_schema, open_part
 from batchinf.base.storage import Folder
 from batchinf.base.text import COMPARED_CHARS, VARYING, choice_name, clip, list_names
+from batchinf.manifest.look import Look
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
@@ -109,22 +110,27 @@ class RowFigures:
     """What was left out, for people to read."""
 
 
-def row_figures(jobs: Sequence[tuple[Folder, State]]) -> RowFigures:
+def row_figures(look: Look) -> RowFigures:
     """The figures of a job, or of all its slices: of the rows in parts, and of those that are in no part yet."""
+    jobs = [(job, state) for job, state in look.jobs() if state is not None]
     spec = stored_spec(jobs[0][1].header.spec)
     task = task_of(spec)
-    paths = [folder.path(f"parts/{part_name(shard)}") for folder, state in jobs for shard in sorted(state.parts)]
-    journalled = [table for folder, state in jobs for table in _journalled(folder, state, task)]
+    parts = look.parts(jobs)
+    journalled = [table for job, state in jobs for table in _journalled(job.folder, state, task)]
+    notes: list[str] = []
     try:
-        return _figures(spec, paths, journalled)
+        figures = _figures(spec, [*parts], journalled)
     except (duckdb.Error, OutputError):
-        readable = [path for path in paths if _is_readable(path)]
+        readable = [path for index in range(len(parts)) if (path := _readable(parts, index)) is not None]
         figures = _figures(spec, readable, journalled)
-        damaged = [path.name for path in paths if path not in readable]
-        if not damaged:
-            return figures
-        note = f"{list_names(damaged)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
-        return replace(figures, notes=(note, *figures.notes))
+        names = [part_name(shard) for _, state in jobs for shard in sorted(state.parts)]
+        if damaged := [name for index, name in enumerate(names) if _readable(parts, index) is None]:
+            notes.append(
+                f"{list_names(damaged)}: missing or damaged, and left out; `batchinf check --deep` finds all such files"
+            )
+    if look.is_bucket and not all(state.is_done for _, state in jobs):
+        notes.append("finished requests that are in no part yet are left out: only the next run reads them in a bucket")
+    return replace(figures, notes=(*notes, *figures.notes))
 
 
 def _figures(spec: JobSpec, paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
@@ -134,10 +140,10 @@ def _figures(spec: JobSpec, paths: Sequence[pathlib.Path], journalled: Sequence[
         return _Rows(connection, paths, journalled, input_columns=input_columns, choices=choices).figures()
 
 
-def _is_readable(path: pathlib.Path) -> bool:
-    with contextlib.suppress(OutputError), open_part(path):
-        return True
-    return False
+def _readable(parts: Sequence[pathlib.Path], index: int) -> pathlib.Path | None:
+    with contextlib.suppress(OutputError), open_part(parts[index]):
+        return parts[index]
+    return None
 
 
 def _journalled(folder: Folder, state: State, task: Task) -> Iterator[pa.Table]:

@@ -59,13 +59,18 @@ class Predicate:
         self._schema = schema
         self._expression = _SHORT.get(text.strip(), text) if table == "output" else text
         self._connection = _connect("input.where" if table == "input" else option)
-        nodes = self._parse()
+        self.columns = self._columns_in(self._parse())
+        self._check_type()
+
+    def _columns_in(self, nodes: list[dict[str, Any]]) -> list[str]:
+        """The columns that an expression reads."""
         mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
         reads_all = any(node.get("class") == "STAR" for node in nodes)
-        self.columns = [
-            name for name in schema.names if reads_all or name == self.key or self._named[name].lower() in mentioned
+        return [
+            name
+            for name in self._schema.names
+            if reads_all or name == self.key or self._named[name].lower() in mentioned
         ]
-        self._check_type()
 
     def matches(self, table: pa.Table) -> npt.NDArray[np.int64]:
         """The `key` of the rows for which the expression is true, not null. table: with the columns `self.columns`."""
@@ -149,12 +154,16 @@ class Predicate:
         query = "SELECT DISTINCT function_name FROM duckdb_functions() WHERE stability <> 'CONSISTENT'"
         return {name for [name] in self._connection.execute(query).fetchall()}
 
+    def _alike(self, name: str) -> list[str]:
+        """The column of this name; without one, those whose names differ only in case."""
+        return [name] if name in self._named else [other for other in self._named if other.lower() == name.lower()]
+
     def _rename(self, nodes: list[dict[str, Any]]) -> None:
         """Replace the column names in an expression by the names that DuckDB gets."""
         for path in (node["column_names"] for node in nodes if node.get("class") == "COLUMN_REF"):
             place = 1 if len(path) > 1 and path[0] == self._table and path[0] not in self._named else 0
             name = path[place]
-            alike = [name] if name in self._named else [other for other in self._named if other.lower() == name.lower()]
+            alike = self._alike(name)
             if len(alike) > 1:
                 raise self._wrong(f"column '{name}' may be {' or '.join(alike)}; write one of these")
             if alike:

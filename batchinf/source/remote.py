@@ -4,7 +4,9 @@ Credentials come from the environment, never from the URL, because the URL is re
 """
 
 import contextlib
+import importlib.util
 import io
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,17 +14,20 @@ from typing import Any, ClassVar
 
 import xxhash
 
+from batchinf.base.bucket import file_system, one_line
 from batchinf.base.errors import BatchinfError, InputError
 from batchinf.source.files import InputFile, InputLocation, Stamp
 from batchinf.source.find import data_files, one_format
 from batchinf.source.formats.base import FileFormat
 
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by which fsspec reads these URLs
 UNKNOWN = -1  # in a stamp: the file system does not give this number
+_NOT_ALLOWED = ("PermissionDeniedError", "UnauthenticatedError")  # errors of obstore
 _HTTP = ("http", "https")
 # Keys under which file systems give a file's version, the most reliable first.
 _VERSIONS = (
-    "ETag", "etag", "md5Hash", "checksum", "content_hash", "Content-MD5", "Digest", "sha", "CRC", "LastModified",
-    "Last-Modified", "last_modified", "updated", "mtime", "modified", "created",
+    "ETag", "etag", "e_tag", "md5Hash", "checksum", "content_hash", "Content-MD5", "Digest", "sha", "CRC",
+    "LastModified", "Last-Modified", "last_modified", "updated", "mtime", "modified", "created",
 )  # fmt: skip
 
 
@@ -116,6 +121,9 @@ def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     return one_format(files, input), files
 
 
+_HIDDEN = re.compile(r"(^|/)[._]")
+
+
 def _chosen(input: InputLocation, path: str, listing: Mapping[str, Any], *, is_glob: bool) -> dict[str, str]:
     """Choose the files that a URL means. Returns name → place, sorted. listing: place → what is known of a file."""
     if not is_glob and path in listing:
@@ -123,8 +131,7 @@ def _chosen(input: InputLocation, path: str, listing: Mapping[str, Any], *, is_g
     places = {name: place for place in listing if (name := _name(path, place))}
     if is_glob and not places:
         raise InputError(f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it")
-    is_hidden = re.compile(r"(^|/)[._]").search
-    names = sorted(places) if is_glob else data_files((name for name in places if not is_hidden(name)), input)
+    names = sorted(places) if is_glob else data_files(itertools.filterfalse(_HIDDEN.search, places), input)
     return {name: places[name] for name in names}
 
 
@@ -132,6 +139,9 @@ def _connect(url: str) -> tuple[Any, str]:
     """The file system and the path in it."""
     from fsspec.core import url_to_fs
 
+    scheme, _, path = url.partition("://")
+    if _is_of_obstore(scheme):
+        return file_system(scheme), path
     options: dict[str, Any] = {}
     for protocol in _HTTP:
         if re.search(rf"(^|::){protocol}://", url):
@@ -142,6 +152,12 @@ def _connect(url: str) -> tuple[Any, str]:
             options[protocol] = {"client_kwargs": {"timeout": timeout}}
     system, path = url_to_fs(url, **options)
     return system, path
+
+
+def _is_of_obstore(scheme: str) -> bool:
+    """Whether the package that fsspec wants for these URLs is missing, and the one for buckets is here."""
+    wanted = _PACKAGES.get(scheme)
+    return wanted is not None and not importlib.util.find_spec(wanted) and bool(importlib.util.find_spec("obstore"))
 
 
 def _list(system: Any, path: str) -> dict[str, dict[str, Any]]:
@@ -204,7 +220,7 @@ def _line(url: str, error: BaseException) -> str:
     status = getattr(why, "status", None)
     if isinstance(why, ImportError):
         return f"{url} cannot be read, as a package is missing: {_words(why)}"
-    if isinstance(why, PermissionError) or status in (401, 403):
+    if isinstance(why, PermissionError) or status in (401, 403) or type(why).__name__ in _NOT_ALLOWED:
         return f"{url} cannot be read: no permission; give credentials in the environment, in the way of its library"
     if isinstance(why, FileNotFoundError) or status in (404, 410):
         return f"{url} does not exist: correct the URL, or put the file there"
@@ -213,5 +229,7 @@ def _line(url: str, error: BaseException) -> str:
 
 def _words(error: BaseException) -> str:
     # A server may lead to a signed URL, which a library then quotes. Messages go into logs that other people may read.
+    if type(error).__module__.startswith("obstore"):
+        return one_line(error)
     words = re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?…", str(error))
     return " ".join(words.split())[:300] or type(error).__name__

@@ -6,7 +6,7 @@ import os
 import pathlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -203,6 +203,14 @@ def _again(
     return scanner, [*versions, version], scanned
 
 
+def _cover(scanner: Scanner, scanned: Mapping[int, ScannedFile]) -> None:
+    """Let the digests cover the files that are read themselves, and not a copy of them."""
+    digests = scanner.digests
+    local = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
+    is_same = scanner.format.is_same
+    digests.cover([(file, e.stamp, functools.partial(is_same, file, e, digests)) for file, e in local])
+
+
 def _assembled(
     scanner: Scanner, versions: Sequence[InputVersion], scanned: Mapping[int, ScannedFile], *, named: Sequence[str]
 ) -> "Source":
@@ -210,8 +218,7 @@ def _assembled(
     digests = scanner.digests
     further = _named_columns(scanner, named, scanned)
     schemas = [_replaced(schema_of(version.schema), further) for version in versions]
-    local = [(file, entry) for file, entry in scanned.values() if file.path == entry.path and not is_url(file.path)]
-    digests.cover([(file, e.stamp, functools.partial(format.is_same, file, e, digests)) for file, e in local])
+    _cover(scanner, scanned)
     openers = []
     runs = []
     stops: dict[str, int] = {}
@@ -260,8 +267,12 @@ def _named_columns(scanner: Scanner, named: Sequence[str], scanned: Mapping[int,
     names = {field.name for _, schema in further for field in schema}
     if not names:
         return pa.schema([])
-    first = [(file.name, pa.schema([f for f in entry.arrow_schema() if f.name in names])) for file, entry in files]
+    first = [(file.name, _only(entry.arrow_schema(), names)) for file, entry in files]
     return settled_schema([*first, *further], scanner.format.mixed_types)
+
+
+def _only(schema: pa.Schema, names: Container[str]) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name in names])
 
 
 def _replaced(schema: pa.Schema, columns: pa.Schema) -> pa.Schema:

@@ -163,11 +163,16 @@ def _holds(type: pa.DataType, promoted: pa.DataType, *, by_value: bool) -> bool:
     return all(_holds(type.field(at).type, promoted.field(at).type, by_value=by_value) for at in places)
 
 
+def _holds_digits(type: pa.DataType, promoted: pa.DataType) -> bool:
+    """Whether a decimal type has all digits of a whole number or another decimal."""
+    num_digits, scale = _DIGITS.get(promoted) or (promoted.precision - promoted.scale, promoted.scale)
+    return bool(type.precision - type.scale >= num_digits and type.scale >= scale)
+
+
 def _holds_numbers(type: pa.DataType, promoted: pa.DataType, *, by_value: bool) -> bool:
     is_integer = pa.types.is_integer(promoted)
     if pa.types.is_decimal(type) and (is_integer or pa.types.is_decimal(promoted)):
-        num_digits, scale = _DIGITS.get(promoted) or (promoted.precision - promoted.scale, promoted.scale)
-        return bool(type.precision - type.scale >= num_digits and type.scale >= scale)
+        return _holds_digits(type, promoted)
     if is_integer and pa.types.is_integer(type):
         num_bits = promoted.bit_width + (pa.types.is_signed_integer(type) and pa.types.is_unsigned_integer(promoted))
         return bool(type.bit_width >= num_bits)
@@ -333,6 +338,9 @@ def is_utf8(text: str) -> bool:
     return True
 
 
+_OF_KIND: dict[type | None, pa.DataType] = {str: pa.string(), bool: pa.bool_()}
+
+
 def _settle(values: Iterable[object], depth: int = 0) -> pa.DataType | None:
     """The type that holds all these JSON values unchanged, or None."""
     present: list[Any] = [value for value in values if value is not None]
@@ -346,7 +354,7 @@ def _settle(values: Iterable[object], depth: int = 0) -> pa.DataType | None:
     if kinds == {list}:
         item = _settle(itertools.chain.from_iterable(present), depth + 1)
         return None if item is None else pa.list_(item)
-    return pa.string() if kinds == {str} else pa.bool_() if kinds == {bool} else pa.null()
+    return _OF_KIND.get(next(iter(kinds), None), _NULL)
 
 
 def _settle_numbers(numbers: list[Any], kinds: set[type]) -> pa.DataType | None:

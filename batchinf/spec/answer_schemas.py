@@ -217,6 +217,18 @@ def objection(text: str) -> str | None:
     return None
 
 
+def _is_dialect(part: Any, dialect: Any) -> bool:
+    """Whether a part is a dialect's own schema, to which a `$ref` leads. Raises ValueError for a part in another one.
+
+    dialect: as the whole schema names it.
+    """
+    if part.get("$schema", dialect) == dialect:
+        return False
+    if str(part.get("$id") or part.get("id")) not in REGISTRY:
+        raise ValueError(f"$schema: got {clip(str(part['$schema']))} inside; must be one dialect for the whole")
+    return True
+
+
 def _check_parts(schema: Any, dialect: Any) -> None:
     """Raise ValueError for a reference that leads nowhere or out of the schema, a bad pattern, or a second dialect."""
     address = dialect.META_SCHEMA.get("$id") or dialect.META_SCHEMA["id"]
@@ -231,10 +243,8 @@ def _check_parts(schema: Any, dialect: Any) -> None:
             continue
         seen.add(id(part))
         _check_patterns(part)
-        if part is not schema and part.get("$schema", schema.get("$schema")) != schema.get("$schema"):
-            if str(part.get("$id") or part.get("id")) not in REGISTRY:
-                raise ValueError(f"$schema: got {clip(str(part['$schema']))} inside; must be one dialect for the whole")
-            continue  # a dialect's own schema, to which a `$ref` leads
+        if part is not schema and _is_dialect(part, schema.get("$schema")):
+            continue
         for name in _REFERENCES:
             if isinstance(reference := part.get(name), str):
                 target = _resolved(resolver, name, reference)

@@ -306,16 +306,21 @@ def check_engine_arguments(file: SpecFile, known: frozenset[str] | None) -> None
     known: the names that the installed vLLM has. None: no vLLM is installed, and all names pass.
     """
     public = None if known is None else [name for name in known if not name.startswith("_")]
-    problems = []
-    for argument in file.spec.engine:
-        if argument in ENGINE_ARGUMENTS_ELSEWHERE:
-            problems.append(file.line(f"engine.{argument}", f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"))
-        elif public is not None and argument not in public:
-            fields = {name: field for name, field in elsewhere_in_spec().items() if not field.startswith("engine")}
-            hint = did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
-            problems.append(file.line(f"engine.{argument}", f"no engine argument of the installed vLLM{hint}"))
+    objections = {argument: _argument_objection(argument, public) for argument in file.spec.engine}
+    problems = [file.line(f"engine.{name}", why) for name, why in objections.items() if why is not None]
     if problems:
         raise _joined(problems)
+
+
+def _argument_objection(argument: str, public: Sequence[str] | None) -> str | None:
+    """What is wrong with the name of an engine argument. public: see `known` of `check_engine_arguments`."""
+    if argument in ENGINE_ARGUMENTS_ELSEWHERE:
+        return f"say {ENGINE_ARGUMENTS_ELSEWHERE[argument]} instead"
+    if public is None or argument in public:
+        return None
+    fields = {name: field for name, field in elsewhere_in_spec().items() if not field.startswith("engine")}
+    hint = did_you_mean(argument, public, fields) or "; its EngineArgs have the names"
+    return f"no engine argument of the installed vLLM{hint}"
 
 
 def dump_spec(spec: JobSpec) -> str:

@@ -228,8 +228,15 @@ class InputSpec(Section):
         if self.is_chat:
             self._check_chat()
         self._check_tools()
+        self._check_exclude()
+        self._check_format()
+        return self
+
+    def _check_exclude(self) -> None:
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
             raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
+
+    def _check_format(self) -> None:
         if self.csv is not None and self.format not in (None, Csv.name):
             raise wrong(f"got it with format {self.format}; only {Csv.name} has a delimiter and the like: leave it out",
                         Csv.name)  # fmt: skip
@@ -237,7 +244,6 @@ class InputSpec(Section):
             if self.format not in (None, HuggingFace.name) and getattr(self, field) is not None:
                 raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
                              f"(format {HuggingFace.name}) has a {field}: leave it out", field)  # fmt: skip
-        return self
 
     def _check_chat(self) -> None:
         asked = next(field for field in CHAT_FIELDS if getattr(self, field) is not None)
@@ -252,6 +258,9 @@ class InputSpec(Section):
                         "on_overlong")  # fmt: skip
         if self.messages is not None and self.messages[0].role == "system" and self.system_prompt is not None:
             raise wrong("got it beside messages, which begin with a system message; give one of them", "system_prompt")
+        self._check_turn()
+
+    def _check_turn(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
             raise wrong((
                 "got true with continue_final_message; the model continues the final message or begins a new turn: "
@@ -267,6 +276,9 @@ class InputSpec(Section):
             raise wrong(
                 f"got {self.tool_choice!r} without tools; must be given beside tools or tools_column", "tool_choice"
             )
+        self._check_tool_name()
+
+    def _check_tool_name(self) -> None:
         is_name = self.tool_choice not in (None, "none", "auto", "required")
         if is_name and self.tools is not None and self.tools_column is None:
             names = [tool["function"]["name"] for tool in self.tools]

@@ -219,6 +219,16 @@ _task_names: list[str] = []
 _task_sections: list[TaskSection] = []
 
 
+def _check_engine_numbers(engine: dict[str, Any]) -> None:
+    """Raise an error for a validator if a number that batchinf itself reads is none."""
+    share = engine.get("gpu_memory_utilization", 0.5)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
+    length = engine.get("max_model_len", 1)
+    if isinstance(length, str) and length != "auto":
+        raise wrong(f"got {length!r}; must be a whole number, or auto{null_hint(length)}", "max_model_len")
+
+
 class JobSpec(Section):
     """One job: a model, a task, rows and an output folder."""
 
@@ -274,12 +284,7 @@ class JobSpec(Section):
                 raise wrong("must be made of text, finite numbers, true or false, null, lists and mappings", argument)
             if isinstance(value, str) and (message := elsewhere(value, "give a path here")) is not None:
                 raise wrong(message, argument)
-        share = engine.get("gpu_memory_utilization", 0.5)
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise wrong(f"got {share!r}; must be a number above 0 and at most 1", "gpu_memory_utilization")
-        length = engine.get("max_model_len", 1)
-        if isinstance(length, str) and length != "auto":
-            raise wrong(f"got {length!r}; must be a whole number, or auto{null_hint(length)}", "max_model_len")
+        _check_engine_numbers(engine)
         return engine
 
     @model_validator(mode="after")
@@ -506,10 +511,14 @@ _WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a 
 _LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
 
 
-def _in_words(schema: dict[str, Any]) -> str:
+def _any_in_words(choices: list[dict[str, Any]]) -> str:
     # Null is not mentioned: it means the same as leaving out the field.
+    return ", or ".join(_in_words(choice) for choice in choices if choice != {"type": "null"})
+
+
+def _in_words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        return ", or ".join(_in_words(choice) for choice in schema["anyOf"] if choice != {"type": "null"})
+        return _any_in_words(schema["anyOf"])
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:

@@ -120,6 +120,9 @@ class YamlReader:
             return {key: self._named(f"{prefix}{key}", *pair, depth) for key, pair in self._pairs(node, depth).items()}
         if isinstance(node, yaml.SequenceNode) and tag == "seq":
             return [self._named(f"{field}[{i}]", item, item, depth) for i, item in enumerate(node.value)]
+        return self._scalar(node, tag)
+
+    def _scalar(self, node: yaml.Node, tag: str) -> Any:
         pattern, make = _SCALARS.get(tag, (None, str))
         if not isinstance(node, yaml.ScalarNode) or pattern is None or not pattern.match(node.value):
             raise self._wrong(node, f"tag {clip(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out")

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from batchinf.base.errors import RowError
 from batchinf.prompts import encoder
 from batchinf.records import Completion, IntArray, Prompt, Result, TokenLogprobs
 from batchinf.spec.job import JobSpec
@@ -49,9 +50,15 @@ def leaf_of(field: pa.Field) -> tuple[str, pa.DataType]:
     return path, item
 
 
+def _error_columns(errors: Sequence[RowError | None]) -> dict[str, pa.Array]:
+    return {
+        "error_type": strings([None if error is None else error.error_type for error in errors]),
+        "error_message": strings([None if error is None else error.error_message for error in errors]),
+    }
+
+
 def shared_columns(results: Sequence[Result], include_prompt: bool) -> dict[str, pa.Array]:
     """The columns that the results of all tasks have."""
-    errors = [result.error for result in results]
     # Unless a task stores output tokens, a completion has none.
     num_output_tokens = [None if result.completion is None else 0 for result in results]
     return {
@@ -59,8 +66,7 @@ def shared_columns(results: Sequence[Result], include_prompt: bool) -> dict[str,
         "num_requests": pa.array([result.num_requests for result in results], pa.int32()),
         "attempts": pa.array([result.attempts for result in results], pa.int32()),
         "num_output_tokens": pa.array(num_output_tokens, pa.int32()),
-        "error_type": strings([None if error is None else error.error_type for error in errors]),
-        "error_message": strings([None if error is None else error.error_message for error in errors]),
+        **_error_columns([result.error for result in results]),
         **_prompt_columns([result.prompt for result in results], include_prompt),
     }
 

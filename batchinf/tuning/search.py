@@ -66,17 +66,13 @@ def search(
     num_rows: rows in the first round. most_rows: rows of the input. left_s: gives the seconds left of the budget.
     measure: runs a candidate on a number of rows; its last argument tells the user which trial this is.
     """
-    base, *others = candidates
-    rounds = [[measure(base, num_rows, "round 1")]]
-    num_planned = 0
-    for place, candidate in enumerate(others):
-        num_more = _affordable(rounds[0], len(others) - place, most_rows, left_s())
-        if not num_more:
-            break
-        num_planned = place + num_more
-        rounds[0].append(measure(candidate, num_rows, f"round 1, {place + 1} of {num_planned}"))
-    num_left_out = len(candidates) - len(rounds[0])
-    is_cut = len(rounds[0]) - 1 < num_planned
+    base = candidates[0]
+    first, num_planned = _first_round(
+        candidates, num_rows=num_rows, most_rows=most_rows, left_s=left_s, measure=measure
+    )
+    rounds = [first]
+    num_left_out = len(candidates) - len(first)
+    is_cut = len(first) - 1 < num_planned
     while not is_cut and (chosen := _for_next_round(rounds[-1], most_rows)):
         num_rows = min(2 * num_rows, most_rows)
         if 2 * _expected_s(_all(rounds), num_rows) > left_s():
@@ -102,6 +98,27 @@ def search(
         num_left_out=num_left_out,
         is_cut=is_cut,
     )
+
+
+def _first_round(
+    candidates: Sequence[Candidate],
+    *,
+    num_rows: int,
+    most_rows: int,
+    left_s: Callable[[], float],
+    measure: Callable[[Candidate, int, str], TuneTrial],
+) -> tuple[list[TuneTrial], int]:
+    """The trials of the first round, and how many of the candidates after the first one it was planned for."""
+    base, *others = candidates
+    trials = [measure(base, num_rows, "round 1")]
+    num_planned = 0
+    for place, candidate in enumerate(others):
+        num_more = _affordable(trials, len(others) - place, most_rows, left_s())
+        if not num_more:
+            break
+        num_planned = place + num_more
+        trials.append(measure(candidate, num_rows, f"round 1, {place + 1} of {num_planned}"))
+    return trials, num_planned
 
 
 def _all(rounds: Sequence[Sequence[TuneTrial]]) -> list[TuneTrial]:

@@ -56,11 +56,7 @@ def tune_job(
         file.check_folder("tune", "give the trials a folder here with --out")
     if writes and not os.path.isfile(file.path):
         raise UserError(f"--write: {file.path} is not a file; a spec must be a YAML file to be written to")
-    dimensions = [named_by_user(file.spec, text) for text in tries] or left_open(file, backend)
-    if not dimensions:
-        raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "
-                        "--try engine.max_num_seqs=256,512")  # fmt: skip
-    tried = list(candidates(dimensions))
+    tried = _tried(file, backend, tries)
     at_once = requests_at_once(file, backend, tried)
     lengths = _lengths(file)
     most_rows = lengths.num_rows
@@ -68,11 +64,7 @@ def tune_job(
     num_rows = min(first_rows or enough_rows, most_rows)
     warning = None
     if num_rows * lengths.requests_per_row < at_once:
-        about = "a larger input" if num_rows == most_rows else "the whole input; give more --rows"
-        warning = (
-            f"warning: with {counted(num_rows, 'row')} the engines are never full, as they run up to {at_once:,} "
-            f"requests at once; so the trials say little about {about}"
-        )
+        warning = _never_full(num_rows, most_rows, at_once)
         say(warning)
     folder = pathlib.Path(out or f"{file.spec.output.path.rstrip('/')}-tune")
     spec = file.spec.model_dump(mode="json", exclude={"output"})
@@ -118,6 +110,23 @@ def tune_job(
         spent_s=record.spent_s,
         written=is_written,
         warning=warning,
+    )
+
+
+def _tried(file: SpecFile, backend: Backend, tries: Sequence[str]) -> list[Candidate]:
+    """What is tried: the values that the user names, else those that the spec leaves open. Raises SpecError."""
+    dimensions = [named_by_user(file.spec, text) for text in tries] or left_open(file, backend)
+    if not dimensions:
+        raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "
+                        "--try engine.max_num_seqs=256,512")  # fmt: skip
+    return list(candidates(dimensions))
+
+
+def _never_full(num_rows: int, most_rows: int, at_once: int) -> str:
+    about = "a larger input" if num_rows == most_rows else "the whole input; give more --rows"
+    return (
+        f"warning: with {counted(num_rows, 'row')} the engines are never full, as they run up to {at_once:,} "
+        f"requests at once; so the trials say little about {about}"
     )
 
 

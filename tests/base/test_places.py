@@ -161,6 +161,7 @@ def test_a_part_in_a_folder_that_looks_like_a_url(tmp_path: pathlib.Path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_replicas")
 @pytest.mark.parametrize("folder", ["run:1", "a[1]*"])
 def test_a_folder_whose_name_looks_like_a_url_is_a_folder(
     folder: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

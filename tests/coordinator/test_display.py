@@ -250,6 +250,7 @@ def test_json_lines(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_replicas")
 def test_errors_are_counted_by_kind_though_a_replica_dies(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"id": str(i), "prompt": "" if i % 10 == 0 else "word " * (900 if i % 10 == 1 else 2)} for i in range(100)]
     data = tmp_path / "rows.jsonl"

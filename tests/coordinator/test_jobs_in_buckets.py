@@ -34,6 +34,9 @@ STEPS = (
     "coordinator.before_drop:4",
 )
 FAST = ("chain.after_commit:4", "chain.after_commit:9", "mirror.after_part:3", "mirror.after_bundle:2")
+# A job that takes 2 s at least, so that it sends its journal several times, and parts come one after the other: those
+# that come together are one commit.
+SLOW = {"scripted": {"step_s": 0.005}}
 
 
 @pytest.fixture
@@ -76,9 +79,7 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
 def test_killed_and_gone_on_with_on_an_empty_machine(
     step: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
-    # The journal is sent each 0.2 s, so a job that is killed there has to take a few of them: here 2 s.
-    slow = {"scripted": {"step_s": 0.005}} if step.startswith("mirror") else {}
-    spec = stores.spec_of(tmp_path, url, **slow)
+    spec = stores.spec_of(tmp_path, url, **SLOW)
     killed = jobs.run("run", spec, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
     shutil.rmtree(tmp_path / "work")
@@ -222,7 +223,7 @@ def test_reading_commands(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     before = jobs.run("status", url, **store.environment, **cache)
     assert before.returncode == 2 and f"{url} holds no job that has begun" in before.stderr
-    spec = stores.spec_of(tmp_path, url)
+    spec = stores.spec_of(tmp_path, url, **SLOW)
     assert jobs.run("run", spec, faults="chain.after_commit:12=kill", **store.environment).returncode == -9
     part_way = json.loads(jobs.run("status", url, "--json", **store.environment, **cache).stdout)
     committed = [line for line in stores.lines(url) if line["kind"] == "part"]
@@ -246,16 +247,13 @@ def test_reading_commands(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     assert not [path for method, path in store.seen if path.endswith(".parquet")]
 
 
-@pytest.mark.parametrize(
-    "command", ["check", "report", "diff", "inspect", "verify", "slurm", "tune", "export --to hf -o x", "run ray"]
-)
+@pytest.mark.parametrize("command", ["check --repair", "report", "slurm --nodes 2", "tune", "run ray"])
 def test_commands_that_do_not_work_with_a_bucket(command: str, url: str, tmp_path: pathlib.Path) -> None:
     name, *more = command.split()
     spec = stores.spec_of(tmp_path, url, **({"backend": "ray"} if more == ["ray"] else {}))
-    takes_spec = name in ("verify", "slurm", "tune", "run")
+    target = url if name in ("check", "report") else spec
     more = [] if more == ["ray"] else more
-    target = [spec] if takes_spec else [url, *([url] if name == "diff" else ["0"] if name == "inspect" else [])]
-    refused = jobs.run(name, *target, *more, AWS_ENDPOINT_URL="http://127.0.0.1:1")
+    refused = jobs.run(name, target, *more, AWS_ENDPOINT_URL="http://127.0.0.1:1")
     assert refused.returncode == 2
     assert refused.stderr.count("\n") <= 3 and "bucket" in refused.stderr, refused.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"job.yaml"}
@@ -289,7 +287,7 @@ def test_ctrl_c_ends_a_wait_for_the_store(url: str, tmp_path: pathlib.Path) -> N
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_a_stop_stores_everything_in_the_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
@@ -321,7 +319,7 @@ def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: p
         "engine": {"max_model_len": 512, "max_num_seqs": 8},
         "parallel": {"data_parallel_size": 1},
     }
-    # Every row has 32 tokens, so the job has 240 steps. Step 150 comes after 32 rows: two parts, and two rows of a third.
+    # Each row has 32 tokens, so the job has 240 steps. Step 150 comes after 32 rows: two parts, and two rows more.
     vllm |= {"input": {"limit": 60}, "output": {"rows_per_shard": 15}, "sampling": {"ignore_eos": True}}
     (tmp_path / "local").mkdir()
     jobs.finish(jobs.spec_of(tmp_path / "local", **vllm))
@@ -339,20 +337,30 @@ def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: p
     assert stores.rows(url) == jobs.rows_of(tmp_path / "local" / "out")
     kept = [line["num_requests"] for line in stores.lines(url) if line.get("name") == "recovered"]
     assert sum(kept) == num_stored > 0
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    verified = jobs.run("verify", spec, "-n", "4", "--json", **store.environment, **cache)
+    assert verified.returncode == 0, verified.stderr
+    assert json.loads(verified.stdout)["num_rows"] == 4 and json.loads(verified.stdout)["job"] == url
 
 
-@pytest.mark.parametrize("option", ["--fresh", "--extend", "--retry=errors"])
-def test_what_a_bucket_does_not_have_yet_is_refused(
-    option: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
-) -> None:
-    refused = jobs.run("run", stores.spec_of(tmp_path, url), option, **store.environment)
+def test_fresh_is_refused(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    refused = jobs.run("run", stores.spec_of(tmp_path, url), "--fresh", **store.environment)
     assert refused.returncode == 2
-    assert refused.stderr.startswith(f"error: {option.partition('=')[0]} "), refused.stderr
+    assert refused.stderr.startswith("error: --fresh cannot rename"), refused.stderr
     assert not store.seen and not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [("403", "check that the key is right"), ("404", "the store has not"), ("507", "make room")]
+    ("status", "words"),
+    [
+        ("403", "check that the key is right"),
+        ("400 ExpiredToken", "check that the key is right, has not expired"),
+        ("403 SignatureDoesNotMatch", "check that the key is right"),
+        ("404 NoSuchBucket", "make the bucket first"),
+        ("404", "the store has not"),
+        ("507", "make room"),
+        ("403 QuotaExceeded", "make room"),
+    ],
 )
 def test_a_store_that_refuses(status: str, words: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     # In the middle: an expired key, a bucket that is deleted, a full quota.
@@ -364,3 +372,26 @@ def test_a_store_that_refuses(status: str, words: str, url: str, store: stores.P
     store.fault = lambda method, path: ""
     jobs.finish(spec, **store.environment)
     _is_whole(url)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("PUT 403 AccessDenied", "may read, list, write and delete there"),  # a key that can only read
+        ("GET 403 AccessDenied", "may read, list, write and delete there"),
+        ("PUT 403 InvalidAccessKeyId", "check that the key is right"),
+        ("PUT 404 NoSuchBucket", "make the bucket first"),
+        ("PUT 403 QuotaExceeded", "make room"),
+    ],
+)
+def test_a_store_that_refuses_at_the_start(
+    fault: str, words: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    method, _, answer = fault.partition(" ")
+    store.fault = lambda asked, path: answer if asked == method else ""
+    refused = jobs.run("run", stores.spec_of(tmp_path, url), **store.environment)
+    assert refused.returncode == 2
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert words in line and url in line and "secret" not in line
+    assert "starting" not in refused.stderr  # no engine has started
+    assert not stores.names(url, "commits")

@@ -40,7 +40,7 @@ def test_what_is_not_in_memory_is_read(folder: pathlib.Path) -> None:
         before = bytes_read()
         thread = local.read_ahead(model_at(folder), "auto")
         assert thread is not None
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
         try:
             os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
@@ -58,7 +58,7 @@ def test_what_is_in_memory_is_not_read_again(folder: pathlib.Path) -> None:
     before = bytes_read()
     thread = local.read_ahead(model_at(folder), "auto")
     assert thread is not None
-    thread.join(30)
+    thread.join(120)
     assert bytes_read() - before < BLOCK
 
 

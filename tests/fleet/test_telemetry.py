@@ -12,7 +12,8 @@ from test_placement import GIB, install
 import jobs
 from batchinf.base.storage import Folder
 from batchinf.fleet.local.devices import NvmlWatch
-from batchinf.fleet.status import TELEMETRY_FOLDER, ReplicaLook, Telemetry, read_looks
+from batchinf.fleet.status import ReplicaLook, Telemetry, read_looks
+from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
 

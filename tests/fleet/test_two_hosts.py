@@ -72,7 +72,7 @@ def test_one_replica_over_two_hosts(hosts: TwoHosts, tmp_path: pathlib.Path) -> 
     [ready] = jobs.events_of(tmp_path / "out", "ready")
     assert ready["settings"]["tensor_parallel_size"] == 2
     assert ready["settings"]["environment"]["VLLM_HOST_IP"] in ("10.77.0.1", "10.77.0.2")
-    jobs.wait_until(lambda: not hosts.left(), 30)
+    jobs.wait_until(lambda: not hosts.left())
 
 
 @pytest.mark.parametrize("which", ["output", "model"])

@@ -41,7 +41,7 @@ def contents(model: dict[str, Any]) -> Contents:
 def digested(model: dict[str, Any]) -> Contents:
     found = contents(model)
     found.start()
-    jobs.wait_until(lambda: found.is_known, 30)
+    jobs.wait_until(lambda: found.is_known)
     return found
 
 
@@ -217,7 +217,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: pathlib.Path) -> Non
         found.unchanged.check()
     found.start()
     with pytest.raises(DriftError, match=r"model-00002-of-00002\.safetensors was changed while the job ran"):
-        jobs.wait_until(lambda: found.is_known, 30)
+        jobs.wait_until(lambda: found.is_known)
     weights.unlink()
     with pytest.raises(DriftError, match="was changed"):
         found.unchanged.check()
@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
     dense.mkdir()
     found.start()
     with pytest.raises(ModelError, match=r"cannot read .*2_Dense/model\.safetensors: is a directory"):
-        jobs.wait_until(lambda: found.is_known, 30)
+        jobs.wait_until(lambda: found.is_known)
 
 
 def test_a_thread_that_is_told_to_end_ends(tmp_path: pathlib.Path) -> None:

@@ -74,7 +74,7 @@ class Early:
             failed = [row.results[0].prompt.row_index for row, _ in list(self.pipeline._finished._items)]
             return {*ready, *failed}
 
-        jobs.wait_until(lambda: waiting() >= set(rows), 30)
+        jobs.wait_until(lambda: waiting() >= set(rows))
 
     def run(self, num_shards: int) -> list[dict[str, Any]]:
         """The engine comes up, and runs what there is; the rows."""
@@ -86,10 +86,10 @@ class Early:
         thread = threading.Thread(target=worker.run)
         thread.start()
         try:
-            jobs.wait_until(lambda: len(self.of(ShardClosed)) >= num_shards or not thread.is_alive(), 30)
+            jobs.wait_until(lambda: len(self.of(ShardClosed)) >= num_shards or not thread.is_alive())
         finally:
             worker.stop(0.0)
-            thread.join(30)
+            thread.join(120)
         self.num_stored = worker.progress().num_rows
         files = sorted(self.folder.path("staging").glob("*.parquet"))
         return pa.concat_tables([pq.read_table(file) for file in files]).to_pylist()
@@ -101,7 +101,7 @@ class Early:
         self.feeder.stop()
         self.pipeline._finished.close()
         if self.feeder.ident is not None:
-            self.feeder.join(30)
+            self.feeder.join(120)
         self.source.close()
 
 
@@ -272,7 +272,7 @@ if not child:
         os._exit(0)
     os._exit(1 if os.wait()[1] or began or os.environ["TOKENIZERS_PARALLELISM"] != "false" else 0)
 assert os.waitpid(child, 0)[1] == 0 and os.environ["TOKENIZERS_PARALLELISM"] == "true"
-thread.join(30)
+thread.join(120)
 assert began == [os.getpid()]
 if not os.fork():  # `start` would raise if it were called again
     os._exit(0)

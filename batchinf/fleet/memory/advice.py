@@ -119,15 +119,21 @@ def _least_degree(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> int |
     return None
 
 
+def _most_tokens(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> int | None:
+    """The longest sequence that the memory holds; None if that is of no use."""
+    most = cause.most_tokens
+    if not most and cause.kind != "length":
+        most = fit.most_tokens(now["gpu_memory_utilization"], RESERVE_BYTES)
+    is_useful = most and most >= _LEAST_LENGTH and (fit.max_model_len is None or most < fit.max_model_len)
+    return most if is_useful else None
+
+
 def _new_job(cause: OutOfMemory, engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> list[str]:
     """Advice that changes the output, and so needs a new job."""
     if cause.kind not in ("cache", "length", "load"):
         return []
     choices = []
-    most = cause.most_tokens
-    if not most and cause.kind != "length":
-        most = fit.most_tokens(now["gpu_memory_utilization"], RESERVE_BYTES)
-    if most and most >= _LEAST_LENGTH and (fit.max_model_len is None or most < fit.max_model_len):
+    if (most := _most_tokens(cause, now, fit)) is not None:
         choices.append(f"engine.max_model_len {most} or less")
     if not _would_fit(fit, fit, cause, now):
         smaller = _smaller_needs(engine, fit.needs)

@@ -319,12 +319,16 @@ def _json_text(value: object) -> str:
     return text if is_utf8(text) else json.dumps(value)  # ASCII has an escape for a lone surrogate
 
 
+def _fit_text(value: str, reasons: list[str]) -> str:
+    if not is_utf8(value):
+        reasons.append(f"text that is not valid Unicode: {value[:100]!a} has a lone surrogate")
+    return value.encode(errors="replace").decode()
+
+
 def _fit(value: Any, type: pa.DataType, reasons: list[str]) -> Any:
     """The value made acceptable to Arrow: without lone surrogates; else null. reasons: why it has changed."""
     if pa.types.is_string(type) and isinstance(value, str):
-        if not is_utf8(value):
-            reasons.append(f"text that is not valid Unicode: {value[:100]!a} has a lone surrogate")
-        return value.encode(errors="replace").decode()
+        return _fit_text(value, reasons)
     if pa.types.is_list(type) and isinstance(value, list):
         return [_fit(item, type.value_type, reasons) for item in value]
     if pa.types.is_struct(type) and isinstance(value, dict):

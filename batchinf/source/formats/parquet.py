@@ -265,21 +265,21 @@ class _ParquetReader(ColumnarReader):
         self._may_be_wide = _may_be_wide(metadata)
 
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
-        tables = []
-        for i, first, last in spans(self._firsts, start, stop):
-            wide = {name: rows for name in columns if (rows := self._rows_at_once(i, name)) is not None}
-            held = self._group(i, [name for name in columns if name not in wide])
-            read = {name: column.slice(first, last - first) for name, column in held.items()}
-            read |= {
-                name: cast_column(read[name], self._columns[name].type) for name in read.keys() & self._may_be_wide
-            }
-            for name, num_rows in wide.items():
-                # Cast piece by piece: Arrow casts all values behind a slice of lists.
-                type = self._columns[name].type
-                pieces = self._stream(i, name, num_rows, first).read(first, last)
-                read[name] = pa.chunked_array([cast_column(piece, type) for piece in pieces], type)
-            tables.append(pa.table({name: read[name] for name in columns}))
-        return pa.concat_tables(tables)
+        groups = spans(self._firsts, start, stop)
+        return pa.concat_tables([self._of_group(i, first, last, columns) for i, first, last in groups])
+
+    def _of_group(self, i: int, first: int, last: int, columns: list[str]) -> pa.Table:
+        """Rows of one row group, by their places in it."""
+        wide = {name: rows for name in columns if (rows := self._rows_at_once(i, name)) is not None}
+        held = self._group(i, [name for name in columns if name not in wide])
+        read = {name: column.slice(first, last - first) for name, column in held.items()}
+        read |= {name: cast_column(read[name], self._columns[name].type) for name in read.keys() & self._may_be_wide}
+        for name, num_rows in wide.items():
+            # Cast piece by piece: Arrow casts all values behind a slice of lists.
+            type = self._columns[name].type
+            pieces = self._stream(i, name, num_rows, first).read(first, last)
+            read[name] = pa.chunked_array([cast_column(piece, type) for piece in pieces], type)
+        return pa.table({name: read[name] for name in columns})
 
     def _rows_at_once(self, i: int, name: str) -> int | None:
         """How many rows of a column to decode at once; None: all of a group. The group's first row decides."""

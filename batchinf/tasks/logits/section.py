@@ -1,5 +1,6 @@
 """The section `logits` of a spec."""
 
+from collections.abc import Container
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -90,16 +91,25 @@ def _check(spec: JobSpec) -> None:
         if getattr(spec, SECTION.name) is not None:
             raise wrong(f"must be left out with task {spec.task}; or set task: logits", "logits")
         return
-    changed = set(spec.sampling.model_dump(exclude_defaults=True))
-    if spec.sampling.may_have("structured_outputs"):
-        changed.add("structured_outputs")
-    for name in _OF_TEXT:
-        if name in changed:
-            instead = "; logits.values says which numbers are stored" if "logprob" in name else ""
-            raise wrong(f"has no meaning with task logits{instead}; leave it out", f"sampling.{name}")
+    changed = _set_fields(spec)
+    if name := next((name for name in _OF_TEXT if name in changed), None):
+        instead = "; logits.values says which numbers are stored" if "logprob" in name else ""
+        raise wrong(f"has no meaning with task logits{instead}; leave it out", f"sampling.{name}")
     if "n" in changed or "n" in spec.sampling.columns:
         raise wrong("must be 1 with task logits; leave it out", "sampling.n")
-    for name in () if logits_of(spec).positions == "generated" else _OF_GENERATION:
+    if logits_of(spec).positions != "generated":
+        _check_nothing_generated(changed)
+
+
+def _set_fields(spec: JobSpec) -> set[str]:
+    """The fields of `sampling` that the spec sets."""
+    changed = set(spec.sampling.model_dump(exclude_defaults=True))
+    return changed | {"structured_outputs"} if spec.sampling.may_have("structured_outputs") else changed
+
+
+def _check_nothing_generated(changed: Container[str]) -> None:
+    """changed: see `_set_fields`."""
+    for name in _OF_GENERATION:
         if name in changed:
             raise wrong(
                 "has no meaning where nothing is generated; leave it out, or set logits.positions: generated",

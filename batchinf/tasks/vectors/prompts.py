@@ -248,4 +248,5 @@ class EmbeddingPrompts(PromptBuilder):
         if line.drafts[0].encoder is None:
             ids = [token_id for draft in line.drafts if isinstance(draft.ids, list) for token_id in draft.ids]
             return Draft(None, ids, request=form)
-        return Draft("\n".join(draft.text or "" for draft in line.drafts), None, line.drafts[0].encoder, request=form)
+        texts = [draft.text or "" for draft in line.drafts]
+        return Draft("\n".join(texts), None, line.drafts[0].encoder, request=form)

@@ -150,21 +150,21 @@ class Rerank(Pooled):
     def shown_columns(self) -> ShownColumns:
         return ShownColumns(tuple(name for name, _ in self._output_fields()))
 
+    def _score(self, value: Any) -> Any:
+        """That of a cross-encoder."""
+        return None if value is None or not self._is_cross else value[0]
+
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
         """See `Task.encode`."""
         values = [None if result.completion is None else result.completion.values for result in results]
         check_shapes(values, self.width)
         rerankings = [result.prompt.reranking or Reranking(0) for result in results]
-        counts = [
-            len(result.prompt.inputs[result.request_index]) if result.prompt.inputs else None for result in results
-        ]
         columns = {
-            "num_prompt_tokens": pa.array(counts, pa.int32()),
+            "num_prompt_tokens": pa.array(list(map(_num_tokens, results)), pa.int32()),
             "num_queries": pa.array([reranking.num_queries for reranking in rerankings], pa.int32()),
             "top_n": pa.array([reranking.top_n for reranking in rerankings], pa.int32()),
         }
-        scores = [None if value is None or not self._is_cross else value[0] for value in values]
-        columns |= self._score_column(scores)
+        columns |= self._score_column([self._score(value) for value in values])
         if not self._is_cross:
             columns[_VECTORS] = vector_list_array(values, _FLOAT32)
         return self.result_batch(results, columns)
@@ -213,6 +213,12 @@ class Rerank(Pooled):
             start += length
             found.append(cosines(of_row[:num_queries], of_row[num_queries:]))
         return found
+
+
+def _num_tokens(result: Result) -> int | None:
+    """Of the request's own prompt."""
+    inputs = result.prompt.inputs
+    return len(inputs[result.request_index]) if inputs else None
 
 
 def cosines(queries: npt.NDArray[Any], documents: npt.NDArray[Any]) -> FloatArray:

@@ -102,11 +102,7 @@ class RerankReader(LineReader):
         return request
 
     def _scores(self, body: dict[str, Any]) -> tuple[list[str], list[str], None]:
-        given = {name for names in _SIDES for name in names if name in body}
-        names = next((names for names in _SIDES if given == {*names}), None)
-        if names is None:
-            got = ", ".join(sorted(given)) or "neither"
-            raise Refused(f"body: got {got}; must have {' or '.join(' and '.join(names) for names in _SIDES)}")
+        names = _sides_of(body)
         queries, documents = (_line_texts(f"body.{name}", body.pop(name)) for name in names)
         if len(queries) not in (1, len(documents)):
             got = f"got {len(queries)} texts in {names[0]} and {len(documents)} in {names[1]}"
@@ -139,6 +135,16 @@ class RerankReader(LineReader):
         if kwargs and self._where.chat_template is None:
             raise Refused(f"body.{given}: got it, but the job has no input.chat_template, which would use it")
         return kwargs
+
+
+def _sides_of(body: Mapping[str, object]) -> tuple[str, str]:
+    """The names of the two sides that a body has. Raises Refused."""
+    given = {name for names in _SIDES for name in names if name in body}
+    names = next((names for names in _SIDES if given == {*names}), None)
+    if names is None:
+        got = ", ".join(sorted(given)) or "neither"
+        raise Refused(f"body: got {got}; must have {' or '.join(' and '.join(names) for names in _SIDES)}")
+    return names
 
 
 def _whole(name: str, value: object) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import ModelError, SpecError
@@ -132,6 +132,15 @@ def _check(spec: JobSpec) -> None:
             raise wrong(f"got it with task {task}; must be left out, or set task: rerank", f"input.{name}")
     if task not in _FIELDS:
         return
+    _check_no_text(spec)
+    _check_layers(pooling)
+    if task == "rerank":
+        _check_rerank(spec)
+
+
+def _check_no_text(spec: JobSpec) -> None:
+    """Raise a validator's error for the first field that a task without text does not use."""
+    task = spec.task
     for name, value in spec.sampling.model_dump(exclude_defaults=True).items():
         reason = f"got {_in_words(value)}; must be left out with task {task}, which generates no text"
         raise wrong(reason, f"sampling.{name}")
@@ -143,9 +152,6 @@ def _check(spec: JobSpec) -> None:
     if spec.output.logprobs_dtype != "float32":
         reason = f"got '{spec.output.logprobs_dtype}'; must be left out with task {task}, which has no logprobs"
         raise wrong(reason, "output.logprobs_dtype")
-    _check_layers(pooling)
-    if task == "rerank":
-        _check_rerank(spec)
 
 
 def _given(spec: JobSpec, names: Iterable[str]) -> list[str]:
@@ -153,17 +159,21 @@ def _given(spec: JobSpec, names: Iterable[str]) -> list[str]:
     return [name for name in names if getattr(spec.input, name) is not None]
 
 
-def _check_rerank(spec: JobSpec) -> None:
-    for name in _given(spec, (name for name in (*PROMPT_FORMS, *CHAT_FIELDS) if name not in _TEMPLATE_FIELDS)):
-        if name != "query_column":
-            raise wrong("got it with task rerank, whose prompts are a query and a document: name their columns in "
-                        "query_column and documents_column", f"input.{name}")  # fmt: skip
-    columns = _given(spec, _RERANK_COLUMNS)
+def _check_sides(columns: Sequence[str]) -> None:
+    """Raise an error for a validator unless the columns with the two sides of a score are both given, or none."""
     if len(columns) == 1:
         missing = "documents_column or document_column" if columns == ["query_column"] else "query_column"
         raise wrong(f"got it without {missing}; a score is that of a query and a document", f"input.{columns[0]}")
     if len(columns) == 3:
         raise wrong("got it beside documents_column; give one of them", "input.document_column")
+
+
+def _check_rerank(spec: JobSpec) -> None:
+    for name in _given(spec, (name for name in (*PROMPT_FORMS, *CHAT_FIELDS) if name not in _TEMPLATE_FIELDS)):
+        if name != "query_column":
+            raise wrong("got it with task rerank, whose prompts are a query and a document: name their columns in "
+                        "query_column and documents_column", f"input.{name}")  # fmt: skip
+    _check_sides(_given(spec, _RERANK_COLUMNS))
     pooling = pooling_of(spec)
     if pooling.top_n is not None and spec.input.document_column is not None:
         raise wrong(f"got {pooling.top_n} with input.document_column, of which a row has one; leave it out",
@@ -229,11 +239,17 @@ def resolved_fields(spec: JobSpec, model: Model) -> dict[str, Any]:
     if spec.task == "hidden_states":
         width = pooling.width or _width_of(config)
         _check_depth(config, spec)
-    else:
-        width = pooling.width or projected_width(model, spec) or _width_of(config)
-        if pooling.dimensions is not None:
-            _check_dimensions(config, pooling.dimensions, width)
-    return {"width": width}
+        return {"width": width}
+    return {"width": _embedding_width(config, spec, model)}
+
+
+def _embedding_width(config: Config, spec: JobSpec, model: Model) -> int:
+    """Raises SpecError for `pooling.dimensions` that the model does not have."""
+    pooling = pooling_of(spec)
+    width = pooling.width or projected_width(model, spec) or _width_of(config)
+    if pooling.dimensions is not None:
+        _check_dimensions(config, pooling.dimensions, width)
+    return width
 
 
 def _scored(config: Config, spec: JobSpec, model: Model) -> dict[str, Any]:

@@ -1,0 +1,169 @@
+"""The commands that read a job read it in a bucket, too, and show what they show of a folder."""
+
+import json
+import os
+import pathlib
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import stores
+
+import jobs
+
+pytestmark = [pytest.mark.fewer_rows]
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def store() -> Iterator[stores.Proxy]:
+    with stores.proxy() as made:
+        yield made
+
+
+@pytest.fixture
+def environment(store: stores.Proxy, tmp_path: pathlib.Path) -> dict[str, str]:
+    return {**store.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def _put(url: str, name: str, data: bytes) -> None:
+    with stores.file_system().open_output_stream(f"{url.removeprefix('s3://')}/{name}") as file:
+        file.write(data)
+
+
+def _check(url: str, *options: str, code: int, **environment: str) -> dict[str, Any]:
+    checked = jobs.run("check", url, "--json", *options, **environment)
+    assert checked.returncode == code, checked.stderr
+    return json.loads(checked.stdout)
+
+
+def test_a_whole_job_is_whole(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    spec = stores.spec_of(tmp_path, url)
+    before = jobs.run("check", url, **environment)
+    assert before.returncode == 2 and "holds no job that has begun" in before.stderr
+    killed = jobs.run("run", spec, faults="mirror.after_bundle:3=kill", **environment)
+    assert killed.returncode == -9
+    [half] = _check(url, "--deep", code=0, **environment)["jobs"]
+    assert half["activity"] == "stopped" and half["num_parts_checked"] == len(stores.committed(url))
+    assert {finding["problem"] for finding in half["findings"]} <= {"part_unnamed"}
+    jobs.finish(spec, **environment)
+    for deep in ((), ("--deep",)):
+        [whole] = _check(url, *deep, code=0, **environment)["jobs"]
+        assert whole["activity"] == "done" and not whole["findings"]
+        assert whole["num_parts_checked"] == whole["num_parts"] == len(stores.names(url, "parts"))
+    # Nothing that was fetched to be checked is kept.
+    assert not list((tmp_path / "cache").rglob("*.parquet"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "altered", "swapped", "stranger", "unnamed"])
+def test_damage_is_found(damage: str, url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    spec = stores.spec_of(tmp_path, url)
+    jobs.finish(spec, **environment)
+    name = "parts/part-000002.parquet"
+    data = stores.read(url, name)
+    problem = "part_damaged"
+    if damage == "missing":
+        stores.file_system().delete_file(f"{url.removeprefix('s3://')}/{name}")
+    elif damage == "cut":
+        _put(url, name, data[:-10])
+    elif damage == "altered":
+        _put(url, name, data[:1000] + bytes([data[1000] ^ 1]) + data[1001:])
+    elif damage == "swapped":
+        _put(url, name, stores.read(url, "parts/part-000003.parquet"))
+    elif damage == "stranger":
+        name, problem = "parts/part-2.parquet", "foreign_file"
+        _put(url, name, data)
+    else:
+        name, problem = "parts/part-000000.parquet", "part_unnamed"
+        killed = jobs.run("run", stores.spec_of(tmp_path, f"{url}-2"), faults="mirror.after_part:1=kill", **environment)
+        assert killed.returncode == -9
+        url = f"{url}-2"
+    needs_deep = damage in ("altered", "swapped") and len(stores.read(url, name)) == len(data)
+    if needs_deep:
+        assert _check(url, code=0, **environment)["is_whole"]
+    code = 0 if damage == "unnamed" else 2
+    report = _check(url, *(["--deep"] if needs_deep else []), code=code, **environment)
+    found = [finding for finding in report["jobs"][0]["findings"] if finding["problem"] == problem]
+    if damage == "unnamed":
+        assert {finding["file"] for finding in found} == {
+            f"parts/{part}" for part in set(stores.names(url, "parts")) - stores.committed(url)
+        }
+        return
+    assert [finding["file"] for finding in found] == [name]
+    if damage == "stranger":
+        return
+    # The remedy that the line names makes the job whole again.
+    if needs_deep:
+        assert "delete it from the bucket" in found[0]["detail"]
+        stores.file_system().delete_file(f"{url.removeprefix('s3://')}/{name}")
+    jobs.finish(spec, **environment)
+    assert _check(url, "--deep", code=0, **environment)["is_whole"]
+    assert stores.rows(url) == list(jobs.unhurt())
+
+
+def test_an_old_damaged_commit_is_found(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    jobs.finish(stores.spec_of(tmp_path, url), **environment)
+    _put(url, "commits/000000003", stores.read(url, "commits/000000003") + b"\n")
+    checked = jobs.run("check", url, **environment)
+    assert checked.returncode == 2 and "/commits/00000000" in checked.stderr and "is damaged" in checked.stderr
+
+
+def test_a_damaged_journal_is_noted(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    slow = {"scripted": {"step_s": 0.05}, "parallel": {"data_parallel_size": 1}, "output": {"rows_per_shard": 240}}
+    spec = stores.spec_of(tmp_path, url, **slow)
+    assert jobs.run("run", spec, faults="mirror.after_bundle:3=kill", **environment).returncode == -9
+    bundle = min(stores.names(url, "journal"))
+    data = stores.read(url, f"journal/{bundle}")
+    _put(url, f"journal/{bundle}", data[:-20] + bytes(20))
+    [found] = _check(url, code=0, **environment)["jobs"]
+    assert [finding["problem"] for finding in found["findings"]] == ["journal_damaged"]
+
+
+def test_other_commands_show_what_they_show_of_a_folder(
+    url: str, store: stores.Proxy, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "local").mkdir()
+    some = {"input": {"sample": 0.5}}
+    jobs.finish(jobs.spec_of(tmp_path / "local", **some))
+    out = tmp_path / "local" / "out"
+    spec = stores.spec_of(tmp_path, url, **some)
+    jobs.finish(spec, **environment)
+    shutil.rmtree(tmp_path / "work")
+    [row] = pq.read_table(out / "parts", columns=["id"]).slice(7, 1)["id"].to_pylist()
+    both = [jobs.run("inspect", where, row, "--json", **environment) for where in (out, url)]
+    assert both[1].returncode == 0, both[1].stderr
+    shown = [json.loads(one.stdout) for one in both]
+    assert shown[1].pop("folder") == url and shown[0].pop("folder") == str(out)
+    assert shown[0]["prompt"] and shown[0] == shown[1]
+    # All parts are here by now: none is fetched again.
+    store.seen.clear()
+    diff = jobs.run("diff", out, url, "--json", **environment)
+    assert diff.returncode == 0, diff.stderr
+    assert json.loads(diff.stdout)["changes"]["num_changed"] == 0
+    assert json.loads(diff.stdout)["changes"]["num_both"] == len(pq.read_table(out / "parts"))
+    page = tmp_path / "report.html"
+    reported = jobs.run("report", url, "-o", page, **environment)
+    assert reported.returncode == 0, reported.stderr
+    assert url in page.read_text()
+    assert not [path for method, path in store.seen if path.endswith(".parquet")]
+    dataset = jobs.run("export", url, "--to", "hf", "-o", tmp_path / "dataset", **environment)
+    assert dataset.returncode == 0, dataset.stderr
+    assert pq.read_table(tmp_path / "dataset" / "data").num_rows == len(pq.read_table(out / "parts"))
+
+
+def test_copies_that_nobody_looks_at_are_deleted(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    jobs.finish(stores.spec_of(tmp_path, url), **environment)
+    assert jobs.run("head", url, **environment).returncode == 0
+    [copy] = (tmp_path / "cache" / "batchinf" / "copies").iterdir()
+    week_ago = time.time() - 8 * 24 * 3600
+    os.utime(copy, (week_ago, week_ago))
+    assert jobs.run("status", f"{url}-other", **environment).returncode == 2
+    assert not copy.exists()

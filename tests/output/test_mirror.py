@@ -1,0 +1,105 @@
+"""A store that is slow or absent holds new rows back before the disk is full, and says so."""
+
+import io
+import pathlib
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+import pyarrow.parquet as pq
+import pytest
+import stores
+
+import jobs
+from batchinf import api
+from batchinf.base.bucket import Bucket, StoreError
+from batchinf.base.storage import Folder
+from batchinf.coordinator.display import ProgressDisplay
+from batchinf.output import mirror as mirrors
+from batchinf.output.mirror import Mirror
+from batchinf.records import Part
+
+pytestmark = [pytest.mark.fewer_rows]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
+    with stores.proxy() as made:
+        for name, value in made.environment.items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+def part_of(num_bytes: int) -> Part:
+    zeros = dict.fromkeys(("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens"), 0)
+    return Part(shard=3, file="000003-x.parquet", num_bytes=num_bytes, digest="d", **zeros)
+
+
+def test_what_holds_new_rows_back(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    folder = Folder(tmp_path / "work")
+    bucket = Bucket(url, patience_s=0.0)
+    mirror = Mirror(bucket, folder, Folder(tmp_path / "source"), interval_s=10.0, say=said.append)
+    assert not mirror.held_back(said.append) and not said
+    # Finished parts wait on the disk of the node: more than a gibibyte.
+    mirror.exchange([("item", part_of((1 << 30) + 1))])
+    assert mirror.held_back(said.append) and mirror.held_back(said.append)
+    assert "1 finished part" in mirror.left_line()
+    mirror.note_committed([part_of(1)])
+    assert not mirror.held_back(said.append)
+    assert [line.partition(url)[2].partition(":")[0].partition(" (")[0] for line in said] == [
+        " is slower than the engines",
+        " answers again",
+    ]
+    # The store does not answer.
+    monkeypatch.setattr(mirrors, "_ABSENT_S", 0.0)
+    store.fault = lambda method, path: "503"
+    with pytest.raises(StoreError):
+        bucket.put("status.json", b"")
+    assert mirror.held_back(said.append)
+    assert "has not answered for" in said[-1] and "no new rows begin" in said[-1]
+    store.fault = lambda method, path: ""
+    bucket.put("status.json", b"")
+    assert not mirror.held_back(said.append)
+
+
+def test_a_job_waits_for_a_slow_store(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_MOST_WAITING_BYTES", 0)
+    released = threading.Event()
+    store.fault = lambda method, path: "503" if ".parquet" in path and not released.is_set() else ""
+    shown = io.StringIO()
+    counts: list[int] = []
+
+    def release() -> None:
+        jobs.wait_until(lambda: "is slower than the engines" in shown.getvalue())
+        # Rows that replicas have may finish. The others would finish in this time, too.
+        time.sleep(3)
+        counts.append(num_done(tmp_path / "work"))
+        released.set()
+
+    spec = stores.spec_of(tmp_path, url, scripted={"step_s": 0.01, "max_num_seqs": 2}, output={"rows_per_shard": 4})
+    waiting = threading.Thread(target=release)
+    waiting.start()
+    try:
+        api.run(spec, display=ProgressDisplay(shown))
+    finally:
+        released.set()
+        waiting.join()
+    assert counts[0] < len(jobs.unhurt())
+    assert "answers again: new rows begin" in shown.getvalue()
+    assert stores.rows(url) == list(jobs.unhurt())
+
+
+def num_done(work: pathlib.Path) -> int:
+    """Rows in parts that are staged; the bucket has none."""
+    return sum(pq.read_metadata(path).num_rows for path in (work / "staging").glob("[!.]*.parquet"))
