@@ -25,7 +25,7 @@ _OF_COMMAND = {
 }
 _COMMANDS = {
     **dict.fromkeys(("resume", "continue", "restart"), "`batchinf run JOB.yaml` resumes the job, with the same spec"),
-    **dict.fromkeys(("start", "generate", "submit"), "`batchinf run JOB.yaml` runs a job"),
+    **dict.fromkeys(("start", "launch", "submit"), "`batchinf run JOB.yaml` runs a job"),
     "retry": "`batchinf run JOB.yaml --retry errors` runs error rows again",
     **dict.fromkeys(("show", "cat", "tail", "sample"), "`batchinf head OUT` shows rows, `inspect OUT` one row"),
     **dict.fromkeys(("convert", "merge"), "`batchinf export OUT -o FILE` writes the output as one file"),
