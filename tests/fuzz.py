@@ -798,6 +798,9 @@ def _input_files(folder: pathlib.Path, format: str) -> list[tuple[str, bytes]]:
         ]
     if format == "jsonl.zst":
         return [("a.jsonl.zst", pa.compress(lines, "zstd", asbytes=True))]
+    if format == "json":
+        values = lines.splitlines()
+        return [("a.json", b"[" + b",\n".join(values) + b"]"), ("b.json", lines)]
     if format == "text":
         return [
             ("a.txt", "first\n\n日本 \r\nbad\x00\n".encode() * 10),
@@ -1002,6 +1005,7 @@ TARGETS: dict[str, Target] = {
     "jsonl.zst": _reader("jsonl.zst"),
     "text": _reader("text"),
     "csv": _reader("csv"),
+    "json": _reader("json"),
     "parquet": _reader("parquet", 1),  # each case costs a process
     "arrow": _reader("arrow"),
     "arrow stream": _reader("arrow stream"),

@@ -76,6 +76,7 @@ def make_jsonl_folder(folder: pathlib.Path) -> tuple[str, Records]:
     for name, pack, num_rows in [
         ("a.jsonl", bytes, 70),
         ("b.jsonl.gz", gzip.compress, 50),
+        ("c/c.jsonl.lz4", lambda data: pa.compress(data, "lz4", asbytes=True), 20),
         ("c/d.jsonl.zst", lambda data: pa.compress(data, "zstd", asbytes=True), 40),
         ("e.jsonl", lambda data: b"\xef\xbb\xbf" + data, 30),
         ("f.jsonl", lambda data: b"\n\n", 0),
@@ -85,6 +86,15 @@ def make_jsonl_folder(folder: pathlib.Path) -> tuple[str, Records]:
         (folder / name).write_bytes(pack(data))
         expected += [f"{name} {r}" if isinstance(r, str) else r for r in some]
     return str(folder), expected
+
+
+def make_json(folder: pathlib.Path) -> tuple[str, Records]:
+    rows = records(300)
+    (folder / "a.json").write_text(json.dumps([*rows, 5, None], indent=1, ensure_ascii=False))
+    data = b"\xef\xbb\xbf" + b"\n".join(json.dumps(row, indent=2).encode() for row in rows)
+    (folder / "b.json.lz4").write_bytes(pa.compress(data, "lz4", asbytes=True))
+    broken = [f"a.json value {301 + i}: not a JSON object but {kind}" for i, kind in enumerate(("a number", "null"))]
+    return str(folder), [*rows, *broken, *rows]
 
 
 def make_text(folder: pathlib.Path) -> tuple[str, Records]:
@@ -167,6 +177,7 @@ def make_saved_dict(folder: pathlib.Path) -> tuple[str, Records]:
 FORMATS: dict[str, Make] = {
     "jsonl": make_jsonl,
     "jsonl folder": make_jsonl_folder,
+    "json": make_json,
     "text": make_text,
     "csv": make_csv,
     "parquet": make_parquet,

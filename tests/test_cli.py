@@ -17,7 +17,7 @@ from rich.cells import cell_len
 import batchinf
 import jobs
 from batchinf import cli
-from batchinf.base.text import size_text
+from batchinf.base.text import size_text, time_taken
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_the_closing_lines_say_what_came_out_and_where(done: Any) -> None:
     assert f"{out}/parts" in closing
     device_s = sum(event["device_s"] for event in jobs.events_of(out, "replica_ended"))
     assert device_s > 0
-    assert f"{device_s / 3600:.3f} device-hours" in closing
+    assert f"{time_taken(device_s)} of replica time over all attempts" in closing
 
 
 def test_a_finished_job_says_so_at_once(done: Any) -> None:

@@ -12,6 +12,7 @@ from batchinf.base.errors import Interrupted, SpecError, UserError
 from batchinf.base.places import check_is_here, is_bucket
 from batchinf.base.slices import folder_name
 from batchinf.base.stop_signals import StopAskedFor, request_name
+from batchinf.cli.hints import command_hint, option_hint
 
 
 def _spec_file(context: typer.Context, path: str) -> str:
@@ -46,10 +47,24 @@ class _Plain:
 
 
 class _Command(_Plain, typer.core.TyperCommand):
-    pass
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", None)  # of an option that the command does not have
+            takes_fields = any("--set" in param.opts for param in self.params)
+            if hint := option and option_hint(str(ctx.info_name), option, takes_fields=takes_fields):
+                error.message = f"No such option: {option}; {hint}."  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
 
 
 class _Group(_Plain, typer.core.TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and (hint := command_hint(args[0])):
+            ctx.fail(f"No such command '{args[0]}'; {hint}.")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

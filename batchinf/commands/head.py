@@ -4,7 +4,7 @@ import contextlib
 import math
 import pathlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -34,6 +34,7 @@ from batchinf.tasks.registry import task_of
 
 CONFIDENCE = "confidence"
 _SHARDS_TO_LOOK_AT = 1000
+_OF_ERRORS = ("error_type", "error_message")
 _TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
 # Widths in columns of the terminal. A column of longer values shares what the others leave.
 _SHORT = 20
@@ -54,12 +55,15 @@ class Head:
     """How the task's own columns are shown."""
     num_rows: int | None = None
     """All rows, or error rows if only these were asked for; None if the job is not done."""
+    only_errors: bool = False
+    """Whether only error rows were asked for."""
 
 
 def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_errors: bool = False) -> Head:
     """The first `num_rows` finished rows as Python values. columns: read only these. Raises UserError.
 
-    If the rows have labels, `confidence` may be asked for, too: the probability of the label.
+    If the rows have labels or choices, `confidence` may be asked for, too: the probability of the label, or of the best
+    choice among all.
     """
     look = Look(out)
     found = jobs_in(look)
@@ -86,6 +90,7 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
         kept=tuple(spec.output.keep_columns.values()),
         shown=shown,
         num_rows=_total([state for _, state in found], only_errors),
+        only_errors=only_errors,
     )
 
 
@@ -102,8 +107,12 @@ def _chosen_columns(table: pa.Table, columns: Sequence[str], shown: ShownColumns
     names = table.column_names
     if not columns:
         return table
-    if shown.label_logprob is not None and CONFIDENCE in columns and CONFIDENCE not in names:
-        table = table.append_column(CONFIDENCE, pc.exp(table[shown.label_logprob]))
+    if CONFIDENCE in columns and CONFIDENCE not in names:
+        if shown.label_logprob is not None:
+            table = table.append_column(CONFIDENCE, pc.exp(table[shown.label_logprob]))
+        elif shown.choice_sums is not None:
+            shares = [_best_share(sums) for sums in table[shown.choice_sums].to_pylist()]
+            table = table.append_column(CONFIDENCE, pa.array(shares, pa.float64()))
     if unknown := [name for name in columns if name not in table.column_names]:
         raise UserError(f"--columns: no column {list_names(unknown)}; the output has {list_names(names, unknown[0])}")
     return table.select(list(columns))
@@ -167,24 +176,37 @@ class _Journalled:
         return self._recorded.output_rows(self._task, pa.concat_tables(columns or [empty]), results)
 
 
+def _best_share(sums: Sequence[float] | None) -> float | None:
+    """The probability of the best choice among all, from their logprobs; None without any."""
+    if not sums or any(math.isnan(value) for value in sums):
+        return None
+    best = max(sums)
+    return None if math.isinf(best) else 1 / sum(math.exp(value - best) for value in sums)
+
+
 def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table | str]:
     """The table, then a line about columns that do not fit, and one if there are more rows.
 
     columns: those that the user named; empty: those that say most.
     """
-    names = list(columns) or _chosen(head)
+    if head.shown.choice_sums is not None and not columns:
+        rows = tuple({CONFIDENCE: _best_share(row.get(head.shown.choice_sums)), **row} for row in head.rows)
+        head = replace(head, rows=rows)
+    names = list(columns) or (_chosen_of_errors(head) if head.only_errors else _chosen(head))
     titles = {name: cell(name if columns else _title(head, name)) for name in names}
-    shown = [{name: _shown(head, name, row.get(name), columns) for name in names} for row in head.rows]
+    shown = [{name: _shown(head, name, row, columns) for name in names} for row in head.rows]
     cells = {name: [cell(row[name]) for row in shown] for name in names}
     widths = {name: max(text.cell_len for text in (titles[name], *cells[name])) for name in names}
-    if not columns:
+    if not columns and not head.only_errors:
         main = "text" if "text" in names else names[-1]
         widths[main] = max(widths[main], _show_errors(head, cells[main]))
     left_out = _fit(names, widths, [] if columns else _dispensable(names, head, widths), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
         side: Literal["left", "right"] = "right" if _is_number(row[name] for row in shown) else "left"
-        table.add_column(titles[name], justify=side, no_wrap=True, overflow="ellipsis", width=widths[name])
+        is_whole = name in _OF_ERRORS and not columns
+        overflow: Literal["fold", "ellipsis"] = "fold" if is_whole else "ellipsis"
+        table.add_column(titles[name], justify=side, no_wrap=not is_whole, overflow=overflow, width=widths[name])
     for number in range(len(head.rows)):
         table.add_row(*(cells[name][number] for name in names))
     yield table
@@ -218,12 +240,13 @@ def _show_errors(head: Head, cells: list[Text]) -> int:
     return max([1, *(min(text.cell_len, most or text.cell_len) for text in errors)])
 
 
-def _shown(head: Head, column: str, value: Any, columns: Sequence[str]) -> Any:
+def _shown(head: Head, column: str, row: Mapping[str, Any], columns: Sequence[str]) -> Any:
     """The value of a cell. The place of a choice has the choice's text behind it, and a confidence is no logarithm."""
+    value = row.get(column)
     if column == head.shown.label_logprob and not columns and value is not None:
         return math.exp(value)
     if column in head.shown.choices and isinstance(value, int):
-        return choice_name(value, head.shown.choices[column])
+        return choice_name(value, head.shown.texts_of(row))
     return value
 
 
@@ -262,7 +285,8 @@ def _dispensable(names: Sequence[str], head: Head, widths: Mapping[str, int]) ->
     """
     ids = [name for name in head.kept if "id" in names and all(row.get(name) == row.get("id") for row in head.rows)]
     kept = [name for name in head.kept if name not in ids]
-    results = [name for name in names if name not in head.kept and name not in ("id", "row_index", "sample_index")]
+    first = ("id", "row_index", "sample_index", *_OF_ERRORS)
+    results = [name for name in names if name not in head.kept and name not in first]
     short = [name for name in kept if widths[name] <= _SHORT]
     long = [name for name in kept if name not in short]
     return [*short, *results[1:], *long, *(name for name in names if name == "row_index" or name in ids)]
@@ -276,9 +300,19 @@ def _chosen(head: Head) -> list[str]:
     if any(row.get("num_output_tokens") for row in head.rows):
         says_most.add("num_output_tokens")
     results = [name for name in head.columns if name in says_most]
+    if head.shown.choice_sums is not None:
+        results.sort(key=lambda name: head.shown.names.index(name) if name in head.shown.names else len(results))
+        results.insert(1, CONFIDENCE)
     if (label := head.shown.label_logprob) is not None:
         results.sort(key=lambda name: name not in ("text", label))  # the last ones are left out first
     return [*names, *head.kept, *results]
+
+
+def _chosen_of_errors(head: Head) -> list[str]:
+    """What went wrong stands first: it is there at any width."""
+    name = "id" if "id" in head.columns else "row_index"
+    sample = ["sample_index"] if any(row.get("sample_index") for row in head.rows) else []
+    return [*(column for column in _OF_ERRORS if column in head.columns), name, *sample, *head.kept]
 
 
 def nothing_line(out: str, *, only_errors: bool) -> str:

@@ -1,10 +1,11 @@
 """`batchinf inspect`: one row whole, with its prompt and its tokens decoded by the job's own tokenizer."""
 
 import itertools
+import json
 import math
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from batchinf.base.errors import BatchinfError, UserError
 from batchinf.base.parquet import open_part, readable_rows
-from batchinf.base.text import list_names, one_line, plain, plain_line
+from batchinf.base.text import choice_name, list_names, one_line, plain, plain_line
 from batchinf.commands.screen import cell
 from batchinf.job.begun import open_begun
 from batchinf.job.job import begun_at, max_model_len
@@ -26,12 +27,15 @@ from batchinf.prompts.encoder import show, token_texts
 from batchinf.records import Prompt
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
+from batchinf.tasks.base import ShownColumns
 from batchinf.tasks.columns import prompt_hash
-from batchinf.tasks.registry import stored_task
+from batchinf.tasks.registry import stored_task, task_of
 from batchinf.tasks.verification import TOKEN_COLUMNS
 
 # Columns with a value for each token of the output or the prompt.
 _OF_TOKENS = {f"{prefix}{name}" for prefix in ("", "prompt_") for name in ("token_ids", *TOKEN_COLUMNS)}
+_ALTERNATIVES = "alternatives, with their probabilities"
+_OF_CHOICE = "choice_"  # begins the names of columns with an item for each choice
 # Texts that are longer are cut in the terminal; the page has them whole.
 _MOST_CHARS = 10_000
 _MOST_TOKENS = 500
@@ -74,6 +78,18 @@ class PromptPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class InspectedChoice:
+    """One choice of a scored row."""
+
+    text: str | None
+    """None if neither the spec nor stored tokens tell."""
+    values: dict[str, Any]
+    """Its items of the columns `choice_…`, without those of tokens."""
+    tokens: tuple[Token, ...]
+    """With `output.include_token_logprobs` only."""
+
+
+@dataclass(frozen=True, slots=True)
 class InspectedSample:
     """One output row."""
 
@@ -86,6 +102,10 @@ class InspectedSample:
     tokens: tuple[Token, ...]
     prompt_tokens: tuple[Token, ...]
     """With `prompt_logprobs` only."""
+    choices: tuple[InspectedChoice, ...] = ()
+    """Of a row with choices that are scored; `fields` has their columns, too."""
+    places: tuple[str, ...] = ()
+    """Columns with the place of one of them."""
 
     @property
     def title(self) -> str:
@@ -136,7 +156,9 @@ def inspect_row(out: str, name: str) -> InspectReport:
             prompt = tuple(_pieces(tokenizer, ids[0]))
     except BatchinfError as error:
         note = one_line(error)
-    row_columns = stored_task(results.spec).row_columns
+    task = stored_task(results.spec)
+    row_columns = task.row_columns
+    shown = task_of(stored_spec(results.spec)).shown_columns
     return InspectReport(
         folder=out,
         row=name,
@@ -144,10 +166,29 @@ def inspect_row(out: str, name: str) -> InspectReport:
         prompt=prompt,
         prompt_note=note,
         samples=tuple(
-            _sample(tokenizer, row, results.spec["sampling"]["stop"], row_columns, has_own=prompt is None)
+            replace(
+                _sample(tokenizer, row, results.spec["sampling"]["stop"], row_columns, has_own=prompt is None),
+                choices=tuple(_choices(tokenizer, row, shown)) if shown.choice_sums else (),
+                places=tuple(shown.choices),
+            )
             for row in rows
         ),
     )
+
+
+def _choices(tokenizer: Any, row: Mapping[str, Any], shown: ShownColumns) -> Iterator[InspectedChoice]:
+    """The choices of a scored row."""
+    texts = shown.texts_of(row)
+    columns = {name.removeprefix(_OF_CHOICE): value for name, value in row.items() if name.startswith(_OF_CHOICE)}
+    for place in range(len(columns.get("logprob_sums") or ())):
+        own = {name: _at(value, place) for name, value in columns.items()}
+        ids = own.get("token_ids")
+        decoded = None if ids is None else show(tokenizer, ids)
+        yield InspectedChoice(
+            text=texts[place] if place < len(texts) else decoded,
+            values={name: value for name, value in own.items() if name not in _OF_TOKENS},
+            tokens=tuple(_tokens(tokenizer, own)),
+        )
 
 
 def _sample(
@@ -210,14 +251,14 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
     """The token ids of each sample's prompt, stored or made again. Raises UserError."""
     if any(row.get("prompt_token_ids") is not None for row in rows):
         return [list(row["prompt_token_ids"] or ()) for row in rows]
-    if all(row["prompt_hash"] is None for row in rows):
-        raise UserError("the row has no prompt")
     row = rows[0]
     file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
     with open_begun(file, results.root) as (job, state):
         builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
         [source_row] = job.source.read(row["row_index"], row["row_index"] + 1, builder.columns)
         [prompt] = builder.build([source_row], max_model_len(job))
+    if prompt.error is not None and not prompt.token_ids:
+        raise UserError("no prompt was run; the error below says why")
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)
@@ -229,7 +270,8 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
 def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if the prompts of samples are not those of the run."""
     for part, sample in zip(parts, rows, strict=True):
-        if part.error is None and prompt_hash(np.asarray(part.token_ids, np.int32)) != sample["prompt_hash"]:
+        is_known = part.error is None and sample["prompt_hash"] is not None  # an error row may have none
+        if is_known and prompt_hash(np.asarray(part.token_ids, np.int32)) != sample["prompt_hash"]:
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )
@@ -306,8 +348,11 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
         yield Text()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in sample.shown_fields():
-        table.add_row(Text(plain_line(name), "dim"), cell(value))
+        if not (sample.choices and name.startswith(_OF_CHOICE)):
+            table.add_row(Text(plain_line(name), "dim"), _whole(value, sample.choices if name in sample.places else ()))
     yield table
+    if sample.choices:
+        yield from _choice_items(sample.choices)
     for title, tokens in (("prompt tokens", sample.prompt_tokens), ("tokens", sample.tokens)):
         if any(token.logprob is not None for token in tokens):
             yield Text()
@@ -317,17 +362,62 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
                 yield Text(f"… and {len(tokens) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
 
 
-def _token_table(tokens: Sequence[Token]) -> Table:
+def _whole(value: Any, choices: Sequence[InspectedChoice]) -> Text:
+    """A value without cuts, up to a page of text. choices: those of which the value is a place."""
+    if isinstance(value, int) and 0 <= value < len(choices) and (text := choices[value].text) is not None:
+        return _cut(
+            Text(plain_line(str(choice_name(value, [choice.text or "" for choice in choices])), len(text) + 20))
+        )
+    if isinstance(value, list | dict):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    return _cut(Text(plain_line(value, len(value)))) if isinstance(value, str) else cell(value)
+
+
+def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType]:
+    """A table of the choices, and one of their tokens."""
+    yield Text()
+    yield _title("choices")
+    table = _table("choice", "#", *choices[0].values)
+    tokens = _table("token", "choice", "#", "token", "logprob", "rank")
+    has_others = any(token.alternatives for choice in choices for token in choice.tokens)
+    if has_others:
+        tokens.add_column(_ALTERNATIVES)
+    for place, choice in enumerate(choices):
+        text = Text("–", "dim") if choice.text is None else _cut(Text(plain_line(choice.text, len(choice.text))))
+        table.add_row(text, str(place), *(cell(value) for value in choice.values.values()))
+        for number, token in enumerate(choice.tokens):
+            others = [_alternatives(token)] if has_others else []
+            tokens.add_row(str(place), str(number), *_token_cells(token), *others)
+    yield table
+    if any(choice.text is None for choice in choices):
+        yield Text("their texts are in the input; output.keep_columns stores a column", "dim")
+    if any(choice.tokens for choice in choices):
+        yield Text()
+        yield _title("tokens of the choices")
+        yield tokens
+
+
+def _table(text: str, *names: str) -> Table:
+    """An empty table. text: the column of text, which is at the left; it is the first one if no other is named so."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
-    for name in ("#", "token", "logprob", "rank"):
-        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
+    for name in names if text in names else (text, *names):
+        table.add_column(name, justify="left" if name == text else "right", no_wrap=name != "choice")
+    return table
+
+
+def _token_cells(token: Token) -> tuple[Text, str, str]:
+    """A token's text, logprob and rank."""
+    logprob = "–" if token.logprob is None else f"{token.logprob:.2f}"
+    rank = "–" if token.rank is None else str(token.rank)
+    return Text(token_text(token.text), _colour(token)), logprob, rank
+
+
+def _token_table(tokens: Sequence[Token]) -> Table:
+    table = _table("token", "#", "token", "logprob", "rank")
     if any(token.alternatives for token in tokens[:_MOST_TOKENS]):
-        table.add_column("alternatives, with their probabilities")
+        table.add_column(_ALTERNATIVES)
     for place, token in enumerate(tokens[:_MOST_TOKENS]):
-        logprob = "–" if token.logprob is None else f"{token.logprob:.2f}"
-        rank = "–" if token.rank is None else str(token.rank)
-        text = Text(token_text(token.text), _colour(token))
-        table.add_row(str(place), text, logprob, rank, *([_alternatives(token)] if len(table.columns) > 4 else []))
+        table.add_row(str(place), *_token_cells(token), *([_alternatives(token)] if len(table.columns) > 4 else []))
     return table
 
 

@@ -350,7 +350,7 @@ class Coordinator:
             return
         for replica, event in ready:
             cache = event.engine.settings.get("kv_cache_size_tokens")
-            room = f"; cache: {cache:,} tokens" if cache else ""
+            room = f"; its KV cache holds {cache:,} tokens" if cache else ""
             self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
 
     def _note_ended(self, ended: Sequence[Ended]) -> None:

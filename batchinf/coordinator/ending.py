@@ -71,6 +71,8 @@ class Summary:
     """Size of these files."""
     device_s: float = 0.0
     """Device time over all attempts, in seconds."""
+    has_gpus: bool = False
+    """Whether the devices are GPUs. Without one, a replica counts as a device."""
     was_done: bool = False
     """Whether nothing was left to run."""
     speed: Speed | None = None
@@ -101,11 +103,16 @@ class Summary:
             f"{tokens_text(self.num_prompt_tokens, self.num_output_tokens)}",
             *(() if self.speed is None else speed_lines(self.speed)),
             f"{self.num_parts:,} {files}, {size_text(self.num_bytes)}, in {self.folder}/parts; "
-            f"{self.device_s / 3600:.3f} device-hours ({time_taken(self.device_s)}) over all attempts",
+            f"{self._device_time()} over all attempts",
             *self.remarks,
             *_error_lines(self.errors, self.num_errors),
             f"next: batchinf head {self.folder}{' --errors' if self.errors else ''}",
         ]
+
+    def _device_time(self) -> str:
+        if not self.has_gpus:
+            return f"{time_taken(self.device_s)} of replica time"
+        return f"{self.device_s / 3600:.3f} GPU-hours ({time_taken(self.device_s)})"
 
 
 def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
@@ -150,6 +157,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
         num_parts=len(state.parts),
         num_bytes=state.num_bytes,
         device_s=state.device_s,
+        has_gpus=_has_devices(state),
         was_done=was_done,
         speed=None if was_done else state.speed,
         errors=tuple(commonest(folder, state, most=None)) if counts.num_errors else (),
@@ -260,7 +268,7 @@ def forecast(state: State) -> list[str]:
     num_all, whose = _all_rows(state, where, event.fields["num_input_rows"])
     factor = num_all / num_run
     run_s = max(0.0, state.device_s - _idle_s(state))
-    device = "GPU" if _has_devices(state) else "device"
+    device = "GPU" if _has_devices(state) else "replica"
     batch = _num_at_once(state)
     is_small = state.counts.num_rows < batch
     lines = [
@@ -284,7 +292,7 @@ def _all_rows(state: State, where: Mapping[str, Any], num_input_rows: int) -> tu
     num_considered = state.extents[-1].stop_row - state.extents[0].first_row
     share = total_rows(state.extents) / num_considered
     num_all = round(share / (where.get("sample") or 1.0) * num_input_rows)
-    return num_all, f"all input rows that {' and '.join(named)} would leave, about {num_all:,},"
+    return num_all, f"all input rows that pass {' and '.join(named)}, about {num_all:,},"
 
 
 def _num_at_once(state: State) -> int:

@@ -47,7 +47,7 @@ from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
 from batchinf.planning.lengths import shared_share
-from batchinf.prompts.checks import empty_files_note, first_row_warnings
+from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.predicate import Predicate
@@ -296,7 +296,7 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
 def _warn(job: Job, say: Say) -> None:
     """Print warnings about the input."""
     for line in (
-        *empty_files_note(job.source),
+        *input_notes(job.source),
         *column_warnings(job.task, job.source),
         *job.task.prompt_warnings(job.model, job.source),
         *first_row_warnings(job.spec, job.source),

@@ -369,6 +369,7 @@ def location_of(spec: JobSpec) -> InputLocation:
         split=where.split,
         revision=where.revision,
         name=where.name,
+        csv=None if where.csv is None else where.csv.dialect,
         is_shuffled=where.order != "input",
     )
 

@@ -180,8 +180,10 @@ def first_row_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
     yield from repeated_id_warning(spec, source)
 
 
-def empty_files_note(source: Source) -> Iterator[str]:
-    """A line about files of the input without rows."""
+def input_notes(source: Source) -> Iterator[str]:
+    """Lines about files that decide by their own beginning how they are read, and about files without rows."""
+    for remark, names in source.remarks.items():
+        yield f"note: {list_names(names)}: {remark}"
     if empty := source.empty_files:
         yield f"note: {counted(len(empty), 'input file')} without rows: {list_names(empty)}"
 

@@ -143,7 +143,7 @@ def _speed_cards(report: StatusReport, totals: JobTotals, history: Timeline) -> 
         unit = "output tokens" if totals.num_output_tokens else "output rows"
         total = history.total("output_tokens_per_s" if totals.num_output_tokens else "rows_per_s")
         yield Card(f"mean {unit}/s", short_count(total / history.work_s), "with the start of the engines")
-        yield Card("time of work", time_taken(history.work_s), counted(totals.num_starts, "start"))
+        yield Card("running time", time_taken(history.work_s), counted(totals.num_starts, "start"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,28 @@ LINE_ENDS = (b"\n", b"\r\n")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TICK_NS = 20_000_000  # Linux sets mtimes by a clock that ticks every 1 to 10 ms
 # By the endings of compressed files: their first bytes, and the name of the compression in Arrow.
-COMPRESSIONS = {".gz": (b"\x1f\x8b", "gzip"), ".zst": (b"\x28\xb5\x2f\xfd", "zstd")}
+COMPRESSIONS = {
+    ".gz": (b"\x1f\x8b", "gzip"),
+    ".zst": (b"\x28\xb5\x2f\xfd", "zstd"),
+    ".lz4": (b"\x04\x22\x4d\x18", "lz4"),
+}
 
 Stamp = tuple[int, int, int]  # see `stamp`
 ReadRange = tuple[int, int, int]  # of a file: first byte, number of bytes, and their xxh3-64
+
+
+@dataclass(frozen=True, slots=True)
+class CsvDialect:
+    """How the fields of a CSV file are written."""
+
+    delimiter: str | None = None
+    """None: found from each file's ending and first rows."""
+    quotechar: str = '"'
+    """Empty: quotes are text like any other."""
+    encoding: str | None = None
+    """None: UTF-8, or UTF-16 if the file begins with its mark."""
+    null_values: tuple[str, ...] = ()
+    """Fields that are null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,8 @@ class InputLocation:
     """Of a Hugging Face dataset on the hub."""
     name: str | None = None
     """The configuration of a Hugging Face dataset."""
+    csv: CsvDialect | None = None
+    """None: the default dialect. Formats other than CSV refuse one."""
     named: tuple[str, ...] = ()
     """Columns that must be found, however many others a row has."""
     is_shuffled: bool = False
@@ -92,28 +112,31 @@ def settled_stamp(path: str) -> Stamp:
     return now
 
 
-def refuse_utf16(file: InputFile, head: bytes) -> None:
-    """Raise InputError if a file of text begins like UTF-16: with its mark, or with ASCII of two bytes each."""
+def refuse_utf16(file: InputFile, head: bytes, remedy: str = "") -> None:
+    """Raise InputError if a file of text begins like UTF-16: with its mark, or with ASCII of two bytes each.
+
+    remedy: another than to save it as UTF-8.
+    """
     is_wide = len(head) >= 4 and any(head[i] and head[i + 2] and not head[1 - i] and not head[3 - i] for i in (0, 1))
     if is_wide or head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(f"{file.name} is UTF-16; save it as UTF-8")
+        raise InputError(f"{file.name} is UTF-16; save it as UTF-8{remedy and f', or {remedy}'}")
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
+def not_utf8(error: UnicodeDecodeError, remedy: str = "`iconv -f cp1252 -t utf-8` converts it") -> str:
     """Why a line of text cannot be read, and a remedy for cp1252, which spreadsheets write."""
     place = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
-    return f"not UTF-8: {place}; if the file is in cp1252, `iconv -f cp1252 -t utf-8` converts it"
+    return f"not UTF-8: {place}; if the file is in cp1252, {remedy}"
 
 
 def open_bytes(file: InputFile) -> BinaryIO:
-    """A file's content, decompressed if it begins like gzip or zstandard. Raises InputError if it cannot be read."""
+    """A file's content, decompressed if it begins like one of `COMPRESSIONS`. Raises InputError if it is unreadable."""
     stream = file.open()
     kind = _compression(stream.peek(4))
     return stream if kind is None else pa.CompressedInputStream(stream, kind)
 
 
 def compression(file: InputFile) -> str | None:
-    """`gzip` or `zstd` by the file's first bytes, or None."""
+    """Arrow's name of the file's compression by its first bytes, or None."""
     with file.open() as stream:
         return _compression(stream.peek(4))
 

@@ -17,8 +17,6 @@ from batchinf.source.formats.registry import ALLOWED, COMPRESSED, file_format, f
 
 # The pandas function that reads a file of an unsupported format, for the error message.
 _PANDAS = {
-    ".json": "read_json(NAME)",
-    ".tsv": r"read_csv(NAME, sep='\t')",
     ".xls": "read_excel(NAME)",
     ".xlsx": "read_excel(NAME)",
 }
@@ -83,8 +81,10 @@ def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
 
 def data_files(names: Iterable[str], input: InputLocation) -> list[str]:
     """The files of a folder that have an ending of the input's format, sorted; `InputError` if there is none."""
-    formats = ((name, format_by_ending(name)) for name in names)
-    files = sorted(name for name, format in formats if format is not None and input.format in (None, format.name))
+    found = {name: format for name in names if (format := format_by_ending(name)) is not None}
+    if input.format is None and not all(format.is_often_beside_data for format in found.values()):
+        found = {name: format for name, format in found.items() if not format.is_often_beside_data}
+    files = sorted(name for name, format in found.items() if input.format in (None, format.name))
     if not files:
         compressed = " or ".join(COMPRESSED)
         raise InputError(f"{input.path} has no {input.format or 'data'} file; {ALLOWED} ({compressed} may follow)")
@@ -96,7 +96,7 @@ def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
     if input.format is not None:
         if (format := file_format(input.format)) is None:
             raise InputError(f"format {input.format!r} is not known; {ALLOWED}")
-        return format
+        return format.for_input(input)
     last_files: dict[FileFormat, str] = {}
     for file in files:
         if (format := format_by_ending(file.name)) is None:
@@ -109,4 +109,4 @@ def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
     if len(last_files) > 1:
         names = ", ".join(last_files.values())
         raise InputError(f"{input.path} mixes formats: {names}; set `format` or narrow the path")
-    return next(iter(last_files))
+    return next(iter(last_files)).for_input(input)

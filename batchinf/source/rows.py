@@ -6,7 +6,7 @@ import os
 import pathlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +20,13 @@ from batchinf.source.cache import further_columns, read_record, schema_of, write
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.find import find_files, is_dataset
+from batchinf.source.folders import FolderReader, chosen_values, folder_values
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
 from batchinf.source.formats.huggingface import HuggingFace, open_dataset
 from batchinf.source.formats.registry import file_format, format_by_ending
 from batchinf.source.remote import find_remote, is_url
 from batchinf.source.scan import Scanner
-from batchinf.source.types import Lost, settled_schema
+from batchinf.source.types import Lost, remark_of, settled_schema
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -75,6 +76,8 @@ def open_source(
     """
     folder = Folder(cache)
     if is_dataset(input):
+        if input.csv is not None:
+            raise InputError(f"input.csv is given, but {input.path} is a dataset; leave it out")
         reader = open_dataset(input, folder)
         source = Source([lambda: reader], [(0, reader.num_rows)], [reader.schema], [reader.fingerprint])
     else:
@@ -116,7 +119,7 @@ def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:
         return None
     format, files = find_files(input)
     try:
-        return format.first_rows(files[0])
+        return [{**folder_values(files[0].name), **row} for row in format.first_rows(files[0])]
     except (InputError, OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return ()
 
@@ -165,7 +168,9 @@ def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | No
     num_rows = 0.0
     for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
         runs = max(1, round(_SAMPLED_RUNS * size / sum(sizes)))
-        rows_of_file = format.sample(file, runs, number, folder / f"{number:06}{format.endings[0]}")
+        with_values = folder.joinpath(*(part for part in file.name.split("/")[:-1] if "=" in part))
+        with_values.mkdir(parents=True, exist_ok=True)
+        rows_of_file = format.sample(file, runs, number, with_values / f"{number:06}{format.endings[0]}")
         if rows_of_file is None:
             return None
         num_rows += rows_of_file
@@ -193,7 +198,7 @@ def _again(
         if scanned is not None and known_format is not None:
             return Scanner(known_format, cache, digests), versions, scanned
     format, files = _find(input)
-    if format is not known_format:
+    if format.name != versions[-1].format:
         raise DriftError(
             f"{input.path} has the format {format.name}, but the job in the output folder began with "
             f"{versions[-1].format}; restore the input, or give this job another output.path"
@@ -238,13 +243,30 @@ def _assembled(
                 cache=scanner.cache,
                 digests=digests,
             )
-            openers.append(functools.partial(format.reader, source_file))
+            openers.append(functools.partial(_reader, format, source_file, chosen_values(added.name, schema)))
             runs.append((added.first_row, added.stop_row))
             stops[file.name] = max(added.stop_row, stops.get(file.name, 0))
     fingerprints = [version.fingerprint for version in versions]
     source = Source(openers, runs, schemas, fingerprints, digests=digests)
     source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
+    source.remarks = _remarks(scanned.values())
     return source
+
+
+def _reader(format: FileFormat, source_file: SourceFile, folder_values: Mapping[str, str | None]) -> Reader:
+    reader = format.reader(source_file)
+    return FolderReader(reader, folder_values) if folder_values else reader
+
+
+def _remarks(scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
+    remarks: dict[str, list[str]] = {}
+    by_schema: dict[str, str] = {}
+    for file, entry in scanned:
+        if entry.schema not in by_schema:
+            by_schema[entry.schema] = remark_of(entry.arrow_schema())
+        if remark := by_schema[entry.schema]:
+            remarks.setdefault(remark, []).append(file.name)
+    return remarks
 
 
 def _named_columns(scanner: Scanner, named: Sequence[str], scanned: Mapping[int, ScannedFile]) -> pa.Schema:
@@ -284,6 +306,8 @@ class Source:
     """Of each version with those before it; `fingerprint` is the last."""
     empty_files: tuple[str, ...] = ()
     """Names of the files without rows."""
+    remarks: Mapping[str, Sequence[str]] = {}
+    """How files are read that decide it by their own beginning, in words, each with the names of such files."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ class Scanner:
 
     def _trusted(self, file: InputFile, entry: FileEntry | None) -> FileEntry | None:
         """The entry if the file's stamp is unchanged."""
-        if entry is None or (entry.path, entry.format) != (file.path, self.format.name):
+        if entry is None or (entry.path, entry.format) != (file.path, self.format.key):
             return None
         stamp = file.stamp()
         is_same = UNKNOWN not in stamp and stamp == entry.stamp and is_whole(entry, self.cache)
@@ -75,7 +75,7 @@ class Scanner:
 
     def _unchanged(self, file: InputFile, entry: FileEntry | None) -> FileEntry | None:
         """The entry with the file's stamp, if its content is unchanged."""
-        if entry is None or entry.format != self.format.name or not is_whole(entry, self.cache):
+        if entry is None or entry.format != self.format.key or not is_whole(entry, self.cache):
             return None
         if not self.format.hashes_all and not self.digests.has(entry.content):
             return None  # nothing of it was read, so it may be any file
@@ -90,7 +90,7 @@ class Scanner:
             open_bytes(file).close()
         before = file.settled_stamp()
         size, mtime_ns, inode = stamp = file.stamp()
-        with Scratch(self.cache, file, self.format.name) as scratch:
+        with Scratch(self.cache, file, self.format.key) as scratch:
             try:
                 findings = self.format.scan(self._local(file, scratch), scratch)
             except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
@@ -108,7 +108,7 @@ class Scanner:
             raise changed(file.name)
         return FileEntry(
             path=file.path,
-            format=self.format.name,
+            format=self.format.key,
             size=size,
             mtime_ns=mtime_ns,
             inode=inode,
@@ -129,7 +129,7 @@ class Scanner:
             other = known.get(file.name)  # another process may have made the copy
             if other is not None and other.hash == entry.hash and not self.format.is_slow_by_row(other):
                 return other
-            with Scratch(self.cache, file, self.format.name) as scratch:
+            with Scratch(self.cache, file, self.format.key) as scratch:
                 local = self.local_copy(file, entry)
                 trusted = entry.stamp if local == file else local.stamp()
                 is_same = lambda: self.format.is_same(local, entry, self.digests)  # noqa: E731

@@ -20,6 +20,7 @@ MAX_JSON_DEPTH = 16
 _JSON_KEY = b"batchinf:json"
 _ODD_KEY = b"batchinf:odd"
 _EXTENSION_KEY = b"batchinf:extension"
+_REMARK_KEY = b"batchinf:remark"
 JSON_MARK = {_JSON_KEY: b"1"}
 
 _NULL = pa.null()  # the type of a column without any value so far
@@ -63,6 +64,16 @@ def _and_inner(type: pa.DataType) -> Iterator[pa.DataType]:
 def _plain_field(field: pa.Field, type: pa.DataType) -> pa.Field:
     name = extension_of(field)
     return pa.field(field.name, type, metadata=None if name is None else {_EXTENSION_KEY: name.encode()})
+
+
+def with_remark(schema: pa.Schema, remark: str) -> pa.Schema:
+    """The columns of a file, with what users are told about how the file was read; empty: nothing."""
+    return schema.with_metadata({_REMARK_KEY: remark.encode()}) if remark else schema
+
+
+def remark_of(schema: pa.Schema) -> str:
+    """See `with_remark`."""
+    return str((schema.metadata or {}).get(_REMARK_KEY, b"").decode())
 
 
 def is_text(type: pa.DataType) -> bool:

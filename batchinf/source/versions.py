@@ -27,6 +27,7 @@ from batchinf.source.cache import (
     write_record,
 )
 from batchinf.source.files import InputFile
+from batchinf.source.folders import chosen_values, with_folder_columns
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.remote import is_url
 from batchinf.source.scan import Scanner
@@ -65,12 +66,15 @@ class InputVersion:
 
     @property
     def fingerprint(self) -> str:
-        """Of the content of this version, not of the files' names."""
+        """Of the content of this version. Of the files' names only the values of folders count; see `folders`."""
         if self.before is None:
             parts: list[object] = [self.format, [(added.hash, added.stop_row) for added in self.added]]
         else:
             runs = [(added.file, added.hash, added.first_row, added.stop_row) for added in self.added]
             parts = [self.before, self.format, runs]
+        schema = schema_of(self.schema)
+        if any(values := [chosen_values(added.name, schema) for added in self.added]):
+            parts.append(values)
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
 
@@ -355,4 +359,5 @@ def _settled(scanned: dict[int, ScannedFile], format: FileFormat) -> str:
     for _, (file, entry) in sorted(scanned.items()):
         first_files.setdefault(entry.schema, file.name)
     schemas = ((name, schema_of(schema)) for schema, name in first_files.items())
-    return schema_text(settled_schema(schemas, format.mixed_types))
+    names = [file.name for file, _ in scanned.values()]
+    return schema_text(with_folder_columns(settled_schema(schemas, format.mixed_types), names))

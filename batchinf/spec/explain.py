@@ -14,9 +14,53 @@ from batchinf.spec.fields import null_hint
 from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, field_docs, is_task_section
 from batchinf.spec.yaml_text import FLOAT, got
 
+# Section → names that people try, most of them from other programs → the field, from the same section or the top.
+OTHER_NAMES = {
+    "input": {
+        **dict.fromkeys(("template", "prompt_format"), "prompt_template"),
+        **dict.fromkeys(("prompt", "column", "text"), "prompt_column"),
+        **dict.fromkeys(("system", "system_message", "instructions"), "system_prompt"),
+        **dict.fromkeys(("file", "files", "data", "dataset"), "path"),
+        **dict.fromkeys(("filter", "query"), "where"),
+        **dict.fromkeys(("delimiter", "sep", "separator"), "csv.delimiter"),
+        **{name: f"csv.{name}" for name in ("encoding", "null_values", "quotechar")},
+    },
+    "input.csv": {**dict.fromkeys(("sep", "separator"), "delimiter"), "na_values": "null_values"},
+    "sampling": {
+        **{f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")},
+        **dict.fromkeys(("json_schema", "response_format"), "structured_outputs.json"),
+        "guided_decoding": "structured_outputs",
+        "choice": "structured_outputs.choice",
+        **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_completion_tokens"), "max_tokens"),
+        **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
+        **dict.fromkeys(("num_return_sequences", "num_samples"), "n"),
+        **dict.fromkeys(("do_sample", "temp"), "temperature"),
+        **dict.fromkeys(("top_logprobs", "num_logprobs"), "logprobs"),
+        **dict.fromkeys(("logits_bias", "token_bias"), "logit_bias"),
+    },
+    "output": {
+        **dict.fromkeys(("dir", "folder", "directory", "output_dir"), "path"),
+        **dict.fromkeys(("columns", "keep"), "keep_columns"),
+    },
+    "": {
+        **dict.fromkeys(("prompts", "data", "dataset"), "input.path"),
+        **dict.fromkeys(("out", "output_dir", "output_path"), "output.path"),
+        **dict.fromkeys(("prompt", "template"), "input.prompt_template"),
+        **dict.fromkeys(("system", "system_message"), "input.system_prompt"),
+        **dict.fromkeys(("generation", "sampling_params", "generation_config"), "sampling"),
+        **dict.fromkeys(("choice", "guided_choice"), "sampling.structured_outputs.choice"),
+        **dict.fromkeys(("gpus", "num_gpus", "replicas"), "parallel.data_parallel_size"),
+        **dict.fromkeys(("vllm", "engine_args"), "engine"),
+    },
+}
+
 
 def explain(error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Each wrong field once, with its error. If a field accepts several types, pydantic gives an error for each."""
+    """Each wrong field once, with its error. If a field accepts several types, pydantic gives an error for each.
+
+    The fields of a section are listed at its first unknown one.
+    """
+    listed: set[str] = set()
     by_field: dict[str, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_field.setdefault(_field(details), []).append(details)
@@ -27,7 +71,7 @@ def explain(error: ValidationError) -> Iterator[tuple[str, str]]:
         details = max(errors, key=lambda each: (each["type"] == "wrong", len(each["loc"])))
         numbers = [part for part in details["loc"] if isinstance(part, int)]
         item = "".join(f"[{number}]" for number in numbers[field.count("[") :])
-        yield field + item, _message(field, details, {each["type"] for each in errors})
+        yield field + item, _message(field, details, {each["type"] for each in errors}, listed)
 
 
 def _field(details: ErrorDetails) -> str:
@@ -44,9 +88,9 @@ def _doc_name(field: str) -> str:
     return re.sub(r"\[[0-9]+\]", "[]", field)
 
 
-def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
+def _message(field: str, details: ErrorDetails, types: set[str], listed: set[str]) -> str:
     if details["type"] == "extra_forbidden":
-        return _unknown_field(field, str(details["loc"][-1]))
+        return _unknown_field(field, str(details["loc"][-1]), listed)
     if details["type"] in ("wrong", "value_error"):
         return str(details["ctx"].get("reason") or details["ctx"]["error"])
     doc = field_docs()[_doc_name(field)]
@@ -60,13 +104,18 @@ def _message(field: str, details: ErrorDetails, types: set[str]) -> str:
     return f"got {got(value)}; must be {doc.allowed}{hint}"
 
 
-def _unknown_field(field: str, name: str) -> str:
-    """name: the last part of `field`."""
+def _unknown_field(field: str, name: str, listed: set[str]) -> str:
+    """name: the last part of `field`. listed: sections whose fields have been listed; this one is added."""
     section = _doc_name(field.removesuffix(name).removesuffix("."))
     names = field_names(section)
     # In a task's section, a field with the same name in another section has another meaning.
     elsewhere = {} if is_task_section(section) else elsewhere_in_spec()
-    return f"unknown field{did_you_mean(name, names, elsewhere) or '.'} Allowed: {', '.join(names)}"
+    meant = OTHER_NAMES.get(section, {}).get(name.strip().lower().replace("-", "_"))
+    hint = f"; did you mean {meant}?" if meant else did_you_mean(name, names, elsewhere)
+    if section in listed:
+        return f"unknown field{hint}"
+    listed.add(section)
+    return f"unknown field{hint or '.'} Allowed: {', '.join(names)}"
 
 
 def _hint(value: Any, types: set[str], allowed: str) -> str:

@@ -85,7 +85,7 @@ def _expand(path: str) -> str:
     return expanded if "\0" in expanded else os.path.expanduser(expanded)
 
 
-MAX_ERRORS = 10
+MAX_ERRORS = 200  # more than a spec has fields
 
 
 @dataclass(frozen=True, slots=True)

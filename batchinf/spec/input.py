@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from batchinf.source.files import CsvDialect
+from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.registry import FORMAT_NAMES
@@ -70,6 +72,51 @@ class ExcludeSpec(Section):
     """How rows are compared: by their `id`, or by the token ids of their prompts."""
 
 
+class CsvSpec(Section):
+    """How CSV files are written."""
+
+    delimiter: Annotated[Text | None, IDENTITY] = None
+    """The character between two fields. Default: tab for `.tsv`, else comma. Another one of comma, semicolon, tab and
+    vertical bar is taken, and a note says so, if it alone gives a file's header and first row as many fields."""
+    quotechar: Annotated[str, IDENTITY] = '"'
+    """The character around a field that has delimiters or line breaks in it. Empty: there is none, quotes are text."""
+    encoding: Annotated[Text | None, IDENTITY] = None
+    """Of the text, by Python's name, such as `cp1252` or `utf-16`. Default: UTF-8; if the file begins with the mark of
+    UTF-16, that, and a note says so."""
+    null_values: Annotated[
+        Annotated[tuple[str, ...], Field(strict=False)] | str, AfterValidator(as_tuple), IDENTITY
+    ] = ()
+    """Fields that are null, such as `["", NA]`. Without them, an empty field of a column of text is an empty text."""
+
+    @field_validator("delimiter", "quotechar")
+    @classmethod
+    def _one_character(cls, sign: str | None) -> str | None:
+        if sign in ("\n", "\r") or len(sign or "") > 1:
+            raise wrong(f'got {sign!r}; must be one character, and no line break; a tab is "\\t" in double quotes')
+        return sign
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, encoding: str | None) -> str | None:
+        try:
+            "".encode(encoding or "utf-8")
+        except (LookupError, ValueError):
+            raise wrong(f"got {encoding!r}; must be an encoding of text that Python has, such as utf-8, cp1252, "
+                        "latin-1, utf-16 or shift_jis") from None  # fmt: skip
+        return encoding
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.delimiter is not None and self.delimiter == self.quotechar:
+            raise wrong(f"got {self.quotechar!r}, which is the delimiter, too; must be another character", "quotechar")
+        return self
+
+    @property
+    def dialect(self) -> CsvDialect:
+        """As formats see it."""
+        return CsvDialect(**self.model_dump())
+
+
 class InputSpec(Section):
     """Where the rows come from, which of them run, and how a row becomes a prompt."""
 
@@ -77,6 +124,8 @@ class InputSpec(Section):
     """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content."""
     format: Annotated[FormatName | None, RUNTIME] = None
     """Default: from the name's ending. `openai` is JSONL of OpenAI's batch API, also recognised by its lines."""
+    csv: Annotated[CsvSpec | None, IDENTITY] = None
+    """How CSV files are written: delimiter, quotes, encoding, null values; see `input.csv` below."""
     split: Annotated[Text | None, IDENTITY] = None
     """Split of a Hugging Face dataset; default `train`."""
     name: Annotated[Text | None, IDENTITY] = None
@@ -180,14 +229,17 @@ class InputSpec(Section):
             self._check_chat()
         self._check_tools()
         self._check_exclude()
-        self._check_dataset()
+        self._check_format()
         return self
 
     def _check_exclude(self) -> None:
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
             raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
 
-    def _check_dataset(self) -> None:
+    def _check_format(self) -> None:
+        if self.csv is not None and self.format not in (None, Csv.name):
+            raise wrong(f"got it with format {self.format}; only {Csv.name} has a delimiter and the like: leave it out",
+                        Csv.name)  # fmt: skip
         for field in ("split", "name", "revision"):
             if self.format not in (None, HuggingFace.name) and getattr(self, field) is not None:
                 raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "

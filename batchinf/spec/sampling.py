@@ -74,7 +74,8 @@ def _bias(value: Any) -> Any:
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
         if not isinstance(token_id, int) or isinstance(key, bool) or not 0 <= token_id < 2**31 or token_id in found:
-            raise wrong(f"got {clip(repr(key))} as a key; must be token ids, each of them once")
+            raise wrong(f"got {clip(repr(key))} as a key; must be token ids, each of them once; the model's tokenizer "
+                        "gives those of a word")  # fmt: skip
         if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
             raise wrong(f"got {clip(repr(bias))} for token {token_id}; must be a number, at least -100 and at most 100")
         found[token_id] = bias

@@ -99,7 +99,9 @@ class YamlReader:
                 mark = error.context_mark or mark
                 what = "the quote that begins here is not closed"
             elif isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
-                what += "; indent with spaces" if "\\t" in what else "; does a text need quotes?"
+                what = _after_quote(text, mark) or what + (
+                    "; indent with spaces" if "\\t" in what else "; does a text need quotes?"
+                )
         raise SpecError(f"{self._place(mark)}: not valid YAML: {what}")
 
     def _wrong(self, node: yaml.Node, message: str) -> SpecError:
@@ -146,11 +148,27 @@ class YamlReader:
                 continue
             key = self._value(key_node, "", depth)
             if not isinstance(key, str):
-                raise self._wrong(key_node, f"got {got(key)} for a field's name; must be text: does it need quotes?")
+                is_word = isinstance(key_node, yaml.ScalarNode) and key_node.value
+                quoted = f'write "{clip(key_node.value)}"' if is_word else "does it need quotes?"
+                raise self._wrong(key_node, f"got {got(key)} for a field's name; must be text: {quoted}")
             if key in pairs:
                 raise self._wrong(key_node, f"{clip(key)}: given twice; leave one of them out")
             pairs[key] = key_node, value_node
         return {**merged, **pairs}
+
+
+def _after_quote(text: str, mark: yaml.Mark) -> str:
+    """What to write if a value begins with a quote and goes on behind it, as a name in SQL does; empty: it does not."""
+    line = [*text.split("\n"), ""][mark.line]
+    found = re.search(r"""([\w.]+): +("[^"]*"|'[^']*') +[^ #,}\]]""", line[: mark.column + 1])
+    if found is None:
+        return ""
+    value = "" if "{" in line[: found.start()] else f": {clip(line[found.start(2) :].strip())}"
+    way = "" if value else " in a section without braces,"
+    return (
+        f"the value of {found[1]} ends with its second quote, but the line goes on; write{way} `{found[1]}: >-` and "
+        f"the value on the next line, indented{value}"
+    )
 
 
 def _mark(line: int = 0, column: int = 0) -> yaml.Mark:

@@ -1,8 +1,10 @@
 """The interface `Task`, through which the rest of the package uses tasks."""
 
 import abc
+import contextlib
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -61,6 +63,19 @@ class ShownColumns:
     """The texts of the choices, by the name of the column that has the place of one."""
     label_logprob: str | None = None
     """The column with the logarithm of the probability of a label, which is shown as that probability."""
+    choice_sums: str | None = None
+    """The column with the logprob of each choice, from which `head` makes the probability of the best one."""
+    choices_column: str | None = None
+    """The column of the output that has each row's own choices, if `choices` are not known."""
+
+    def texts_of(self, row: Mapping[str, Any]) -> Sequence[str]:
+        """The texts of a row's choices: those of all rows, or a list, or JSON text of one; empty: not known."""
+        if of_all := next(iter(self.choices.values()), ()):
+            return of_all
+        value = row.get(self.choices_column or "")
+        with contextlib.suppress(ValueError):
+            value = json.loads(value) if isinstance(value, str) else value
+        return [str(item) for item in value] if isinstance(value, list) else ()
 
 
 class Task(abc.ABC):

@@ -86,6 +86,30 @@ def test_the_number_of_a_choice_has_its_text() -> None:
     assert captured.get().splitlines()[-1] == "2 rows shown; the job is not done"
 
 
+@pytest.mark.parametrize("own", [None, ["1", "verse"], '["1", "verse"]'])
+def test_the_best_choice_has_its_text_and_probability(own: Any) -> None:
+    rows = (
+        {"id": "a", "own": own, "best": 1, "choice_logprob_sums": [math.log(0.1), math.log(0.3)]},
+        {"id": "b", "own": own, "best": None, "choice_logprob_sums": None},
+        {"id": "c", "own": own, "best": 0, "choice_logprob_sums": [-1.0, math.nan]},
+    )
+    shown = ShownColumns(
+        ("best", "choice_logprob_sums"),
+        choices={"best": ("1", "verse") if own is None else ()},
+        choice_sums="choice_logprob_sums",
+        choices_column="own",
+    )
+    screen = Console(width=80)
+    with screen.capture() as captured:
+        for item in head_table(Head(rows=rows, columns=tuple(rows[0]), shown=shown), (), screen.width):
+            screen.print(item)
+    header, _, first, second, third, *_ = [line.split() for line in captured.get().splitlines()]
+    assert header[:3] == ["id", "best", "confidence"]
+    assert first[:4] == ["a", "1:", "verse", "0.75"]
+    assert second[:3] == ["b", "–", "–"]
+    assert third[:4] == ["c", "0:", '"1"', "–"]
+
+
 def test_a_label_has_its_confidence() -> None:
     row = {"id": "a", "text": "good", "cumulative_logprob": math.log(0.25)}
     bad = {"id": "b", "text": None, "cumulative_logprob": None, "error_type": "empty_prompt"}
@@ -127,7 +151,14 @@ def test_json_has_all_columns_and_the_first_rows(out: pathlib.Path) -> None:
 
 def test_errors_alone(out: pathlib.Path) -> None:
     assert [json.loads(line)["id"] for line in head(out, "--errors", "--json")] == ["large", "empty"]
-    assert [line.split()[0] for line in head(out, "--errors")[2:4]] == ["large", "empty"]
+    for columns in (40, 80, 120):
+        lines = head(out, "--errors", columns=columns)
+        assert lines[0].split()[:3] == ["error_type", "error_message", "id"]
+        assert all(cell_len(line) <= columns for line in lines)
+        words = " ".join(lines).split()
+        assert {"prompt_too_long", "empty_prompt", "large", "empty"} <= {*words}
+        [long, _] = [json.loads(line)["error_message"].split() for line in head(out, "--errors", "--json")]
+        assert {word for word in long if len(word) < 12} <= {*words}  # the whole message, in several lines
 
 
 def test_columns_are_those_that_are_named(out: pathlib.Path) -> None:

@@ -142,7 +142,7 @@ def test_the_row_is_an_argument_or_an_option(out: pathlib.Path) -> None:
 def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
     assert inspect_row(str(out), "1") == inspect_row(str(out), "1")
     assert inspect_row(str(out), "1").samples == inspect_row(str(out), "title").samples
-    assert inspect_row(str(out), "large").prompt_note == "the row has no prompt"
+    assert inspect_row(str(out), "large").prompt_note == "no prompt was run; the error below says why"
     with pytest.raises(batchinf.UserError, match="none of 8 committed rows has this as an id or a position"):
         inspect_row(str(out), "99")
 
@@ -267,3 +267,37 @@ def test_values_that_python_cannot_build(tmp_path: pathlib.Path) -> None:
     assert sample.fields["long"] == "1000000000000000000 (duration[s])"
     head = jobs.run("head", tmp_path / "out", "--json")
     assert json.loads(head.stdout)["late"] == sample.fields["late"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_row_of_choices(own: bool, tmp_path: pathlib.Path) -> None:
+    """Each choice with its text and its tokens, nothing cut; an answer that is no choice does not hide the prompt."""
+    choices = ["yes", "no " + "and a long one " * 12]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "x", "q": "Is it?", "own": choices, "gold": "maybe"}))
+    given = {"choices_column": "own"} if own else {"choices": choices}
+    spec = jobs.spec_of(
+        tmp_path,
+        task="score",
+        sampling=None,
+        input={"path": str(tmp_path / "rows.jsonl"), "context_column": "q", "answer_column": "gold", **given},
+        output={"include_token_logprobs": not own, "keep_columns": ["own"]},
+        scripted={"step_s": 0.0},
+        parallel={"data_parallel_size": 1},
+    )
+    jobs.finish(spec)
+    shown = jobs.run("inspect", tmp_path / "out", "x", COLUMNS="120")
+    assert shown.returncode == 0, shown.stderr
+    words = " ".join(shown.stdout.split())
+    assert "Is it?" in words and "not shown" not in words
+    [sample] = inspect_row(str(tmp_path / "out"), "x").samples
+    best = sample.fields["best"]
+    assert [choice.text for choice in sample.choices] == choices
+    assert f"best {best}: {choices[best].strip()[:60]}" in words
+    assert words.count("and a long one") >= 12
+    assert [choice.values["logprob_sums"] for choice in sample.choices] == sample.fields["choice_logprob_sums"]
+    assert "answer_error got 'maybe'" in words
+    assert ("tokens of the choices" in words) != own
+    num_tokens = [len(choice.tokens) for choice in sample.choices]
+    assert num_tokens == ([0, 0] if own else sample.fields["choice_num_tokens"])
+    if not own:
+        assert len(re.findall(r"^ +[01] +[0-9]+ ", shown.stdout, re.MULTILINE)) == sum(num_tokens)

@@ -65,7 +65,7 @@ def test_it_says_what_it_rests_on(tmp_path: pathlib.Path) -> None:
     assert state.device_s > 8
     num_run = state.counts.num_rows
     found = re.search(
-        rf"^forecast from {num_run} input rows, which took (\d) s of device time: all 80 input rows take at most "
+        rf"^forecast from {num_run} input rows, which took (\d) s of replica time: all 80 input rows take at most "
         r"(\d+) s and [\d.]+ [kM]B, plus the start of the engines$",
         done.stdout,
         re.MULTILINE,

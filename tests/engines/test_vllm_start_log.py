@@ -40,7 +40,7 @@ def test_each_step_of_a_start() -> None:
         "compiling",
         "compiling",
         "measuring memory",
-        "cache: 402,790 tokens",
+        "making the KV cache (402,790 tokens)",
         "capturing graphs 20/67",
         "capturing graphs 20/67",
     ]

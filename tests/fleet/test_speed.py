@@ -235,4 +235,6 @@ def test_no_run_takes_0s(seconds: float, told: str) -> None:
     summary = Summary(
         "out", num_rows=1, num_prompt_tokens=1, num_output_tokens=1, num_parts=1, num_bytes=1, device_s=seconds
     )
-    assert f"device-hours ({told}) over all attempts" in "\n".join(summary.lines())
+    assert f"; {told} of replica time over all attempts" in "\n".join(summary.lines())
+    on_gpus = dataclasses.replace(summary, has_gpus=True)
+    assert f"; {seconds / 3600:.3f} GPU-hours ({told}) over all attempts" in "\n".join(on_gpus.lines())

@@ -335,7 +335,7 @@ def test_a_sampled_run_has_the_rows_of_the_full_run(tmp_path: pathlib.Path) -> N
     assert "selection/000001.positions" in jobs.run("check", out).stdout
     done = jobs.finish(spec)
     assert jobs.rows_of(out) == expected
-    assert ": all input rows that where would leave, about " in done.stdout
+    assert ": all input rows that pass where, about " in done.stdout
     checked = jobs.run("check", out, "--deep")
     assert checked.returncode == 0, checked.stdout
     assert jobs.state_of(out).is_done

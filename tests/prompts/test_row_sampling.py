@@ -88,7 +88,7 @@ def test_a_row_s_value_takes_the_place_of_the_job_s(field: str, value: Any, expe
         ("stop", ["a", ""], f"sampling.stop (column 'own'): got ['a', '']; {STOP}"),
         ("stop", {"column": 1}, "sampling.stop (column 'own'): got {'column': 1}; must be a list of texts, or text"),
         ("logit_bias", {"a": 1}, "sampling.logit_bias (column 'own'): got 'a' as a key; must be token ids, each of "
-         "them once"),
+         "them once; the model's tokenizer gives those of a word"),
         ("logit_bias", {"5": 101}, "sampling.logit_bias (column 'own'): got 101 for token 5; must be a number, at "
          "least -100 and at most 100"),
         ("logit_bias", {"5": float("nan")}, "sampling.logit_bias (column 'own'): got nan for token 5; must be a "

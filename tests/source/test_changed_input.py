@@ -42,6 +42,10 @@ def text(rows: Sequence[Row]) -> bytes:
     return "".join(f"{row[ID]} {row[PROMPT]}\n" for row in rows).encode()
 
 
+def array(rows: Sequence[Row]) -> bytes:
+    return json.dumps(rows, indent=2).encode()
+
+
 def as_csv(rows: Sequence[Row]) -> bytes:
     stream = io.StringIO(newline="")
     writer = csv.DictWriter(stream, [ID, PROMPT])
@@ -76,6 +80,7 @@ def zipped(write: Callable[[Sequence[Row]], bytes]) -> Callable[[Sequence[Row]],
 KINDS: dict[str, Callable[[Sequence[Row]], bytes]] = {
     ".jsonl": jsonl,
     ".jsonl.gz": zipped(jsonl),
+    ".json": array,
     ".txt": text,
     ".csv": as_csv,
     ".csv.gz": zipped(as_csv),
@@ -85,7 +90,8 @@ KINDS: dict[str, Callable[[Sequence[Row]], bytes]] = {
     ".stream.arrow": lambda rows: arrow(rows, stream=True),
 }
 GROWING = {".jsonl", ".jsonl.gz", ".txt", ".csv", ".csv.gz"}  # appended rows are no change
-COPIED = {".jsonl.gz", ".csv", ".csv.gz", ".large.parquet", ".stream.arrow"}  # read from the cache after the scan
+# Read from the cache after the scan.
+COPIED = {".jsonl.gz", ".json", ".csv", ".csv.gz", ".large.parquet", ".stream.arrow"}
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------

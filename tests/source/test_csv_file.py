@@ -1,10 +1,11 @@
 import pathlib
+import re
 
 import pytest
 
 from batchinf.base.errors import InputError
-from batchinf.source.files import InputLocation
-from batchinf.source.rows import open_source
+from batchinf.source.files import CsvDialect, InputLocation
+from batchinf.source.rows import Source, open_source
 
 
 def test_csv_that_is_not_utf8_or_never_closes_a_quote(tmp_path: pathlib.Path) -> None:
@@ -12,7 +13,7 @@ def test_csv_that_is_not_utf8_or_never_closes_a_quote(tmp_path: pathlib.Path) ->
     found = open_source(InputLocation(str(tmp_path / "x.csv")), tmp_path / "cache")
     rows = found.read(0, found.num_rows)
     assert [row.error and row.error.partition(":")[0] for row in rows] == [None, "x.csv line 3", None, "x.csv line 5"]
-    remedy = "; if the file is in cp1252, `iconv -f cp1252 -t utf-8` converts it"
+    remedy = "; if the file is in cp1252, write `input.csv: {encoding: cp1252}`"
     assert rows[1].error == f"x.csv line 3: not UTF-8: byte 0xff at byte 1{remedy}"
     assert rows[2].values == {"a": 4, "b": 5}
     found.close()
@@ -28,6 +29,88 @@ def test_a_quote_that_swallows_the_rows_after_it_is_refused(tmp_path: pathlib.Pa
 def test_a_header_in_cp1252(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes("id,große\n1,2\n".encode("cp1252"))
-    remedy = "if the file is in cp1252, `iconv -f cp1252 -t utf-8` converts it"
+    remedy = re.escape("if the file is in cp1252, write `input.csv: {encoding: cp1252}`")
     with pytest.raises(InputError, match=f"x.csv: its header is not UTF-8: byte 0xdf at byte 7; {remedy}"):
         open_source(InputLocation(str(path)), tmp_path / "cache")
+
+
+def opened(tmp_path: pathlib.Path, content: bytes, dialect: CsvDialect | None = None, name: str = "x.csv") -> Source:
+    (tmp_path / name).write_bytes(content)
+    return open_source(InputLocation(str(tmp_path / name), csv=dialect), tmp_path / "cache")
+
+
+def values_of(source: Source) -> list[dict[str, object] | str | None]:
+    return [row.error or dict(row.values) for row in source.read(0, source.num_rows)]
+
+
+ROWS = [{"id": 1, "text": "a, b"}, {"id": 2, "text": "ü"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "dialect", "remark"),
+    [
+        ("id;text\n1;a, b\n2;ü\n", "x.csv", None, "its fields are separated by semicolons, as its first rows show"),
+        ("id|text\r\n1|a, b\r\n2|ü\r\n", "x.csv", None, "separated by vertical bars"),
+        ("id\ttext\n1\ta, b\n2\tü\n", "x.csv", None, "separated by tabs"),
+        ("id\ttext\n1\ta, b\n2\tü\n", "x.tsv", None, ""),
+        ('id,text\n1,"a, b"\n2,ü\n', "x.tsv", None, "separated by commas"),
+        ("id#text\n1#'a, b'\n2#ü\n", "x.csv", CsvDialect(delimiter="#", quotechar="'"), ""),
+        ("id;text\n1;a, b\n2;ü\n", "x.csv", CsvDialect(encoding="utf-16-be", delimiter=";"), ""),
+        ("id;text\n1;a, b\n2;ü\n", "x.csv", CsvDialect(encoding="cp1252"), "separated by semicolons"),
+    ],
+)
+def test_dialects(content: str, name: str, dialect: CsvDialect | None, remark: str, tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, content.encode((dialect and dialect.encoding) or "utf-8"), dialect, name)
+    assert values_of(found) == ROWS
+    assert [(remark in said, list(names)) for said, names in found.remarks.items()] == [(True, [name])] * bool(remark)
+
+
+@pytest.mark.parametrize("content", ["a;b\n1\n", "a;b,c\n1;2,3\n", "text\nx;y|z\n", "a;b\n"])
+def test_a_delimiter_that_is_not_clear_is_a_comma(content: str, tmp_path: pathlib.Path) -> None:
+    header = content.partition("\n")[0]
+    if content.count("\n") == 1:
+        content += "\n1\n"
+    assert opened(tmp_path, content.encode()).schema.names == header.split(",")
+
+
+def test_utf16_by_its_mark(tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, 'id,text\n1,"a, b"\n2,ü\n'.encode("utf-16"))
+    assert values_of(found) == ROWS
+    assert found.remarks == {"it is UTF-16, as its first bytes show": ["x.csv"]}
+
+
+def test_rows_appended_to_utf16(tmp_path: pathlib.Path) -> None:
+    content = "id;text\n1;a\n".encode("utf-16")
+    found = opened(tmp_path, content)
+    (tmp_path / "x.csv").write_bytes(content + "2;b\n".encode("utf-16-le"))
+    grown = open_source(InputLocation(str(tmp_path / "x.csv")), tmp_path / "cache", found.fingerprints, "take")
+    assert values_of(grown) == [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}]
+
+
+def test_bytes_that_an_encoding_lacks_are_error_rows(tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, b"id,text\n1,\xfc\n2,\x81\n", CsvDialect(encoding="cp1252"))
+    message = "x.csv line 3: not cp1252: byte 0x81; set the file's encoding in `input.csv.encoding`"
+    assert values_of(found) == [{"id": 1, "text": "ü"}, message]
+
+
+def test_null_values(tmp_path: pathlib.Path) -> None:
+    content = b"id,text,score\n1,,0.5\n2,NA,NA\n3,x,\n"
+    plain = opened(tmp_path, content)
+    assert values_of(plain)[1] == {"id": 2, "text": "NA", "score": "NA"}
+    assert values_of(plain)[0]["text"] == ""
+    found = opened(tmp_path, content, CsvDialect(null_values=("", "NA")))  # the same cache: it is scanned again
+    assert values_of(found) == [
+        {"id": 1, "text": None, "score": 0.5},
+        {"id": 2, "text": None, "score": None},
+        {"id": 3, "text": "x", "score": None},
+    ]
+
+
+def test_quotes_that_are_text(tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, b'id\ttext\n1\t"open\n2\tx"y\n', CsvDialect(quotechar=""), "x.tsv")
+    assert [row["text"] for row in values_of(found)] == ['"open', 'x"y']
+
+
+def test_a_dialect_for_another_format(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(InputError, match=r"input.csv is given, but .*x.jsonl has the format jsonl; leave it out"):
+        opened(tmp_path, b"{}", CsvDialect(), "x.jsonl")

@@ -18,7 +18,11 @@ from batchinf.source.rows import open_source
         ({}, InputLocation("./no/such/folder"), "does not exist"),
         ({}, InputLocation("s3://bucket/x.jsonl"), "Install s3fs"),
         ({}, InputLocation("*.jsonl"), "no file matches"),
-        ({"x.yaml": b"x"}, InputLocation("x.yaml"), "the ending of x.yaml is not known; the formats are jsonl, parq"),
+        (
+            {"x.yaml": b"x"},
+            InputLocation("x.yaml"),
+            "the ending of x.yaml is not known; the formats are jsonl, json, parq",
+        ),
         ({"x.parquet.gz": b"x"}, InputLocation("x.parquet.gz"), "ending of x.parquet.gz is not known"),
         ({"x.jsonl": b"{}"}, InputLocation("x.jsonl", "xml"), "format 'xml' is not known"),
         ({"x.jsonl": b"{}", "x.csv": b"a"}, InputLocation("x.*"), "mixes formats: x.csv, x.jsonl"),
@@ -31,6 +35,7 @@ from batchinf.source.rows import open_source
             ({f"x.{ending}": text.encode(encoding)}, InputLocation(f"x.{ending}"), f"x.{ending} is UTF-16; save it as")
             for ending, text in (("jsonl", '{"a": 1}\n'), ("csv", "a,b\n1,2\n"), ("txt", "one\ntwo\n"))
             for encoding in ("utf-16", "utf-16-le", "utf-16-be")
+            if (ending, encoding) != ("csv", "utf-16")  # read by its mark
         ),
     ],
 )

@@ -25,12 +25,15 @@ OWNERS |= {ending: OWNERS[f.name] for f in FORMATS if isinstance(f, FileFormat) 
 
 # Outside of `source` and of the input's spec these say nothing about the input's format.
 OUTPUT_TOO = {
+    "json": "a kind of structure, and pydantic's name of a mode",
+    ".json": "the ending of a model's files",
     "text": "a column of the output, and a kind of message part",
     ".jsonl": "the ending of batchinf's own logs",
     ".parquet": "the ending of a job's parts",
 }
 # The same word for something else, by module.
 ALSO_MEANT = {
+    ("source/versions.py", ".json"): "the ending of a version's record",
     ("model/files.py", "hf"): "a value of vLLM's load_format",
     ("source/formats/huggingface.py", "arrow"): "a format of the library `datasets`",
     ("engines/vllm/structured_output/tools.py", "openai"): "vLLM's parser of gpt-oss",
@@ -172,7 +175,7 @@ def test_a_new_format_is_named_by_the_spec_and_its_errors(copy: Path, tmp_path: 
     path = spec_of(tmp_path, input={"format": "semicolon"})
     done = run(copy, "run", path)
     assert done.returncode == 2
-    assert "must be one of jsonl, openai, parquet, csv, text, semicolons, arrow, hf" in done.stderr
+    assert "must be one of jsonl, json, openai, parquet, csv, text, semicolons, arrow, hf" in done.stderr
     assert done.stderr.count("\n") == 1
     path = spec_of(tmp_path, input={"path": "none.yaml", "format": None})
     (copy / "none.yaml").write_text("x: 1")

@@ -19,6 +19,8 @@ from pydantic import ValidationError
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, if this file runs as a program
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import engine_argument_names
+from batchinf.source.files import CsvDialect
+from batchinf.spec.explain import OTHER_NAMES, field_names
 from batchinf.spec.file import SpecFile, check_engine_arguments, dump_spec, read_spec
 from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
@@ -160,7 +162,8 @@ QUOTES = "text that looks like something else needs quotes"
         ("sampling.min_p", ".nan", "got NaN; must be a number, at least 0 and at most 1"),
         ("sampling.ignore_eos", "no", "got 'no'; must be true or false"),
         ("sampling.ignore_eos", "1", "got 1; must be true or false"),
-        ("sampling.logit_bias", "{a: 1}", "got 'a' as a key; must be token ids, each of them once"),
+        ("sampling.logit_bias", "{a: 1}", "got 'a' as a key; must be token ids, each of them once; the "
+         "model's tokenizer gives those of a word"),
         ("sampling.logit_bias", "{'5': x}", "got 'x' for token 5; must be a number, at least -100 and at most 100"),
         ("sampling.allowed_token_ids", "[]", "got no token; must be at least one, and without the field all are "
          "allowed"),
@@ -208,6 +211,8 @@ QUOTES = "text that looks like something else needs quotes"
          "split: leave it out"),
         ("output.keep_columns", "a", "got 'a'; must be a list of texts, or a mapping; for a list of one write [a]"),
         ("output.keep_columns", "[a, b, a]", "got 'a' twice; name each column once"),
+        ("input.csv", "{}, format: jsonl", "got it with format jsonl; only csv has a delimiter and the like: leave it "
+         "out"),
         ("parallel.zzz", "1", f"unknown field. Allowed: {PARALLEL}"),
         ("parallel.Tensor-parallel-sise", "1",
          f"unknown field; did you mean tensor_parallel_size? Allowed: {PARALLEL}"),
@@ -275,7 +280,7 @@ def test_places_of_nested_fields_and_items():
         ("a:\n\tb: 1", "2:1: not valid YAML: while scanning for the next token, found character '\\t' that cannot "
          "start any token; indent with spaces"),
         ("a: {{ b }}", "1:5: got a mapping for a field's name; must be text: does it need quotes?"),
-        ("5: b", "1:1: got 5 for a field's name; must be text: does it need quotes?"),
+        ("5: b", "1:1: got 5 for a field's name; must be text: write \"5\""),
         ("task: a\ntask: a", "2:1: task: given twice; leave one of them out"),
         (b"a: b\nc: \xff", "2:4: not UTF-8; save the file as UTF-8"),
         ("a: b\nc: \a", "2:4: not valid YAML: character U+0007"),
@@ -333,8 +338,67 @@ def test_aliases_may_not_multiply(item):
 
 def test_all_errors_are_shown_one_a_line():
     lines = refusal(LEAST + "".join(f"unknown_{i}: 1\n" for i in range(13))).splitlines()
-    assert [line.split(":")[1] for line in lines[:-1]] == [str(4 + i) for i in range(10)]
-    assert lines[-1] == "and 3 more"
+    assert [line.split(":")[1] for line in lines] == [str(4 + i) for i in range(13)]
+    assert ["Allowed: " in line for line in lines] == [True] + [False] * 12  # once for a section
+
+
+def test_names_that_people_try_lead_to_fields_that_there_are():
+    for section, names in OTHER_NAMES.items():
+        fields = field_names(section)
+        for name, meant in names.items():
+            own = f"{section}.{meant}".lstrip(".")
+            assert name not in fields
+            in_structures = meant.removeprefix("sampling.").startswith("structured_outputs.")
+            assert meant in field_docs() or own in field_docs() or in_structures
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("  where: \"id\" = 'x'  # y", ": \"id\" = 'x'  # y"),
+        ("  where: 'id' > 5", ": 'id' > 5"),
+        ("  where: \"a b\" > 'x'", ": \"a b\" > 'x'"),
+    ],
+)
+def test_a_quoted_name_of_sql(line, told):
+    start = "the value of where ends with its second quote, but the line goes on; write"
+    said = refusal(f"model: a/b\ninput:\n  path: x\n{line}\noutput: {{path: y}}\n")
+    assert said.endswith(f"{start} `where: >-` and the value on the next line, indented{told}")
+    assert said.startswith("job.yaml:4:")
+    flow = refusal(f"model: a/b\ninput: {{path: x, {line.strip()}}}\noutput: {{path: y}}\n")
+    assert f"{start} in a section without braces, `where: >-` and the value on the next line, indented" in flow
+    written = line.replace("where: ", "where: >-\n    ").removesuffix("  # y")
+    assert read(f"model: a/b\ninput:\n  path: x\n{written}\noutput: {{path: y}}\n").spec.input.where in line
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("delimiter", "ab", "got 'ab'; must be one character, and no line break"),
+        ("delimiter", "\\t", 'a tab is "\\t" in double quotes'),
+        ("delimiter", '"\\n"', "must be one character, and no line break"),
+        ("delimiter", "''", "got empty text; must be text that is not empty"),
+        ("quotechar", "ab", "got 'ab'; must be one character, and no line break"),
+        ("quotechar", "'#', delimiter: '#'", "got '#', which is the delimiter, too; must be another character"),
+        ("encoding", "utf-9", "got 'utf-9'; must be an encoding of text that Python has, such as utf-8, cp1252"),
+        ("encoding", "base64", "got 'base64'; must be an encoding of text that Python has"),
+        ("null_values", "5", "got 5; must be a list of texts, or text"),
+    ],
+)
+def test_a_wrong_dialect_of_csv(field, value, message):
+    said = refusal(f"model: a/b\ninput: {{path: x.csv, csv: {{{field}: {value}}}}}\noutput: {{path: y}}\n")
+    assert f": input.csv.{field}: " in said and message in said
+
+
+def test_dialects_of_csv():
+    found = read(LEAST.replace("x.jsonl", 'x.csv, csv: {delimiter: "\\t", quotechar: "", null_values: ["", NA]}')).spec
+    assert found.input.csv.dialect == CsvDialect("\t", "", None, ("", "NA"))
+    assert read(LEAST.replace("x.jsonl", "x.csv, csv: {null_values: NA}")).spec.input.csv.null_values == ("NA",)
+
+
+def test_a_number_as_a_key_is_told_its_quotes():
+    said = refusal(LEAST + "sampling: {logit_bias: {5: 1}}\n")
+    assert said.endswith('got 5 for a field\'s name; must be text: write "5"')
 
 
 VALUES = [None, True, 5, -1, 5.5, 5.0, 10**30, math.nan, math.inf, "", "x", "5", "\0", "\ud800", "~x", "~\0", [],

@@ -47,7 +47,7 @@ from batchinf.model.identity import check_weights
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
 from batchinf.planning.histogram import LengthCounts, PromptLengths
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.checks import EmptyValues, empty_files_note, repeated_id_warning
+from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
@@ -75,7 +75,7 @@ def validate_job(
         yield SpecFound(str(file.path))
         yield from _model_findings(job, remarks)
         yield _input(job)
-        yield from _warnings(empty_files_note(job.source))
+        yield from _warnings(input_notes(job.source))
         chosen = None
         if job.spec.input.selects and state is None:
             chosen = choose(job, range(job.source.num_rows), Folder(scratch), limit=job.spec.input.limit)

@@ -15,7 +15,7 @@ STEPS = (
     ("Starting torch.compile", "compiling"),
     ("Dynamo bytecode transform time", "compiling"),
     (r"torch\.compile took", "measuring memory"),
-    (r"KV cache size: ([\d,]+) tokens", "cache: {} tokens"),
+    (r"KV cache size: ([\d,]+) tokens", "making the KV cache ({} tokens)"),
     (r"Capturing CUDA graphs.*?\| *(\d+)/(\d+) \[", "capturing graphs {}/{}"),
 )
 _STEPS = [(re.compile(text), words) for text, words in STEPS]

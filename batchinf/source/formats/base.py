@@ -16,7 +16,7 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import Artifact, FileEntry, FileFindings, Scratch
 from batchinf.source.digests import ReadDigests
-from batchinf.source.files import InputFile, ReadRange, content_hash
+from batchinf.source.files import InputFile, InputLocation, ReadRange, content_hash
 from batchinf.source.types import Lost, MixedTypes, cast_column, cast_each, is_text
 
 SAMPLED_ROWS = 16  # of a run of `FileFormat.sample`
@@ -152,6 +152,19 @@ class FileFormat(InputFormat, abc.ABC):
     is_scanned_in_order: ClassVar[bool] = True
     # Whether `FileFindings.hash` covers each byte. If not, the ranges that were read count; see `ReadDigests`.
     hashes_all: ClassVar[bool] = True
+    # Whether folders have such files beside their data, to describe it. They are rows only if there is no other data.
+    is_often_beside_data: ClassVar[bool] = False
+
+    @property
+    def key(self) -> str:
+        """Names the format with its options: what a scan with another key found does not count."""
+        return self.name
+
+    def for_input(self, input: InputLocation) -> "FileFormat":
+        """The format with the options of an input. Raises InputError for those that it does not have."""
+        if input.csv is not None:
+            raise InputError(f"input.csv is given, but {input.path} has the format {self.name}; leave it out")
+        return self
 
     @abc.abstractmethod
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:

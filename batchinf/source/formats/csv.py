@@ -3,9 +3,13 @@
 Column types are decided afterwards, over all files.
 """
 
+import codecs
 import csv
 import io
+import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -16,74 +20,108 @@ from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
-from batchinf.source.files import BLOCK_BYTES, LINE_ENDS, MAX_LINE_BYTES, InputFile, not_utf8, open_bytes, refuse_utf16
+from batchinf.source.files import (
+    BLOCK_BYTES,
+    LINE_ENDS,
+    MAX_LINE_BYTES,
+    CsvDialect,
+    InputFile,
+    InputLocation,
+    not_utf8,
+    open_bytes,
+    refuse_utf16,
+)
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
-from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins
+from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins, with_remark
 
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
 _UNENDED = "unexpected end of data"  # the error of Python's `csv` for an open quote at the end
+_TAB = "\t"
+_TABS = ".tsv"  # the ending of a file with tabs
+_DELIMITERS = {",": "commas", ";": "semicolons", _TAB: "tabs", "|": "vertical bars"}  # that are tried
+_HEAD_CHARS = 1 << 16  # in which the header and the first row are looked for
+_WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_REMEDY = "write `input.csv: {encoding: cp1252}`"
 
 
 class Csv(FileFormat):
     """CSV with a header; rows may be appended to a file."""
 
     name = "csv"
-    endings = (".csv",)
+    endings = (".csv", _TABS)
     mixed_types = MixedTypes.STRING
+
+    def __init__(self, dialect: CsvDialect | None = None) -> None:
+        self._dialect = dialect or CsvDialect()
+
+    @property
+    def key(self) -> str:
+        is_default = self._dialect == CsvDialect()
+        return self.name if is_default else f"{self.name} {json.dumps(asdict(self._dialect))}"
+
+    def for_input(self, input: InputLocation) -> FileFormat:
+        return Csv(input.csv)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         with open_bytes(file) as stream:
-            hashed = _Hashed(file, stream)
-            rows = _Rows(file, hashed)
+            hashed = _Hashed(stream)
+            rows = _Rows(file, hashed, self._dialect)
             types = CsvTypes(rows.header)
             schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
-            num_rows = spool(_batches(rows, types), schema, scratch)
+            num_rows = spool(_batches(rows, types, self._dialect.null_values), schema, scratch)
         if rows.num_swallowed:
             raise InputError(
                 f"{file.name}: a quote opens in line {rows.line:,} and is never closed, so that row would have the "
                 f"next {counted(rows.num_swallowed, 'line')} in it: close it, or write a quote that is text twice"
             )
-        return FileFindings(hashed.digest.hexdigest(), num_rows, types.schema(), hashed.num_bytes)
+        schema = with_remark(types.schema(), rows.remark)
+        return FileFindings(hashed.digest.hexdigest(), num_rows, schema, hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with open_bytes(file) as stream:
-            return [dict.fromkeys(_Rows(file, _Hashed(file, stream)).header)]
+            return [dict.fromkeys(_Rows(file, _Hashed(stream), self._dialect).header)]
 
     def reader(self, source_file: SourceFile) -> Reader:
         return _CsvReader(source_file)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         with open_bytes(file) as stream:
-            hashed = _Hashed(file, stream, num_bytes)
+            hashed = _Hashed(stream, num_bytes)
             num_rows = 0
             is_open = False
-            for row in _Rows(file, hashed):
+            for row in _Rows(file, hashed, self._dialect):
                 num_rows += 1
                 is_open = isinstance(row, str) and _UNENDED in row
-            is_whole = not hashed.end or hashed.end in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
+            end = hashed.end.strip(b"\0")  # in UTF-16 a null byte stands before or after the line end
+            is_whole = not end or end[-1:] in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
             if not is_whole or is_open or hashed.num_bytes != num_bytes:
                 return None
             return hashed.digest.hexdigest(), num_rows
 
 
-def _batches(rows: "_Rows", types: CsvTypes) -> Iterator[pa.RecordBatch]:
+def _batches(rows: "_Rows", types: CsvTypes, null_values: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    nulls = pa.array(null_values, pa.string())
     batch: list[list[str] | str] = []
     num_chars = rows.num_chars
     for row in rows:
         batch.append(row)
         if len(batch) == BATCH_ROWS or rows.num_chars - num_chars > BATCH_BYTES:
-            yield _batch(batch, rows.header, types)
+            yield _batch(batch, rows.header, types, nulls)
             batch = []
             num_chars = rows.num_chars
     if batch:
-        yield _batch(batch, rows.header, types)
+        yield _batch(batch, rows.header, types, nulls)
 
 
-def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTypes) -> pa.RecordBatch:
+def _batch(
+    rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTypes, nulls: pa.StringArray
+) -> pa.RecordBatch:
     nothing = [None] * len(header)
     fields = zip(*(nothing if isinstance(row, str) else row for row in rows), strict=True)
     columns = [pa.array(values, pa.string()) for values in fields]
+    if len(nulls):
+        columns = [pc.if_else(pc.is_in(column, nulls), pa.scalar(None, pa.string()), column) for column in columns]
     types.add(dict(zip(header, columns, strict=True)))
     errors = pa.array([row if isinstance(row, str) else None for row in rows], pa.string())
     return pa.RecordBatch.from_arrays([*columns, errors], names=[*header, ERRORS_COLUMN])
@@ -92,12 +130,11 @@ def _batch(rows: Sequence[list[str] | str], header: Sequence[str], types: CsvTyp
 class _Hashed(io.RawIOBase):
     """A stream that hashes what is read through it. num_bytes: read so far. limit: it ends after so many bytes."""
 
-    def __init__(self, file: InputFile, stream: BinaryIO, limit: int | None = None) -> None:
-        self._file = file
+    def __init__(self, stream: BinaryIO, limit: int | None = None) -> None:
         self._stream = stream
         self._limit = limit
         self.num_bytes = 0
-        self.end = b""  # the last byte
+        self.end = b""  # the last two bytes
         self.digest = xxhash.xxh3_128()
 
     def readable(self) -> bool:
@@ -106,10 +143,8 @@ class _Hashed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         num_bytes = len(buffer) if self._limit is None else min(len(buffer), self._limit - self.num_bytes)
         block = self._stream.read(num_bytes)
-        if not self.num_bytes:
-            refuse_utf16(self._file, block[:4])
         self.num_bytes += len(block)
-        self.end = block[-1:] or self.end
+        self.end = (self.end + block[-2:])[-2:]
         self.digest.update(block)
         buffer[: len(block)] = block
         return len(block)
@@ -118,17 +153,29 @@ class _Hashed(io.RawIOBase):
 class _Rows:
     """The rows of a CSV file: a list of fields, or a string with the row's error."""
 
-    def __init__(self, file: InputFile, stream: io.RawIOBase) -> None:
+    remark = ""
+    """How the file is read, if its own beginning decided that."""
+
+    def __init__(self, file: InputFile, stream: io.RawIOBase, dialect: CsvDialect) -> None:
         csv.field_size_limit(MAX_LINE_BYTES)
-        self._text = io.TextIOWrapper(
-            io.BufferedReader(stream, BLOCK_BYTES), "utf-8-sig", "surrogateescape", newline=""
-        )
+        buffered = io.BufferedReader(stream, BLOCK_BYTES)
+        self._encoding = dialect.encoding or _encoding(file, buffered)
+        self._text = io.TextIOWrapper(buffered, self._encoding, _ESCAPES, newline="")
         self.num_chars = 0
         self.line = 0
         self.num_swallowed = 0  # by a quote that opens in `line` and is never closed
         self._wrong = ""
-        self._is_new_row = False
-        self._reader = csv.reader(self._lines(), strict=True)
+        self._is_new_row = True
+        self._head = self._read_head()
+        form: dict[str, Any] = {"quotechar": dialect.quotechar or None, "strict": True}
+        form |= {} if dialect.quotechar else {"quoting": csv.QUOTE_NONE}
+        usual = _TAB if _TABS in file.name.lower() else ","
+        delimiter = dialect.delimiter or _delimiter(self._head, usual, form)
+        if dialect.delimiter is None and delimiter != usual:
+            self.remark = f"its fields are separated by {_DELIMITERS[delimiter]}, as its first rows show"
+        elif dialect.encoding is None and self._encoding != _UTF8:
+            self.remark = "it is UTF-16, as its first bytes show"
+        self._reader = csv.reader(self._lines(), delimiter=delimiter, **form)
         try:
             self.header = next((row for row in self._reader if row), [])
         except csv.Error as error:
@@ -137,14 +184,22 @@ class _Rows:
             raise InputError(f"{file.name}: its header is {self._wrong}")
         refuse_twins(self.header, file.name)
 
+    def _read_head(self) -> list[str]:
+        lines: list[str] = []
+        num_chars = 0
+        while num_chars < _HEAD_CHARS and (line := self._text.readline(MAX_LINE_BYTES)):
+            lines.append(line)
+            num_chars += len(line)
+        return lines
+
     def _lines(self) -> Iterator[str]:
-        for line in iter(lambda: self._text.readline(MAX_LINE_BYTES), ""):
+        for line in itertools.chain(self._head, iter(lambda: self._text.readline(MAX_LINE_BYTES), "")):
             self.num_chars += len(line)
             if self._is_new_row:  # files with a byte order mark were joined
                 line = line.removeprefix("\ufeff")
                 self._is_new_row = False
             if not (line.isascii() or is_utf8(line)):  # other bytes are decoded to lone surrogates
-                self._wrong = self._wrong or _why_not_utf8(line)
+                self._wrong = self._wrong or _why_not_text(line, self._encoding)
             yield line
 
     def __iter__(self) -> Iterator[list[str] | str]:
@@ -171,11 +226,50 @@ class _Rows:
                 yield f"line {line}: {len(row)} fields where the header has {width}"
 
 
-def _why_not_utf8(line: str) -> str:
+_UTF8 = "utf-8-sig"
+_ESCAPES = "batchinf.escapes"
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """Decodes each wrong byte to a lone surrogate, as `surrogateescape` does, but in any encoding."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "".join(chr(0xDC00 + byte) for byte in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_ESCAPES, _escaped)
+
+
+def _encoding(file: InputFile, stream: "io.BufferedReader[Any]") -> str:
+    head = stream.peek(4)[:4]
+    if head.startswith(_WIDE_MARKS):
+        return "utf-16"
+    refuse_utf16(file, head, "write `input.csv: {encoding: utf-16-le}` (or utf-16-be)")
+    return _UTF8
+
+
+def _delimiter(head: Sequence[str], usual: str, form: Mapping[str, Any]) -> str:
+    """The delimiter of a file. Another than the usual one only if it alone makes header and first row alike."""
+    fitting = [delimiter for delimiter in _DELIMITERS if _fits(head, delimiter, form)]
+    return usual if usual in fitting or len(fitting) != 1 else fitting[0]
+
+
+def _fits(head: Sequence[str], delimiter: str, form: Mapping[str, Any]) -> bool:
+    """Whether the header has several fields and the first row as many. Later rows may be appended, so do not count."""
+    try:
+        rows = list(itertools.islice(filter(None, csv.reader(head, delimiter=delimiter, **form)), 2))
+    except csv.Error:
+        return False
+    return len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1
+
+
+def _why_not_text(line: str, encoding: str) -> str:
+    if codecs.lookup(encoding).name not in ("utf-8", _UTF8):
+        wrong = next(char for char in line if "\udc00" <= char <= "\udcff")
+        return f"not {encoding}: byte 0x{ord(wrong) & 0xFF:02x}; set the file's encoding in `input.csv.encoding`"
     try:
         line.encode(errors="surrogateescape").decode()
     except UnicodeDecodeError as error:
-        return not_utf8(error)
+        return not_utf8(error, _REMEDY)
     raise AssertionError("the line is UTF-8")
 
 

@@ -37,7 +37,7 @@ from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, 
 from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
 
 WHITESPACE = b" \t\r\n"  # of JSON
-_FIRST_LINES = 100  # that are looked at before the scan
+FIRST_LINES = 100  # that are looked at before the scan
 _FEW_LINES = 64  # in a block of at least a megabyte: their ends are found faster one by one
 
 
@@ -224,7 +224,7 @@ class _CheckedBytes:
         self._file.close()
 
 
-class _LineReader:
+class LineReader:
     """Rows by the offsets of their lines."""
 
     def __init__(
@@ -232,10 +232,15 @@ class _LineReader:
         source_file: SourceFile,
         split: Callable[[bytes], list[bytes]],
         parse: Callable[[bytes], dict[str, object]],
+        unit: str = "line",
     ) -> None:
-        """split: the lines of whole rows, one for each row. parse: a row's values; ValueError says why it has none."""
+        """split: the lines of whole rows, one for each row. parse: a row's values; ValueError says why it has none.
+
+        unit: of the file's rows, for errors.
+        """
         self._split = split
         self._parse = parse
+        self._unit = unit
         file = source_file.file
         entry = source_file.entry
         cache = source_file.cache
@@ -261,7 +266,7 @@ class _LineReader:
             values = self._parse(line)
         except ValueError as error:
             num_blanks = int(np.searchsorted(self._blanks, row, side="right"))
-            return {}, f"{self._name} line {row + num_blanks + 1}: {error}"
+            return {}, f"{self._name} {self._unit} {row + num_blanks + 1}: {error}"
         return (values if columns is None else {name: values[name] for name in columns if name in values}), None
 
     def _lines(self, start: int, stop: int) -> Iterator[bytes | None]:
@@ -347,31 +352,37 @@ class JsonLines(LineFormat):
     mixed_types = MixedTypes.JSON
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        further: IO[bytes] | None = None
-
-        def keep_further(schema: pa.Schema) -> None:
-            nonlocal further
-            further = further or scratch.create(FURTHER_COLUMNS)
-            further.write(further_line(schema))
-
-        types = JsonTypes(keep_further)
-
-        def on_lines(run: bytes, first_row: int) -> None:
-            lines = _split_lines(run)
-            types.add(_records(lines), lambda: [first_row + i for i, line in enumerate(lines) if _records([line])])
-
+        types = json_types(scratch)
+        on_lines = lambda run, first_row: add_types(types, split_lines(run), first_row)  # noqa: E731
         content_hash, num_rows, num_bytes = index_lines(file, scratch, on_lines, has_blank_rows=False)
         return FileFindings(content_hash, num_rows, types.schema(), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
-        return _records(_split_lines(run)[:_FIRST_LINES])
+        return json_records(split_lines(run)[:FIRST_LINES])
 
     def reader(self, source_file: SourceFile) -> Reader:
-        return _LineReader(source_file, _split_lines, _parse_json)
+        return LineReader(source_file, split_lines, parse_json)
 
 
-def _split_lines(run: bytes) -> list[bytes]:
+def json_types(scratch: Scratch) -> JsonTypes:
+    """Collects the types of a file's columns. Those beyond the limit go into an artifact."""
+    further: IO[bytes] | None = None
+
+    def keep_further(schema: pa.Schema) -> None:
+        nonlocal further
+        further = further or scratch.create(FURTHER_COLUMNS)
+        further.write(further_line(schema))
+
+    return JsonTypes(keep_further)
+
+
+def add_types(types: JsonTypes, lines: Sequence[bytes], first_row: int) -> None:
+    """Add the types of these rows. first_row: the number of rows before them."""
+    types.add(json_records(lines), lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
+
+
+def split_lines(run: bytes) -> list[bytes]:
     """The lines of a block that are not blank, without their ends."""
     return [line for line in run.split(b"\n") if line.strip(WHITESPACE)]
 
@@ -391,7 +402,7 @@ def _finite(digits: str) -> float:
 _JSON = json.JSONDecoder(parse_float=_finite)
 
 
-def _parse_json(line: bytes) -> dict[str, object]:
+def parse_json(line: bytes) -> dict[str, object]:
     """The record of a line; `ValueError` says why it is none."""
     try:
         record = _JSON.decode(line.removeprefix(BYTE_ORDER_MARK).decode())
@@ -410,7 +421,7 @@ def _parse_json(line: bytes) -> dict[str, object]:
     return record
 
 
-def _records(lines: Sequence[bytes]) -> list[dict[str, object]]:
+def json_records(lines: Sequence[bytes]) -> list[dict[str, object]]:
     """The records of the lines, without broken lines."""
     if len(lines) > 1:
         try:  # one call for many lines is three times as fast
@@ -420,9 +431,9 @@ def _records(lines: Sequence[bytes]) -> list[dict[str, object]]:
         except (ValueError, RecursionError):
             pass
         middle = len(lines) // 2
-        return _records(lines[:middle]) + _records(lines[middle:])
+        return json_records(lines[:middle]) + json_records(lines[middle:])
     with contextlib.suppress(ValueError):
-        return [_parse_json(line) for line in lines]
+        return [parse_json(line) for line in lines]
     return []
 
 
@@ -444,7 +455,7 @@ class TextLines(LineFormat):
         return [{_COLUMN: None}]
 
     def reader(self, source_file: SourceFile) -> Reader:
-        return _LineReader(source_file, _split_text, _parse_text)
+        return LineReader(source_file, _split_text, _parse_text)
 
 
 def _split_text(data: bytes) -> list[bytes]:

@@ -7,11 +7,13 @@ from batchinf.source.formats.arrow import Arrow
 from batchinf.source.formats.base import FileFormat, InputFormat
 from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace
+from batchinf.source.formats.json import Json
 from batchinf.source.formats.lines import JsonLines, OpenAIBatch, TextLines
 from batchinf.source.formats.parquet import Parquet
 
 FORMATS: tuple[InputFormat, ...] = (
     JsonLines(),
+    Json(),
     OpenAIBatch(),
     Parquet(),
     Csv(),

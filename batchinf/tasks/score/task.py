@@ -229,7 +229,13 @@ class Score(Task):
         if not self._is_choice:
             return ShownColumns(("logprob_sum", *_MEANS, "num_tokens", "is_greedy"))
         choices = dict.fromkeys((*WINNERS, ANSWER), self.spec.input.choices or ())
-        return ShownColumns((*WINNERS, "choice_logprob_sums", ANSWER, ANSWER_ERROR), choices=choices)
+        best, *others = WINNERS
+        return ShownColumns(
+            (best, ANSWER, *others, "choice_logprob_sums", ANSWER_ERROR),
+            choices=choices,
+            choice_sums="choice_logprob_sums",
+            choices_column=self.spec.output.keep_columns.get(self.spec.input.choices_column or ""),
+        )
 
     # -- counts --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,44 @@
+"""What to write instead of options and commands that people try, for the errors of the command line."""
+
+# For commands that take a spec and `--set`.
+_IN_SPEC = {
+    "--limit": "`--set input.limit=N` takes the first N rows",
+    "--num-rows": "`--set input.limit=N` takes the first N rows",
+    "--sample": "`--set input.sample=0.01` takes a hundredth of the rows",
+    "--where": "`--set input.where=SQL` chooses rows",
+    "--input": "the rows are in the spec: `--set input.path=PATH`",
+    "--data": "the rows are in the spec: `--set input.path=PATH`",
+    "--model": "the model is in the spec: `--set model=NAME`",
+    "--gpus": "`--set parallel.data_parallel_size=N` sets the number of replicas",
+    "--tensor-parallel-size": "`--set parallel.tensor_parallel_size=N` sets it",
+    **dict.fromkeys(
+        ("-o", "--out", "--output", "--output-dir"), "the folder is in the spec: `--set output.path=FOLDER`"
+    ),
+    **dict.fromkeys(
+        ("--resume", "--continue"), "`batchinf run JOB.yaml` resumes the job if its output folder is there"
+    ),
+    **dict.fromkeys(("--overwrite", "--force"), "`batchinf run JOB.yaml --fresh` starts anew and keeps the old folder"),
+}
+_OF_COMMAND = {
+    "head": dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+    "export": {"--format": "`--to FORMAT` names the format", "--limit": "`--where 'row_index < N'` chooses rows"},
+}
+_COMMANDS = {
+    **dict.fromkeys(("resume", "continue", "restart"), "`batchinf run JOB.yaml` resumes the job, with the same spec"),
+    **dict.fromkeys(("start", "launch", "submit"), "`batchinf run JOB.yaml` runs a job"),
+    "retry": "`batchinf run JOB.yaml --retry errors` runs error rows again",
+    **dict.fromkeys(("show", "cat", "tail", "sample"), "`batchinf head OUT` shows rows, `inspect OUT` one row"),
+    **dict.fromkeys(("convert", "merge"), "`batchinf export OUT -o FILE` writes the output as one file"),
+    "new": "`batchinf init JOB.yaml` writes a spec",
+    **dict.fromkeys(("progress", "watch", "ls"), "`batchinf status OUT` shows a job, with `--watch` while it runs"),
+}
+
+
+def option_hint(command: str, option: str, *, takes_fields: bool) -> str:
+    """What to write instead of an option that a command lacks; empty: nothing is known. takes_fields: by `--set`."""
+    return _OF_COMMAND.get(command, {}).get(option) or (_IN_SPEC.get(option, "") if takes_fields else "")
+
+
+def command_hint(command: str) -> str:
+    """What to write instead of a command that there is not; empty: nothing is known."""
+    return _COMMANDS.get(command, "")
