@@ -53,9 +53,9 @@ class Results:
         """The folder of this host with the job's files; of a job in a bucket, a copy without parts."""
         jobs = look.jobs()
         begun = [(job, state) for job, state in jobs if state is not None]
-        states = [state for _, state in begun]
-        if not states:
+        if not begun:
             raise look.nothing()
+        states = [state for _, state in begun]
         self.spec: dict[str, Any] = states[0].header.spec
         self.identity: dict[str, Any] = states[0].header.identity
         self.job_id: str = states[0].header.job_id

@@ -50,7 +50,7 @@ def _init(
     out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
-    from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write
+    from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write, written_lines
     from batchinf.tasks.starters import StarterWanted
 
     purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check_purpose)
@@ -65,11 +65,7 @@ def _init(
             found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
     write(path, purpose, found, StarterWanted(model, has_template is not False, where))
-    text = "an OpenAI batch file" if found.is_batch else f"text from the column {found.text!r}"
-    print_lines([f"{path}: rows from {data} ({found.num_rows:,}), {text}"])
-    if purpose == "label":
-        source = "" if found.labelled is None else f", the words of the column {found.labelled!r}"
-        print_lines([f"labels: {', '.join(found.labels)}{source}; change them in {path} if they are not yours"])
+    print_lines(written_lines(path, found, purpose))
     if has_template is None:
         print_lines([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
     print_lines([f"next: batchinf validate {path}"])

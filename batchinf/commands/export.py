@@ -139,12 +139,17 @@ def _check_fits(form: type[Format], request: ExportRequest) -> None:
     if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
         raise UserError("-o: got stdout, which holds one file; give a path")
     check_target(request.path)
+    _check_url(form, request)
+    if request.push_to is not None and form is not HuggingFaceExport:
+        raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
+
+
+def _check_url(form: type[Format], request: ExportRequest) -> None:
+    """Raise UserError for more than a URL takes."""
     if is_http(request.path) and request.num_files > 1:
         raise UserError("--files: got several for a URL, which takes one file; give a path, or a folder of a bucket")
     if form is HuggingFaceExport and (is_http(request.path) or is_bucket(request.path)):
         raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
-    if request.push_to is not None and form is not HuggingFaceExport:
-        raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
 
 
 def _format(request: ExportRequest) -> type[Format]:

@@ -73,8 +73,9 @@ def _check_separated(path: str, names: Sequence[str]) -> None:
     """Raise UserError for one column whose name has a sign that may separate several."""
     if len(names) == 1 and (separator := _SEPARATOR.search(names[0])) is not None:
         raise UserError(
-            f"{path} has one column, {names[0]!r}, so {separator[0]!r} seems to separate its columns, but its first row "
-            f"has another number of them: mend it, or write a spec with `input.csv: {{delimiter: {separator[0]!r}}}`"
+            f"{path} has one column, {names[0]!r}, so {separator[0]!r} seems to separate its columns, but its first "
+            "row has another number of them: mend it, or write a spec with "
+            f"`input.csv: {{delimiter: {separator[0]!r}}}`"
         )
 
 
@@ -250,6 +251,16 @@ def has_chat_template(model: str) -> bool | None:
         return resolve(ModelSpec(name=model)).has_chat_template
     except ModelError:
         return None
+
+
+def written_lines(path: str, data: Data, purpose: str) -> list[str]:
+    """What the spec in `path` reads, for the user."""
+    text = "an OpenAI batch file" if data.is_batch else f"text from the column {data.text!r}"
+    lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {text}"]
+    if purpose == "label":
+        source = "" if data.labelled is None else f", the words of the column {data.labelled!r}"
+        lines.append(f"labels: {', '.join(data.labels)}{source}; change them in {path} if they are not yours")
+    return lines
 
 
 def labels_in(text: str) -> tuple[str, ...]:

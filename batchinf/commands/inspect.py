@@ -340,11 +340,7 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
     if sample.error is not None:
         yield Text(plain(sample.error), "red")
     if sample.decoded is not None:
-        coloured = Text()
-        for token in sample.tokens:
-            coloured.append(plain(token.text), _colour(token))
-        # A character that consists of several tokens cannot have all their colours.
-        yield _cut(coloured if coloured.plain == plain(sample.decoded) else Text(plain(sample.decoded)))
+        yield _cut(_coloured(sample.decoded, sample.tokens))
         yield Text()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in sample.shown_fields():
@@ -353,13 +349,27 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
     yield table
     if sample.choices:
         yield from _choice_items(sample.choices)
-    for title, tokens in (("prompt tokens", sample.prompt_tokens), ("tokens", sample.tokens)):
-        if any(token.logprob is not None for token in tokens):
-            yield Text()
-            yield _title(title)
-            yield _token_table(tokens)
-            if len(tokens) > _MOST_TOKENS:
-                yield Text(f"… and {len(tokens) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
+    yield from _token_items("prompt tokens", sample.prompt_tokens)
+    yield from _token_items("tokens", sample.tokens)
+
+
+def _token_items(title: str, tokens: Sequence[Token]) -> Iterator[RenderableType]:
+    """A table of tokens, if their logprobs are known."""
+    if all(token.logprob is None for token in tokens):
+        return
+    yield Text()
+    yield _title(title)
+    yield _token_table(tokens)
+    if len(tokens) > _MOST_TOKENS:
+        yield Text(f"… and {len(tokens) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
+
+
+def _coloured(text: str, tokens: Sequence[Token]) -> Text:
+    """A text in the colours of its tokens. A character that consists of several tokens cannot have all of them."""
+    coloured = Text()
+    for token in tokens:
+        coloured.append(plain(token.text), _colour(token))
+    return coloured if coloured.plain == plain(text) else Text(plain(text))
 
 
 def _whole(value: Any, choices: Sequence[InspectedChoice]) -> Text:
@@ -378,23 +388,28 @@ def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType
     yield Text()
     yield _title("choices")
     table = _table("choice", ["#", *choices[0].values])
-    tokens = _table("token", ["choice", "#", "token", "logprob", "rank"])
-    has_others = any(token.alternatives for choice in choices for token in choice.tokens)
-    if has_others:
-        tokens.add_column(_ALTERNATIVES)
     for place, choice in enumerate(choices):
         text = Text("–", "dim") if choice.text is None else _cut(Text(plain_line(choice.text, len(choice.text))))
         table.add_row(text, str(place), *(cell(value) for value in choice.values.values()))
-        for number, token in enumerate(choice.tokens):
-            others = [_alternatives(token)] if has_others else []
-            tokens.add_row(str(place), str(number), *_token_cells(token), *others)
     yield table
     if any(choice.text is None for choice in choices):
         yield Text("their texts are in the input; output.keep_columns stores a column", "dim")
     if any(choice.tokens for choice in choices):
         yield Text()
         yield _title("tokens of the choices")
-        yield tokens
+        yield _choice_tokens(choices)
+
+
+def _choice_tokens(choices: Sequence[InspectedChoice]) -> Table:
+    tokens = _table("token", ["choice", "#", "token", "logprob", "rank"])
+    has_others = any(token.alternatives for choice in choices for token in choice.tokens)
+    if has_others:
+        tokens.add_column(_ALTERNATIVES)
+    for place, choice in enumerate(choices):
+        for number, token in enumerate(choice.tokens):
+            others = [_alternatives(token)] if has_others else []
+            tokens.add_row(str(place), str(number), *_token_cells(token), *others)
+    return tokens
 
 
 def _table(text: str, names: Sequence[str]) -> Table:

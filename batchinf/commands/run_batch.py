@@ -70,19 +70,9 @@ def batch_run(
 
     Raises UserError for a flag that cannot be used, and for an output file of something else.
     """
-    if output_file in ("-", "/dev/stdout"):
-        raise UserError(
-            f"-o: got {output_file}; must be a file. When the job is done, "
-            "`batchinf export FOLDER --to openai-batch -o -` writes to stdout"
-        )
-    check_target(output_file)
     stem = local_stem(output_file)
     folder = folder or f"{stem}.job"
-    if os.path.lexists(output_file) and not os.path.lexists(folder):
-        raise UserError(
-            f"-o: {output_file} is there already, and no job in {folder} has written it; give another name, or delete "
-            "it yourself"
-        )
+    _check_output(output_file, folder)
     input_file = kept_input(input_file, f"{stem}.input.jsonl")
     spec: dict[str, Any] = {
         "model": {"name": model},
@@ -107,6 +97,21 @@ def batch_run(
         spec |= {section: {**asked[section], **spec[section]} for section in asked}
     output = ExportRequest(to="openai-batch", path=output_file, overwrites=True, splits_errors=False)
     return BatchRun(spec=spec, folder=folder, output=output, notes=tuple(notes))
+
+
+def _check_output(output_file: str, folder: str) -> None:
+    """Raise UserError if a job in this folder cannot write the file."""
+    if output_file in ("-", "/dev/stdout"):
+        raise UserError(
+            f"-o: got {output_file}; must be a file. When the job is done, "
+            "`batchinf export FOLDER --to openai-batch -o -` writes to stdout"
+        )
+    check_target(output_file)
+    if os.path.lexists(output_file) and not os.path.lexists(folder):
+        raise UserError(
+            f"-o: {output_file} is there already, and no job in {folder} has written it; give another name, or delete "
+            "it yourself"
+        )
 
 
 def kept_input(path: str, copy: str) -> str:
@@ -155,16 +160,21 @@ def _put(spec: dict[str, Any], name: str, value: Any) -> None:
         section, _, key = field.partition(".")
         spec.setdefault(section, {})[key] = value
         return
-    known = engine_argument_names()
-    if known is not None and name not in known:
-        names = {*known, *_FIELDS, "chat_template"}
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean --{_flag(close[0])}?" if close else ""
-        raise UserError(
-            f"--{_flag(name)}: not a flag of `batchinf run-batch`{hint} It takes the engine arguments of the installed "
-            "vLLM" + ("" if hint else ": see `vllm run-batch --help=all`")
-        )
+    _check_known(name)
     spec["engine"][name] = value
+
+
+def _check_known(name: str) -> None:
+    """Raise UserError if the installed vLLM has no such engine argument."""
+    known = engine_argument_names()
+    if known is None or name in known:
+        return
+    close = difflib.get_close_matches(name, {*known, *_FIELDS, "chat_template"}, n=1)
+    hint = f"; did you mean --{_flag(close[0])}?" if close else ""
+    raise UserError(
+        f"--{_flag(name)}: not a flag of `batchinf run-batch`{hint} It takes the engine arguments of the installed "
+        "vLLM" + ("" if hint else ": see `vllm run-batch --help=all`")
+    )
 
 
 def _task_of(engine: Mapping[str, Any], path: str) -> str | None:
@@ -240,16 +250,20 @@ def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
     most: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
     echoes = False
     for body in _bodies(path):
-        number = body.get("logprobs")
-        if number is None:
-            number = _RESPONSES_LOGPROBS in (body.get("include") or ())
-        of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
-        number = (body.get("top_logprobs") or 0) if number is True else number
         echoes |= body.get("echo") is True
-        for field, asked in (("logprobs", number), ("prompt_logprobs", of_prompt)):
+        for field, asked in _logprobs_of(body).items():
             if type(asked) is int and asked >= 0:
                 most[field] = max(most[field] or 0, asked)
     return {"sampling": most, "output": {"include_prompt": echoes}}
+
+
+def _logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line asks for, in the spec's fields; values of any type."""
+    number = body.get("logprobs")
+    if number is None:
+        number = _RESPONSES_LOGPROBS in (body.get("include") or ())
+    of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
+    return {"logprobs": (body.get("top_logprobs") or 0) if number is True else number, "prompt_logprobs": of_prompt}
 
 
 def _bodies(path: str) -> Iterator[dict[str, Any]]:

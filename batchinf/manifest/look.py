@@ -52,6 +52,10 @@ class Look:
         """The job, or all its slices in row order, each with its state; None if it has not begun."""
         return [*read_jobs(self.root)]
 
+    def begun(self) -> list[tuple[JobFolder, State]]:
+        """Of `jobs` those that have begun."""
+        return [(job, state) for job, state in self.jobs() if state is not None]
+
     def nothing(self) -> OutputError:
         """The error for an output without a job that has begun."""
         if not self.is_bucket:

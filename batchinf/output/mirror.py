@@ -438,14 +438,16 @@ def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
     digests |= {(RETRY_FOLDER, number): retry.positions for number, retry in state.retries.items()}
     listed = [f"{where}/{each.name}" for where in (RUN_FOLDER, RETRY_FOLDER) for each in bucket.list(where)]
     folder.make(RUN_FOLDER, RETRY_FOLDER)
-    for (where, number), digest in digests.items():
-        if digest is None or read_positions(folder, number, digest, where) is not None:
-            continue
+
+    def is_there(where: str, number: int) -> bool:
+        digest = digests[where, number]
+        return digest is None or read_positions(folder, number, digest, where) is not None
+
+    for where, number in digests:
         name = positions_name(number, where)
-        for candidate in (each for each in listed if each.startswith(f"{name}-")):
+        candidates = (each for each in listed if each.startswith(f"{name}-"))
+        while not is_there(where, number) and (candidate := next(candidates, None)) is not None:
             bucket.download(candidate, folder.path(name))
-            if read_positions(folder, number, digest, where) is not None:
-                break
     return {*listed}
 
 

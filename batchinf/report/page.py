@@ -62,7 +62,7 @@ def report_page(out: str) -> str:
     """The page as HTML."""
     report = job_status(out)
     look = Look(out)
-    begun = [(job, state) for job, state in look.jobs() if state is not None]
+    begun = look.begun()
     totals = report.totals
     if not begun or totals is None:
         raise OutputError(f"{out}: none of the slices has begun, so there is nothing to report")

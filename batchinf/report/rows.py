@@ -112,7 +112,7 @@ class RowFigures:
 
 def row_figures(look: Look) -> RowFigures:
     """The figures of a job, or of all its slices: of the rows in parts, and of those that are in no part yet."""
-    jobs = [(job, state) for job, state in look.jobs() if state is not None]
+    jobs = look.begun()
     spec = stored_spec(jobs[0][1].header.spec)
     task = task_of(spec)
     parts = look.parts(jobs)
