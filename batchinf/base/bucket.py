@@ -431,11 +431,16 @@ def _remedy(error: BaseException) -> str:
         return "make the bucket first, or correct output.path"
     if isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED or _EXPIRED.search(text):
         return "check that the key is right, has not expired, and may read, list, write and delete there"
-    if "169.254.169.254" in text or "metadata.google" in text:
-        has_profiles = (pathlib.Path.home() / ".aws").is_dir() and importlib.util.find_spec("boto3") is None
-        more = ", or install boto3, which reads the profiles in ~/.aws" if has_profiles else ""
-        return f"no credentials were found: set them in the environment{more}"
-    return ""
+    return no_credentials(error)
+
+
+def no_credentials(error: BaseException) -> str:
+    """In words, that obstore found no credentials: it then asks the host for those of a cloud's machine. Else empty."""
+    if not re.search(r"169\.254\.169\.254|metadata\.google", str(error)):
+        return ""
+    has_profiles = (pathlib.Path.home() / ".aws").is_dir() and importlib.util.find_spec("boto3") is None
+    more = ", or install boto3, which reads the profiles in ~/.aws" if has_profiles else ""
+    return f"no credentials were found: set them in the environment{more}"
 
 
 def one_line(error: BaseException) -> str:

@@ -189,10 +189,8 @@ def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table
 
     columns: those that the user named; empty: those that say most.
     """
-    if head.shown.choice_sums is not None and not columns:
-        rows = tuple({CONFIDENCE: _best_share(row.get(head.shown.choice_sums)), **row} for row in head.rows)
-        head = replace(head, rows=rows)
-    names = list(columns) or (_chosen_of_errors(head) if head.only_errors else _chosen(head))
+    head = head if columns else _with_confidence(head)
+    names = _names(head, columns)
     titles = {name: cell(name if columns else _title(head, name)) for name in names}
     shown = [{name: _shown(head, name, row, columns) for name in names} for row in head.rows]
     cells = {name: [cell(row[name]) for row in shown] for name in names}
@@ -203,13 +201,35 @@ def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table
     left_out = _fit(names, widths, [] if columns else _dispensable(names, head, widths), width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names:
-        side: Literal["left", "right"] = "right" if _is_number(row[name] for row in shown) else "left"
         is_whole = name in _OF_ERRORS and not columns
-        overflow: Literal["fold", "ellipsis"] = "fold" if is_whole else "ellipsis"
-        table.add_column(titles[name], justify=side, no_wrap=not is_whole, overflow=overflow, width=widths[name])
+        _add_column(table, titles[name], widths[name], [row[name] for row in shown], is_whole=is_whole)
     for number in range(len(head.rows)):
         table.add_row(*(cells[name][number] for name in names))
     yield table
+    yield from _remarks(head, left_out)
+
+
+def _add_column(table: Table, title: Text, width: int, values: Sequence[Any], *, is_whole: bool) -> None:
+    """is_whole: a long value goes on in the next line; else it is cut."""
+    side: Literal["left", "right"] = "right" if _is_number(values) else "left"
+    overflow: Literal["fold", "ellipsis"] = "fold" if is_whole else "ellipsis"
+    table.add_column(title, justify=side, no_wrap=not is_whole, overflow=overflow, width=width)
+
+
+def _names(head: Head, columns: Sequence[str]) -> list[str]:
+    """The columns of the table, in its order."""
+    return list(columns) or (_chosen_of_errors(head) if head.only_errors else _chosen(head))
+
+
+def _with_confidence(head: Head) -> Head:
+    """With the column of the best choice's probability, if the rows have the logprobs of all choices."""
+    if head.shown.choice_sums is None:
+        return head
+    rows = tuple({CONFIDENCE: _best_share(row.get(head.shown.choice_sums)), **row} for row in head.rows)
+    return replace(head, rows=rows)
+
+
+def _remarks(head: Head, left_out: Sequence[str]) -> Iterator[str]:
     if left_out:
         yield f"no room for {list_names(left_out)}: see --columns and --json"
     if head.num_rows is None:
@@ -299,13 +319,17 @@ def _chosen(head: Head) -> list[str]:
     says_most = {*head.shown.names, head.shown.label_logprob}
     if any(row.get("num_output_tokens") for row in head.rows):
         says_most.add("num_output_tokens")
-    results = [name for name in head.columns if name in says_most]
+    return [*names, *head.kept, *_in_order(head, [name for name in head.columns if name in says_most])]
+
+
+def _in_order(head: Head, results: list[str]) -> list[str]:
+    """The task's columns in the order of the table: the last ones are left out first."""
     if head.shown.choice_sums is not None:
         results.sort(key=lambda name: head.shown.names.index(name) if name in head.shown.names else len(results))
         results.insert(1, CONFIDENCE)
     if (label := head.shown.label_logprob) is not None:
-        results.sort(key=lambda name: name not in ("text", label))  # the last ones are left out first
-    return [*names, *head.kept, *results]
+        results.sort(key=lambda name: name not in ("text", label))
+    return results
 
 
 def _chosen_of_errors(head: Head) -> list[str]:

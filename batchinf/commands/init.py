@@ -73,8 +73,8 @@ def _check_separated(path: str, names: Sequence[str]) -> None:
     """Raise UserError for one column whose name has a sign that may separate several."""
     if len(names) == 1 and (separator := _SEPARATOR.search(names[0])) is not None:
         raise UserError(
-            f"{path} has one column, {names[0]!r}, so {separator[0]!r} seems to separate its columns; must be a comma: "
-            f"pandas.read_csv({path!r}, sep={separator[0]!r}).to_csv('commas.csv', index=False) writes such a file"
+            f"{path} has one column, {names[0]!r}, so {separator[0]!r} seems to separate its columns, but its first row "
+            f"has another number of them: mend it, or write a spec with `input.csv: {{delimiter: {separator[0]!r}}}`"
         )
 
 
@@ -159,18 +159,9 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         raise UserError(f"{path} has no column of text; it has {', '.join(names)}")
     of_labels = [name for name in free if name != text and _are_labels(columns.values[name])]
     labelled = None if labels else _first(of_labels, _LABELS) or next(iter(of_labels), None)
-    repeats: list[str | None] = []
+    repeated: str | None = None
     if not ids:
-        possible = {*texts, *columns.integers()} - {text}
-        others = [name for name in names if name in possible and name.lower() not in _OF_A_ROW]
-        distinct = {name: set(map(str, columns.values[name])) for name in others}
-        ids = [name for name in others if len(distinct[name]) == len(columns.rows) and _are_ids(distinct[name])]
-        repeats = [] if ids else [columns.repeat(name) for name in others]
-    answer = None
-    if choices is not None:
-        answers = [name for name in free if name.lower() in _ANSWERS.lower().split()]
-        answers = [name for name in answers if columns.are_answers(name, choices)]
-        answer = _first([*columns.integers(), *answers], _ANSWERS)
+        ids, repeated = _unique(columns, {*texts, *columns.integers()} - {text})
     is_batch = set(OpenAIBatch.columns) <= set(names)
     not_kept = {text, choices, *ids, *columns.lists()}
     short = [name for name in names if name not in not_kept and columns.mean_length(name) <= _MOST_KEPT_CHARS]
@@ -183,12 +174,12 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         columns=names,
         text=text,
         id=ids[0] if ids else None,
-        repeated_id=next(filter(None, repeats), None),
+        repeated_id=repeated,
         messages=messages,
         labels=tuple(labels),
         labelled=labelled,
         choices=choices,
-        answer=answer,
+        answer=_answer(columns, free, choices),
         query=query,
         documents=_first([name for name in names if columns.are_text_lists(name)], _DOCUMENTS),
         document=_first([name for name in free if name != query], _DOCUMENT),
@@ -196,6 +187,22 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
         is_batch=is_batch,
     )
+
+
+def _unique(columns: "_Columns", possible: Collection[str]) -> tuple[list[str], str | None]:
+    """The columns that can be ids by their values; without any, a value that stands in two rows of one of them."""
+    others = [name for name in columns.types if name in possible and name.lower() not in _OF_A_ROW]
+    distinct = {name: set(map(str, columns.values[name])) for name in others}
+    ids = [name for name in others if len(distinct[name]) == len(columns.rows) and _are_ids(distinct[name])]
+    return ids, None if ids else next(filter(None, map(columns.repeat, others)), None)
+
+
+def _answer(columns: "_Columns", free: Sequence[str], choices: str | None) -> str | None:
+    """The column with the right choice, as its place or its text."""
+    if choices is None:
+        return None
+    texts = [name for name in free if name.lower() in _ANSWERS.lower().split() and columns.are_answers(name, choices)]
+    return _first([*columns.integers(), *texts], _ANSWERS)
 
 
 def _named(name: str, known: str) -> bool:

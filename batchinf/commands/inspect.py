@@ -377,8 +377,8 @@ def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType
     """A table of the choices, and one of their tokens."""
     yield Text()
     yield _title("choices")
-    table = _table("choice", "#", *choices[0].values)
-    tokens = _table("token", "choice", "#", "token", "logprob", "rank")
+    table = _table("choice", ["#", *choices[0].values])
+    tokens = _table("token", ["choice", "#", "token", "logprob", "rank"])
     has_others = any(token.alternatives for choice in choices for token in choice.tokens)
     if has_others:
         tokens.add_column(_ALTERNATIVES)
@@ -397,7 +397,7 @@ def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType
         yield tokens
 
 
-def _table(text: str, *names: str) -> Table:
+def _table(text: str, names: Sequence[str]) -> Table:
     """An empty table. text: the column of text, which is at the left; it is the first one if no other is named so."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for name in names if text in names else (text, *names):
@@ -413,7 +413,7 @@ def _token_cells(token: Token) -> tuple[Text, str, str]:
 
 
 def _token_table(tokens: Sequence[Token]) -> Table:
-    table = _table("token", "#", "token", "logprob", "rank")
+    table = _table("token", ["#", "token", "logprob", "rank"])
     if any(token.alternatives for token in tokens[:_MOST_TOKENS]):
         table.add_column(_ALTERNATIVES)
     for place, token in enumerate(tokens[:_MOST_TOKENS]):

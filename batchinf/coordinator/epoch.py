@@ -70,75 +70,63 @@ def run_job(
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
     with mirrored(file, display, fresh=fresh) as mirror:
-        return _run_job(
-            file,
-            backend,
-            display,
-            retry,
-            extends=extends,
-            fresh=fresh,
-            begins_together=begins_together,
-            mirror=mirror,
-        )
-
-
-def _run_job(
-    file: SpecFile,
-    backend: Backend,
-    display: ProgressDisplay,
-    retry: str | None,
-    *,
-    extends: bool,
-    fresh: bool,
-    begins_together: bool,
-    mirror: Mirror | None,
-) -> Summary:
-    began = time.monotonic()
-    out = file.spec.output.folder
-    folder = job_folder(out, file.slice)
-    if fresh:
-        if file.slice is not None:
-            check_place(out, file.slice)
-        move_job_aside(_prepare(file, None)[0], backend, display)
-    check_place(out, file.slice)
-    state = read_state(folder) if folder.exists("manifest") else None
-    _check_held(folder, state, retry)
-    prepared, contents = _prepare(file, state, retry, extends=extends)
-    if state is not None and retry is None and _is_finished(prepared, state, mirror):
-        if extends:
-            display.say(NOTHING_NEW)
-        if has_leftovers(folder):
-            _tidy_late(folder)
-        _fetch_errors(state, mirror)
-        return finished(file, state, was_done=True)
-    folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
-    lock = JobLock(folder) if mirror is None else mirror.lock
-    try:
-        with (
-            ahead_of_time_limit(file.spec.stop_before_s, display.say),
-            lock.held(lambda: last_epoch(folder) if mirror is None else mirror.take_over(), display.say) as number,
-        ):
+        began = time.monotonic()
+        out = file.spec.output.folder
+        folder = job_folder(out, file.slice)
+        if fresh:
             if file.slice is not None:
-                # A slice that begins now may not be seen by a process that is about to move the whole folder.
-                await_free(Folder(out), display.say)
-            current = read_state(folder, state)
-            if current is not state:  # another process has run the job since, or moved it
-                _check_held(folder, current, retry)
-                prepared, contents = _prepare(file, current, retry, extends=extends)
-            with start(prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror) as epoch:
-                _run_all(epoch, began, begins_together=begins_together)
-            tidy(folder)
-            if mirror is not None:
-                mirror.flush()
-    except NoRowsError:
-        if read_state(folder) is not None or retry is not None:
-            raise
-        return nothing_to_run(file)
-    finally:
-        display.close()
-    state = committed_state(folder)
-    _fetch_errors(state, mirror)
-    return finished(file, state)
+                check_place(out, file.slice)
+            move_job_aside(_prepare(file, None)[0], backend, display)
+        check_place(out, file.slice)
+        state = read_state(folder) if folder.exists("manifest") else None
+        _check_held(folder, state, retry)
+        prepared, contents = _prepare(file, state, retry, extends=extends)
+        if state is not None and retry is None and _is_finished(prepared, state, mirror):
+            if extends:
+                display.say(NOTHING_NEW)
+            if has_leftovers(folder):
+                _tidy_late(folder)
+            _fetch_errors(state, mirror)
+            return finished(file, state, was_done=True)
+        folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
+        try:
+            with _held(file, folder, display, mirror) as (lock, number):
+                current = read_state(folder, state)
+                if current is not state:  # another process has run the job since, or moved it
+                    _check_held(folder, current, retry)
+                    prepared, contents = _prepare(file, current, retry, extends=extends)
+                with start(
+                    prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror
+                ) as epoch:
+                    _run_all(epoch, began, begins_together=begins_together)
+                tidy(folder)
+                if mirror is not None:
+                    mirror.flush()
+        except NoRowsError:
+            if read_state(folder) is not None or retry is not None:
+                raise
+            return nothing_to_run(file)
+        finally:
+            display.close()
+        state = committed_state(folder)
+        _fetch_errors(state, mirror)
+        return finished(file, state)
+
+
+@contextlib.contextmanager
+def _held(
+    file: SpecFile, folder: Folder, display: ProgressDisplay, mirror: Mirror | None
+) -> Iterator[tuple[JobLock, int]]:
+    """The lock of a job, held, and the number of the epoch that begins."""
+    lock = JobLock(folder) if mirror is None else mirror.lock
+    with (
+        ahead_of_time_limit(file.spec.stop_before_s, display.say),
+        lock.held(lambda: last_epoch(folder) if mirror is None else mirror.take_over(), display.say) as number,
+    ):
+        if file.slice is not None:
+            # A slice that begins now may not be seen by a process that is about to move the whole folder.
+            await_free(Folder(file.spec.output.folder), display.say)
+        yield lock, number
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def _bucket_name(out: object) -> str | None:
 def _copy(url: str) -> str:
     """Bring the local copy up to date; returns its folder."""
     root = Folder(user_cache("copies", hashlib.sha256(url.encode()).hexdigest()[:16]))
-    _copy_files(Bucket(url, PATIENCE_S), root, CUT_RECORD)
+    _copy_files(Bucket(url, PATIENCE_S), root, (CUT_RECORD,))
     root.make()
     os.utime(root.root)
     _delete_old(root.root.parent)
@@ -161,7 +161,7 @@ def _copy(url: str) -> str:
         chain.read()
         if chain.commits:
             chain.restore(job.folder)
-        _copy_files(Bucket(own, PATIENCE_S), job.folder, "status.json", "job.yaml", LOCK)
+        _copy_files(Bucket(own, PATIENCE_S), job.folder, ("status.json", "job.yaml", LOCK))
     return str(root.root)
 
 
@@ -178,7 +178,7 @@ def _delete_old(copies: pathlib.Path) -> None:
                 shutil.rmtree(copy)
 
 
-def _copy_files(bucket: Bucket, folder: Folder, *names: str) -> None:
+def _copy_files(bucket: Bucket, folder: Folder, names: Sequence[str]) -> None:
     for name in names:
         there = bucket.get(name)
         if there is None or there.data == _FREE:

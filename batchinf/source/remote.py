@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from batchinf.base.bucket import file_system, one_line
+from batchinf.base.bucket import file_system, no_credentials, one_line
 from batchinf.base.errors import BatchinfError, InputError
 from batchinf.source.files import InputFile, InputLocation, Stamp
 from batchinf.source.find import data_files, one_format
@@ -224,6 +224,8 @@ def _line(url: str, error: BaseException) -> str:
         return f"{url} cannot be read: no permission; give credentials in the environment, in the way of its library"
     if isinstance(why, FileNotFoundError) or status in (404, 410):
         return f"{url} does not exist: correct the URL, or put the file there"
+    if missing := no_credentials(why):
+        return f"{url} cannot be read: {missing}"
     return f"{url} cannot be read: {_words(why)}; check the URL, the network, and credentials in the environment"
 
 

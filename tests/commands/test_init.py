@@ -233,8 +233,8 @@ def test_a_question_names_a_column_of_several_words(tmp_path: pathlib.Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", "id;review\n1;nice, but loud\n", r"'id;review', so ';' seems to separate its columns"),
-        ("a.csv", "id\treview\n1\tnice\n", r"so '\\t' seems to separate its columns"),
+        ("a.csv", "id;review\n1;nice; but loud\n", r"'id;review', so ';' seems to separate its columns"),
+        ("a.csv", "id\treview\n1\n", r"so '\\t' seems to separate its columns"),
         ("a.jsonl", '{"review": 1\n', "no row can be read; the first: a.jsonl line 1: not JSON"),
     ],
 )
@@ -242,6 +242,13 @@ def test_files_that_need_another_form(name: str, content: str, words: str, tmp_p
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=words):
         look_at(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("content", ["id;review\n1;nice, but loud\n", "id\treview\n1\tnice\n"])
+def test_a_csv_file_may_have_other_separators(content: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    found = look_at(str(tmp_path / "a.csv"))
+    assert (found.id, found.text) == ("id", "review")
 
 
 def test_conversations_are_used_as_they_are(tmp_path: pathlib.Path) -> None:

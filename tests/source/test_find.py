@@ -16,7 +16,7 @@ from batchinf.source.rows import open_source
     [
         ({}, InputLocation("none.jsonl"), "none.jsonl does not exist"),
         ({}, InputLocation("./no/such/folder"), "does not exist"),
-        ({}, InputLocation("s3://bucket/x.jsonl"), "Install s3fs"),
+        ({}, InputLocation("oci://bucket/x.jsonl"), "Install ocifs"),
         ({}, InputLocation("*.jsonl"), "no file matches"),
         (
             {"x.yaml": b"x"},
