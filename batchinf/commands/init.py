@@ -73,8 +73,9 @@ def _check_separated(path: str, names: Sequence[str]) -> None:
     """Raise UserError for one column whose name has a sign that may separate several."""
     if len(names) == 1 and (separator := _SEPARATOR.search(names[0])) is not None:
         raise UserError(
-            f"{path} has one column, {names[0]!r}, so {separator[0]!r} seems to separate its columns, but its first row "
-            f"has another number of them: mend it, or write a spec with `input.csv: {{delimiter: {separator[0]!r}}}`"
+            f"{path} has one column, {names[0]!r}, so {separator[0]!r} seems to separate its columns, but its first "
+            "row has another number of them: mend it, or write a spec with "
+            f"`input.csv: {{delimiter: {separator[0]!r}}}`"
         )
 
 
