@@ -257,6 +257,58 @@ def test_a_count_of_a_part(job: tuple[Copy, "subprocess.CompletedProcess[str]"])
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.slow  # it imports vLLM
+def test_a_figure_of_the_engine(tmp_path: pathlib.Path) -> None:
+    copy = Copy(tmp_path, "Add a figure of the engine")
+    copy.replace(
+        "batchinf/records.py",
+        "    prefix_cache_hits: int = 0\n",
+        """\
+    prefix_cache_hits: int = 0
+    num_steps: int = 0
+    num_skipped: int = 0
+""",
+    )
+    copy.replace(
+        "batchinf/engines/vllm/engine.py",
+        "            num_preemptions=last.num_preemptions + ",
+        """\
+            num_steps=last.num_steps + 1,
+            num_skipped=num_skipped,
+            num_preemptions=last.num_preemptions + """,
+    )
+    copy.replace(
+        "batchinf/fleet/status.py",
+        "    num_preemptions: int\n",
+        """\
+    num_preemptions: int
+    num_steps: int
+    num_skipped: int
+""",
+    )
+    done = copy.python(
+        "-c",
+        """
+import pathlib
+from vllm.v1.metrics.stats import SchedulerStats
+from batchinf.base.storage import Folder
+from batchinf.engines.vllm.engine import _Stats
+from batchinf.fleet.local.devices import NvmlWatch
+from batchinf.fleet.status import ReplicaLook, Telemetry, read_looks
+from batchinf.replica.messages import Progress
+stats = _Stats()
+for num_skipped in (3, 2):
+    stats.record(SchedulerStats(num_skipped_waiting_reqs=num_skipped))
+progress = Progress(0, {}, 0, 0, 0, 0, 0.0, stats.latest)
+folder = Folder(pathlib.Path("out"))
+Telemetry(folder, 1, NvmlWatch([])).look([ReplicaLook.of(0, "000001.0001", "running", progress)])
+[sample] = read_looks(folder)
+print(*(sample["replicas"][0][name] for name in ("num_steps", "num_skipped", "num_waiting")))
+""",
+    )
+    assert done.stdout.splitlines()[-1:] == ["2 2 2"], done.stderr
+
+
 def test_a_compression_of_input_files(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a compression of input files")
     copy.replace("batchinf/source/files.py", "COMPRESSIONS = {", 'COMPRESSIONS = {".bz2": (b"BZh", "bz2"), ')

@@ -35,7 +35,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
 from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
-from batchinf.manifest.lock import LockLost
+from batchinf.manifest.lock import TAKEOVER_AFTER_S, LockLost
 from batchinf.manifest.names import TELEMETRY_FOLDER, parse_part_name, part_name, staging_name
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output.journal import place_of
@@ -47,7 +47,7 @@ _NUM_UPLOADS = 4
 _BUNDLE_BYTES = 64 << 20
 _MOST_WAITING_BYTES = 1 << 30
 # After this time without an answer another process may hold the job: a new row might be run twice.
-_ABSENT_S = 60.0
+_ABSENT_S = TAKEOVER_AFTER_S
 _STATUS_EVERY_S = 30.0
 _TELEMETRY_EVERY_S = 300.0
 _LOOK_S = 0.2

@@ -1,5 +1,7 @@
 """Structured outputs and reasoning parsers: finds the ones that vLLM would refuse, and reads finished texts like vLLM.
 
+What it compiles serves these checks alone. For the requests, vLLM compiles each structure in its engine process.
+
 As a program, `python -m batchinf.engines.vllm.structured_output.structures` reads a spec and a tokenizer's path as JSON
 and prints the problems. It runs in its own process because vLLM takes 0.5 GB and changes environment variables. Run
 with vLLM 0.32.0; 0.26.0 has the same names.
