@@ -379,12 +379,12 @@ WRONG = [
           "job.yaml:3:3: input.path: no file matches rows/*.jsonl; correct the glob, or put it in quotes if a shell "
           "expanded it"),
     Wrong("unknown ending", {"input": {"path": "rows.xls"}},
-          "the ending of rows.xls is not known; the formats are jsonl, parquet, csv, text, arrow and hf, by the "
-          "endings .jsonl, .ndjson, .parquet, .pq, .csv, .txt, .text, .arrow, .feather, .ipc; name it so, or set "
-          "`input.format`; or make one in pandas: read_excel(NAME).to_parquet('rows.parquet')",
+          "the ending of rows.xls is not known; the formats are jsonl, json, parquet, csv, text, arrow and hf, by "
+          "the endings .jsonl, .ndjson, .json, .parquet, .pq, .csv, .tsv, .txt, .text, .arrow, .feather, .ipc; name it "
+          "so, or set `input.format`; or make one in pandas: read_excel(NAME).to_parquet('rows.parquet')",
           files={"rows.xls": "x"}),
     Wrong("unknown format", {"input": {"format": "xls"}},
-          "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, openai, parquet, csv, text, arrow, hf"),
+          "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, json, openai, parquet, csv, text, arrow, hf"),
     Wrong("no rows", {},
           "rows.jsonl has no rows; give an input with at least one", rows=()),
     # Rows to look at
@@ -403,7 +403,7 @@ WRONG = [
           "score, logits, pooling, parallel, backend, ray, engine, output, checkpoint_interval_s, drain_timeout_s, "
           "stop_before_s, stall_timeout_s, max_restarts, on_oom, max_error_rate, same_device, scripted"),
     Wrong("no input", {"input": None},
-          "job.yaml: input: missing; must be a mapping of fields (path, format, split, name, revision, "
+          "job.yaml: input: missing; must be a mapping of fields (path, format, csv, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, tools_column, tools, tool_choice, "
           "parallel_tool_calls, token_ids_column, text_column, context_column, continuation_column, choices_column, "
           "choices, answer_column, query_column, documents_column, document_column, system_prompt, chat_template, "

@@ -112,13 +112,13 @@ def test_more_memory_than_the_device_has_is_refused() -> None:
 
 
 def test_replicas_of_the_first_round_have_devices_of_their_own() -> None:
-    slots = place(spec_of(parallel={"replicas_per_device": 2}), ["0", "1"], range(8))
+    slots = place(spec_of(parallel={"replicas_per_device": 2}).parallel, ["0", "1"], range(8))
     assert [(slot.devices, slot.sharers) for slot in slots] == [(("0",), 2), (("1",), 2), (("0",), 2), (("1",), 2)]
     assert sum(slot.num_devices for slot in slots) == 2
-    fewer = place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 3}), ["0", "1"], range(8))
+    fewer = place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 3}).parallel, ["0", "1"], range(8))
     assert [(slot.devices, slot.sharers) for slot in fewer] == [(("0",), 2), (("1",), 1), (("0",), 2)]
     with pytest.raises(SpecError, match="5 replica"):
-        place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 5}), ["0", "1"], range(8))
+        place(spec_of(parallel={"replicas_per_device": 2, "data_parallel_size": 5}).parallel, ["0", "1"], range(8))
 
 
 def test_engines_that_share_a_device_share_its_memory() -> None:
