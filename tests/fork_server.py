@@ -38,6 +38,8 @@ _VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_exe
     vllm.v1.attention.backends.cpu_attn vllm.v1.worker.cpu_worker""".split()
 # Python or libraries read these when they start. A process cannot be forked if one of them differs.
 READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
+# The hub's library reads it when it starts, but the tests set it for batchinf's own cache, which is found when needed.
+_READ_LATER = "XDG_CACHE_HOME"
 _LONGEST_COMMAND = 4000
 _PAIR = struct.Struct("ii")
 
@@ -128,7 +130,8 @@ class ForkServer:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT)}
+    names = [name for name in environment if name.startswith(READ_AT_IMPORT) and name != _READ_LATER]
+    return {name: environment[name] for name in names}
 
 
 def address_for(environment: Mapping[str, str]) -> str | None:

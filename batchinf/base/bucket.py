@@ -342,12 +342,6 @@ def _on_thread(call: Callable[[], _T]) -> "Future[_T]":
     return future
 
 
-def user_cache(*names: str) -> str:
-    """A folder in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(cache, "batchinf", *names)
-
-
 # -- obstore -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ Without the check, such a place is a relative path: a job would fill a folder `s
 """
 
 import os
+import pathlib
 import re
 
 from batchinf.base.errors import UserError
@@ -82,3 +83,8 @@ def check_caches() -> None:
     """Raise UserError if the environment puts a cache on another machine."""
     for name in _CACHE_FOLDERS:
         check_is_here(os.environ.get(name, ""), name, "set it to a folder of this host, or unset it")
+
+
+def user_cache(name: str) -> pathlib.Path:
+    """A folder of the user for what any job may need again. It may not exist. Raises RuntimeError without a home."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "batchinf", name)

@@ -19,9 +19,9 @@ from typing import overload
 
 import xxhash
 
-from batchinf.base.bucket import Bucket, user_cache
+from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
-from batchinf.base.places import bucket_problem, is_bucket
+from batchinf.base.places import bucket_problem, is_bucket, user_cache
 from batchinf.base.slices import CUT_RECORD, JobFolder, folder_name, job_folders
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, size_text
@@ -154,7 +154,7 @@ def _bucket_name(out: object) -> str | None:
 
 def _copy(url: str) -> str:
     """Bring the local copy up to date; returns its folder."""
-    root = Folder(user_cache("copies", hashlib.sha256(url.encode()).hexdigest()[:16]))
+    root = Folder(user_cache("copies") / hashlib.sha256(url.encode()).hexdigest()[:16])
     _copy_files(Bucket(url, PATIENCE_S), root, (CUT_RECORD,))
     root.make()
     os.utime(root.root)

@@ -15,6 +15,7 @@ import xxhash
 
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, ModelError
+from batchinf.base.places import user_cache
 from batchinf.base.storage import decode_record, disk_error, encode_record
 from batchinf.base.text import counted
 from batchinf.model import files as model_files
@@ -227,7 +228,7 @@ def _digest(path: pathlib.Path, stamp: Stamp, note: Callable[[int], object] = la
 
 def _entry(path: pathlib.Path) -> pathlib.Path:
     name = xxhash.xxh3_128_hexdigest(os.fsencode(path.resolve()))
-    return model_files.user_cache("digests") / f"{name}.json"
+    return user_cache("digests") / f"{name}.json"
 
 
 def _kept(path: pathlib.Path, stamp: Stamp) -> str | None:

@@ -210,11 +210,6 @@ def _sample(path: pathlib.Path, num_samples: int) -> str:
     return result.hexdigest()
 
 
-def user_cache(name: str) -> pathlib.Path:
-    """A folder of the user for what any job may need again. It may not exist. Raises RuntimeError without a home."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "batchinf", name)
-
-
 def write_cached(path: pathlib.Path, data: bytes) -> None:
     """Write a file of the user's cache in one step. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)

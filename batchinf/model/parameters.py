@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from batchinf.base.errors import ModelError
+from batchinf.base.places import user_cache
 from batchinf.base.process import NoAnswerError, Question
 from batchinf.base.text import one_line
 from batchinf.model import files as model_files
@@ -191,7 +192,7 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
     version = f"{_VERSION} {importlib.metadata.version('transformers')}"
     name = hashlib.sha256(f"{version} {json.dumps(question, sort_keys=True)}".encode()).hexdigest()
     # A folder's own code may change under the same config.
-    cached = None if trust_remote_code else model_files.user_cache("parameters") / f"{name}.json"
+    cached = None if trust_remote_code else user_cache("parameters") / f"{name}.json"
     if cached is not None and cached.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return _decoded(json.loads(cached.read_text()))

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchinf.base.bucket import Bucket, user_cache
-from batchinf.base.places import bucket_problem, elsewhere, is_bucket
+from batchinf.base.bucket import Bucket
+from batchinf.base.places import bucket_problem, elsewhere, is_bucket, user_cache
 from batchinf.spec.fields import (
     IDENTITY,
     LAYOUT,
@@ -79,7 +79,7 @@ class OutputSpec(Section):
         if not self.is_bucket:
             return self.path
         name = hashlib.sha256(self.path.rstrip("/").encode()).hexdigest()[:16]
-        return self.work_dir or user_cache("jobs", name)
+        return self.work_dir or str(user_cache("jobs") / name)
 
     def bucket(self) -> Bucket | None:
         """The bucket of the output; None for a folder. Raises OutputError if it cannot be opened."""
