@@ -84,8 +84,8 @@ def run_job(
         if state is not None and retry is None and _is_finished(prepared, state, mirror):
             if extends:
                 display.say(NOTHING_NEW)
-            if has_leftovers(folder):
-                _tidy_late(folder)
+            if has_leftovers(folder) if mirror is None else mirror.has_leftovers():
+                _tidy_late(folder, mirror)
             _fetch_errors(state, mirror)
             return finished(file, state, was_done=True)
         folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
@@ -319,9 +319,15 @@ def _note_speed(epoch: Epoch, run_s: float) -> None:
         epoch.manifest.event("forgotten", kept_as=SPEED)
 
 
-def _tidy_late(folder: Folder) -> None:
-    """Tidy up for processes that were killed when the job was done, if the folder can be written."""
-    with contextlib.suppress(OutputError, OSError), JobLock(folder).held(lambda: last_epoch(folder)):
+def _tidy_late(folder: Folder, mirror: Mirror | None) -> None:
+    """Tidy up for processes that were killed when the job was done, if the folder or the bucket can be written."""
+    lock = JobLock(folder) if mirror is None else mirror.lock
+    with (
+        contextlib.suppress(OutputError, OSError),
+        lock.held(lambda: last_epoch(folder) if mirror is None else mirror.take_over()),
+    ):
         state = read_state(folder)
         if state is not None and state.is_done:  # no other process has begun a retry since
             tidy(folder)
+            if mirror is not None:
+                mirror.flush()

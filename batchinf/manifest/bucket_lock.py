@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 
 from batchinf.base.bucket import Bucket, StoreError
-from batchinf.manifest.lock import LOCK, Holder, JobLock, LockLost
+from batchinf.manifest.lock import LOCK, Holder, JobLock, LockLost, judge
 
 _FREE = b"free"
 _BEAT_PATIENCE_S = 5.0
@@ -29,6 +29,13 @@ class BucketLock(JobLock):
             self._check_mine(self._lost_to)
 
     watch = check
+
+    def is_left(self) -> bool | None:
+        """Whether a process of this host that was killed left the lock; None while a process may hold it."""
+        if (data := self._read()) is None:
+            return False
+        holder = Holder.decode(data)
+        return True if holder is not None and judge(holder) == "dead" else None
 
     def release(self) -> None:
         """Free the job, unless another process holds it by now, or the store does not answer."""

@@ -134,6 +134,11 @@ class Mirror:
         self._restore_journal()
         return self.chain.last_epoch
 
+    def has_leftovers(self) -> bool:
+        """Whether killed processes left results or the lock of a finished job. False while a process may hold it."""
+        is_left = self.lock.is_left()
+        return is_left is not None and (is_left or bool(self._bucket.list("journal")))
+
     def changed_parts(self, state: State) -> list[int]:
         """The committed shards whose part is missing in the bucket or has another size."""
         if not state.parts:

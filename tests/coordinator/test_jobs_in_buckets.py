@@ -100,6 +100,27 @@ def test_killed_and_gone_on_with_on_an_empty_machine(
     assert not lost
 
 
+def test_what_a_killed_process_left_of_a_finished_job_goes(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    spec = stores.spec_of(tmp_path, url, **SLOW)
+    assert jobs.run("run", spec, faults="mirror.after_bundle:1=kill", **store.environment).returncode == -9
+    # As of a process that was killed when the job was done: results that are in parts by now, and its lock.
+    left = {name: stores.read(url, f"journal/{name}") for name in stores.names(url, "journal")}
+    left_lock = stores.read(url, "lock")
+    assert left and left_lock != b"free"
+    jobs.finish(spec, **store.environment)
+    _is_whole(url)
+    before = stores.lines(url)
+    for name, data in {"lock": left_lock, **{f"journal/{name}": data for name, data in left.items()}}.items():
+        with stores.file_system().open_output_stream(f"{url.removeprefix('s3://')}/{name}") as file:
+            file.write(data)
+    jobs.finish(spec, **store.environment)
+    _is_whole(url)
+    assert not stores.names(url, "journal") and stores.read(url, "lock") == b"free"
+    assert stores.lines(url) == before
+
+
 def test_requests_in_the_bucket_do_not_run_again(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     # One shard is so long that only its checkpoints are stored when the coordinator is killed.
     slow = {"scripted": {"step_s": 0.05}, "parallel": {"data_parallel_size": 1}, "output": {"rows_per_shard": 240}}
