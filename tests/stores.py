@@ -58,6 +58,10 @@ def server() -> int:
         time.sleep(0.1)
 
 
+def make_bucket(name: str) -> None:
+    assert _ask(server(), "PUT", f"/{name}") == 200
+
+
 def _ask(port: int, method: str, path: str) -> int:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
         connection.request(method, path)

@@ -1,6 +1,7 @@
 """`batchinf slurm` on a real Slurm of two nodes: scripts that are accepted, signalled, queued again and killed."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import cluster
 import psutil
 import pytest
+import stores
 import yaml
 
 import jobs
@@ -22,7 +24,8 @@ from batchinf.commands.status import job_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
-FILES = sorted(path for path in (jobs.ROOT / "jobs" / "slurm").glob("*.sbatch") if path.stem != "two_nodes")
+SCRIPTS = jobs.ROOT / "jobs" / "slurm"
+FILES = sorted(path for path in SCRIPTS.glob("*.sbatch") if path.stem not in ("two_nodes", "bucket"))
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 WAIT_S = 300.0  # a job is up in seconds, but in minutes on a busy machine
 
@@ -149,15 +152,19 @@ def test_a_job_on_two_nodes_with_ray_is_signalled_and_queued_again(
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"/tmp/ray-{job}-" in " ".join(p.info["cmdline"] or [])]
 
 
+def _make_quickstart(folder: pathlib.Path) -> None:
+    (folder / "jobs").mkdir()
+    (folder / "out" / "quickstart.slurm").mkdir(parents=True)
+    (folder / "sample_data").symlink_to(jobs.ROOT / "sample_data")
+    (folder / ".venv").symlink_to(sys.prefix)
+    spec = yaml.safe_load((jobs.ROOT / "jobs" / "quickstart.yaml").read_text())
+    (folder / "jobs" / "quickstart.yaml").write_text(yaml.safe_dump({**spec, "scripted": {}}))
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_the_files_that_the_docs_show(file: pathlib.Path, slurm: cluster.Cluster, tmp_path: pathlib.Path) -> None:
     """Run as they are, in a folder whose quickstart has the scripted engine."""
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "out" / "quickstart.slurm").mkdir(parents=True)
-    (tmp_path / "sample_data").symlink_to(jobs.ROOT / "sample_data")
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    spec = yaml.safe_load((jobs.ROOT / "jobs" / "quickstart.yaml").read_text())
-    (tmp_path / "jobs" / "quickstart.yaml").write_text(yaml.safe_dump({**spec, "scripted": {}}))
+    _make_quickstart(tmp_path)
     assert not subprocess.run(["sbatch", "--test-only", file], env=slurm.environment, check=False).returncode
     job = slurm.call("sbatch", "--parsable", str(file), cwd=tmp_path, **jobs.quick_start())
     tasks = [f"{job}_{index}" for index in range(3)] if file.stem == "array" else [job]
@@ -166,6 +173,23 @@ def test_the_files_that_the_docs_show(file: pathlib.Path, slurm: cluster.Cluster
     assert report.totals is not None
     assert [job.activity for job in report.jobs] == ["done"] * len(tasks)
     assert report.totals.num_rows_committed == report.totals.num_rows == len(jobs.unhurt())
+
+
+def test_the_file_of_an_array_whose_slices_are_in_a_bucket(slurm: cluster.Cluster, tmp_path: pathlib.Path) -> None:
+    _make_quickstart(tmp_path)
+    (tmp_path / "answers.slurm").mkdir()
+    stores.make_bucket("my-bucket")
+    with stores.proxy() as store:
+        environment = {**store.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        script = str(SCRIPTS / "bucket.sbatch")
+        job = slurm.call("sbatch", "--parsable", script, cwd=tmp_path, **jobs.quick_start(), **environment)
+        logs = tmp_path / "answers.slurm"
+        for index in range(8):
+            assert wait_for(slurm, f"{job}_{index}") == "COMPLETED", [log.read_text() for log in logs.iterdir()]
+        exported = jobs.run("export", "s3://my-bucket/answers", "-o", tmp_path / "rows.jsonl", **environment)
+    assert exported.returncode == 0, exported.stderr
+    found = [json.loads(line)["row_index"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert found == [row["row_index"] for row in jobs.unhurt()]
 
 
 @pytest.mark.parametrize(
