@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import stores
 from fork_server import ForkServer, forking
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
@@ -180,3 +182,23 @@ def vllm_engine() -> Iterator["VllmEngine"]:
         engine = VllmEngine(task_of(spec), str(MODEL), str(MODEL))
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def url() -> str:
+    """An output in a bucket of the tests' server that nothing has used."""
+    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def store() -> Iterator[stores.Proxy]:
+    """The tests' server, behind a proxy of the test's own."""
+    with stores.proxy() as made:
+        yield made
+
+
+@pytest.fixture
+def store_of_this_process(store: stores.Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's process uses `store`, too."""
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)

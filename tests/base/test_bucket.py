@@ -6,8 +6,6 @@ import random
 import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Iterator
 
 import pytest
 import stores
@@ -15,18 +13,7 @@ import stores
 from batchinf.base.bucket import Bucket, StoreError
 from batchinf.base.places import bucket_and_prefix, bucket_problem, is_bucket
 
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        for name, value in made.environment.items():
-            monkeypatch.setenv(name, value)
-        yield made
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+pytestmark = pytest.mark.usefixtures("store_of_this_process")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])

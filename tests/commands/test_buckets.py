@@ -5,8 +5,6 @@ import os
 import pathlib
 import shutil
 import time
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -16,17 +14,6 @@ import stores
 import jobs
 
 pytestmark = [pytest.mark.fewer_rows]
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
-def store() -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        yield made
 
 
 @pytest.fixture

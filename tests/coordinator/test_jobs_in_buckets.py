@@ -6,8 +6,6 @@ import shutil
 import signal
 import socket
 import time
-import uuid
-from collections.abc import Iterator
 
 import pytest
 import stores
@@ -37,17 +35,6 @@ FAST = ("chain.after_commit:4", "chain.after_commit:9", "mirror.after_part:3", "
 # A job that takes 2 s at least, so that it sends its journal several times, and parts come one after the other: those
 # that come together are one commit.
 SLOW = {"scripted": {"step_s": 0.005}}
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
-def store() -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        yield made
 
 
 def _is_whole(url: str) -> None:

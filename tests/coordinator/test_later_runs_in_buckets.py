@@ -3,8 +3,6 @@
 import json
 import pathlib
 import shutil
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,17 +37,6 @@ FAST = ("mirror.after_part:1", "extend.after_line")
 
 def _steps(steps: tuple[str, ...]) -> list[Any]:
     return [pytest.param(step, marks=[] if step in FAST else [pytest.mark.slow]) for step in steps]
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
-def store() -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.commands.run_batch import batch_run, write_answers
 from batchinf.export import files
 
+pytestmark = pytest.mark.usefixtures("store_of_this_process")
+
 NUM_ROWS = 24
 
 
@@ -40,14 +42,6 @@ def exported(out: pathlib.Path, path: pathlib.Path | str, **options: object) -> 
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        for name, value in made.environment.items():
-            monkeypatch.setenv(name, value)
-        yield made
 
 
 @pytest.fixture

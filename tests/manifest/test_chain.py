@@ -4,7 +4,6 @@ import pathlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import stores
@@ -16,18 +15,7 @@ from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import Holder, LockLost
 
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        for name, value in made.environment.items():
-            monkeypatch.setenv(name, value)
-        yield made
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+pytestmark = pytest.mark.usefixtures("store_of_this_process")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])

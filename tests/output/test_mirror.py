@@ -4,8 +4,6 @@ import io
 import pathlib
 import threading
 import time
-import uuid
-from collections.abc import Iterator
 
 import pyarrow.parquet as pq
 import pytest
@@ -20,20 +18,7 @@ from batchinf.output import mirror as mirrors
 from batchinf.output.mirror import Mirror
 from batchinf.records import Part
 
-pytestmark = [pytest.mark.fewer_rows]
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        for name, value in made.environment.items():
-            monkeypatch.setenv(name, value)
-        yield made
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
+pytestmark = [pytest.mark.fewer_rows, pytest.mark.usefixtures("store_of_this_process")]
 
 
 def part_of(num_bytes: int) -> Part:

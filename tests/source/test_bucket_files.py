@@ -5,8 +5,6 @@ import io
 import json
 import pathlib
 import shutil
-import uuid
-from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.csv
@@ -19,21 +17,8 @@ from batchinf.base.errors import InputError
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
 
-pytestmark = [pytest.mark.fewer_rows]
+pytestmark = [pytest.mark.fewer_rows, pytest.mark.usefixtures("store_of_this_process")]
 ROWS = [{"x": number, "text": f"row {number} ä"} for number in range(50)]
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
-    with stores.proxy() as made:
-        for name, value in made.environment.items():
-            monkeypatch.setenv(name, value)
-        yield made
-
-
-@pytest.fixture
-def url() -> str:
-    return f"s3://{stores.BUCKET}/{uuid.uuid4().hex[:12]}"
 
 
 def put(url: str, data: bytes) -> None:
