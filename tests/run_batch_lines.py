@@ -104,7 +104,7 @@ SCORES: list[tuple[str, dict[str, Any]]] = [
     ("/rerank", {"query": LONG, "documents": [LONG, DOCUMENTS[1]], "max_tokens_per_doc": 9, "max_tokens_per_query": 7}),
     ("/rerank", {"query": QUERY, "documents": [LONG], "max_tokens_per_doc": 60, "truncate_prompt_tokens": 24}),
 ]
-# Lines that both programs refuse, whatever the model.
+# Both programs refuse these lines with each model.
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": _HELLO, "stream": True}),
     ("/v1/chat/completions", {"messages": _HELLO, "model": "another"}),
@@ -127,7 +127,7 @@ def chat_lines(bodies: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def every_kind() -> list[dict[str, Any]]:
-    """The lines. No body has the name of a model, except one that is no model's."""
+    """The lines of the file. Their bodies name no model, but for one, which names a model that does not exist."""
     return [
         *chat_lines(CHATS | BROKEN_CALLS),
         *(_line(f"embedding-{number}", "/v1/embeddings", body) for number, body in enumerate(EMBEDDINGS)),

@@ -67,7 +67,7 @@ class _CheckOfJob:
     """The check of a job or a slice that has begun."""
 
     def __init__(self, look: Look, job: JobFolder, state: State, scratch: Folder, *, is_deep: bool) -> None:
-        """scratch: gets what is fetched."""
+        """scratch: a folder for the parts that are fetched."""
         self._look = look
         self._job = job
         self._state = state

@@ -1,4 +1,4 @@
-"""A whole job with a model of the architecture of gpt-oss: reasoning, answers and calls are those of vLLM's server."""
+"""A whole job with a small gpt-oss model has the reasoning, the answers and the calls of vLLM's server."""
 
 import json
 import pathlib

@@ -123,7 +123,7 @@ def test_what_a_url_cannot_hold(out: pathlib.Path) -> None:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Keeps what is PUT, after it has given the statuses in `fails`."""
+    """A web server that keeps what it gets by PUT. The first requests fail with the statuses in `fails`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
