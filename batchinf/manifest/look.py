@@ -1,8 +1,8 @@
 """How commands that read find a job: in its folder, or in a bucket by a local copy of all but the parts.
 
 The copy is in the user's cache folder. It gets the manifest, the status and the lock at each look, and a part when that
-is read: it then has the part's digest in its name, and is never fetched again. Copies of jobs at which nobody has
-looked for a week are deleted.
+is read: it then has the part's digest in its name, and is never fetched again. A copy that no command has
+used for a week is deleted.
 """
 
 import contextlib
