@@ -50,57 +50,49 @@ def test_a_whole_job_is_whole(url: str, environment: dict[str, str], tmp_path: p
     assert not list((tmp_path / "cache").rglob("*.parquet"))
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "altered", "swapped", "stranger", "unnamed"])
-def test_damage_is_found(damage: str, url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+def test_damage_is_found(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     spec = stores.spec_of(tmp_path, url)
     jobs.finish(spec, **environment)
-    name = "parts/part-000002.parquet"
-    data = stores.read(url, name)
-    problem = "part_damaged"
-    if damage == "missing":
-        stores.file_system().delete_file(f"{url.removeprefix('s3://')}/{name}")
-    elif damage == "cut":
-        _put(url, name, data[:-10])
-    elif damage == "altered":
-        _put(url, name, data[:1000] + bytes([data[1000] ^ 1]) + data[1001:])
-    elif damage == "swapped":
-        _put(url, name, stores.read(url, "parts/part-000003.parquet"))
-    elif damage == "stranger":
-        name, problem = "parts/part-2.parquet", "foreign_file"
-        _put(url, name, data)
-    else:
-        name, problem = "parts/part-000000.parquet", "part_unnamed"
-        killed = jobs.run("run", stores.spec_of(tmp_path, f"{url}-2"), faults="mirror.after_part:1=kill", **environment)
-        assert killed.returncode == -9
-        url = f"{url}-2"
-    needs_deep = damage in ("altered", "swapped") and len(stores.read(url, name)) == len(data)
-    if needs_deep:
-        assert _check(url, code=0, **environment)["is_whole"]
-    code = 0 if damage == "unnamed" else 2
-    report = _check(url, *(["--deep"] if needs_deep else []), code=code, **environment)
-    found = [finding for finding in report["jobs"][0]["findings"] if finding["problem"] == problem]
-    if damage == "unnamed":
-        assert {finding["file"] for finding in found} == {
-            f"parts/{part}" for part in set(stores.names(url, "parts")) - stores.committed(url)
-        }
-        return
-    assert [finding["file"] for finding in found] == [name]
-    if damage == "stranger":
-        return
-    # The remedy that the line names makes the job whole again.
-    if needs_deep:
-        assert "delete it from the bucket" in found[0]["detail"]
+    missing, cut, altered, swapped = (f"parts/part-{shard:06d}.parquet" for shard in (2, 4, 6, 8))
+    stranger = "parts/part-2.parquet"
+    stores.file_system().delete_file(f"{url.removeprefix('s3://')}/{missing}")
+    _put(url, cut, stores.read(url, cut)[:-10])
+    whole = stores.read(url, altered)
+    _put(url, altered, whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    num_bytes = len(stores.read(url, swapped))
+    _put(url, swapped, stores.read(url, "parts/part-000009.parquet"))
+    _put(url, stranger, whole)
+    need_deep = {altered} | ({swapped} if len(stores.read(url, swapped)) == num_bytes else set())
+    for deep, damaged in (
+        ((), {missing, cut, altered, swapped} - need_deep),
+        (("--deep",), {missing, cut, altered, swapped}),
+    ):
+        [job] = _check(url, *deep, code=2, **environment)["jobs"]
+        found = sorted((finding["file"], finding["problem"]) for finding in job["findings"])
+        assert found == sorted([*((name, "part_damaged") for name in damaged), (stranger, "foreign_file")])
+    # The remedies that the lines name make the job whole again.
+    details = {finding["file"]: finding["detail"] for finding in job["findings"]}
+    for name in need_deep:
+        assert "delete it from the bucket" in details[name]
+    for name in (*need_deep, stranger):
         stores.file_system().delete_file(f"{url.removeprefix('s3://')}/{name}")
     jobs.finish(spec, **environment)
     assert _check(url, "--deep", code=0, **environment)["is_whole"]
     assert stores.rows(url) == list(jobs.unhurt())
-
-
-def test_an_old_damaged_commit_is_found(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
-    jobs.finish(stores.spec_of(tmp_path, url), **environment)
+    # The last commits are read by each command, an old one by `check` alone.
     _put(url, "commits/000000003", stores.read(url, "commits/000000003") + b"\n")
     checked = jobs.run("check", url, **environment)
     assert checked.returncode == 2 and "/commits/00000000" in checked.stderr and "is damaged" in checked.stderr
+
+
+def test_an_uploaded_part_without_a_commit_is_noted(
+    url: str, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    killed = jobs.run("run", stores.spec_of(tmp_path, url), faults="mirror.after_part:1=kill", **environment)
+    assert killed.returncode == -9
+    [job] = _check(url, code=0, **environment)["jobs"]
+    unnamed = {finding["file"] for finding in job["findings"] if finding["problem"] == "part_unnamed"}
+    assert unnamed == {f"parts/{part}" for part in set(stores.names(url, "parts")) - stores.committed(url)} != set()
 
 
 def test_a_damaged_journal_is_noted(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
@@ -147,7 +139,8 @@ def test_other_commands_show_what_they_show_of_a_folder(
 
 
 def test_copies_that_nobody_looks_at_are_deleted(url: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
-    jobs.finish(stores.spec_of(tmp_path, url), **environment)
+    small = {"input": {"limit": 4}, "parallel": {"data_parallel_size": 1}}
+    jobs.finish(stores.spec_of(tmp_path, url, **small), **environment)
     assert jobs.run("head", url, **environment).returncode == 0
     [copy] = (tmp_path / "cache" / "batchinf" / "copies").iterdir()
     week_ago = time.time() - 8 * 24 * 3600

@@ -358,25 +358,27 @@ def test_fresh_is_refused(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     assert not store.seen and not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        ("403", "check that the key is right"),
-        ("400 ExpiredToken", "check that the key is right, has not expired"),
-        ("403 SignatureDoesNotMatch", "check that the key is right"),
-        ("404 NoSuchBucket", "make the bucket first"),
-        ("404", "the store has not"),
-        ("507", "make room"),
-        ("403 QuotaExceeded", "make room"),
-    ],
-)
-def test_a_store_that_refuses(status: str, words: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
-    # In the middle: an expired key, a bucket that is deleted, a full quota.
-    store.fault = lambda method, path: status if method == "PUT" and "/commits/000000009" in path else ""
+REFUSALS = [
+    ("403", "check that the key is right"),
+    ("400 ExpiredToken", "check that the key is right, has not expired"),
+    ("403 SignatureDoesNotMatch", "check that the key is right"),
+    ("404 NoSuchBucket", "make the bucket first"),
+    ("404", "the store has not"),
+    ("507", "make room"),
+    ("403 QuotaExceeded", "make room"),
+]
+
+
+def test_a_store_that_refuses(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    # In the middle: an expired key, a bucket that is deleted, a full quota. The job goes on after each of them.
     spec = stores.spec_of(tmp_path, url, output={"store_timeout_s": 2})
-    ended = jobs.run("run", spec, **store.environment)
-    assert ended.returncode == 2
-    assert words in ended.stderr and "Traceback" not in ended.stderr
+    for status, words in REFUSALS:
+        store.fault = lambda method, path, status=status: (
+            status if method == "PUT" and "/commits/000000009" in path else ""
+        )
+        ended = jobs.run("run", spec, **store.environment)
+        assert ended.returncode == 2, status
+        assert words in ended.stderr and "Traceback" not in ended.stderr, status
     store.fault = lambda method, path: ""
     jobs.finish(spec, **store.environment)
     _is_whole(url)
