@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing.context
 import os
 import pkgutil
 import random
@@ -36,6 +37,8 @@ _MODULES = """duckdb filecmp numpy.ma numpy.random pynvml transformers transform
 _VLLM = "batchinf.engines.vllm"
 _VLLM_MODULES = """vllm.model_executor.layers.quantization.online vllm.model_executor.models.llama vllm.renderers.hf
     vllm.v1.attention.backends.cpu_attn vllm.v1.worker.cpu_worker""".split()
+# Only `batchinf verify` imports these, with PyTorch: a fork of a process that has it takes twice as long.
+_REFERENCE = ".reference"
 # Python or libraries read these when they start. A process cannot be forked if one of them differs.
 READ_AT_IMPORT = ("HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHON", "QUICK_START", "TRANSFORMERS_", "XDG_")
 # The hub's library reads it when it starts, but the tests set it for batchinf's own cache, which is found when needed.
@@ -306,8 +309,12 @@ def main() -> None:
     address, vllm, _ = sys.argv[1:]
     own = [name for _, name, _ in pkgutil.walk_packages(importlib.import_module("batchinf").__path__, "batchinf.")]
     for name in own + _MODULES + _VLLM_MODULES * bool(vllm):
-        if name != "batchinf.__main__" and (vllm or not name.startswith(_VLLM)):
+        if name != "batchinf.__main__" and (vllm or not name.startswith(_VLLM)) and not name.endswith(_REFERENCE):
             importlib.import_module(name)
+    if vllm:
+        # On CPUs vLLM spawns the processes of its engine, which then import it again. On GPUs it forks them, too.
+        contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+        contexts["spawn"] = contexts["fork"]
     # Each command would build the whole command line, and end what torch has registered: most of a short one's time.
     typer = importlib.import_module("typer.main")
     typer.get_command = functools.cache(typer.get_command)  # type: ignore[attr-defined]

@@ -162,6 +162,24 @@ def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.Completed
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def run_vllm(module: str, *arguments: str) -> None:
+    """Run a program on vLLM, as `start_vllm` does. It must succeed."""
+    process = start_vllm(module, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors[-4000:]
+
+
+def start_vllm(module: str, *arguments: str, **streams: Any) -> "subprocess.Popen[str]":
+    """Start a module of vLLM, or of the tests' folder, like `python -m`. A server forks it: the imports take 10 s."""
+    own = {**inherited(), **quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    server = fork_server(has_vllm=True)
+    assert server.can_fork(own)
+    command = [sys.executable, "-m", module, *arguments]
+    process = server.start(server, command, cwd=ROOT / "tests", env=own, start_new_session=True, text=True, **streams)
+    started.append(process)
+    return process
+
+
 def finish(path: pathlib.Path, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a job that must succeed."""
     done = run("run", path, *arguments, **options)
@@ -249,6 +267,15 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 def replicas_of(pid: int) -> list[psutil.Process]:
     """The replicas of a coordinator."""
     return [p for p in family(pid)[:-1] if "batchinf.fleet.local.process" in _command(p)]
+
+
+def engine_cores_of(pid: int) -> list[psutil.Process]:
+    """The processes in which the replicas of a forked coordinator have their engines. The server forks the replicas."""
+    servers = {server.process.pid for server in fork_servers}
+    replicas = [process for process in replicas_of(pid) if process.ppid() in servers]
+    return [
+        core for replica in replicas for core in replica.children() if "resource_tracker" not in str(_command(core))
+    ]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jobs
@@ -168,16 +166,9 @@ def answered(answers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def by_vllm(path: pathlib.Path, model: pathlib.Path, *flags: str) -> dict[str, dict[str, Any]]:
     """The answers of `vllm run-batch` to a file, by `custom_id`."""
     output = path.with_suffix(".theirs")
-    command = (sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", str(path), "-o", str(output))
-    environment = {**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [*command, "--model", str(model), *flags, "--gpu-memory-utilization", "0.1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    files = ("-i", str(path), "-o", str(output))
+    memory = ("--gpu-memory-utilization", "0.1")
+    jobs.run_vllm("vllm.entrypoints.openai.run_batch", *files, "--model", str(model), *flags, *memory)
     return answers_in(output)
 
 

@@ -1,11 +1,8 @@
 """Whole jobs on real vLLM on the CPU, held against `LLM.generate` and against each other."""
 
 import json
-import os
 import pathlib
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -22,24 +19,6 @@ NUM_ROWS = 40
 STOPS = ["e.", "\n\n"]
 SAMPLING = {"temperature": 0.0, "max_tokens": 24, "logprobs": 5, "stop": STOPS}
 ENGINE = {"max_model_len": 512, "max_num_seqs": 16}
-
-# In a process of its own, as a user would call it; the tests' own process has an engine already.
-REFERENCE = """
-import json, sys
-from vllm import LLM, SamplingParams
-prompts, sampling, out = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
-llm = LLM(sys.argv[4], dtype="float32", enforce_eager=True, max_model_len=512)
-rows = []
-for output in llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False):
-    one = output.outputs[0]
-    rows.append({
-        "text": one.text, "token_ids": list(one.token_ids), "finish_reason": one.finish_reason,
-        "stop_reason": None if one.stop_reason is None else str(one.stop_reason),
-        "prompt_token_ids": list(output.prompt_token_ids), "cumulative_logprob": one.cumulative_logprob,
-        "logprobs": [{token: (entry.logprob, entry.rank) for token, entry in at.items()} for at in one.logprobs],
-    })
-open(out, "w").write(json.dumps(rows))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +62,7 @@ def test_rows_are_those_of_llm_generate(
     prompts = [json.loads(line)["prompt"] for line in rows_in.read_text(encoding="utf-8").strip().split("\n")]
     # top_p is the generation_config's, which greedy decoding does not look at.
     arguments = [json.dumps(prompts), json.dumps(SAMPLING), str(tmp_path / "reference.json"), str(jobs.MODEL)]
-    environment = {**os.environ, **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    subprocess.run([sys.executable, "-c", REFERENCE, *arguments], check=True, env=environment, timeout=240)
+    jobs.run_vllm("llm_generate", *arguments)
     expected = json.loads((tmp_path / "reference.json").read_text())
     assert len(alone) == len(expected) == NUM_ROWS
     assert {row["finish_reason"] for row in alone} == {"stop", "length"}
@@ -140,7 +118,7 @@ def test_a_signal_to_all_processes_engine_core_included(
     process = jobs.start("run", spec, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")) or process.poll() is not None, wait_s=540)
     everyone = jobs.family(process.pid)
-    assert any("EngineCore" in " ".join(one.cmdline()) for one in everyone)
+    assert len(jobs.engine_cores_of(process.pid)) == 1
     for one in everyone:
         one.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=240)
@@ -169,7 +147,7 @@ def test_an_engine_core_that_alone_stands_still(
     spec = real_job(tmp_path, rows_in, engine=engine, output=output, stall_timeout_s=20)
     process = jobs.start("run", spec, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     jobs.wait_until(lambda: list((out / "parts").glob("*.parquet")) or process.poll() is not None, wait_s=540)
-    cores = [one for one in jobs.family(process.pid) if "EngineCore" in one.name() + " ".join(one.cmdline())]
+    cores = jobs.engine_cores_of(process.pid)
     assert len(cores) == 1
     cores[0].suspend()
     _, errors = process.communicate(timeout=540)

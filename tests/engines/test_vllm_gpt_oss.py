@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -73,15 +71,12 @@ def test_the_parts_of_an_answer_are_those_of_vllms_server(tmp_path: pathlib.Path
     export_job(str(tmp_path / "out"), ExportRequest(to="openai-batch", path=str(tmp_path / "out.jsonl")))
     exported = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     ours = {line["custom_id"]: seen(line["response"]["body"]) for line in exported}
-    command = [
-        *(sys.executable, str(jobs.ROOT / "tests" / "vllm_responses.py")),
+    arguments = [
         *("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "served.jsonl"), "--served-model-name", "tiny"),
         *("--model", str(model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss"),
     ]
-    environment = {**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    jobs.run_vllm("vllm_responses", *arguments)
     answers = [json.loads(line) for line in (tmp_path / "served.jsonl").read_text(encoding="utf-8").splitlines()]
     theirs = {line["custom_id"]: seen(answer) for line, answer in zip(lines, answers, strict=True)}
     assert ours == theirs

@@ -3,8 +3,6 @@
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -111,16 +109,13 @@ def served(folder: pathlib.Path, model: pathlib.Path) -> dict[str, dict[str, Any
         line["body"]["add_special_tokens"] = True  # the BOS
     (folder / "good.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in asked))
     (folder / "template.jinja").write_text(TEMPLATE)
-    command = [
-        *(sys.executable, str(jobs.ROOT / "tests" / "vllm_responses.py")),
+    arguments = [
         *("-i", str(folder / "good.jsonl"), "-o", str(folder / "served.jsonl"), "--served-model-name", "tiny"),
         *("--model", str(model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
         *("--chat-template", str(folder / "template.jinja")),
     ]
-    environment = {**jobs.inherited(), **jobs.quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    jobs.run_vllm("vllm_responses", *arguments)
     found = [json.loads(line) for line in (folder / "served.jsonl").read_text(encoding="utf-8").splitlines()]
     return dict(zip(BODIES | CHATS, found, strict=True))
 

@@ -579,13 +579,14 @@ def refuses(folder: pathlib.Path, text: str) -> str:
 
 
 def test_a_start_without_memory_is_tried_once_more_lower(tmp_path: pathlib.Path, once: str) -> None:
-    path = jobs.spec_of(tmp_path, max_restarts=0)
+    # One replica: another could finish all rows before the first is started again.
+    path = jobs.spec_of(tmp_path, max_restarts=0, parallel={"data_parallel_size": 1})
     done = jobs.finish(path, faults=refuses(tmp_path, TORCH_IN_STEP), BATCHINF_FAULTS_ONCE=once)
     [step] = jobs.events_of(tmp_path / "out", "oom_step_down")
     assert step["from"] == {"max_num_seqs": 256, "gpu_memory_utilization": 0.92}
     assert step["to"] == step["lowered"] == {"max_num_seqs": 128, "gpu_memory_utilization": 0.87}
     assert "max_num_seqs 256 -> 128" in done.stderr
-    assert starts_of(tmp_path / "out").count(step["replica"]) == 2
+    assert starts_of(tmp_path / "out") == [0, 0]
     assert tuple(jobs.rows_of(tmp_path / "out")) == jobs.unhurt()
 
 

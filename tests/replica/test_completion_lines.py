@@ -7,8 +7,6 @@ import contextlib
 import json
 import pathlib
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -91,10 +89,9 @@ def server(folder: pathlib.Path, *flags: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *flags)
     with (folder / "server.log").open("wb") as log:
-        environment = {**jobs.inherited(), **jobs.quick_start()}
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        module = "vllm.entrypoints.openai.api_server"
+        process = jobs.start_vllm(module, "--port", str(port), *flags, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
