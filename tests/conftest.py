@@ -105,6 +105,12 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set the start and the rows of jobs, before fixtures run; keep the process groups that vLLM's engines share."""
+    # A test that is run once more gets new fixtures of its module, too: what failed may be a job that they have run.
+    if getattr(item, "execution_count", 1) > 1:
+        for definitions in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
+            for definition in definitions:
+                if definition.scope == "module":
+                    definition.finish(item._request)  # type: ignore[attr-defined]
     jobs.may_fork = item.get_closest_marker("real_starts") is None
     has_all_rows = any(item.get_closest_marker(name) is not None for name in ("all_rows", "slow", "slurm"))
     jobs.has_fewer_rows = item.get_closest_marker("fewer_rows") is not None or not has_all_rows
