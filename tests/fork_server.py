@@ -121,9 +121,9 @@ class ForkServer:
         """Like `subprocess.Popen`. replicas: the server that forks the replicas of this process."""
         return ForkedPopen(self.address, replicas.address, *args, **options)
 
-    def variable(self) -> dict[str, str]:
+    def variable(self, name: str = "FORKED_BY") -> dict[str, str]:
         """For the environment of programs that are to use this server: see `address_for`."""
-        return {"FORKED_BY": json.dumps([self.address, self._environment])}
+        return {name: json.dumps([self.address, self._environment])}
 
     def close(self) -> None:
         """End the server. Forked processes keep running."""
@@ -137,9 +137,9 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in names}
 
 
-def address_for(environment: Mapping[str, str]) -> str | None:
-    """The address of the server that `FORKED_BY` names, if it can fork a process with this environment."""
-    address, own = json.loads(environment.get("FORKED_BY", "[null, null]"))
+def address_for(environment: Mapping[str, str], name: str = "FORKED_BY") -> str | None:
+    """The address of the server that a variable names, if it can fork a process with this environment."""
+    address, own = json.loads(environment.get(name, "[null, null]"))
     return address if own == _read_at_import(environment) else None
 
 

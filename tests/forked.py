@@ -1,6 +1,7 @@
 """`batchinf`, forked by the server that `FORKED_BY` names, with this process's streams. Pages have it as their command.
 
-If the environment does not allow a fork, it is a new process. A signal to this process does not reach a fork.
+The server of `VLLM_FORKED_BY` forks the replicas of `run-batch`, which run vLLM. If the environment does not allow a
+fork, it is a new process. A signal to this process does not reach a fork.
 """
 
 import os
@@ -14,7 +15,8 @@ def main(*arguments: str) -> None:
     address = address_for(os.environ)
     if address is None:
         os.execv(command[0], command)
-    code = ForkedPopen(address, address, command, env=os.environ).wait()
+    replicas = address_for(os.environ, "VLLM_FORKED_BY") if arguments[:1] == ("run-batch",) else None
+    code = ForkedPopen(address, replicas or address, command, env=os.environ).wait()
     sys.exit(code if code >= 0 else 128 - code)
 
 

@@ -1,5 +1,8 @@
 """Every command and every snippet of the README and of the documents is run, as `pages.py` says."""
 
+import contextlib
+import importlib.util
+import os
 import pathlib
 import re
 import shlex
@@ -67,9 +70,22 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("hub")
     lay_out(folder)
     variables = {**jobs.quick_start(), "HF_HOME": str(folder / ".hf"), "HF_HUB_OFFLINE": "1"}
-    server = ForkServer({**jobs.inherited(), **variables})
-    yield {**variables, **server.variable()}
-    server.close()
+    variables["PYTHONPATH"] += f"{os.pathsep}{jobs.ROOT / 'tests'}"  # for the module `pages`
+    own = {**jobs.inherited(), **variables}
+    with contextlib.ExitStack() as closing:
+        server = closing.enter_context(contextlib.closing(ForkServer(own)))
+        variables |= server.variable()
+        if importlib.util.find_spec("vllm") is not None:
+            with_vllm = closing.enter_context(contextlib.closing(ForkServer(own, has_vllm=True)))
+            variables |= with_vllm.variable("VLLM_FORKED_BY")
+        yield variables
+
+
+@pytest.fixture(scope="module")
+def page_server(tmp_path_factory: pytest.TempPathFactory, quick: dict[str, str]) -> Iterator[ForkServer]:
+    """Forks the processes of pages, whose snippets make tables of pandas."""
+    with contextlib.closing(ForkServer(environment(tmp_path_factory.mktemp("server"), quick))) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +98,16 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, quick: dict[str, str]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if has_steps(page)])
 def test_the_commands_and_snippets_of_a_page_run(
-    page: str, tmp_path: pathlib.Path, quickstart: pathlib.Path, quick: dict[str, str]
+    page: str, tmp_path: pathlib.Path, quickstart: pathlib.Path, quick: dict[str, str], page_server: ForkServer
 ) -> None:
     lay_out(tmp_path, quickstart)
-    command = [sys.executable, jobs.ROOT / "tests" / "pages.py", page, *(block.first_line for block in skipped(page))]
+    command = [sys.executable, "-P", "-m", "pages", page, *(block.first_line for block in skipped(page))]
     own = environment(tmp_path, quick)
-    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert page_server.can_fork(own)
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = page_server.start(page_server, command, cwd=tmp_path, env=own, start_new_session=True, **both)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
 
 
 @pytest.mark.parametrize("page", PAGES)
