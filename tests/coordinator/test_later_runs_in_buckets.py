@@ -32,7 +32,7 @@ RETRY_STEPS = (
     "coordinator.before_drop:3",
 )
 EXTEND_STEPS = ("input_version.after_record", "extend.before_line", "extend.after_line", "mirror.after_part:1")
-FAST = ("mirror.after_part:1", "extend.after_line")
+FAST = ("mirror.after_part:1",)
 
 
 def _steps(steps: tuple[str, ...]) -> list[Any]:

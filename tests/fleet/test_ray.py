@@ -56,6 +56,7 @@ def backends_of(out: pathlib.Path) -> list[str]:
     return [event["backend"] for event in jobs.events_of(out, "replica_started")]
 
 
+@pytest.mark.slow
 def test_a_job_on_a_cluster_of_one_node(tmp_path: pathlib.Path) -> None:
     with ray_cluster.running(0, num_cpus=1) as cluster:
         errors = jobs.finish(jobs.spec_of(tmp_path, **cluster.section(resources={}), parallel=None)).stderr
