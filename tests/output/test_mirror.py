@@ -18,7 +18,7 @@ from batchinf.output import mirror as mirrors
 from batchinf.output.mirror import Mirror
 from batchinf.records import Part
 
-pytestmark = [pytest.mark.fewer_rows, pytest.mark.usefixtures("store_of_this_process")]
+pytestmark = [pytest.mark.fewer_rows, pytest.mark.usefixtures("store_of_this_process", "quick_replicas")]
 
 
 def part_of(num_bytes: int) -> Part:
