@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -162,16 +163,20 @@ def run(*arguments: str | pathlib.Path, **options: Any) -> "subprocess.Completed
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run_vllm(module: str, *arguments: str) -> None:
-    """Run a program on vLLM, as `start_vllm` does. It must succeed."""
-    process = start_vllm(module, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, errors = process.communicate(timeout=600)
+def run_vllm(module: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Run a program on vLLM, as `start_vllm` does. It must succeed. Returns what it prints."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start_vllm(module, *arguments, environment=environment, **pipes)
+    out, errors = process.communicate(timeout=580)
     assert process.returncode == 0, errors[-4000:]
+    return out
 
 
-def start_vllm(module: str, *arguments: str, **streams: Any) -> "subprocess.Popen[str]":
+def start_vllm(
+    module: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({}), **streams: Any
+) -> "subprocess.Popen[str]":
     """Start a module of vLLM, or of the tests' folder, like `python -m`. A server forks it: the imports take 10 s."""
-    own = {**inherited(), **quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    own = {**inherited(), **quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
     server = fork_server(has_vllm=True)
     assert server.can_fork(own)
     command = [sys.executable, "-m", module, *arguments]

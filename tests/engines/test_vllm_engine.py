@@ -1,14 +1,9 @@
 """The adapter on real vLLM: held against `LLM.generate`, against transformers, and against an engine that is killed."""
 
-import contextlib
 import functools
 import itertools
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import types
 from collections.abc import Iterator, Sequence
@@ -713,103 +708,20 @@ def test_a_mapping_for_structured_outputs_goes_with_a_reasoning_parser() -> None
     assert (config.backend, config.reasoning_parser) == ("xgrammar", "qwen3")
 
 
-DIE = """
-import json, os, signal, sys, time
-from batchinf.base.errors import EngineDeadError
-from batchinf.records import Request
-from batchinf.spec.job import JobSpec, SamplingSpec
-from batchinf.engines.vllm.engine import VllmEngine
-from batchinf.tasks.registry import task_of
-
-
-def kill(model, number):
-    sampling = SamplingSpec(temperature=0, ignore_eos=True, logprobs=2)
-    spec = JobSpec(model={"name": model}, input={"path": "x"}, output={"path": "y"}, engine={"max_model_len": 512})
-    engine = VllmEngine(task_of(spec), model, model)
-    warm = sampling.model_copy(update={"min_tokens": 10})
-    engine.warm_up(Request(-1, 0, [1] * 8, warm, max_tokens=4))
-    for row in range(12):
-        engine.add(Request(row, 0, [5, 6, 7 + row], sampling, max_tokens=4 if row < 4 else 480))
-    completions, error = [], None
-    while not completions:
-        completions += engine.step()
-    os.kill(engine._engine.engine_core.resources.engine_manager.processes[0].pid, number)
-    started = time.monotonic()
-    try:
-        while time.monotonic() < started + 60:
-            completions += engine.step()
-    except EngineDeadError as caught:
-        error = str(caught)
-    seconds = time.monotonic() - started
-    engine.close()
-    completed = [[len(completion.token_ids), completion.finish_reason] for completion in completions]
-    return {"error": error, "seconds": seconds, "completed": completed, "num_unfinished": engine.num_unfinished()}
-
-
-def message(call, *arguments):
-    try:
-        return call(*arguments)
-    except EngineDeadError as error:
-        return [str(error), type(error.__cause__).__name__]
-
-
-def fail(model):
-    # In this process; a seeded request whose prompt comes in chunks is more than vLLM's engine on a CPU can bear.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    sampling = SamplingSpec(temperature=0.9)
-    sizes = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    spec = JobSpec(model={"name": model}, input={"path": "x"}, output={"path": "y"}, engine=sizes)
-    engine = VllmEngine(task_of(spec), model, model)
-    request = Request(0, 0, [5] * 200, sampling, max_tokens=8, seed=1)
-    engine.add(request)
-    seen = {"step": message(engine.step), "again": message(engine.step), "add": message(engine.add, request)}
-    seen["num_unfinished"] = engine.num_unfinished()
-    engine.close()
-    engine.close()
-    seen["closed"] = message(engine.step)
-    another = VllmEngine(task_of(spec), model, model)
-    another.add(Request(0, 0, [5] * 20, sampling, max_tokens=1, seed=1))
-    seen["another"] = len(another.step())
-    another.close()
-    return seen
-
-
-if __name__ == "__main__":
-    seen = {name: kill(sys.argv[1], getattr(signal, name)) for name in ("SIGKILL", "SIGTERM")}
-    print(json.dumps({**seen, "exception": fail(sys.argv[1])}))
-"""
-
-
-@pytest.fixture(scope="module")
-def died() -> Any:
-    """What the owner of an engine saw of its death: killed in another process, by signal, or failed in its own."""
+def died(how: str) -> dict[str, Any]:
+    """What the owner of an engine saw of its death: see `dying_engines.py`."""
     with tempfile.TemporaryDirectory() as rpc:  # short: the names of sockets have at most 107 characters
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_RPC_BASE_PATH": rpc}
-        environment = {**os.environ, **jobs.quick_start(), **own}
-        process = subprocess.Popen(
-            [sys.executable, "-c", DIE, str(MODEL)],
-            env=environment,
-            cwd=MODEL.parent.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, errors = process.communicate(timeout=580)
-        finally:  # where it hangs, its engine must not outlive it
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, errors[-3000:]
-    return json.loads(output.splitlines()[-1])
+        said = jobs.run_vllm("dying_engines", how, str(MODEL), environment=own)
+    return json.loads(said.splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # 40 s of processor time, for two engine processes that import vLLM each
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_killed_engine_core_is_an_engine_dead_error(died: dict[str, Any], name: str) -> None:
+def test_killed_engine_core_is_an_engine_dead_error(name: str) -> None:
     """And soon. What SIGTERM cuts short never comes out: it is still unfinished."""
-    seen = died[name]
+    seen = died(name)
     assert seen["error"]
     assert seen["seconds"] < 30
     assert 0 < len(seen["completed"]) <= 4
@@ -819,8 +731,8 @@ def test_killed_engine_core_is_an_engine_dead_error(died: dict[str, Any], name: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_exception_in_a_step_is_the_end_of_the_engine(died: dict[str, Any]) -> None:
-    seen = died["exception"]
+def test_exception_in_a_step_is_the_end_of_the_engine() -> None:
+    seen = died("exception")
     text, cause = seen["step"]
     assert "in a step" in text
     assert cause == "RuntimeError"
