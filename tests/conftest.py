@@ -59,22 +59,28 @@ from batchinf.tasks.registry import task_of  # noqa: E402
 _is_frozen: list[bool] = []
 
 # Each file runs in one of several processes. If a long file began last, all others would wait for it.
-LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_pages test_jobs_in_buckets test_two_hosts
-    test_vllm_rerank test_weekly test_job_model test_quarantine test_recovery test_vllm_compile test_start test_disk
-    test_tasks_rerank test_schema_table test_vllm_responses test_tools_job test_vllm_embedding_lines
-    test_completion_lines test_client_lines test_slices test_nothing_is_lost test_pairs test_coordinator test_fuzz
-    test_choose test_check test_retry test_backend test_tasks_pooled test_fork_server test_changed_input
-    test_ordering test_early_shards test_out_of_memory test_folders test_security test_two_at_once test_extend
-    test_stop_signals test_api test_seam test_page test_examples test_memory test_inspect test_head test_tasks_score
-    test_spec test_cli test_lock test_formats test_json test_plan test_model_identity test_non_finite
-    test_tasks_logits test_source test_lora test_ending test_row_sampling test_fresh test_diff test_remarks
-    test_reasoning_job test_elastic test_error_rate test_not_begun test_cache_specs test_loss""".split()
+LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_two_hosts test_pages test_jobs_in_buckets
+    test_vllm_one_batch_file test_quarantine test_recovery test_weekly test_vllm_compile test_job_model test_disk
+    test_changed_input test_vllm_engine test_schema_table test_two_at_once test_vllm_gpt_oss test_security
+    test_buckets test_later_runs_in_buckets test_start test_backend test_pairs test_vllm_pooling test_folders
+    test_coordinator test_check test_sharing test_completion_lines test_vllm_logits test_tasks_rerank
+    test_stop_signals test_page test_out_of_memory test_extend test_other_stores test_nothing_is_lost test_columns
+    test_inspect test_export test_ordering test_vllm_responses test_choose test_bucket test_spec test_json test_plan
+    test_together test_parquet_file test_bucket_files test_mirror test_taken_away test_cli test_vllm_mutants
+    test_fresh test_recipes test_model_identity test_source test_results test_api test_worker test_retry
+    test_vllm_scheduler_loops test_fork_server test_like_nfs test_client_lines test_examples test_upload
+    test_formats test_parts test_init test_reasoning_job test_elastic test_error_rate test_early_shards
+    test_tasks_pooled test_manifest test_ending test_vllm_score test_fuzz test_prompt_checks test_identity
+    test_vllm_kernels test_install test_source_cache test_wrong_things test_chat test_verify test_vllm_worker
+    test_tools_job test_sizing test_versions test_memory test_site test_samples test_embedding_lines
+    test_cache_specs test_loss""".split()
 
 
 # These files share one process, and so one start of vLLM's engine and of the server that forks jobs on vLLM: 20 s each.
 WITH_VLLM = set(
-    """test_answers test_batch_files test_chat test_end_to_end test_verify test_vllm_engine test_vllm_logits
-    test_vllm_pooling test_vllm_sampling_fields test_vllm_score test_vllm_scheduler test_vllm_worker""".split()
+    """test_answers test_batch_files test_chat test_completion_lines test_end_to_end test_verify test_vllm_engine
+    test_vllm_gpt_oss test_vllm_logits test_vllm_one_batch_file test_vllm_pooling test_vllm_responses
+    test_vllm_sampling_fields test_vllm_scheduler test_vllm_score test_vllm_worker""".split()
 )
 
 
