@@ -123,7 +123,8 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     spec = jobs.spec_of(folder, drain_timeout_s=600, output={"rows_per_shard": 10}, parallel={"data_parallel_size": 1})
     process = jobs.start("run", spec, faults=f"engine.step:60=hold {marker}")
     held(process, marker)
-    jobs.wait_until(lambda: num_journalled(out) and jobs.snapshot_of(out)["state"] == "running")
+    has_both = lambda: num_journalled(out) and jobs.state_of(out).counts.num_rows  # noqa: E731
+    jobs.wait_until(lambda: has_both() and jobs.snapshot_of(out)["state"] == "running")
     seen = {
         "pid": process.pid,
         "second": jobs.run("run", spec),
@@ -132,6 +133,8 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "committed": jobs.state_of(out).counts.num_rows,
     }
     process.send_signal(signal.SIGINT)
+    # Two that come within half a second count once.
+    jobs.wait_until(lambda: jobs.snapshot_of(out)["state"] == "stopping" or process.poll() is not None)
     time.sleep(1.0)
     seen["is_draining"] = process.poll() is None
     started = time.monotonic()
