@@ -176,11 +176,19 @@ def start_vllm(
     module: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({}), **streams: Any
 ) -> "subprocess.Popen[str]":
     """Start a module of vLLM, or of the tests' folder, like `python -m`. A server forks it: the imports take 10 s."""
-    own = {**inherited(), **quick_start(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
-    server = fork_server(has_vllm=True)
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    return start_module(fork_server(has_vllm=True), [module, *arguments], ROOT / "tests", own, **streams)
+
+
+def start_module(
+    server: ForkServer, command: Sequence[str], folder: pathlib.Path, environment: Mapping[str, str], **streams: Any
+) -> "subprocess.Popen[str]":
+    """Start a module and its arguments like `python -m` in a folder, whose modules it finds. The server forks it."""
+    own = {**inherited(), **quick_start(), **environment}
     assert server.can_fork(own)
-    command = [sys.executable, "-m", module, *arguments]
-    process = server.start(server, command, cwd=ROOT / "tests", env=own, start_new_session=True, text=True, **streams)
+    process = server.start(
+        server, [sys.executable, "-m", *command], cwd=folder, env=own, start_new_session=True, text=True, **streams
+    )
     started.append(process)
     return process
 

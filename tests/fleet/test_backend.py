@@ -1,12 +1,10 @@
 """A second backend, of threads, runs whole jobs: the coordinator knows no process of a replica's."""
 
 import io
-import os
 import pathlib
 import re
 import signal
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.spec.file import read_spec
 
 PACKAGE = pathlib.Path(batchinf.__file__).parent
-IN_PROCESS = pathlib.Path(__file__).with_name("in_process.py")
 # What processes, sockets and devices of one host are called.
 LOCAL_WORDS = re.compile(
     r"(?<![a-z])(?:get)?pids?(?![a-z])|pgid|getpgrp|killpg|socketpair|memfd|pynvml|VLLM_PORT|\.process\."
@@ -39,14 +36,9 @@ ALLOWED = {
 
 def start(spec: pathlib.Path, **environment: str) -> "subprocess.Popen[str]":
     """Start a job on threads."""
-    return subprocess.Popen(
-        [sys.executable, IN_PROCESS, spec],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=jobs.ROOT,
-        start_new_session=True,
-        env={**os.environ, **jobs.quick_start(), **environment},
-    )
+    folder = pathlib.Path(__file__).parent
+    command = ["in_process", str(spec)]
+    return jobs.start_module(jobs.fork_server(), command, folder, environment, stderr=subprocess.PIPE)
 
 
 def finish(spec: pathlib.Path, **environment: str) -> str:
