@@ -1,11 +1,9 @@
 """The examples of `docs/examples/`, run as their first lines say, over small jobs."""
 
 import math
-import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -16,17 +14,12 @@ QUICK = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
 
 
 def run(name: str, *arguments: str | pathlib.Path) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=jobs.ROOT,
-        check=False,
-        timeout=120,
-        env={**os.environ, **jobs.quick_start()},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [name.removesuffix(".py"), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = jobs.start_module(jobs.fork_server(), command, EXAMPLES, {}, **pipes)
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return said
 
 
 def test_entropy_over_positions(tmp_path: pathlib.Path) -> None:
