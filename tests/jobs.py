@@ -142,7 +142,11 @@ def inherited() -> dict[str, str]:
 
 def _is_of_vllm(command: object, path: str | pathlib.Path = "", *_: object) -> bool:
     """Whether a command runs a job on real vLLM, and vLLM is installed."""
-    if command != "run" or not pathlib.Path(path).is_file() or importlib.util.find_spec("vllm") is None:
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    if command == "run-batch":
+        return True
+    if command != "run" or not pathlib.Path(path).is_file():
         return False
     return "scripted" not in pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
 

@@ -3,6 +3,7 @@
 import math
 import pathlib
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -13,10 +14,11 @@ EXAMPLES = jobs.ROOT / "docs" / "examples"
 QUICK = {"parallel": {"data_parallel_size": 1}, "scripted": {"step_s": 0.0}}
 
 
-def run(name: str, *arguments: str | pathlib.Path) -> str:
-    command = [name.removesuffix(".py"), *map(str, arguments)]
+def run(name: str, out: pathlib.Path, *arguments: str) -> str:
+    shutil.copy(EXAMPLES / name, out.parent)  # Python would write its bytecode beside the pages
+    command = [name.removesuffix(".py"), str(out), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = jobs.start_module(jobs.fork_server(), command, EXAMPLES, {}, **pipes)
+    process = jobs.start_module(jobs.fork_server(), command, out.parent, {}, **pipes)
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return said

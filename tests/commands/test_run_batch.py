@@ -212,7 +212,7 @@ def test_an_empty_file_has_no_answers(tmp_path: pathlib.Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n")
     options = ("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", jobs.MODEL)
     for _ in range(2):
-        done = jobs.run("run-batch", *options)
+        done = jobs.run("run-batch", *options, is_refused=True)
         assert done.returncode == 0, done.stderr
         assert "has no rows, so nothing ran" in done.stdout
         assert (tmp_path / "out.jsonl").read_bytes() == b""
