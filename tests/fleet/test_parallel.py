@@ -60,8 +60,8 @@ def test_70b_on_eight_h200_by_auto(tmp_path: pathlib.Path) -> None:
     assert file.spec.parallel.sizes == (2, 1)
     assert said == [
         "parallel: tensor 2 × data 4 on 8 GPUs: the fewest GPUs that hold the model, and no larger degree predicts "
-        "clearly more tokens a second; limited by memory (for prompts of 38 and outputs of 32 tokens); weights 65.7 GiB "
-        "a GPU, 399,169 tokens of cache for each replica"
+        "clearly more tokens a second; limited by memory (for prompts of 38 and outputs of 32 tokens); weights 65.7 "
+        "GiB a GPU, 399,169 tokens of cache for each replica"
     ]
 
 
