@@ -402,8 +402,8 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
             work = lengths.workload(job, asked.output_tokens)
             if num_rows is None and not is_scanned_quickly(location_of(file.spec)) and _is_auto(file.spec):
                 notes.append(
-                    "`run` does not wait for this input before it replaces auto degrees, and assumes lengths; to get the "
-                    "degrees here, give them as numbers"
+                    "`run` does not wait for this input before it replaces auto degrees, and assumes lengths; to get "
+                    "the degrees here, give them as numbers"
                 )
             is_bounded = job.spec.has_auto_length and not lengths.is_assumed
             length = rounded(job, lengths.longest + 1) if is_bounded else None

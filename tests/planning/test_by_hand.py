@@ -7,10 +7,11 @@ import torch  # noqa: F401  # with these two here, models are counted in this pr
 import transformers  # noqa: F401
 from model_configs import GPT_OSS_120B, MIXTRAL_8X7B, QWEN3_235B_FP8
 
+import jobs
 from batchinf.model.identity import Model
 from batchinf.model.memory import Fit, needs_of
 from batchinf.planning.degrees import that_fit
-from batchinf.planning.gpus import gpu_named
+from batchinf.planning.gpus import GPUS, gpu_named
 from batchinf.spec.job import ModelSpec
 from benchmarks.shapes import SHAPES
 
@@ -89,3 +90,11 @@ def test_weights_cache_and_degrees_beside_arithmetic_by_hand(
     if token is not None:
         room = int(0.92 * mib * MIB) - least.weight_bytes - STEP
         assert least.cache_tokens == room // (token // tensor)
+
+
+def test_the_page_has_the_memory_of_each_gpu_with_its_source() -> None:
+    lines = (jobs.ROOT / "docs" / "memory.md").read_text().splitlines()
+    table = [line for line in lines[lines.index("| `--gpu` | GPU | GiB | source |") + 2 :] if line.startswith("| `")]
+    assert table == [
+        f"| `{gpu.name}` | {gpu.title} | {gpu.memory_bytes / GIB:.2f} | {gpu.memory_source} |" for gpu in GPUS.values()
+    ]
