@@ -352,6 +352,10 @@ def _degree_notes(
     if number is not None and number > _NODE and asked.num_nodes == 1:
         nodes = f"; for nodes of {_NODE}, give --gpus {_NODE} --nodes {number // _NODE}" if number % _NODE == 0 else ""
         yield f"--gpus {number}: all in one node{nodes}"
+    if spec.parallel.devices is not None:
+        yield "parallel.devices is not looked at: --gpus and --nodes say how many GPUs there are"
+    if spec.parallel.replicas_per_device not in ("auto", 1):
+        yield "parallel.replicas_per_device is not looked at: all figures are for one replica on each GPU"
     chosen = [plan.chosen.degrees for plan in plans if plan.chosen is not None]
     if is_job and _OPEN_SIZES.isdisjoint(spec.parallel.model_fields_set) and any(it.num_devices > 1 for it in chosen):
         yield (

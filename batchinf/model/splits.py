@@ -75,7 +75,8 @@ def _sizes(config: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[tup
     experts = first_number(config, "moe_intermediate_size")
     inner = first_number(config, "intermediate_size")
     has_dense = not experts or bool(config.get("first_k_dense_replace") or config.get("mlp_only_layers"))
-    if experts is None and first_number(config, "num_local_experts num_experts"):  # Mixtral, gpt-oss
+    is_named = bool(config.get("moe_intermediate_size"))
+    if not is_named and first_number(config, "num_local_experts num_experts"):  # Mixtral, gpt-oss
         experts = inner
         has_dense = False
     if not engine.get("enable_expert_parallel"):  # with it, ranks have whole experts

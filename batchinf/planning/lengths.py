@@ -214,7 +214,11 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
             requests = _requests_of(prompt, task, length or _LONG, is_assumed=is_assumed)
             longest = max(longest, *(len(ids) + output for ids, output in requests))
     per_row = num_requests / max(1, sample.num_rows)
-    row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
+    of_rows = job.task
+    if choices.are_all and outputs:
+        bounded = job.spec.sampling.model_copy(update={"max_tokens": max(outputs)})
+        of_rows = job.task.over(job.spec.model_copy(update={"sampling": bounded}))
+    row_bytes = of_rows.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
     return Lengths(
         num_rows=num_rows,
         is_estimated=is_estimated,

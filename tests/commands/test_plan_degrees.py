@@ -180,6 +180,9 @@ def test_nodes_and_pipelines_are_explained(tmp_path: pathlib.Path) -> None:
     place = model_of(tmp_path, "llama-3.3-70b")
     [note] = planned(place, "h200", 16).notes
     assert note == "--gpus 16: all in one node; for nodes of 8, give --gpus 8 --nodes 2"
+    sets = {"parallel.devices": [0], "parallel.replicas_per_device": 2}
+    notes = make_plan(str(place), sets, PlanOptions(gpus=("h200",), context=8192)).notes
+    assert [note.split(" is not looked at")[0] for note in notes] == [*sets]
     assert not planned(place, "h200", 8).notes
     lines = list(planned(place, "t4", None).lines())
     assert not any(" × 2: tensor" in line for line in lines)
@@ -205,12 +208,13 @@ def test_a_sliding_window_is_explained_where_more_run_than_vllm_reports(tmp_path
 
 def test_outputs_of_labels_are_as_long_as_a_choice(tmp_path: pathlib.Path) -> None:
     path = spec_of(tmp_path, "llama-3.1-8b", "labels")
-    job = make_plan(str(path), (), PlanOptions(gpus=("h200",))).job
-    assert job is not None and job.output < 10
-    assert job.output_from == "each output is as long as its longest choice"
+    labels = make_plan(str(path), (), PlanOptions(gpus=("h200",))).job
+    assert labels is not None and labels.output < 10
+    assert labels.output_from == "each output is as long as its longest choice"
     thinking = {"model.reasoning_parser": "qwen3"}
     job = make_plan(str(path), thinking, PlanOptions(gpus=("h200",))).job
     assert job is not None and job.output == 200
+    assert labels.output_bytes < job.output_bytes / 5
 
 
 def test_a_price_needs_rows(tmp_path: pathlib.Path) -> None:
