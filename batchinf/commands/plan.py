@@ -285,8 +285,8 @@ class PlanReport:
         for plan in self.gpus:
             if plan.chosen is not None and plan.chosen.degrees.decoding > _FAR * plan.chosen.degrees.sequences:
                 yield (
-                    f"seqs is vLLM's worst case: layers with a sliding window also keep all tokens of a step. While "
-                    f"they generate, they keep the window, and {plan.gpu.name} has room for "
+                    "seqs is vLLM's worst case, in which layers with a sliding window also keep all tokens of a step. "
+                    f"While sequences generate, these layers keep the window, and {plan.gpu.name} has room for "
                     f"{_sequences_text(plan.chosen.degrees.decoding)}"
                 )
                 return
@@ -497,7 +497,7 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
         num_gpus = needed.num_devices * (fixed.data or 1)
         gpus_per_node = min(_NODE, num_gpus)
         num_nodes = math.ceil(num_gpus / gpus_per_node)
-    machine = Machine(gpu, gpus_per_node, num_nodes, share, fixed)
+    machine = Machine(gpu, gpus_per_node, num_nodes, share, fixed=fixed)
     plan = dataclasses.replace(plan, num_gpus=machine.num_gpus, needs=needed)
     fitting = options(fit, machine, context, work)
     chosen = best(fitting)

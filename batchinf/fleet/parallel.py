@@ -96,7 +96,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
     if gpu is not None:
         with placing(file):
             _check_type(spec, fit, gpu)
-    machine = Machine(gpu, num_devices, 1, share_of(spec), fixed_degrees(file.spec.parallel))
+    machine = Machine(gpu, num_devices, 1, share_of(spec), fixed=fixed_degrees(file.spec.parallel))
     return choose_degrees(file, fit, machine, work or assumed_work(task_of(spec), context))
 
 
