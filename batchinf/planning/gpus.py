@@ -152,7 +152,10 @@ def gpu_like(title: str, memory_bytes: int | None) -> Gpu | None:
     near = [gpu for gpu in GPUS.values() if re.search(rf"\b{_family(gpu.name)}\b", words)]
     if not near or memory_bytes is None:
         return None
-    nearest = min(near, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), "pcie" in gpu.name))
+    # Drivers leave different sizes of the same GPU, so the memory alone does not tell PCIe from SXM.
+    nearest = min(
+        near, key=lambda gpu: (("pcie" in gpu.name) != ("pcie" in words), abs(gpu.memory_bytes - memory_bytes))
+    )
     return dataclasses.replace(nearest, memory_bytes=memory_bytes)
 
 

@@ -13,7 +13,7 @@ from batchinf.model.identity import Model
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, needs_of
 from batchinf.model.parameters import count_parameters
 from batchinf.planning.degrees import Degrees, Machine, best, options, that_fit
-from batchinf.planning.gpus import gpu_named, why_not
+from batchinf.planning.gpus import gpu_like, gpu_named, why_not
 from batchinf.planning.throughput import Workload
 from batchinf.spec.job import ModelSpec
 from benchmarks.shapes import SHAPES
@@ -256,6 +256,21 @@ def test_gpus_that_cannot_run_a_type_or_a_build() -> None:
              "rtx-4090": 24, "rtx-3090": 24, "v100-16": 16, "v100-32": 32, "rtx-2080-ti": 11}  # fmt: skip
     for name, published in sizes.items():
         assert gpu_named(name).memory_bytes == pytest.approx(published * GB, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("title", "mib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 81_008, "h100-80"),
+        ("NVIDIA H100 PCIe", 81_079, "h100-pcie"),
+        ("NVIDIA H100 NVL", 95_320, "h100-94"),
+        ("NVIDIA A100-PCIE-40GB", 40_339, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 81_251, "a100-80"),
+    ],
+)
+def test_a_device_is_found_in_the_table_whatever_its_driver_leaves(title: str, mib: int, name: str) -> None:
+    found = gpu_like(title, mib << 20)
+    assert found is not None and (found.name, found.memory_bytes) == (name, mib << 20)
 
 
 def test_offload_and_a_fixed_cache() -> None:
