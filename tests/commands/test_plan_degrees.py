@@ -98,7 +98,15 @@ def spec_of(folder: pathlib.Path, model: str, job: str) -> pathlib.Path:
     )
 
 
-@pytest.mark.parametrize(("model", "job", "machines"), CASES, ids=lambda it: it if isinstance(it, str) else "")
+def _slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "job", "machines"),
+    [*CASES[:2], *(_slow(*case) for case in CASES[2:])],
+    ids=lambda it: it if isinstance(it, str) else "",
+)
 def test_plan_and_auto_choose_alike(model: str, job: str, machines: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     path = spec_of(tmp_path, model, job)
     for machine in machines:
