@@ -124,13 +124,15 @@ def lay_out(folder: pathlib.Path, quickstart: pathlib.Path | None = None) -> Non
         shutil.copytree(quickstart, folder / "out" / "quickstart")
 
 
-def environment(folder: pathlib.Path, quick: Mapping[str, str]) -> dict[str, str]:
+def environment(
+    folder: pathlib.Path, quick: Mapping[str, str], inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """The environment of a page. quick: variables that make commands start faster."""
     return {
-        **os.environ,
+        **inherited,
         "PYTHONPATH": str(ROOT),
         "QUICK_WITH_PANDAS": "1",  # the snippets of a page make tables of pandas
-        "PATH": f"{folder / '.bin'}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{folder / '.bin'}{os.pathsep}{inherited['PATH']}",
         "HF_HOME": str(folder / ".hf"),
         "HF_HUB_OFFLINE": "1",
         **quick,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import typer.main
-from fork_server import ForkServer
+from fork_server import ForkServer, address_for
 from pages import Block, blocks_of, check_spec, environment, lay_out, run_quickstart
 
 import jobs
@@ -84,7 +84,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 @pytest.fixture(scope="module")
 def page_server(tmp_path_factory: pytest.TempPathFactory, quick: dict[str, str]) -> Iterator[ForkServer]:
     """Forks the processes of pages, whose snippets make tables of pandas."""
-    with contextlib.closing(ForkServer(environment(tmp_path_factory.mktemp("server"), quick))) as server:
+    with contextlib.closing(
+        ForkServer(environment(tmp_path_factory.mktemp("server"), quick, jobs.inherited()))
+    ) as server:
         yield server
 
 
@@ -92,7 +94,7 @@ def page_server(tmp_path_factory: pytest.TempPathFactory, quick: dict[str, str])
 def quickstart(tmp_path_factory: pytest.TempPathFactory, quick: dict[str, str]) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("quickstart")
     lay_out(folder)
-    return run_quickstart(folder, environment(folder, quick))
+    return run_quickstart(folder, environment(folder, quick, jobs.inherited()))
 
 
 @pytest.mark.slow
@@ -102,8 +104,8 @@ def test_the_commands_and_snippets_of_a_page_run(
 ) -> None:
     lay_out(tmp_path, quickstart)
     command = [sys.executable, "-P", "-m", "pages", page, *(block.first_line for block in skipped(page))]
-    own = environment(tmp_path, quick)
-    assert page_server.can_fork(own)
+    own = environment(tmp_path, quick, jobs.inherited())
+    assert page_server.can_fork(own) and address_for(own)
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = page_server.start(page_server, command, cwd=tmp_path, env=own, start_new_session=True, **both)
     said, _ = process.communicate()
