@@ -68,7 +68,7 @@ def _init(
     print_lines(written_lines(path, found, purpose))
     if has_template is None:
         print_lines([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
-    print_lines([f"next: batchinf validate {path}"])
+    print_lines([f"next: batchinf validate {shlex.quote(path)}"])
 
 
 def _asked(
@@ -297,8 +297,12 @@ def _slurm(
     set_: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes; more than 1 runs Ray on them.")] = 1,
     array: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Run N slices as a job array, on a node each.")
+        str | None,
+        typer.Option(metavar="N[%M]", help="Run N slices as a job array, on a node each; M of them at a time."),
     ] = None,
+    max_requeues: Annotated[
+        int, typer.Option(min=1, help="Requeues in a row without a new finished row, after which the job ends.")
+    ] = 5,
     gpus: Annotated[
         str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
     ] = None,
@@ -330,9 +334,10 @@ def _slurm(
 
     file = read_checked(spec, set_ or ())
     options = SlurmOptions(
-        num_nodes=nodes, num_slices=array, gpus=gpus, cpus=cpus, mem=mem, time=time, partition=partition,
-        account=account, constraint=constraint, modules=tuple(modules or ()), directives=tuple(directives or ()),
-        venv=venv, container=container, overrides=tuple(set_ or ()), command=shlex.join(["batchinf", *sys.argv[1:]]),
+        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, cpus=cpus, mem=mem, time=time,
+        partition=partition, account=account, constraint=constraint, modules=tuple(modules or ()),
+        directives=tuple(directives or ()), venv=venv, container=container, overrides=tuple(set_ or ()),
+        command=shlex.join(["batchinf", *sys.argv[1:]]),
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, options), file)

@@ -1,5 +1,6 @@
 """The commands that take an output folder: each shows, checks, compares or writes what a job made."""
 
+import shlex
 import sys
 from typing import Annotated
 
@@ -147,7 +148,9 @@ def _inspect(
     given = [text for text in (wanted, row) if text is not None]
     if len(given) != 1:
         got = f"got {' and '.join(given)}" if given else "got no row"
-        raise UserError(f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW")
+        raise UserError(
+            f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {shlex.quote(out)} ROW"
+        )
     [named] = given
     report = inspect_row(out, named)
     if as_json:

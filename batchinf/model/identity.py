@@ -6,6 +6,7 @@ has the last word. Imports neither torch nor vllm nor transformers.
 """
 
 import pathlib
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ def _remedy(model: Model, problems: str) -> str:
         return f"Get them with `hf download {model.name} --revision {model.commit}{again}`"
     if "git-lfs" in problems:
         return f"Get them with `git lfs pull` in {model.path}"
-    return f"Copy them again, or get them with `hf download ORG/MODEL --local-dir {model.path}`"
+    return f"Copy them again, or get them with `hf download ORG/MODEL --local-dir {shlex.quote(model.path)}`"
 
 
 def _locate(
