@@ -77,7 +77,8 @@ class Launcher:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
         # A hub id has no folder here.
-        backend.check_hosts(job.folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
+        for line in backend.check_hosts(job.folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None):
+            say(line)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         fit = fit_of(model, spec, *size, limits_of=task.default_batch_limits)

@@ -124,6 +124,14 @@ class StartPhase:
 
 
 @dataclass(frozen=True, slots=True)
+class NoPlace:
+    """From the backend: no host that is left can hold the replica, which waits for one. `StartPhase` ends that."""
+
+    shortage: str
+    """What it asks for, and what there is, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class TakesLeases:
     """The engine is not up yet, but the replica can prepare leases already."""
 
@@ -237,7 +245,7 @@ class Stopped:
 
 
 LeaseEvent = LeaseBegun | LeaseStored | ShardClosed | Revoked | Tried
-Event = StartPhase | TakesLeases | Ready | Progress | LeaseEvent | Failed | Stopped
+Event = StartPhase | NoPlace | TakesLeases | Ready | Progress | LeaseEvent | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,8 @@ class RaySpec(Section):
     Without `CPU`, it asks for 1 CPU for each GPU, or 1 without GPUs."""
     env_vars: Annotated[dict[Text, str], RUNTIME] = Field(default_factory=dict)
     """Environment variables of the replicas. They override those of the nodes. Do not put secrets here."""
+    placement_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 600.0
+    """Stop with exit code 75 if the nodes that are left can hold no replica for this many seconds."""
 
     @field_validator("address")
     @classmethod

@@ -184,6 +184,29 @@ def test_a_job_on_two_nodes_with_ray_is_signalled_and_queued_again(
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"/tmp/ray-{job}-" in " ".join(p.info["cmdline"] or [])]
 
 
+def test_a_node_of_ray_that_fails_for_good(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+    """The job goes on with the other node, and says that it does."""
+    out = tmp_path / "out"
+    job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.06}, ray={"resources": {"CPU": 2}}), "--nodes", "2")
+    jobs.wait_until(lambda: num_committed(out), WAIT_S)
+    of_job = [p for p in psutil.process_iter() if f"/tmp/ray-{job}-" in " ".join(_command(p))]
+    raylets = [p for p in of_job if p.name() == "raylet"]
+    [lost] = [raylet for raylet in raylets if not any("--head" in _command(parent) for parent in raylet.parents())]
+    # First the shell that would start Ray again, as if the host had failed.
+    for process in (*reversed(lost.parents()[:2]), lost):
+        process.kill()
+    assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
+    assert "the nodes that are left cannot hold replica" in " ".join(log_of(tmp_path).split())
+    assert slurm.state(job, "Restarts") == "0"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
 def _make_quickstart(folder: pathlib.Path) -> None:
     (folder / "jobs").mkdir()
     (folder / "out" / "quickstart.slurm").mkdir(parents=True)
