@@ -308,7 +308,7 @@ def test_the_section_of_a_ray_cluster():
     assert (spec.backend, spec.ray.resources) == ("ray", {"CPU": 8.0, "slot": 0.5})
     # A job may go on elsewhere.
     assert {name for name in fields(spec, "runtime") if name.split(".")[0] in ("backend", "ray")} == {
-        "backend", "ray.address", "ray.resources", "ray.env_vars",
+        "backend", "ray.address", "ray.resources", "ray.env_vars", "ray.placement_timeout_s",
     }  # fmt: skip
     assert "'ray://h:10001', the address of a Ray Client" in refusal(LEAST + "ray: {address: 'ray://h:10001'}")
     assert "parallel.devices: got a list with backend: ray" in refusal(LEAST + "backend: ray\nparallel: {devices: [0]}")
