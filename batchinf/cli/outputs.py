@@ -173,13 +173,16 @@ def _inspect(
 def _report(
     out: Out,
     file: Annotated[
-        str | None, path_option("-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.")
+        str | None, path_option("-o", "--out", metavar="FILE", help="Write this file. Default: OUT/report.html.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="html|md", help="Format. Default: md for a FILE.md, otherwise html.")
     ] = None,
 ) -> None:
-    """Write an HTML page about a job, running or not: speed, replicas, lengths, logprobs, errors."""
+    """Write a page about a job, running or not: speed, replicas, lengths, logprobs, samples, errors."""
     from batchinf.report.page import write_report
 
-    print(plain(str(write_report(out, file))))
+    print(plain(str(write_report(out, file, to))))
 
 
 @app.command("check", epilog="Example: batchinf check out/job --deep")
