@@ -1,0 +1,47 @@
+"""The section `input.images` of a spec: where the images of rows may come from, and how large they may be."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from batchinf.spec.fields import RUNTIME, Path, Positive, Section, Text, as_tuple, on_this_host, wrong
+
+# Of a host name in ASCII, with or without `*.` before it; of an IPv4 address, too.
+_NAME = r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?"
+_HOST = re.compile(rf"({_NAME}|\[[0-9a-f:.]+\])(:[1-9][0-9]{{0,4}})?")
+
+
+def _known_form(host: str) -> str:
+    if not _HOST.fullmatch(host.lower()):
+        raise wrong(
+            f"got {host!r}; must be a host without a scheme and a path, such as images.example.com, *.example.com, "
+            "images.example.com:8080, 192.0.2.7 or [2001:db8::7]:8080; letters beyond ASCII are written as xn--…"
+        )
+    return host.lower()
+
+
+_Folder = Annotated[Path, on_this_host("copy the images to this host, and give their folder")]
+_Host = Annotated[Text, AfterValidator(_known_form)]
+
+
+class ImageSettings(Section):
+    """Where the images of rows may come from, and how large they may be."""
+
+    max_per_row: Annotated[Positive, RUNTIME] = 4
+    """Images of one row. A row with more is an error row."""
+    max_bytes: Annotated[Positive, RUNTIME] = 20 << 20
+    """Bytes of an encoded image, such as a JPEG file. A larger one makes an error row."""
+    # Pillow refuses twice as many by itself, and warns of more than these.
+    max_pixels: Annotated[int, Field(ge=1, le=89_478_485), RUNTIME] = 40_000_000
+    """Width × height of an image. A larger one makes an error row, and is not decoded."""
+    folders: Annotated[
+        Annotated[tuple[_Folder, ...], Field(strict=False)] | _Folder, AfterValidator(as_tuple), RUNTIME
+    ] = ()  # fmt: skip
+    """Folders of this host in which rows may name files, besides the folder of the input."""
+    hosts: Annotated[Annotated[tuple[_Host, ...], Field(strict=False)] | _Host, AfterValidator(as_tuple), RUNTIME] = ()
+    """Hosts from which images of `http:` and `https:` URLs may be fetched: see docs/security.md. Default: none."""
+    timeout_s: Annotated[float, Field(gt=0, le=3600), RUNTIME] = 20.0
+    """Seconds in which an image must be fetched, with all retries."""
+    retries: Annotated[int, Field(ge=0, le=100), RUNTIME] = 3
+    """How often a fetch is retried if the server is busy (status 408, 429 or 5xx) or the connection fails."""
