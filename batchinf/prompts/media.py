@@ -13,17 +13,21 @@ import os
 import pathlib
 import re
 import stat
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import unquote_to_bytes
 
 from batchinf.base.errors import ImageError
+from batchinf.base.places import shown_url
 from batchinf.base.text import clip, error_message, name_type
 from batchinf.spec.images import ImageSettings
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from batchinf.prompts.downloads import Downloads
 
 # Pillow's names. Raster formats that Pillow decodes in this process; none runs another program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -62,6 +66,8 @@ class ImageLoader:
         self._settings = settings
         self._base_folder = base_folder
         folders = (*settings.folders, *([] if base_folder is None else [base_folder]))
+        self._lock = threading.Lock()
+        self._downloads: Downloads | None = None
         self._folders = [os.path.realpath(folder) for folder in folders]
 
     def load(self, source: object) -> LoadedImage:
@@ -83,11 +89,21 @@ class ImageLoader:
                 return self._decoded(self._bytes_of_data_url(source), _UNNAMED)
             case "file":
                 return self._read(_path_of_url(source))
+            case "http" | "https":
+                return self._decoded(self._fetched(source), f"'{clip(shown_url(source), 200)}'")
             case _ if "://" in source:
-                shown = clip(source.partition("?")[0], 200)
+                shown = clip(shown_url(source), 200)
                 raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a data:, file:, http: or "
                                  "https: URL; copy it to a folder, and give its path")  # fmt: skip
         return self._read(source)
+
+    def _fetched(self, url: str) -> bytes:
+        with self._lock:
+            if self._downloads is None:
+                from batchinf.prompts.downloads import Downloads
+
+                self._downloads = Downloads(self._settings)
+        return self._downloads.fetch(url)
 
     def _bytes_of_data_url(self, url: str) -> bytes:
         header, comma, text = url.partition(",")

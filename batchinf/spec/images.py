@@ -1,28 +1,35 @@
 """The section `input.images` of a spec: where the images of rows may come from, and how large they may be."""
 
 import re
+from ipaddress import IPv6Address
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from batchinf.spec.fields import RUNTIME, Path, Positive, Section, Text, as_tuple, on_this_host, wrong
+from batchinf.spec.fields import RUNTIME, Path, Positive, Section, Text, on_this_host, wrong
 
-# Of a host name in ASCII, with or without `*.` before it; of an IPv4 address, too.
-_NAME = r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?"
-_HOST = re.compile(rf"({_NAME}|\[[0-9a-f:.]+\])(:[1-9][0-9]{{0,4}})?")
+# A name in ASCII, with or without `*.` before it, or an IPv4 address; an IPv6 address; and a port.
+_HOST = re.compile(
+    r"(?P<name>(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[(?P<ipv6>[0-9a-f:.]+)\])(:(?P<port>[1-9][0-9]{0,4}))?"
+)
 
 
-def _known_form(host: str) -> str:
-    if not _HOST.fullmatch(host.lower()):
-        raise wrong(
-            f"got {host!r}; must be a host without a scheme and a path, such as images.example.com, *.example.com, "
-            "images.example.com:8080, 192.0.2.7 or [2001:db8::7]:8080; letters beyond ASCII are written as xn--…"
-        )
-    return host.lower()
+def _checked_host(host: str) -> str:
+    match = _HOST.fullmatch(host.lower())
+    try:
+        if match is not None and int(match["port"] or 0) <= 65535:
+            name = match["name"] if match["ipv6"] is None else f"[{IPv6Address(match['ipv6'])}]"
+            return name if match["port"] is None else f"{name}:{match['port']}"
+    except ValueError:
+        pass
+    raise wrong(
+        f"got {host!r}; must be a host without a scheme and a path, such as images.example.com, *.example.com, "
+        "images.example.com:8080, 192.0.2.7 or [2001:db8::7]:8080; letters beyond ASCII are written as xn--…"
+    )
 
 
 _Folder = Annotated[Path, on_this_host("copy the images to this host, and give their folder")]
-_Host = Annotated[Text, AfterValidator(_known_form)]
+_Host = Annotated[Text, AfterValidator(_checked_host)]
 
 
 class ImageSettings(Section):
@@ -35,11 +42,9 @@ class ImageSettings(Section):
     # Pillow refuses twice as many by itself, and warns of more than these.
     max_pixels: Annotated[int, Field(ge=1, le=89_478_485), RUNTIME] = 40_000_000
     """Width × height of an image. A larger one makes an error row, and is not decoded."""
-    folders: Annotated[
-        Annotated[tuple[_Folder, ...], Field(strict=False)] | _Folder, AfterValidator(as_tuple), RUNTIME
-    ] = ()  # fmt: skip
+    folders: Annotated[tuple[_Folder, ...], Field(strict=False), RUNTIME] = ()
     """Folders of this host in which rows may name files, besides the folder of the input."""
-    hosts: Annotated[Annotated[tuple[_Host, ...], Field(strict=False)] | _Host, AfterValidator(as_tuple), RUNTIME] = ()
+    hosts: Annotated[tuple[_Host, ...], Field(strict=False), RUNTIME] = ()
     """Hosts from which images of `http:` and `https:` URLs may be fetched: see docs/security.md. Default: none."""
     timeout_s: Annotated[float, Field(gt=0, le=3600), RUNTIME] = 20.0
     """Seconds in which an image must be fetched, with all retries."""
