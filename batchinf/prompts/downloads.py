@@ -88,6 +88,8 @@ def _is_public(address: IPv4Address | IPv6Address) -> bool:
         embedded = address.ipv4_mapped or address.sixtofour or (address.teredo and address.teredo[1])
         if embedded:
             return _is_public(embedded)
+        if address.is_site_local:
+            return False
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
