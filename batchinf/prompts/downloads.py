@@ -5,6 +5,7 @@ redirect. A host is resolved once for a connection, and the connection goes to a
 """
 
 import asyncio
+import contextlib
 import email.utils
 import itertools
 import random
@@ -31,6 +32,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _ABSENT = (404, 410)
 _MAY_PASS = (408, 425, 429)  # of the statuses below 500
 _FIRST_PAUSE_S = 0.5
+_CLOSE_S = 5.0
 # Rows that name the same image run near each other, and a row that runs again needs its images again.
 _KEPT_BYTES = 64 << 20
 # No compression: a few bytes could become very many.
@@ -237,7 +239,12 @@ class Downloads:
 
 
 def _close(session: ClientSession, loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.run_coroutine_threadsafe(session.close(), loop)
+    closing = asyncio.run_coroutine_threadsafe(session.close(), loop)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # no thread of a loop, which must not wait for itself
+        with contextlib.suppress(TimeoutError):
+            closing.result(_CLOSE_S)
 
 
 def _check_status(response: ClientResponse, name: str) -> None:
