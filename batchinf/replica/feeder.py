@@ -402,14 +402,19 @@ class Feeder(threading.Thread):
         of_row = None
         if prompt.error is None and prompt.row_index in self._condemned:
             of_row = RowError("engine_death", self._condemned[prompt.row_index])
+        requests = None
         rendered = None
         if prompt.image_sources and prompt.error is None and of_row is None:
             made = self._with_images(prompt, opened.image_digests)
             if made is None or opened.is_given_back:
                 return
-            prompt, rendered = made
-        of_row = prompt.error or of_row
-        requests = self.task.requests(prompt, max_model_len)
+            if rendered := made[1]:
+                prompt = made[0]
+            else:  # as many error results as there would have been requests: some of these may be stored already
+                requests = [(made[0], request) for _, request in self.task.requests(prompt, max_model_len)]
+                of_row = made[0].error
+        of_row = of_row or prompt.error
+        requests = requests or self.task.requests(prompt, max_model_len)
         number = len(requests)
         failed = []
         image_bytes = 0 if rendered is None else rendered.num_bytes

@@ -188,8 +188,8 @@ class InputSpec(Section):
     """The column with the images of a row, or several columns: a path relative to the input, a `file:` or `data:` URL,
     the bytes of a file, a mapping with `bytes` or `path`, or a list of these; null: none."""
     images: Annotated[ImageSettings | None, IDENTITY] = None
-    """Limits of images, and where they may come from. If it is given, parts of conversations and of lines of batch files
-    may be images. Default: unset, or all of its defaults with `images_column` or a part of type `image`."""
+    """Limits of images, and where they may come from. If it is given, parts of conversations and of lines of batch
+    files may be images. Default: unset, or all of its defaults with `images_column` or a part of type `image`."""
     token_ids_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the prompt's token ids: a list, or JSON text of one. Nothing is added to them."""
     text_column: Annotated[Text | None, IDENTITY] = None

@@ -24,6 +24,7 @@ from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
+from batchinf.engines.vllm.pooling import VllmPooling  # noqa: E402
 
 NUM_TOKENS = 6
 SAMPLING = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1, "ignore_eos": True}
@@ -37,10 +38,14 @@ def rows() -> list[Row]:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> Iterator[VllmEngine]:
     spec = spec_of(mappings_in_parquet(tmp_path_factory.mktemp("engine"), rows), sampling=SAMPLING)
+    yield from started(VllmEngine, spec)
+
+
+def started(engine_class: type[VllmEngine], spec: JobSpec) -> Iterator[VllmEngine]:
     task = task_of(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        made = VllmEngine(task, str(VISION), str(VISION))
+        made = engine_class(task, str(VISION), str(VISION))
     made.warm_up(task.warm_up_request())
     yield made
     made.close()
@@ -211,3 +216,18 @@ def test_choices_after_an_image_equal_transformers(
         logprobs = logprobs_of(model, inputs, target)[-len(target) - 1 : -1]
         expected = logprobs[np.arange(len(target)), target]
         assert np.abs(np.array(result["choice_logprobs"][0]) - expected).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_vectors_of_pictures_equal_transformers(
+    tmp_path: pathlib.Path, rows: list[Row], processor: Any, model: Any
+) -> None:
+    spec = spec_of(mappings_in_parquet(tmp_path, rows), task="embed", pooling={"width": 64})
+    for engine in started(VllmPooling, spec):
+        found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    for row, result in zip(rows, found, strict=True):
+        with torch.no_grad():
+            states = model.model(**inputs_of(processor, row)).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(states, dim=0).numpy()
+        assert result["error_message"] is None
+        assert np.abs(np.array(result["embedding"]) - expected).max() < 1e-5

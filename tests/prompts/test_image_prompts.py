@@ -4,6 +4,7 @@ import hashlib
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 from pictures import FORMS, VISION, data_url, png, prompts_of, spec_of, ten_rows, write_lines
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from batchinf.records import Prompt
 from batchinf.source.find import folder_of
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec
+from batchinf.tasks.columns import prompt_hash
 
 PICTURE = png([[[10, 20, 30]] * 3] * 2)
 OTHER = png([[[200, 20, 30]] * 3] * 2)
@@ -207,3 +209,12 @@ def test_models_and_tasks_without_images_are_refused_before_a_start(tmp_path: pa
     assert "takes no images: its config has no vision_config" in refusal(tmp_path)
     said = refusal(tmp_path, model=str(VISION), task="logits", sampling=None, output={"keep_columns": []})
     assert "got it with task logits, which takes no images yet" in said
+
+
+def test_a_prompt_hash_depends_on_the_images() -> None:
+    ids = np.arange(5, dtype=np.int32)
+    hashes = [prompt_hash(ids, images) for images in ((), (sha256(PICTURE),), (sha256(OTHER),))]
+    both = sha256(PICTURE), sha256(OTHER)
+    swapped = [prompt_hash(ids, images) for images in (both, both[::-1])]
+    assert len({*hashes, *swapped}) == 5
+    assert hashes[0] == prompt_hash(ids)

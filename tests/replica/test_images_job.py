@@ -5,8 +5,9 @@ import pathlib
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
-from pictures import VISION, write_lines
+from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
 
 import jobs
 
@@ -111,3 +112,100 @@ def test_a_resume_notices_a_picture_that_changed_between_samples(tmp_path: pathl
     shutil.copy(PICTURES / "red-circle.png", picture)
     jobs.finish(path)
     assert len({row["prompt_hash"] for row in jobs.rows_of(tmp_path / "job" / "out")}) == 1
+
+
+def test_an_image_that_is_gone_between_two_requests_of_a_row(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": "row", "photo": "pictures/red-circle.png"}]
+    choices = [f" choice {number}" for number in range(12)]
+    where = {"choices": choices, "path": str(tmp_path / "job" / "rows.jsonl"), "messages": ASK}
+    script = {"max_num_seqs": 1, "step_s": 0.001}
+    path = spec_of(tmp_path / "job", rows, task="score", input=where, sampling=None, scripted=script,
+                   checkpoint_interval_s=0.01)  # fmt: skip
+    marker = tmp_path / "marker"
+    process = jobs.start("run", path, faults=f"engine.step:4=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() and list((tmp_path / "job" / "out" / "journal").glob("0*")))
+    jobs.kill(jobs.family(process.pid))
+    jobs.end(process)
+    (tmp_path / "job" / "pictures" / "red-circle.png").unlink()
+    jobs.finish(path)
+    [row] = jobs.rows_of(tmp_path / "job" / "out")
+    assert row["error_type"] == "image_not_found"
+    assert row["choice_logprob_sums"] is None
+
+
+def of_vllm(folder: pathlib.Path, where: dict[str, Any], **sections: Any) -> pathlib.Path:
+    """A job on real vLLM."""
+    options: dict[str, Any] = {
+        "model": {"name": str(VISION), "dtype": "float32"},
+        "input": {"id_column": None, **where},
+        "sampling": {"max_tokens": 6, "temperature": 0.0, "logprobs": 3, "ignore_eos": True},
+        "parallel": {"data_parallel_size": 1},
+        "output": {"keep_columns": [], "include_prompt": True, "rows_per_shard": 4},
+        "engine": {"max_model_len": 512, "max_num_seqs": 2},
+        "scripted": None,
+    }
+    folder.mkdir(exist_ok=True)
+    return jobs.spec_of(folder, **{**options, **sections})
+
+
+def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Equal prompts, images and tokens; logprobs as near as other batches allow."""
+    names = ("row_index", "prompt_hash", "image_digests", "prompt_token_ids", "token_ids", "text", "error_type")
+    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        assert np.allclose(row["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_each_form_of_images_gives_the_same_rows_on_vllm(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    found = []
+    for form in FORMS:
+        folder = tmp_path / form.__name__
+        folder.mkdir()
+        jobs.finish(of_vllm(folder, {"apply_chat_template": False, **form(folder, ten_rows())}))
+        found.append(jobs.rows_of(folder / "out"))
+    assert len(found[0]) == 10
+    for rows in found[1:]:
+        assert_same(rows, found[0])
+
+
+@pytest.mark.slow
+def test_real_vllm_killed_with_images(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    where = paths_in_lines(tmp_path, ten_rows())
+    unhurt, hurt = (
+        of_vllm(tmp_path / name, {"apply_chat_template": False, **where}, max_restarts=0, checkpoint_interval_s=0.01)
+        for name in ("unhurt", "hurt")
+    )
+    jobs.finish(unhurt)
+    assert jobs.run("run", hurt, faults="worker.store:3=kill").returncode != 0
+    jobs.finish(hurt)
+    assert_same(jobs.rows_of(tmp_path / "hurt" / "out"), jobs.rows_of(tmp_path / "unhurt" / "out"))
+
+
+@pytest.mark.slow
+def test_a_batch_file_gives_the_rows_of_a_conversation_on_vllm(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    pictures = [row.pictures for row in ten_rows()]
+    contents = [
+        [
+            {"type": "text", "text": "Look: "},
+            *({"type": "image_url", "image_url": {"url": data_url(one)}} for one in all_),
+        ]
+        for all_ in pictures
+    ]
+    chats = [[{"role": "user", "content": content}] for content in contents]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {"messages": chat}}
+        for number, chat in enumerate(chats)
+    ]
+    batch = write_lines(tmp_path / "batch.jsonl", lines)
+    column = write_lines(tmp_path / "column.jsonl", [{"chat": chat} for chat in chats])
+    of_lines = of_vllm(tmp_path / "batch", {"path": str(batch), "images": {}})
+    of_column = of_vllm(tmp_path / "column", {"path": str(column), "images": {}, "messages_column": "chat"})
+    for path in (of_lines, of_column):
+        jobs.finish(path)
+    rows = jobs.rows_of(tmp_path / "batch" / "out")
+    assert [len(row["image_digests"]) for row in rows] == list(map(len, pictures))
+    assert_same(rows, jobs.rows_of(tmp_path / "column" / "out"))
