@@ -30,6 +30,7 @@ from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import LengthRange, bar_lines, histogram
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.planning.throughput import Workload
+from batchinf.prompts.images import NO_IMAGE_TOKENS
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -281,6 +282,8 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     file, is_job = _spec_of(target, overrides)
     notes: list[str] = []
     job, work = _job(file, asked, notes) if is_job else (None, None)
+    if job is not None and file.spec.input.has_images:
+        notes.append(NO_IMAGE_TOKENS)
     model = resolve(file.spec.model)
     if job is not None and file.spec.has_auto_length:
         file = with_length(file, job.max_model_len)

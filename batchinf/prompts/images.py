@@ -12,6 +12,11 @@ from batchinf.prompts.chat import ChatTemplate, Message
 from batchinf.spec.input import InputSpec
 
 WRONG_PLACES = "image_placeholder"  # the error type of a prompt that has not one place for each image
+# For commands that make prompts without an engine.
+NO_IMAGE_TOKENS = (
+    "warning: images are not loaded here: the lengths have one placeholder in place of the tokens of each image, and "
+    "images that cannot be used are found only by `run`"
+)
 ImageSource = str | bytes | Mapping[str, Any]
 
 
