@@ -7,7 +7,6 @@ redirect. A host is resolved once for a connection, and the connection goes to a
 import asyncio
 import contextlib
 import email.utils
-import itertools
 import random
 import re
 import time
@@ -166,7 +165,9 @@ class Downloads:
 
     async def _with_retries(self, url: URL, name: str) -> bytes:
         end = time.monotonic() + self._settings.timeout_s
-        for num_tries in itertools.count(1):
+        num_tries = 0
+        while True:
+            num_tries += 1
             try:
                 return await self._follow(url, name)
             except _Failure as failure:
@@ -177,7 +178,6 @@ class Downloads:
                     raise ImageError("image_unavailable", f"{name} was not fetched in {counted(num_tries, 'request')}: "
                                      f"{failure}") from failure  # fmt: skip
             await asyncio.sleep(pause_s)
-        raise AssertionError
 
     async def _follow(self, url: URL, name: str) -> bytes:
         """The bytes of an image, after redirects. Raises ImageError, and _Failure if a retry may help."""
@@ -192,9 +192,9 @@ class Downloads:
                     url = url.join(URL(response.headers.get("Location", "")))
             except aiohttp.ClientSSLError as error:
                 raise ImageError("image_unavailable", f"{name} was not fetched: {_reason(error)}") from error
+            except TimeoutError:
+                raise
             except (aiohttp.ClientError, OSError) as error:
-                if isinstance(error, TimeoutError):
-                    raise
                 raise _Failure(_reason(error)) from error
             except ValueError:
                 raise ImageError("image_unavailable", f"{name} leads to an invalid URL") from None

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # Pillow's names. Raster formats that Pillow decodes in this process; none runs another program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+# A progressive JPEG has about 10. Each scan passes over all pixels, and 20 MB hold a million scans: hours of decoding.
+_MAX_SCANS = 500
+_BEGIN_OF_SCAN = b"\xff\xda"
 # Tags of TIFF.
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
@@ -64,7 +67,7 @@ class ImageLoader:
     def __init__(self, settings: ImageSettings, *, base_folder: str | None) -> None:
         """base_folder: the input's folder, in which relative paths begin; None if the input has no folder here."""
         self._settings = settings
-        self._base_folder = base_folder
+        self._base_folder = None if base_folder is None else os.path.realpath(base_folder)
         folders = (*settings.folders, *([] if base_folder is None else [base_folder]))
         self._lock = threading.Lock()
         self._downloads: Downloads | None = None
@@ -163,6 +166,8 @@ class ImageLoader:
             encoded = Image.open(io.BytesIO(data), formats=FORMATS)
             if encoded.width * encoded.height > self._settings.max_pixels:
                 self._refuse_pixels(f"{name} has {encoded.width:,} × {encoded.height:,} pixels")
+            if encoded.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > _MAX_SCANS:
+                raise ImageError("image_broken", f"{name} has more than {_MAX_SCANS} scans; save it as a plain JPEG")
             image = _as_rgb(encoded)
         except (MemoryError, ImageError):
             raise

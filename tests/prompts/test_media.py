@@ -107,6 +107,11 @@ def canvas_of_webp(size: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
+def many_scans(number: int) -> bytes:
+    *scans, last = encoded(plain(), "JPEG", progressive=True)[:-2].split(b"\xff\xda")
+    return b"\xff\xda".join([*scans, *[last] * number]) + b"\xff\xd9"
+
+
 def palette(transparent: bool) -> bytes:
     image = left_red().quantize(2)
     options = {"transparency": image.getpixel((0, 0))} if transparent else {}
@@ -122,6 +127,7 @@ GREY_16 = struct.pack(">BHH", 0, 0x80FF, 0xFFFF)
 ODD: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, int]]] = {
     "JPEG": (lambda: encoded(plain(), "JPEG"), (8, 6), RED),
     "progressive JPEG": (lambda: encoded(plain(), "JPEG", progressive=True), (8, 6), RED),
+    "JPEG of many scans": (lambda: many_scans(100), (8, 6), RED),
     "grey JPEG": (lambda: encoded(plain("L", 77), "JPEG"), (8, 6), (77, 77, 77)),
     "CMYK JPEG": (lambda: encoded(plain().convert("CMYK"), "JPEG"), (8, 6), RED),
     "JPEG on its side": (lambda: rotated(6), (6, 8), RED),
@@ -185,6 +191,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "PNG of size 0": (lambda: png(0, 6), "image_broken"),
     "text of a PNG that grows": (
         lambda: png(8, 6, more=chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(8 << 20)))), "image_broken"),
+    "JPEG of very many scans": (lambda: many_scans(1000), "image_broken"),
     "numbers of 32 bits": (lambda: encoded(plain("I", 70_000), "TIFF"), "image_broken"),
     "floating-point numbers": (lambda: encoded(plain("F", 0.5), "TIFF"), "image_broken"),
     "PNG of 60,000 × 60,000": (lambda: png(60_000, 60_000), "image_too_large"),
