@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
 
+import batchinf
 import jobs
+from batchinf.base.errors import DriftError
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
 ASK = [{"role": "user", "content": [{"type": "text", "text": "{{ id }}: "}, {"type": "image", "column": "photo"}]}]
@@ -66,6 +68,21 @@ def test_killed_and_resumed_has_the_rows_of_one_never_hurt(
     assert killed.returncode != 0
     jobs.finish(path)
     assert jobs.rows_of(tmp_path / "job" / "out") == unhurt
+
+
+def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
+    model = shutil.copytree(VISION, tmp_path / "model")
+    path = spec_of(tmp_path / "job", [{"id": "row", "photo": "pictures/red-circle.png"}], model=str(model))
+    jobs.finish(path)
+    results = batchinf.open(tmp_path / "job" / "out")
+    assert results.tokenizer() is not None
+    processor = model / "processor_config.json"
+    processor.write_text(processor.read_text().replace("0.5", "0.4"))
+    refused = jobs.run("run", path, is_refused=True)
+    assert refused.returncode == 2
+    assert "model" in refused.stderr
+    with pytest.raises(DriftError):
+        results.tokenizer()
 
 
 def test_a_retry_notices_a_changed_picture(tmp_path: pathlib.Path) -> None:
