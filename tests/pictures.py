@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import csv
 import io
 import json
 import pathlib
@@ -125,8 +126,19 @@ def mappings_in_parquet(folder: pathlib.Path, rows: Sequence[Row]) -> dict[str, 
     return {"path": str(folder / "mappings.parquet"), "images_column": "photos"}
 
 
+def paths_in_csv(folder: pathlib.Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """A path, JSON text of a list, or an empty field."""
+    with (folder / "paths.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["prompt", "photos"])
+        for row, of_row in zip(rows, _files(folder, rows), strict=True):
+            writer.writerow([row.text, of_row[0] if len(of_row) == 1 else json.dumps(of_row) if of_row else ""])
+    return {"path": str(folder / "paths.csv"), "images_column": "photos"}
+
+
 FORMS: tuple[Callable[[pathlib.Path, Sequence[Row]], dict[str, Any]], ...] = (
     paths_in_lines,
+    paths_in_csv,
     urls_in_lines,
     bytes_in_parquet,
     mappings_in_parquet,

@@ -17,12 +17,17 @@ NO_IMAGE_TOKENS = (
     "warning: images are not loaded here: the lengths have one placeholder in place of the tokens of each image, and "
     "images that cannot be used are found only by `run`"
 )
+_TOO_MANY = "a text must not spell it beside the places of the images"
+_TOO_FEW = (
+    "write it where an image goes; or set input.add_generation_prompt: true, which makes the prompt a message of the "
+    "user with its images first"
+)
 ImageSource = str | bytes | Mapping[str, Any]
 
 
 def sources_of(value: object, column: str) -> list[ImageSource] | RowError:
-    """The images in the value of a column: one, a list of them, JSON text of a list, or none for a null."""
-    if value is None:
+    """The images in the value of a column: one, a list of them, JSON text of a list, or none: null or an empty text."""
+    if value is None or value == "":
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -143,7 +148,7 @@ class Placeholders:
                             "one that does as input.chat_template, or a model that takes images")  # fmt: skip
         added = set(tokenizer.get_added_vocab().values())
         ids = tokenizer(mark, add_special_tokens=False, verbose=False)["input_ids"]
-        self._tokens = tokenizer
+        self._tokenizer = tokenizer
         self._in_mark = Counter(token_id for token_id in ids if token_id in added)
         if not self._in_mark:
             raise SpecError(f"input: the chat template shows an image as {shorten(repr(mark), 80)}, which is no token "
@@ -155,10 +160,8 @@ class Placeholders:
             got = token_ids.count(token_id)
             if got == number * num_images:
                 continue
-            token = self._tokens.convert_ids_to_tokens(token_id)
-            return RowError(
-                WRONG_PLACES,
-                f"the prompt has {counted(got, 'token')} '{token}' for {counted(num_images, 'image')}; expected "
-                f"{number} for each image: a text must not spell it beside the places of the images",
-            )
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+            has = f"the prompt has {counted(got, 'token')} '{token}' for {counted(num_images, 'image')}"
+            hint = _TOO_MANY if got > number * num_images else _TOO_FEW
+            return RowError(WRONG_PLACES, f"{has}; expected {number} for each image: {hint}")
         return None

@@ -186,7 +186,7 @@ class InputSpec(Section):
         Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | Text | None, AfterValidator(as_tuple), IDENTITY
     ] = None
     """The column with the images of a row, or several columns: a path relative to the input, a `file:` or `data:` URL,
-    the bytes of a file, a mapping with `bytes` or `path`, or a list of these; null: none."""
+    the bytes of a file, a mapping with `bytes` or `path`, or a list of these; null or an empty text: none."""
     images: Annotated[ImageSettings | None, IDENTITY] = None
     """Limits of images, and where they may come from. If it is given, parts of conversations and of lines of batch
     files may be images. Default: unset, or all of its defaults with `images_column` or a part of type `image`."""
@@ -264,9 +264,9 @@ class InputSpec(Section):
         # A column with images alone means `images: {}`, so that its fields, which a resume may change, are there.
         if not isinstance(data, dict) or data.get("images") is not None:
             return data
-        if not data.get("images_column") and not any(_has_images(message) for message in data.get("messages") or ()):
-            return data
-        return {**data, "images": {}}
+        messages = data.get("messages")
+        has_images = isinstance(messages, list | tuple) and any(map(_has_images, messages))
+        return {**data, "images": {}} if has_images or data.get("images_column") else data
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
