@@ -274,8 +274,8 @@ class Worker:
             )
             self.finished.offer_all([(FailedRow(pending.lease, (result,)), 0)])
             return
+        self._image_bytes += pending.image_bytes
         if request.rendered is not None:  # the engine has the tensors now
-            self._image_bytes += pending.image_bytes
             pending = replace(pending, request=replace(request, rendered=None))
         self._pending[request.key] = pending
 
