@@ -1,12 +1,15 @@
-"""The section `input.images` of a spec: where the images of rows may come from, and how large they may be."""
+"""The section `input.images` of a spec: where the images of rows may come from, and how large they may be.
+
+Also the parts of messages, which may be images.
+"""
 
 import re
 from ipaddress import IPv6Address
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
-from batchinf.spec.fields import RUNTIME, Path, Positive, Section, Text, on_this_host, wrong
+from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, on_this_host, wrong
 
 # A name in ASCII, with or without `*.` before it, or an IPv4 address; an IPv6 address; and a port.
 _HOST = re.compile(
@@ -50,3 +53,23 @@ class ImageSettings(Section):
     """Seconds in which an image must be fetched, with all retries."""
     retries: Annotated[int, Field(ge=0, le=100), RUNTIME] = 3
     """How often a fetch is retried if the server is busy (status 408, 429 or 5xx) or the connection fails."""
+
+
+class PartSpec(Section):
+    """One part of a message: a text, or the images of a column."""
+
+    type: Annotated[Literal["text", "image"], IDENTITY]
+    """What the part is."""
+    text: Annotated[str | None, IDENTITY] = None
+    """Of a text: a Jinja2 template over the row's columns."""
+    column: Annotated[Text | None, IDENTITY] = None
+    """Of an image: the column with it, or with a list of images; null: none."""
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        field, other = ("text", "column") if self.type == "text" else ("column", "text")
+        if getattr(self, field) is None:
+            raise wrong(f"missing; a part of type {self.type} has it", field)
+        if getattr(self, other) is not None:
+            raise wrong(f"got it in a part of type {self.type}, which has {field}: leave it out", other)
+        return self

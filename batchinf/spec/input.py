@@ -24,7 +24,7 @@ from batchinf.spec.fields import (
     on_this_host,
     wrong,
 )
-from batchinf.spec.images import ImageSettings
+from batchinf.spec.images import ImageSettings, PartSpec
 from batchinf.spec.tools import objection_to
 
 if TYPE_CHECKING:
@@ -49,26 +49,6 @@ KWARGS_ELSEWHERE = {
     **dict.fromkeys(("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
                      "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"), ""),
 }  # fmt: skip
-
-
-class PartSpec(Section):
-    """One part of a message: a text, or the images of a column."""
-
-    type: Annotated[Literal["text", "image"], IDENTITY]
-    """What the part is."""
-    text: Annotated[str | None, IDENTITY] = None
-    """Of a text: a Jinja2 template over the row's columns."""
-    column: Annotated[Text | None, IDENTITY] = None
-    """Of an image: the column with it, or with a list of images; null: none."""
-
-    @model_validator(mode="after")
-    def _of_its_type(self) -> Self:
-        field, other = ("text", "column") if self.type == "text" else ("column", "text")
-        if getattr(self, field) is None:
-            raise wrong(f"missing; a part of type {self.type} has it", field)
-        if getattr(self, other) is not None:
-            raise wrong(f"got it in a part of type {self.type}, which has {field}: leave it out", other)
-        return self
 
 
 class MessageSpec(Section):
