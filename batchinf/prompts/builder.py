@@ -198,7 +198,9 @@ class Renderer:
             return None
         if self._chat is not None:
             return Placeholders(self._chat, tokenizer)
-        with contextlib.suppress(ValueError, SpecError):
+        # A plain text may have a placeholder that no template says, and lines of a batch file need no template at all.
+        needs_none = (ValueError,) if self._input.is_batch_file else (ValueError, SpecError)
+        with contextlib.suppress(*needs_none):
             return Placeholders(ChatTemplate(self._input, tokenizer, None), tokenizer)
         return None
 

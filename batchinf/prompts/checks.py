@@ -29,10 +29,10 @@ _FIRST_READ = 32
 def check_prompts(spec: JobSpec, model: Model) -> None:
     """Raise SpecError for a missing or broken chat template, and for truncation that leaves no room for a prompt.
 
-    spec: resolved. Loads no tokenizer.
+    spec: resolved. Loads the tokenizer only for a job with images.
     """
     if spec.input.has_images:
-        _check_images(spec.input, model)
+        _check_images(spec, model)
     if spec.input.is_chat:
         _check_chat(spec.input, model)
     most = spec.sampling.max_tokens
@@ -47,12 +47,16 @@ def model_len_limit(spec: JobSpec, model: Model) -> int | None:
     return spec.length_limit(model.max_model_len)
 
 
-def _check_images(where: InputSpec, model: Model) -> None:
-    """Raise SpecError if the model's folder has nothing that is about images."""
+def _check_images(spec: JobSpec, model: Model) -> None:
+    """Raise SpecError if the model's folder has nothing that is about images, or its chat template shows none."""
     folder = pathlib.Path(model.folder)
     if "vision_config" in model.config or any((folder / name).is_file() for name in PROCESSOR_FILES):
+        if spec.input.is_chat:
+            _check_chat(spec.input, model)
+            tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
+            Renderer(spec, tokenizer).placeholders(tokenizer)
         return
-    field = next((field for field, _ in where.image_columns), "input.images")
+    field = next((field for field, _ in spec.input.image_columns), "input.images")
     raise SpecError(f"{field}: the model '{model.name}' takes no images: its config has no vision_config; give one "
                     "that does, or leave it out")  # fmt: skip
 

@@ -144,15 +144,15 @@ class Placeholders:
         """Raises SpecError if the template does not show images, or shows them by plain text."""
         mark = template.image_mark()
         if not mark:
-            raise SpecError("input: the job has images, but the chat template does not show parts of type image; give "
-                            "one that does as input.chat_template, or a model that takes images")  # fmt: skip
+            raise SpecError("input.images: the job has images, but the chat template does not show parts of type "
+                            "image; give one that does as input.chat_template, or a model that takes images")  # fmt: skip
         added = set(tokenizer.get_added_vocab().values())
         ids = tokenizer(mark, add_special_tokens=False, verbose=False)["input_ids"]
         self._tokenizer = tokenizer
         self._in_mark = Counter(token_id for token_id in ids if token_id in added)
         if not self._in_mark:
-            raise SpecError(f"input: the chat template shows an image as {shorten(repr(mark), 80)}, which is no token "
-                            "of its own in the tokenizer; such models are not supported yet")  # fmt: skip
+            raise SpecError(f"input.images: the chat template shows an image as {shorten(repr(mark), 80)}, which is no "
+                            "token of its own in the tokenizer; such models are not supported yet")  # fmt: skip
 
     def objection(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
         """Why these ids do not have exactly one place for each image."""

@@ -195,10 +195,10 @@ def test_specs_that_cannot_have_images(where: dict[str, Any], more: dict[str, An
         spec_of({"path": "x.jsonl", "images_column": "photo", **where}, **more)
 
 
-def refusal(tmp_path: pathlib.Path, **sections: Any) -> str:
+def refusal(tmp_path: pathlib.Path, more: dict[str, Any] | None = None, **sections: Any) -> str:
     """What a job says that ends before an engine starts."""
     rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "photo": None}])
-    where = {"path": str(rows), "id_column": None, "images_column": "photo"}
+    where = {"path": str(rows), "id_column": None, "images_column": "photo", **(more or {})}
     path = jobs.spec_of(tmp_path, input=where, scripted=None, **sections)
     with pytest.raises(SpecError) as refused:
         prepare_job(read_spec(path))
@@ -207,6 +207,8 @@ def refusal(tmp_path: pathlib.Path, **sections: Any) -> str:
 
 def test_models_and_tasks_without_images_are_refused_before_a_start(tmp_path: pathlib.Path) -> None:
     assert "takes no images: its config has no vision_config" in refusal(tmp_path)
+    said = refusal(tmp_path, model=str(VISION), more={"chat_template": "{{ messages[0].content[1].text }}"})
+    assert "the chat template does not show parts of type image" in said
     said = refusal(tmp_path, model=str(VISION), task="logits", sampling=None, output={"keep_columns": []})
     assert "got it with task logits, which takes no images yet" in said
 
