@@ -18,11 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
-from fsspec.implementations.arrow import ArrowFSWrapper
 
 import jobs
 
@@ -221,14 +219,17 @@ def rows(url: str) -> list[dict[str, Any]]:
     return table(url).drop_columns(["attempts"]).to_pylist()
 
 
-class _StoreOfDuckDB(ArrowFSWrapper):  # type: ignore[misc]  # fsspec has no types
-    protocol = "s3"
-
-
 @functools.cache
-def _duckdb() -> duckdb.DuckDBPyConnection:
+def _duckdb() -> Any:
+    """A connection of DuckDB that reads the server."""
+    import duckdb
+    from fsspec.implementations.arrow import ArrowFSWrapper
+
+    class Store(ArrowFSWrapper):  # type: ignore[misc]  # fsspec has no types
+        protocol = "s3"
+
     connection = duckdb.connect()
-    connection.register_filesystem(_StoreOfDuckDB(file_system()))
+    connection.register_filesystem(Store(file_system()))
     return connection
 
 
