@@ -145,7 +145,7 @@ class Placeholders:
         mark = template.image_mark()
         if not mark:
             raise SpecError("input.images: the job has images, but the chat template does not show parts of type "
-                            "image; give one that does as input.chat_template, or a model that takes images")  # fmt: skip
+                            "image; give one that does as input.chat_template, or another model")  # fmt: skip
         added = set(tokenizer.get_added_vocab().values())
         ids = tokenizer(mark, add_special_tokens=False, verbose=False)["input_ids"]
         self._tokenizer = tokenizer
