@@ -504,6 +504,26 @@ class Part(PartCounts):
     """Errors among these rows."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """The file from which a retry takes rows in place of those of the input (`--input`)."""
+
+    path: JsonText
+    """As the user gave it."""
+    name: JsonText
+    """Of the copy in the job's folder."""
+    content: JsonText
+    """xxh3-128 of the name and the bytes, which names the folder of the copy."""
+    fingerprint: JsonText
+    """Of its rows."""
+    num_rows: Count
+    """Rows that are taken from it."""
+    rows: JsonText
+    """Digest of the file with the positions of these rows in the input."""
+    places: JsonText
+    """Digest of the file with their positions in the copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartedReplica:
     """An incarnation of a replica, as its `replica_started` event says."""

@@ -116,6 +116,20 @@ class RetryProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsRepaired:
+    """Rows that a retry took from a file (`--input`)."""
+
+    retry: int
+    """Its number."""
+    path: str
+    """Of the file, as it was given."""
+    num_rows: int
+
+    def line(self) -> str:
+        return f"retry {self.retry} took {counted(self.num_rows, 'input row')} from {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """The state of a job, or of one slice."""
 
@@ -130,6 +144,8 @@ class JobState:
     extents: tuple[int, ...] = ()
     """Numbers of input rows that were added at the beginning and by each `--extend`."""
     retry: RetryProgress | None = None
+    repairs: tuple[RowsRepaired, ...] = ()
+    """Of all retries."""
     progress: JobStatus | None = None
     """The `status.json` of a live job."""
     progress_age_s: float | None = None
@@ -163,6 +179,7 @@ class JobState:
             yield f"input rows came in {len(self.extents)} times: {counts}"
         if self.retry is not None:
             yield self.retry.line()
+        yield from (repair.line() for repair in self.repairs)
         if self.speed is not None:
             yield from speed_lines(self.speed)
         if self.expected_speed is not None:
@@ -359,6 +376,11 @@ def _job_state(job: JobFolder, state: State | None, folder: str = "") -> JobStat
         totals=_totals([state], total_rows(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         retry=_retry(state),
+        repairs=tuple(
+            RowsRepaired(retry.number, retry.repair.path, retry.repair.num_rows)
+            for retry in state.repairs()
+            if retry.repair is not None
+        ),
         slower=state.slower,
     )
     last = read_status(job.folder)

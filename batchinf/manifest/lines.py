@@ -18,6 +18,7 @@ from batchinf.records import (
     Lease,
     Part,
     PositiveCount,
+    Repair,
     Seconds,
     Speed,
     StartedReplica,
@@ -71,10 +72,13 @@ class Retry:
     """Digest of the file of the chosen rows."""
     stop_row: Count
     """Rows from here on came into the job later, and do not belong to the retry."""
+    repair: Repair | None = None
+    """Where it takes rows from; None: all are those of the input."""
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
-        return f"retry {self.number} ({self.predicate}{changes})"
+        source = "" if self.repair is None else f", --input {self.repair.path}"
+        return f"retry {self.number} ({self.predicate}{changes}{source})"
 
 
 @dataclass(frozen=True, slots=True)

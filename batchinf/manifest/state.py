@@ -144,6 +144,11 @@ class State:
         """Incarnations with a `replica_started` event and no `replica_ended` event."""
         return tuple(self._running.values())
 
+    def repairs(self, last: int | None = None) -> tuple[Retry, ...]:
+        """The retries that take rows from files, up to this one, in their order."""
+        retries = (self.retries[number] for number in sorted(self.retries) if last is None or number <= last)
+        return tuple(retry for retry in retries if retry.repair is not None)
+
     @property
     def counts(self) -> PartCounts:
         """The sums over all parts; 60 ms for 100,000 of them."""
