@@ -277,3 +277,26 @@ def test_a_set_of_rows() -> None:
     asked = np.arange(140)
     assert asked[bits.has(asked)].tolist() == [7, 9, 100, 120]
     assert not RowBits(0, 9, [])
+
+
+@pytest.mark.slow
+def test_a_repair_on_vllm_is_what_transformers_computes(tmp_path: pathlib.Path) -> None:
+    """`verify` makes the prompts again from the input and its repair, and computes the repaired rows by itself."""
+    pytest.importorskip("vllm")
+    write_csv(tmp_path / "rows.csv", lines(*range(8)))
+    spec = jobs.spec_of(
+        tmp_path,
+        input={"path": str(tmp_path / "rows.csv"), "csv": {"null_values": [""]}},
+        sampling={"max_tokens": 8},
+        engine={"max_model_len": 128, "max_num_seqs": 8},
+        parallel={"data_parallel_size": 1},
+        max_error_rate=1.0,
+        scripted=None,
+    )
+    jobs.finish(spec, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    fixed = write_csv(tmp_path / "fixed.csv", lines(2, 5, 6, fixed=BROKEN))
+    jobs.finish(spec, *REPAIR, fixed, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert not any(row["error_type"] for row in jobs.rows_of(tmp_path / "out"))
+    verified = jobs.run("verify", spec, "-n", "8")
+    assert verified.returncode == 0, verified.stderr
+    assert "8 of 8 rows" in verified.stdout
