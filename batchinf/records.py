@@ -505,6 +505,23 @@ class Part(PartCounts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputJob:
+    """A job whose output rows are the input of another one."""
+
+    path: JsonText
+    """Its output folder, as the spec names it."""
+    job_id: JsonText
+    """Of the first slice, if it has slices."""
+    fingerprint: JsonText
+    """Of its identity; of the first slice, if it has slices."""
+    num_rows: Count
+    """Output rows."""
+    num_parts: Count
+    epoch: Count
+    """The number of its last log; the sum over all slices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
     """The file from which a retry takes rows in place of those of the input (`--input`)."""
 

@@ -21,7 +21,7 @@ from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import num_results
 from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.records import ExpectedSpeed, PartCounts, Speed
+from batchinf.records import ExpectedSpeed, InputJob, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.tasks.registry import TASKS, task_of
 
@@ -143,6 +143,8 @@ class JobState:
     """None before the job has begun."""
     extents: tuple[int, ...] = ()
     """Numbers of input rows that were added at the beginning and by each `--extend`."""
+    input_job: InputJob | None = None
+    """The job whose output it reads."""
     retry: RetryProgress | None = None
     repairs: tuple[RowsRepaired, ...] = ()
     """Of all retries."""
@@ -177,6 +179,8 @@ class JobState:
         if len(self.extents) > 1:
             counts = ", ".join(f"{num_rows:,}" for num_rows in self.extents)
             yield f"input rows came in {len(self.extents)} times: {counts}"
+        if (other := self.input_job) is not None:
+            yield f"input: {other.num_rows:,} output rows of the job in {other.path} (id {other.job_id})"
         if self.retry is not None:
             yield self.retry.line()
         yield from (repair.line() for repair in self.repairs)
@@ -375,6 +379,7 @@ def _job_state(job: JobFolder, state: State | None, folder: str = "") -> JobStat
         process=process,
         totals=_totals([state], total_rows(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
+        input_job=state.input_job,
         retry=_retry(state),
         repairs=tuple(
             RowsRepaired(retry.number, retry.repair.path, retry.repair.num_rows)

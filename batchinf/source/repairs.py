@@ -77,7 +77,7 @@ def open_copy(
     the copy had when its rows were taken. Raises OutputError if it is not there any more.
     """
     copy = copied_file(folder, digest, name)
-    location = replace(where, path=copy.path, split=None, revision=None, name=None, is_shuffled=True)
+    location = replace(where, path=copy.path, parts=None, split=None, revision=None, name=None, is_shuffled=True)
     if taken and not is_intact(copy, digest):
         raise OutputError(
             f"{copy.path} is gone or altered; it has repaired rows of the job: run the job again with the --retry and "
