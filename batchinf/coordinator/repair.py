@@ -64,7 +64,7 @@ def repair_file(path: str, spec: JobSpec) -> RepairFile:
         raise InputError(f"--input: got {path}; must be one file on this machine, with the repaired rows")
     where = location_of(spec)
     wanted = Parquet.name if is_dataset(where) else format_of(where)
-    found, [file] = find_files(InputLocation(path))
+    found, [file] = find_files(InputLocation(path, None if is_dataset(where) else where.format))
     if found.name != wanted:
         raise InputError(
             f"--input: {path} has the format {found.name}, but rows that replace some of {where.path} must have the "

@@ -6,7 +6,7 @@
 import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from batchinf.base.errors import InputError, OutputError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import load_entries
 from batchinf.source.files import BLOCK_BYTES, InputFile, InputLocation
+from batchinf.source.find import is_dataset
 from batchinf.source.formats.base import Reader
 from batchinf.source.rows import Source, open_source
 
@@ -77,7 +78,8 @@ def open_copy(
     the copy had when its rows were taken. Raises OutputError if it is not there any more.
     """
     copy = copied_file(folder, digest, name)
-    location = replace(where, path=copy.path, parts=None, split=None, revision=None, name=None, is_shuffled=True)
+    format = None if is_dataset(where) else where.format
+    location = InputLocation(copy.path, format, csv=where.csv, named=where.named, is_shuffled=True)
     if taken and not is_intact(copy, digest):
         raise OutputError(
             f"{copy.path} is gone or altered; it has repaired rows of the job: run the job again with the --retry and "

@@ -293,9 +293,9 @@ def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> N
     if changes := _in_words({"changed": compared.changed, "gone": compared.gone}):
         raise DriftError(
             f"{path} is not the input that the job in the output folder began with: {changes}; restore these to "
-            "continue the job, and give corrected rows as a file of their own with --retry errors --input FILE; or start "
-            "a new job with another output.path, where `input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` leaves out "
-            "the unchanged rows"
+            "continue the job, and give corrected rows as a file of their own with --retry errors --input FILE; or "
+            "start a new job with another output.path, where `input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` "
+            "leaves out the unchanged rows"
         )
     if takes_new:
         return

@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,10 +16,12 @@ import batchinf
 import jobs
 from batchinf.commands.check import check_job
 from batchinf.commands.inspect import inspect_row
+from batchinf.job.begun import open_begun
 from batchinf.schedule.positions import RowBits
 from batchinf.source.files import InputLocation
 from batchinf.source.repairs import RepairedRows, RepairedSource
 from batchinf.source.rows import open_source
+from batchinf.spec.file import read_spec
 
 NUM_ROWS = 24
 BROKEN = (2, 5, 6, 13, 20, 23)  # without a prompt
@@ -49,6 +53,12 @@ def prompt_of(out: pathlib.Path, row: str) -> str:
     pieces = inspect_row(str(out), row).prompt
     assert pieces is not None
     return "".join(piece.text for piece in pieces)
+
+
+def prompts_of(spec: pathlib.Path, out: pathlib.Path, *rows: int) -> list[object]:
+    """The prompts from which commands make those of finished rows again."""
+    with open_begun(read_spec(spec), str(out)) as (job, _):
+        return [job.source.read(row, row + 1)[0].values["prompt"] for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +145,8 @@ def test_killed_at_every_step(
         killed(where, *REPAIR, fixed)
         assert not jobs.state_of(out).retries
     killed("retry.after_line", *REPAIR, fixed)
+    # Until a part is replaced, its rows have the prompts of the input.
+    assert prompts_of(spec, out, 2, 13) == [None, None]
     # Neither another file nor none is the repair that has begun.
     other = write_csv(tmp_path / "other.csv", lines(2, fixed=[2]))
     for arguments in ([*REPAIR, other], ["--retry", "errors"]):
@@ -150,6 +162,7 @@ def test_killed_at_every_step(
     killed("coordinator.after_publish")
     killed("retry.after_line")
     jobs.finish(spec)
+    assert prompts_of(spec, out, 2, 13) == ["Once 2", "Once 13"]
     assert jobs.rows_of(out) == unhurt
     assert check_job(str(out), is_deep=True, repair=False).is_whole
 
@@ -237,6 +250,33 @@ def test_rows_without_ids(tmp_path: pathlib.Path) -> None:
     fixed.write_text("\n".join(good))
     assert "each row replaces the one at its place" in jobs.finish(spec, *REPAIR, fixed).stderr
     assert [prompt_of(tmp_path / "out", str(row))[-6:] for row in (2, 6)] == ["Once 2", "Once 6"]
+
+
+def test_batch_files_and_datasets(tmp_path: pathlib.Path) -> None:
+    """Lines of a batch file are known by their custom_id; Parquet repairs a dataset."""
+
+    def line(row: int, content: object) -> str:
+        body = {"model": str(jobs.MODEL), "messages": [{"role": "user", "content": content}], "max_tokens": 5}
+        return (
+            json.dumps({"custom_id": f"r{row}", "method": "POST", "url": "/v1/chat/completions", "body": body}) + "\n"
+        )
+
+    rows = pa.table({"id": ["r0", "r1"], "prompt": [None, "Once"], "language": ["de", "en"]})
+    datasets.Dataset(rows).save_to_disk(tmp_path / "saved")
+    pq.write_table(pa.table({"id": ["r0"], "prompt": ["Twice"], "language": ["de"]}), tmp_path / "fixed.parquet")
+    (tmp_path / "rows.jsonl").write_text(line(0, 5) + line(1, "Once"))
+    (tmp_path / "fixed.jsonl").write_text(line(0, "Twice"))
+    for where, fixed in (
+        ({"path": str(tmp_path / "saved"), "csv": None}, "fixed.parquet"),
+        ({"path": str(tmp_path / "rows.jsonl"), "csv": None, "id_column": None, "format": "openai"}, "fixed.jsonl"),
+    ):
+        spec = json.loads(spec_in(tmp_path, **where).read_text())
+        spec["output"] = {"path": str(tmp_path / fixed.partition(".")[2])}
+        spec.pop("sampling")
+        batchinf.run(spec, quiet=True)
+        batchinf.run(spec, retry="errors", input=tmp_path / fixed, quiet=True)
+        done = batchinf.open(spec["output"]["path"]).table(["id", "error_type", "attempts"]).to_pydict()
+        assert done == {"id": ["r0", "r1"], "error_type": [None, None], "attempts": [2, 1]}
 
 
 def test_repaired_rows_are_read_as_any_others(tmp_path: pathlib.Path) -> None:
