@@ -272,6 +272,8 @@ class Prompt:
     """Whether the prompt was cut to fit."""
     positions: tuple[int, ...] | None = None
     """The row's own token positions, from 0, after which values are returned."""
+    value_token_ids: tuple[tuple[int, ...], ...] | None = None
+    """The row's own tokens whose logits are stored: one list for all positions, or one for each."""
     adapter: str | None = None
     """The name of its LoRA adapter; None is the plain model."""
     scoring: Scoring | None = None
@@ -307,11 +309,19 @@ class RowsWanted:
     positions: Sequence[int] | None
     """Prompt tokens, from 0, after which a row is returned; None means a row for each generated token."""
     token_ids: tuple[int, ...] | None
-    """The columns; None is the whole vocabulary in order."""
+    """The columns that the engine returns; None is the whole vocabulary in order."""
     width: int
-    """Number of columns."""
+    """Number of these columns."""
     dtype: str
     """`float16` or `float32`."""
+    own_token_ids: tuple[tuple[int, ...], ...] | None = None
+    """Tokens of this request, of which alone the numbers are kept: one list for all positions, or one for each."""
+
+    def own_columns(self, rows: FloatArray) -> FloatArray:
+        """[num_positions, num_ids] of the kept tokens, from rows [num_positions, width] of all."""
+        if self.own_token_ids is None:
+            return rows
+        return np.take_along_axis(rows, np.array(self.own_token_ids), axis=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class World:
         return stores.spec_of(folder, self.url, **quick)
 
     def _look(self, own: str) -> None:
-        """Read as any reader does: by the glob, with pyarrow."""
+        """Read as DuckDB's users do: by a pattern of the parts' names."""
         committed = stores.committed(own)
         expect(self._committed <= committed, "a commit is gone")
         self._committed = committed
@@ -152,7 +152,7 @@ class World:
         expect(committed <= found, "a committed part is gone")
         if not found:
             return
-        rows = stores.rows(own)
+        rows = stores.rows_by_duckdb(own)
         places = [row["row_index"] for row in rows]
         expect(len({*places}) == len(places), "a row is there twice")
         whole = {row["row_index"]: row for row in expected(NUM_ROWS + NUM_MORE)}

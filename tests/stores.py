@@ -219,6 +219,27 @@ def rows(url: str) -> list[dict[str, Any]]:
     return table(url).drop_columns(["attempts"]).to_pylist()
 
 
+@functools.cache
+def _duckdb() -> Any:
+    """A connection of DuckDB that reads the server."""
+    import duckdb
+    from fsspec.implementations.arrow import ArrowFSWrapper
+
+    class Store(ArrowFSWrapper):  # type: ignore[misc]  # fsspec has no types
+        protocol = "s3"
+
+    connection = duckdb.connect()
+    connection.register_filesystem(Store(file_system()))
+    return connection
+
+
+def rows_by_duckdb(url: str) -> list[dict[str, Any]]:
+    """What DuckDB reads by a pattern of the parts' names, in order; without `attempts`, which depends on faults."""
+    query = f"select * exclude (attempts) from read_parquet('{url}/parts/*.parquet') order by row_index"
+    found: list[dict[str, Any]] = _duckdb().sql(query).to_arrow_table().to_pylist()
+    return found
+
+
 def lines(url: str) -> list[dict[str, Any]]:
     """The lines of all commits, by plain JSON."""
     found = []

@@ -61,7 +61,8 @@ def _python_value(value: pa.Scalar) -> Any:
     try:
         return value.as_py()
     except Exception:
-        with contextlib.suppress(pa.ArrowException):  # text of a time is its moment in UTC
+        # Text of a time is its moment in UTC. In a damaged part, text may not be UTF-8.
+        with contextlib.suppress(pa.ArrowException, UnicodeDecodeError):
             stored = value.cast(pa.int64()) if pa.types.is_temporal(value.type) else value.cast(pa.string())
             return f"{stored.as_py()} ({value.type})"
         return f"a value that Python cannot build ({value.type})"

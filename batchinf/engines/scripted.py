@@ -193,7 +193,7 @@ class _Draws:
         logits = _circle(self._logits, key, rows.width if rows.token_ids is None else max(rows.token_ids) + 1)
         columns = logits if rows.token_ids is None else logits[np.array(rows.token_ids)]
         values: npt.NDArray[Any] = columns + np.array(positions, np.float32)[:, None] / 8
-        return values.astype(rows.dtype)
+        return rows.own_columns(values.astype(rows.dtype))
 
     @functools.cached_property
     def _logits(self) -> FloatArray:

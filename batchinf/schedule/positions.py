@@ -73,7 +73,8 @@ class ShardRows:
         """The local indices of rows, int64; -1 for a row that is not in the shard."""
         if self._positions is None:
             indices = row_index - self.first
-            is_own = (indices >= 0) & (row_index <= self.last)
+            # Not by `indices`: the difference of a damaged segment's least int64 would wrap around.
+            is_own = (row_index >= self.first) & (row_index <= self.last)
         else:
             indices = np.minimum(np.searchsorted(self._positions, row_index), len(self._positions) - 1)
             is_own = self._positions[indices] == row_index

@@ -27,8 +27,8 @@ STRUCTURE_FIELDS = {f"structured_outputs.{kind}": kind for kind in STRUCTURES if
 
 # Fields of vLLM's SamplingParams that are no fields here, each with the reason.
 _OF_PROMPTS = (
-    "in vLLM each request has ids of its own for each position of its prompt, and only the V2 runner takes them. task: "
-    "logits with logits.values: logprobs stores the logprobs of logits.token_ids at logits.positions, on each runner"
+    "only vLLM's V2 runner takes it. task: logits with logits.values: logprobs, logits.token_ids_column and "
+    "logits.positions stores the same logprobs with each runner"
 )
 NOT_TAKEN = {
     "prompt_logprob_start": _OF_PROMPTS,

@@ -99,17 +99,20 @@ class Reference:
         width = stored.values.shape[1]
         first = int(positions.min())
         last = int(positions.max())
-        ids = torch.tensor([stored.token_ids[: last + 1]], device=self._device)
+        sequence = torch.tensor([stored.token_ids[: last + 1]], device=self._device)
         with torch.inference_mode():
-            logits = self.logits(ids, last + 1 - first)
-            columns: slice | torch.Tensor = slice(width)
+            logits = self.logits(sequence, last + 1 - first)
             if stored.vocabulary is None:
                 check_width(width, min(width, logits.shape[1]))
+                vocabulary = None
             else:
-                columns = torch.tensor(stored.vocabulary, device=logits.device)
+                ids = np.broadcast_to(np.asarray(stored.vocabulary, np.int64), stored.values.shape)
+                vocabulary = torch.tensor(ids, device=logits.device)
             for start in range(0, len(positions), _POSITIONS_AT_ONCE):
-                places = torch.from_numpy(positions[start : start + _POSITIONS_AT_ONCE] - first).to(logits.device)
-                yield self._values(logits[places])[:, columns].cpu().numpy()
+                block = slice(start, start + _POSITIONS_AT_ONCE)
+                values = self._values(logits[torch.from_numpy(positions[block] - first).to(logits.device)])
+                values = values[:, :width] if vocabulary is None else values.gather(1, vocabulary[block])
+                yield values.cpu().numpy()
 
     def _values(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of some positions, or their log-softmax if that is wanted, in float32."""

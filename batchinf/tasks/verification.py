@@ -15,7 +15,7 @@ from batchinf.base.parquet import open_part
 from batchinf.base.ragged import to_matrix, to_ragged
 from batchinf.model.identity import Model
 from batchinf.model.lora import Adapter
-from batchinf.records import Prompt, Request
+from batchinf.records import IntArray, Prompt, Request
 from batchinf.spec.job import JobSpec
 
 if TYPE_CHECKING:
@@ -80,8 +80,9 @@ class StoredVectors:
     """[n, width], in the stored type."""
     has_direction: bool
     """Whether length and direction are compared instead of single numbers."""
-    vocabulary: tuple[int, ...] | None = None
-    """Of vectors over the vocabulary: the ids of their tokens; None: the first `width` ids."""
+    vocabulary: tuple[int, ...] | IntArray | None = None
+    """Of vectors over the vocabulary: the ids of their tokens, [n, width] if each has its own; None: the first `width`
+    ids."""
     other_token_ids: list[int] | None = None
     """Of a cosine: the other sequence. The number is the cosine of both embeddings."""
     request: Request | None = None
@@ -127,7 +128,11 @@ def _floats(values: Sequence[float | None]) -> npt.NDArray[np.float32]:
 
 
 def stored_vectors(
-    row: StoredRow, token_ids: list[int], *, has_direction: bool = False, vocabulary: tuple[int, ...] | None = None
+    row: StoredRow,
+    token_ids: list[int],
+    *,
+    has_direction: bool = False,
+    vocabulary: tuple[int, ...] | IntArray | None = None,
 ) -> Iterator[StoredVectors]:
     """The vectors of a row. Raises UserError if they do not match its positions, which only some tasks store."""
     stored = row.values.get("positions")

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import threading
 import pytest
 import stores
 
+import jobs
 from batchinf.base.bucket import Bucket, StoreError
 from batchinf.base.places import bucket_and_prefix, bucket_problem, is_bucket
 
@@ -96,6 +98,28 @@ def test_a_store_without_conditions_is_refused(url: str, store: stores.Proxy) ->
     with pytest.raises(StoreError, match="ignores the conditions of requests"):
         Bucket(url).probe()
     assert not stores.names(url)
+
+
+def test_a_job_is_refused_on_a_server_that_ignores_conditions(tmp_path: pathlib.Path) -> None:
+    port = stores.free_port()
+    command = [pathlib.Path(sys.executable).with_name("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
+    keys = f"{stores.KEYS['AWS_ACCESS_KEY_ID']},{stores.KEYS['AWS_SECRET_ACCESS_KEY']}"
+    (tmp_path / "served" / "jobs").mkdir(parents=True)
+    with subprocess.Popen([*command, "--auth-key", keys, tmp_path / "served"], stderr=subprocess.PIPE) as server:
+        try:
+            jobs.wait_until(lambda: _answers(port), 60)
+            environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", **stores.KEYS}
+            run = jobs.run("run", stores.spec_of(tmp_path, "s3://jobs/a"), **environment)
+        finally:
+            server.kill()
+    assert run.returncode == 2
+    assert "this store ignores the conditions of requests" in run.stderr
+    assert not [path for path in (tmp_path / "served").rglob("*") if path.is_file()]
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_errors_are_one_line_without_secrets(url: str, store: stores.Proxy) -> None:

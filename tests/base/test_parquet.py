@@ -1,11 +1,12 @@
 import itertools
 import pathlib
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinf.base.parquet import ParquetFile
+from batchinf.base.parquet import ParquetFile, readable_rows
 
 COLUMNS = {
     "a": [{"b": "inside", "c": 1}, {"b": None, "c": 2}],
@@ -34,3 +35,13 @@ def test_without_names_it_reads_all(tmp_path: pathlib.Path) -> None:
     with ParquetFile(tmp_path / "x.parquet") as file:
         assert file.read().to_pydict() == file.read_row_group(0).to_pydict() == COLUMNS
         assert [batch.to_pydict() for batch in file.iter_batches()] == [COLUMNS]
+
+
+def test_rows_with_text_that_is_not_utf_8_can_be_shown() -> None:
+    """As in a part whose bytes were damaged."""
+    text = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 2, 4], np.int32)), pa.py_buffer(b"ok\xe9x"))
+    table = pa.table({"id": [1, 2], "text": text})
+    assert readable_rows(table) == [
+        {"id": 1, "text": "ok"},
+        {"id": 2, "text": "a value that Python cannot build (string)"},
+    ]

@@ -344,6 +344,23 @@ def test_logits_where_tokens_were_drawn(tmp_path: pathlib.Path) -> None:
     assert abs(found[4]["max_abs_delta"] - 1) < 0.01
 
 
+def test_logits_of_rows_own_tokens(tmp_path: pathlib.Path) -> None:
+    rows = [row[:2] for row in logits_rows(0)]
+    num_vectors = sum(map(len, rows))
+    ids = [[[number, 7] + [3] * 9] * len(row) for number, row in enumerate(rows)]
+    section = {"logits": {"token_ids_column": "ids", "num_token_ids": 11}}
+    kind = pa.list_(pa.list_(pa.int32(), 11))
+    table = logits_table(rows).append_column("value_token_ids", pa.array(ids, kind))
+    a, b = (job(tmp_path / name, table, "logits", section) for name in "ab")
+    assert f"logits of {NUM_ROWS} rows, {num_vectors} vectors: {deltas_said([0.0])}" in said(a, b)
+    ids[3] = [[3, 8] + [3] * 9] * len(rows[3])
+    other = job(
+        tmp_path / "c", logits_table(rows).append_column("value_token_ids", pa.array(ids, kind)), "logits", section
+    )
+    with pytest.raises(OutputError, match=r"^value_token_ids of the two jobs differ: compare jobs with the same ids$"):
+        said(a, other)
+
+
 def vectors_of(rows: Sequence[Any], dtype: Any, width: int) -> pa.Array:
     flat = np.concatenate([np.zeros(width) if row is None else row for row in rows]).astype(dtype)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat), width, mask=pa.array([row is None for row in rows]))

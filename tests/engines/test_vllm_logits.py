@@ -3,6 +3,7 @@
 import functools
 import pathlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -183,18 +184,27 @@ def spec_of(logits: dict[str, Any], **sampling: Any) -> JobSpec:
     return JobSpec.model_validate({**spec, "logits": {"vocab_size": VOCAB_SIZE, **logits}})
 
 
+def own_ids(prompt: Prompt, positions: Any) -> tuple[tuple[int, ...], ...]:
+    """Other tokens for each row, and for each position where all tokens of the prompt have values."""
+    num_lists = len(prompt.token_ids) if positions == "all" else 1
+    return tuple((prompt.row_index, 1535 - number, 700) for number in range(num_lists))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("positions", ["last", "all", "generated", {"column": "places"}])
-@pytest.mark.parametrize("token_ids", [(), (700, 3, 1535), (9,)])
+@pytest.mark.parametrize("token_ids", [(), (700, 3, 1535), (9,), "own"])
 def test_what_is_stored_is_verified(
-    engine: "VllmEngine", positions: Any, dtype: str, token_ids: tuple[int, ...], tmp_path: pathlib.Path
+    engine: "VllmEngine", positions: Any, dtype: str, token_ids: tuple[int, ...] | str, tmp_path: pathlib.Path
 ) -> None:
     from batchinf.engines.vllm.worker import install_rows
 
     sampling = {"temperature": 0.9, "max_tokens": 4, "seed": 5} if positions == "generated" else {}
-    spec = spec_of({"positions": positions, "dtype": dtype, "token_ids": token_ids}, **sampling)
+    tokens = {"token_ids_column": "ids", "num_token_ids": 3} if token_ids == "own" else {"token_ids": token_ids}
+    spec = spec_of({"positions": positions, "dtype": dtype, **tokens}, **sampling)
     assert spec.logits is not None
     prompts = [Prompt(row, ids, None, None, positions=(0, len(ids) - 1, 0)) for row, ids in enumerate(PROMPTS)]
+    if token_ids == "own":
+        prompts = [replace(prompt, value_token_ids=own_ids(prompt, positions)) for prompt in prompts]
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.sampler, "gather_logprobs", runner.sampler.gather_logprobs)

@@ -89,7 +89,8 @@ def test_a_run_order_is_a_list_of_positions(seed: int) -> None:
             assert (own.first, own.last, len(own)) == (expected[0], expected[-1], shard.num_rows)
             assert order.first_row(shard) == expected[0]
             assert [own.local(row) for row in expected] == list(range(len(expected)))
-            around = np.arange(expected[0] - 3, expected[-1] + 4)
+            least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+            around = np.array([least, *range(expected[0] - 3, expected[-1] + 4), most])
             places = [expected.index(row) if row in expected else -1 for row in around.tolist()]
             assert own.locals(around).tolist() == places
             assert [row in own for row in around.tolist()] == [place >= 0 for place in places]

@@ -135,6 +135,7 @@ def test_places_are_kept():
 WHOLE = "a whole number, at least 0 and at most 2147483647"
 POSITIVE = "a whole number, at least 1 and at most 2147483647"
 SAMPLES = "a whole number, at least 1 and at most 16384"
+LOGITS = "tokens, token_ids, token_ids_column, num_token_ids, values, positions, dtype, vocab_size"
 QUOTES = "text that looks like something else needs quotes"
 
 
@@ -220,9 +221,9 @@ QUOTES = "text that looks like something else needs quotes"
          f"unknown field; did you mean max_restarts, at the top level? Allowed: {PARALLEL}"),
         ("parallel.max_token", "1", f"unknown field; did you mean sampling.max_tokens? Allowed: {PARALLEL}"),
         # Top logits are no cut of the sampling.
-        ("logits.top_k", "5", "unknown field. Allowed: tokens, token_ids, values, positions, dtype, vocab_size"),
-        ("logits.position", "last", "unknown field; did you mean positions? Allowed: tokens, token_ids, values, "
-         "positions, dtype, vocab_size"),
+        ("logits.top_k", "5", f"unknown field. Allowed: {LOGITS}"),
+        ("logits.position", "last", f"unknown field; did you mean positions? Allowed: {LOGITS}"),
+        ("logits.num_token_ids", "5", "must be left out, as it has no meaning without token_ids_column"),
         ("path", "1", f"unknown field; did you mean input.path or output.path? Allowed: {TOP}"),
         ("max_model_len", "1", f"unknown field; did you mean engine.max_model_len? Allowed: {TOP}"),
         ("Sampling", "{}", f"unknown field; did you mean sampling? Allowed: {TOP}"),

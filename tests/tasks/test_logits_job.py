@@ -22,14 +22,17 @@ def test_chosen_tokens_after_each_rows_own_positions_of_a_chat(tmp_path: pathlib
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
-    [first, second] = [tokenizer.encode(text, add_special_tokens=False) for text in (" the", " and")]
-    rows = [{"id": n, "prompt": f"Say {n}.", "places": [-1, n] if n else [99]} for n in range(6)]
+    [[first], [second]] = [tokenizer.encode(text, add_special_tokens=False) for text in (" the", " and")]
+    # One list of ids for both positions, or one for each.
+    ids = [[first, second] if n % 2 else [[first, second], [second, n]] for n in range(7)]
+    ids[6] = [first]
+    rows = [{"id": n, "prompt": f"Say {n}.", "places": [-1, n] if n else [99], "ids": ids[n]} for n in range(7)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = jobs.spec_of(
         tmp_path,
         model={"name": str(jobs.MODEL), "dtype": "float32"},
         task="logits",
-        logits={"tokens": [" the", " and"], "positions": {"column": "places"}, "dtype": "float32"},
+        logits={"token_ids_column": "ids", "num_token_ids": 2, "positions": {"column": "places"}, "dtype": "float32"},
         input={"path": str(tmp_path / "rows.jsonl"), "add_generation_prompt": True},
         sampling=None,
         scripted=None,
@@ -43,13 +46,16 @@ def test_chosen_tokens_after_each_rows_own_positions_of_a_chat(tmp_path: pathlib
     results = batchinf.open(tmp_path / "out")
     logits, positions = results.ragged("logits"), results.ragged("positions")
     prompts = results.ragged("prompt_token_ids")
-    assert results.array("error_type").tolist() == ["invalid_positions", *[None] * 5]
-    assert logits.is_null.tolist() == [True, *[False] * 5]
+    assert results.array("error_type").tolist() == ["invalid_positions", *[None] * 5, "invalid_token_ids"]
+    assert logits.is_null.tolist() == [True, *[False] * 5, True]
     for n in range(1, 6):
         with torch.no_grad():
             expected = model(torch.tensor(prompts[n].tolist())[None]).logits[0].numpy()
         assert positions[n].tolist() == [len(prompts[n]) - 1, n]
-        np.testing.assert_allclose(logits[n], expected[positions[n]][:, [*first, *second]], atol=1e-3, rtol=0)
+        chosen = np.broadcast_to(np.array(ids[n]), (2, 2))
+        assert results.ragged("value_token_ids")[n].tolist() == chosen.tolist()
+        values = np.take_along_axis(expected[positions[n]], chosen, axis=1)
+        np.testing.assert_allclose(logits[n], values, atol=1e-3, rtol=0)
     check_verified(spec)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from batchinf.records import Prompt, Result
 from batchinf.replica.worker import num_bytes
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, ScriptedSpec
-from batchinf.tasks.logits.task import Logits, with_positions
+from batchinf.tasks.logits.section import logits_of
+from batchinf.tasks.logits.task import Logits, with_positions, with_token_ids
 
 WIDTH = 1000
 BASE: dict[str, Any] = {"model": "m", "task": "logits", "input": {"path": "-"}, "output": {"path": "-"}}
@@ -85,6 +87,29 @@ def test_chosen_tokens_come_in_the_order_in_which_they_are_named() -> None:
     [columns] = [r.completion.values for r in results_of(few, PROMPTS[:1]) if r.completion]
     assert all_of_it is not None
     assert np.array_equal(columns, all_of_it[:, [998, 3, 40]])
+
+
+@pytest.mark.parametrize(
+    ("positions", "ids"),
+    [
+        ("last", ((998, 3),)),
+        ("generated", ((998, 3),)),
+        ("all", ((998, 3), (4, 4), (0, 999))),
+        ({"column": "places"}, ((40, 3), (5, 6))),
+    ],
+)
+def test_a_rows_own_tokens(positions: Any, ids: tuple[tuple[int, ...], ...]) -> None:
+    full = task_of(positions=positions, dtype="float32")
+    own = task_of(positions=positions, dtype="float32", token_ids_column="ids", num_token_ids=2)
+    prompt = replace(PROMPTS[0], value_token_ids=ids)
+    [all_of_it] = [r.completion.values for r in results_of(full, PROMPTS[:1]) if r.completion]
+    batch = own.encode(results_of(own, [prompt, PROMPTS[1]]))
+    assert all_of_it is not None
+    each = np.broadcast_to(np.array(ids), (len(all_of_it), 2))
+    assert batch.schema.equals(own.result_schema)
+    assert batch.column("value_token_ids").to_pylist() == [each.tolist(), None]
+    expected = [[row[chosen].tolist() for row, chosen in zip(all_of_it, each, strict=True)], None]
+    assert batch.column("logits").to_pylist() == expected
 
 
 def test_a_queue_knows_their_size() -> None:
@@ -203,3 +228,32 @@ def test_what_would_be_too_large_is_refused(
         pytest.raises(SpecError) if is_refused else contextlib.nullcontext(),
     ):
         check_size(job, 60)
+
+
+@pytest.mark.parametrize(
+    ("positions", "value", "expected"),
+    [
+        ("all", [4, 999], ((4, 999),)),
+        ("generated", [4, 999], ((4, 999),)),
+        ("last", [[4, 999]], ((4, 999),)),
+        ("all", [[4, 5], [6, 7], [8, 9]], ((4, 5), (6, 7), (8, 9))),
+        ({"column": "places"}, [[4, 5], [6, 7]], ((4, 5), (6, 7))),
+        ("all", [[4, 5]], "got 1 lists of ids for 3 positions, in column 'ids'"),
+        ({"column": "places"}, [[4, 5]], "got 1 lists of ids for 2 positions, in column 'ids'"),
+        ("generated", [[4, 5]], "got a list of ids for each position; with logits.positions: generated it must be one "
+                                "list for all, in column 'ids'"),
+        ("all", [4], "got a list of 1 ids of tokens; logits.num_token_ids is 2, in column 'ids'"),
+        ("all", [], "got a list of 0 ids of tokens; logits.num_token_ids is 2, in column 'ids'"),
+        ("all", None, "got null; expected a list of 2 ids of tokens, in column 'ids'"),
+        ("last", [[4, 5], 6], "got a value of type int; expected a list of 2 ids of tokens, in column 'ids'"),
+        ("all", [4, True], "got true or false among the ids of tokens, in column 'ids'"),
+        ("all", [4, -1], "got token -1; must be at least 0 and at most 999, the vocabulary's last, in column 'ids'"),
+        ("all", [1000, 4], "got token 1000; must be at least 0 and at most 999, the vocabulary's last, in column "
+                           "'ids'"),
+    ],
+)  # fmt: skip
+def test_ids_of_a_rows_own_tokens(positions: Any, value: Any, expected: Any) -> None:
+    logits = logits_of(task_of(positions=positions, token_ids_column="ids", num_token_ids=2).spec)
+    prompt = with_token_ids(PROMPTS[0], logits, value)
+    assert (prompt.value_token_ids if prompt.error is None else prompt.error.error_message) == expected
+    assert prompt.error is None or prompt.error.error_type == "invalid_token_ids"

@@ -397,7 +397,7 @@ class VllmEngine:
         request, answer = self._live.pop(output.request_id), output.outputs[0]
         sampling, num_scored = request.sampling, len(request.prompt_token_ids) - 1
         if request.rows is not None:
-            values = vocabulary_rows(request.rows, answer.logprobs, output.prompt_logprobs)
+            values = request.rows.own_columns(vocabulary_rows(request.rows, answer.logprobs, output.prompt_logprobs))
             token_ids = np.array(answer.token_ids, np.int32)
             return Completion(request, token_ids, answer.finish_reason, answer.stop_reason, values=values)
         k = len(request.logprob_token_ids) if request.logprob_token_ids else sampling.logprobs

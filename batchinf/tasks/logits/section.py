@@ -22,7 +22,11 @@ class LogitsSpec(Section):
     tokens: Annotated[Texts, IDENTITY] = ()
     """Texts of one token each, such as `[" A", " B"]`. Only their numbers are stored, in this order."""
     token_ids: Annotated[TokenIds, IDENTITY] = ()
-    """Ids of tokens, instead of `tokens`. Without both fields the whole vocabulary is stored, in its order."""
+    """Ids of tokens, instead of `tokens`. If no tokens are named, the whole vocabulary is stored, in its order."""
+    token_ids_column: Annotated[Text | None, IDENTITY] = None
+    """A column with each row's own ids, instead of `tokens`: one list for all positions, or one for each position."""
+    num_token_ids: Annotated[Positive | None, IDENTITY] = None
+    """How many ids each list in `token_ids_column` has."""
     values: Annotated[Literal["logits", "logprobs"], IDENTITY] = "logits"
     """The model's logits, or their log-softmax over the whole vocabulary."""
     positions: Annotated[Literal["last", "all", "generated"] | PositionColumn, IDENTITY] = "last"
@@ -50,11 +54,28 @@ class LogitsSpec(Section):
     def _one_way(self) -> Self:
         if len(set(self.token_ids)) < len(self.token_ids) or len(set(self.tokens)) < len(self.tokens):
             raise wrong("got a token twice; name each once", "token_ids" if self.token_ids else "tokens")
+        if self.token_ids_column is not None and (self.tokens or self.token_ids):
+            raise wrong(
+                f"must be left out beside {'tokens' if self.tokens else 'token_ids'}, or that field", "token_ids_column"
+            )
+        if (self.token_ids_column is None) != (self.num_token_ids is None):
+            has_number = self.token_ids_column is None
+            raise wrong(
+                "must be left out, as it has no meaning without token_ids_column"
+                if has_number
+                else "missing; must be how many ids each list in token_ids_column has",
+                "num_token_ids",
+            )
         return self
 
     @property
     def is_full(self) -> bool:
         """Whether the whole vocabulary is stored."""
+        return self.reads_vocabulary and self.token_ids_column is None
+
+    @property
+    def reads_vocabulary(self) -> bool:
+        """Whether the engine returns the whole vocabulary. A row's own ids are taken from it afterwards."""
         return not self.tokens and not self.token_ids
 
     @property
@@ -63,9 +84,20 @@ class LogitsSpec(Section):
         return None if isinstance(self.positions, str) else self.positions.column
 
     @property
+    def input_columns(self) -> tuple[tuple[str, str], ...]:
+        """The columns that rows' own values come from, each after the field that names it."""
+        columns = (("logits.positions", self.positions_column), ("logits.token_ids_column", self.token_ids_column))
+        return tuple((field, column) for field, column in columns if column is not None)
+
+    @property
     def width(self) -> int:
-        """Numbers in a row, of a resolved spec."""
-        width = self.vocab_size if self.is_full else len(self.token_ids)
+        """Stored numbers of a position, of a resolved spec."""
+        return self.num_token_ids or self.engine_width
+
+    @property
+    def engine_width(self) -> int:
+        """Numbers of a position that the engine returns, of a resolved spec."""
+        width = self.vocab_size if self.reads_vocabulary else len(self.token_ids)
         assert width, "the section is not resolved"
         return width
 

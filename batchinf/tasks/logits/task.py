@@ -30,7 +30,7 @@ from batchinf.tasks.columns import (
     strings,
     vector_lists,
 )
-from batchinf.tasks.logits.compare import LogitsChanges, LogitsVerification
+from batchinf.tasks.logits.compare import VALUE_TOKEN_IDS, LogitsChanges, LogitsVerification
 from batchinf.tasks.logits.section import SECTION, LogitsSpec, logits_of
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
@@ -45,27 +45,30 @@ _LIKELY_POSITIONS = 4
 
 
 class LogitsPrompts(PromptBuilder):
-    """Rows → prompts, with their positions if a column has them."""
+    """Rows → prompts, with their positions and their ids of tokens if columns have them."""
 
     def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
         super().__init__(spec, tokenizer, vocab_size, begun_at)
-        self._column = logits_of(spec).positions_column
+        self._logits = logits_of(spec)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """See `PromptBuilder`; also the column of positions."""
-        positions = () if self._column is None else (self._column,)
-        return tuple(dict.fromkeys([*super().columns, *positions]))
+        """See `PromptBuilder`; also the columns of positions and of ids."""
+        return tuple(dict.fromkeys([*super().columns, *(column for _, column in self._logits.input_columns)]))
 
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts with their positions. A prompt with an error keeps the error."""
-        column = self._column
-        if column is None:
+        """The prompts with their positions and ids. A prompt with an error keeps the error."""
+        if not self._logits.input_columns:
             return prompts
-        return [
-            prompt if prompt.error is not None else with_positions(prompt, column, row.values.get(column))
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
+        return [self._with_own_values(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+
+    def _with_own_values(self, row: Row, prompt: Prompt) -> Prompt:
+        logits = self._logits
+        if logits.positions_column is not None and prompt.error is None:
+            prompt = with_positions(prompt, logits.positions_column, row.values.get(logits.positions_column))
+        if logits.token_ids_column is not None and prompt.error is None:
+            prompt = with_token_ids(prompt, logits, row.values.get(logits.token_ids_column))
+        return prompt
 
 
 def with_positions(prompt: Prompt, column: str, value: object) -> Prompt:
@@ -83,8 +86,47 @@ def with_positions(prompt: Prompt, column: str, value: object) -> Prompt:
     return replace(prompt, positions=tuple(position % num_tokens for position in value))
 
 
-def _failed(prompt: Prompt, message: str) -> Prompt:
-    return replace(prompt, error=RowError("invalid_positions", message))
+def with_token_ids(prompt: Prompt, logits: LogitsSpec, value: object) -> Prompt:
+    """The prompt with the ids in `value`, or with the error why they are none.
+
+    value: `logits.num_token_ids` ids for all positions, or a list of that many for each position.
+    """
+    is_nested = isinstance(value, list | tuple) and any(isinstance(item, list | tuple) for item in value)
+    lists = value if is_nested else [value]
+    assert isinstance(lists, list | tuple)
+    message = next((message for ids in lists if (message := _objection(logits, ids))), None)
+    if is_nested and message is None:
+        message = _wrong_number_of_lists(prompt, logits.positions, len(lists))
+    if message is not None:
+        return _failed(prompt, f"{message}, in column '{logits.token_ids_column}'", "invalid_token_ids")
+    return replace(prompt, value_token_ids=tuple(tuple(ids) for ids in lists))
+
+
+def _objection(logits: LogitsSpec, ids: object) -> str | None:
+    """Why this is no list of `num_token_ids` ids; None if it is."""
+    if not isinstance(ids, list | tuple):
+        return f"got {name_type(ids)}; expected a list of {logits.num_token_ids} ids of tokens"
+    if len(ids) != logits.num_token_ids:
+        return f"got a list of {len(ids)} ids of tokens; logits.num_token_ids is {logits.num_token_ids}"
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            return f"got {name_type(token_id)} among the ids of tokens"
+        if not 0 <= token_id < logits.engine_width:
+            return (
+                f"got token {token_id}; must be at least 0 and at most {logits.engine_width - 1}, the vocabulary's last"
+            )
+    return None
+
+
+def _wrong_number_of_lists(prompt: Prompt, positions: object, num_lists: int) -> str | None:
+    if positions == "generated":
+        return "got a list of ids for each position; with logits.positions: generated it must be one list for all"
+    num_positions = {"last": 1, "all": len(prompt.token_ids)}.get(str(positions), len(prompt.positions or ()))
+    return None if num_lists == num_positions else f"got {num_lists} lists of ids for {num_positions} positions"
+
+
+def _failed(prompt: Prompt, message: str, error_type: str = "invalid_positions") -> Prompt:
+    return replace(prompt, error=RowError(error_type, message))
 
 
 class Logits(Task):
@@ -109,8 +151,7 @@ class Logits(Task):
         self.reads_prompt_logits = self._logits.positions not in ("last", "generated")
         self.sizes_by_prompts = self.reads_prompt_logits
         self.logprobs_mode = f"raw_{self._logits.values}"
-        if (column := self._logits.positions_column) is not None:
-            self.input_columns = (("logits.positions", column),)
+        self.input_columns = self._logits.input_columns
         self.size_remedies = (
             *(("only some tokens (logits.tokens)",) if self._logits.is_full else ()),
             *(() if self._logits.positions == "last" else ("fewer positions (logits.positions)",)),
@@ -121,6 +162,12 @@ class Logits(Task):
     def _vector(self) -> pa.DataType:
         """A vector whose numbers are never null: it is written twice as fast and read four times as fast."""
         return pa.list_(pa.field(ITEM, float_type(self._logits.dtype), nullable=False), self._logits.width)
+
+    @property
+    def _ids_vector(self) -> pa.DataType | None:
+        """The type of the ids that belong to a vector; None if they are the same for all rows."""
+        num_ids = self._logits.num_token_ids
+        return None if num_ids is None else pa.list_(pa.field(ITEM, pa.int32(), nullable=False), num_ids)
 
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`: the ids of the section's tokens, or the size of the vocabulary."""
@@ -162,10 +209,10 @@ class Logits(Task):
     def vocabulary_rows(self) -> RowsWanted:
         """See `Task`. Its positions are those of the generated tokens; `expand` sets each prompt's own."""
         logits = self._logits
-        return RowsWanted(None, logits.token_ids or None, logits.width, logits.dtype)
+        return RowsWanted(None, logits.token_ids or None, logits.engine_width, logits.dtype)
 
     def default_batch_limits(self, vocab_size: int | None, device_bytes: int | None) -> dict[str, int]:
-        if not self._logits.is_full:
+        if not self._logits.reads_vocabulary:
             return {}
         limits = {"max_num_seqs": _MAX_NUM_SEQS}
         if self.reads_prompt_logits and device_bytes is not None:
@@ -175,7 +222,8 @@ class Logits(Task):
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
         num_positions = self._likely_positions() if prompts is None else _mean_positions(prompts)
-        return 100 + int(num_positions * (4 + self._logits.width * self._dtype.itemsize))
+        id_bytes = 0 if self._logits.token_ids_column is None else INT32.itemsize
+        return 100 + int(num_positions * (4 + self._logits.width * (id_bytes + self._dtype.itemsize)))
 
     def _likely_positions(self) -> int:
         match self._logits.positions:
@@ -193,6 +241,7 @@ class Logits(Task):
         return [
             ("positions", list_of(pa.int32())),
             (logits.values, list_of(self._vector)),
+            *([] if self._ids_vector is None else [(VALUE_TOKEN_IDS, list_of(self._ids_vector))]),
             *(generated if self.draws_tokens else []),
         ]
 
@@ -202,7 +251,7 @@ class Logits(Task):
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request. The row after the prompt's last token is that of the first output token, so one is generated."""
-        rows = replace(self.vocabulary_rows, positions=self._positions(prompt))
+        rows = replace(self.vocabulary_rows, positions=self._positions(prompt), own_token_ids=prompt.value_token_ids)
         if self.draws_tokens:
             return [self.drawing_request(prompt, 0, max_model_len, rows=rows)]
         return [Request(prompt.row_index, 0, prompt.token_ids, _GREEDY, rows=rows)]
@@ -229,6 +278,9 @@ class Logits(Task):
             "positions": id_lists([None if c is None else _positions(c) for c in completions]),
             self._logits.values: vector_lists(values, self._dtype, self._vector),
         }
+        if self._ids_vector is not None:
+            ids = [None if c is None else _value_token_ids(c) for c in completions]
+            columns[VALUE_TOKEN_IDS] = vector_lists(ids, INT32, self._ids_vector)
         return self.result_batch(results, columns)
 
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
@@ -246,7 +298,9 @@ class Logits(Task):
 
     def warm_up_request(self) -> Request:
         positions = None if self._logits.positions_column is None else (0, 7)
-        [request] = self.expand(Prompt(-1, [1] * 8, None, None, positions=positions), 12)
+        ids = None if self._logits.num_token_ids is None else ((0,) * self._logits.num_token_ids,)
+        prompt = Prompt(-1, [1] * 8, None, None, positions=positions, value_token_ids=ids)
+        [request] = self.expand(prompt, 12)
         return request
 
 
@@ -287,6 +341,14 @@ def _positions(completion: Completion) -> npt.NDArray[np.int32]:
         return np.asarray(request.rows.positions, np.int32)
     first = len(request.prompt_token_ids) - 1
     return np.arange(first, first + len(completion.token_ids), dtype=INT32)
+
+
+def _value_token_ids(completion: Completion) -> npt.NDArray[np.int32]:
+    """int32 [num_positions, num_token_ids]: the ids of each number in `Completion.values`."""
+    rows = completion.request.rows
+    assert rows is not None
+    assert completion.values is not None
+    return np.broadcast_to(np.array(rows.own_token_ids, np.int32), completion.values.shape)
 
 
 def _mean_positions(prompts: Sequence[Prompt]) -> float:

@@ -1,0 +1,110 @@
+"""A job whose output is a bucket, beside the same job in a folder: the time, and the requests to the store by kind.
+
+    python benchmarks/buckets.py --delays 0.005,0.3 --repeat 3
+    python benchmarks/buckets.py --replicas 8 --seconds 600 --interval 10 --delays 0
+
+The store is the S3 server of the tests, on loopback, behind a proxy that delays each request by `--delays` seconds.
+Engines are scripted, and mostly sleep. The requests are also shown for a day of such a job.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+stores: Any = importlib.import_module("stores")  # the server and the proxy of the tests
+MAX_NUM_SEQS = 64
+TOKENS = 128
+DAY_S = 86_400
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--delays", default="0.005,0.3", help="seconds before each request, one job for each")
+    parser.add_argument("--seconds", type=int, default=120, help="length of the job")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--interval", type=float, default=10.0, help="checkpoint_interval_s")
+    parser.add_argument("--repeat", type=int, default=1)
+    args = parser.parse_args()
+    delays = [float(text) for text in args.delays.split(",")]
+    times: dict[str, list[float]] = {}
+    for _ in range(args.repeat):
+        times.setdefault("folder", []).append(run_job(args, None)[0])
+        for delay in delays:
+            seconds, requests = run_job(args, delay)
+            times.setdefault(f"bucket, {delay * 1000:g} ms a request", []).append(seconds)
+            show_requests(requests, seconds)
+    in_folder = statistics.median(times["folder"])
+    for name, runs in times.items():
+        median = statistics.median(runs)
+        print(f"{name}: {median:.1f} s of {len(runs)} runs, {in_folder / median:.3f} times the speed of a folder")
+
+
+def run_job(args: argparse.Namespace, delay: float | None) -> tuple[float, Counter[str]]:
+    """The seconds of one job, and its requests to the store. delay: None runs it in a folder."""
+    with tempfile.TemporaryDirectory() as name, stores.proxy(lambda method, path: wait(delay)) as store:
+        folder = pathlib.Path(name)
+        url = str(folder / "out") if delay is None else f"s3://{stores.BUCKET}/{uuid.uuid4().hex}"
+        spec = write_spec(args, folder, url)
+        environment = {**os.environ, **store.environment}
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-m", "batchinf", "run", "-q", spec], check=True, cwd=ROOT, env=environment)
+        return time.monotonic() - began, Counter(kind_of(*request) for request in store.seen)
+
+
+def wait(delay: float | None) -> str:
+    time.sleep(delay or 0)
+    return ""
+
+
+def write_spec(args: argparse.Namespace, folder: pathlib.Path, url: str) -> pathlib.Path:
+    """A job of about `--seconds`, in which all engines are full."""
+    step_s = 0.05
+    num_rows = int(args.seconds / (step_s * TOKENS) * MAX_NUM_SEQS * args.replicas)
+    with (folder / "in.jsonl").open("w") as file:
+        for index in range(num_rows):
+            file.write(json.dumps({"id": index, "prompt": f"Say the number {index}."}) + "\n")
+    spec = {
+        "model": str(ROOT / "sample_data" / "tiny-llama"),
+        "input": {"path": str(folder / "in.jsonl"), "apply_chat_template": False},
+        "sampling": {"max_tokens": TOKENS},
+        "parallel": {"data_parallel_size": args.replicas},
+        "checkpoint_interval_s": args.interval,
+        "output": {"path": url, "work_dir": str(folder / "work")} if "://" in url else {"path": url},
+        "scripted": {"step_s": step_s, "max_num_seqs": MAX_NUM_SEQS},
+    }
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(spec))
+    return path
+
+
+def kind_of(method: str, path: str) -> str:
+    """The request's method, and the folder or the name of its object in the job."""
+    place, _, query = path.partition("?")
+    if method == "POST":
+        return "deletion"
+    if "list-type" in query:
+        return "list"
+    name = (place.split("/", 3)[3:] or [""])[0]
+    return f"{method} {name.split('/')[0]}" if "/" in name or name in ("lock", "status.json") else f"{method} others"
+
+
+def show_requests(requests: Counter[str], seconds: float) -> None:
+    print(f"{requests.total()} requests in {seconds:.0f} s:")
+    for kind, number in requests.most_common():
+        print(f"  {number:6} {kind}; {number / seconds * DAY_S:,.0f} in a day")
+
+
+if __name__ == "__main__":
+    main()
