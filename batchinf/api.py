@@ -116,8 +116,8 @@ def run(
             raise UserError(f"got {option} with {other}; {why}")
     if input is not None and retry is None:
         raise UserError(
-            "got --input without --retry; it repairs rows of a finished job, as with --retry errors. The rows of a new job "
-            "are in the spec: --set input.path=PATH"
+            "got --input without --retry; it repairs rows of a finished job, as with --retry errors. The rows of a new "
+            "job are in the spec: --set input.path=PATH"
         )
     parsed = None if slice is None else Slice.parse(slice)
     display = display or _Display(progress, quiet)
