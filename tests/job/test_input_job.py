@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import batchinf
@@ -113,3 +114,22 @@ def test_slices_are_read_in_the_order_of_their_rows(tmp_path: pathlib.Path) -> N
     both = rows_of_both(tmp_path)
     assert [second["id"] for _, second in both] == [f"a{row}" for row in range(7)]
     assert [second["answer"] for _, second in both] == [first["text"] for first, _ in both]
+
+
+@pytest.mark.slow
+def test_on_vllm_a_job_as_input_is_like_its_rows_in_a_file(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    write_rows(tmp_path, "a", ["One", "Two", None, "Four"])
+    jobs.finish(first_in(tmp_path))
+    pq.write_table(batchinf.open(tmp_path / "first").table(), tmp_path / "rows.parquet")
+    found = []
+    for where in ({}, {"path": str(tmp_path / "rows.parquet"), "job": None}):
+        spec = json.loads(second_in(tmp_path, **where).read_text())
+        del spec["scripted"]
+        spec["engine"] = {"max_model_len": 512, "max_num_seqs": 4}
+        spec["output"]["path"] = str(tmp_path / f"second{len(found)}")
+        (tmp_path / "second.yaml").write_text(json.dumps(spec))
+        jobs.finish(tmp_path / "second.yaml", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        found.append(jobs.rows_of(tmp_path / f"second{len(found)}"))
+    assert found[0] == found[1]
+    assert [row["id"] for row in found[0]] == ["a0", "a1", "a3"]
