@@ -329,7 +329,7 @@ print([row.values for row in source.read(0, 2)])
 
 def test_a_gpu(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a GPU")
-    line = '("x100", "X100", 200_000, 9000, (3000, 3000, 6000), (10, 0), 900, "its data sheet")'
+    line = '("x100", "X100", 200_000, 9000, (3000, 3000, 6000), (10, 0), 900, "its data sheet", "PyTorch")'
     copy.replace("batchinf/planning/gpus.py", '    ("b200", ', f'    {line},\n    ("b200", ')
     planned = copy.batchinf("plan", jobs.MODEL, "--gpu", "x100", "--context", "512")
     assert planned.returncode == 0, planned.stderr

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.base.text import counted, duration, short_count, size_text, time_taken
-from batchinf.fleet.engine_defaults import chosen_arguments
+from batchinf.fleet.parallel import fixed_degrees, on_device, share_of
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.model_len import length_warning, rounded
-from batchinf.job.open import with_length
+from batchinf.job.open import check_heads, location_of, placing, with_length
 from batchinf.model.identity import Model, resolve
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, GIB, Fit, Needs, fit_of, gib
+from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib
+from batchinf.model.splits import why_not_split
 from batchinf.planning.degrees import (
     MOST_DEVICES,
     Degrees,
+    Fixed,
     Machine,
     Option,
     best,
     degrees_of,
+    not_offered,
     options,
     reason_for,
     shape_text,
@@ -28,8 +31,9 @@ from batchinf.planning.degrees import (
 )
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import LengthRange, bar_lines, histogram
-from batchinf.planning.lengths import lengths_of, opened
+from batchinf.planning.lengths import assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
+from batchinf.source.rows import is_scanned_quickly
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -37,7 +41,9 @@ from batchinf.tasks.registry import task_of
 # With short numbers they fit a terminal of 80.
 _HEADS: tuple[str, ...] = ("GPU", "GiB", "least", "weights", "cache", "seqs")
 _JOB_HEADS = ("tokens/s", "time", "GPU-h", "cost")
+_OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
+_FAR = 1.5  # the sequences that run, as a multiple of vLLM's worst case, from which on plan explains the difference
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
@@ -147,6 +153,8 @@ class GpuPlan:
     """The least degrees on any number of GPUs."""
     missing_bytes: int = 0
     """What each GPU lacks at the largest legal degree of these GPUs."""
+    refusal: str = ""
+    """Why there is no choice, in words."""
     options: tuple[Option, ...] = ()
     """All degrees that fit these GPUs."""
     chosen: Option | None = None
@@ -163,21 +171,31 @@ class GpuPlan:
     def option_lines(self) -> Iterator[str]:
         """The options, and what the job takes with the best one."""
         for option in self.options:
-            figures = [f"{option.degrees.cache_tokens:,} tokens of cache"]
+            figures = [f"{option.degrees.cache_tokens:,} tokens of cache for each replica"]
             if option.prediction is not None:
-                figures += [f"{option.tokens_per_s:,.0f} tokens/s", time_taken(option.prediction.seconds)]
+                figures.append(f"{option.tokens_per_s:,.0f} tokens/s")
+            if option.prediction is not None and self.seconds is not None:
+                figures.append(time_taken(option.prediction.seconds))
             arrow = "→" if option == self.chosen else " "
             yield f"{arrow} {shape_text(option.degrees, option.data)}: {', '.join(figures)}"
-        cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
-        yield f"  in all {duration(self.seconds)} with the start, {self.gpu_hours or 0:,.2f} GPU-hours{cost}"
+        if self.seconds is not None:
+            cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
+            yield f"  in all {duration(self.seconds)} with the start, {self.gpu_hours or 0:,.2f} GPU-hours{cost}"
 
-    def share_lines(self, num_rows: int) -> Iterator[str]:
-        """How many replicas the rows keep busy."""
-        if self.chosen is not None and (data := self.chosen.data) > 1:
-            busy = min(num_rows, data)
+    def share_lines(self, num_rows: int, num_requests: int) -> Iterator[str]:
+        """How many replicas the rows keep busy, and how many rows keep all of them full."""
+        if self.chosen is None or self.chosen.prediction is None:
+            return
+        data = self.chosen.data
+        rows = counted(num_rows, "row")
+        if data > 1:
             each = -(-num_rows // data)
-            rows = counted(num_rows, "row")
-            yield f"  {rows} keep {busy:,} of {data:,} replicas busy, with {each:,} or fewer for each"
+            yield f"  {rows} keep {min(num_rows, data):,} of {data:,} replicas busy, with {each:,} or fewer for each"
+        at_once = self.chosen.prediction.at_once
+        needed = math.ceil(at_once * data * num_rows / max(1, num_requests))
+        if needed > num_rows:
+            whose = "it" if data == 1 else "them"
+            yield f"  a replica runs up to {at_once:,} requests at a time: {needed:,} rows or more keep {whose} full"
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table of GPUs. A reason takes the place of the last columns."""
@@ -186,17 +204,21 @@ class GpuPlan:
             return (*head, "no", self.why_not)
         needs = self.needs
         if needs is None:
-            return (*head, "no", f"{gib(self.missing_bytes)} a GPU are missing" if self.missing_bytes else "unknown")
+            return (*head, "no", self.refusal)
         degree = f"{needs.num_devices}" if needs.pipeline == 1 else f"{needs.tensor} × {needs.pipeline}"
         if self.chosen is None:
-            return (*head, degree, f"not on {self.num_gpus}: {gib(self.missing_bytes)} a GPU are missing")
+            return (*head, degree, f"not on {self.num_gpus}: {self.refusal}")
         shown = self.chosen.degrees
-        sequences = f"{shown.sequences:.1f}" if shown.sequences < 100 else short_count(shown.sequences)
+        sequences = _sequences_text(shown.sequences)
         cells = (*head, degree, gib(shown.weight_bytes), short_count(shown.cache_tokens), sequences)
         if self.seconds is None or self.gpu_hours is None:
             return cells
         cost = () if self.cost is None else (f"{self.cost:,.2f}",)
         return (*cells, f"{self.chosen.tokens_per_s:,.0f}", duration(self.seconds), f"{self.gpu_hours:,.2f}", *cost)
+
+
+def _sequences_text(number: float) -> str:
+    return f"{number:.1f}" if number < 100 else short_count(number)
 
 
 def _width(rows: Sequence[tuple[str, ...]], column: int) -> int:
@@ -224,11 +246,11 @@ class PlanReport:
             yield from self.job.lines()
         yield ""
         yield from self._table()
-        if len(self.gpus) == 1 and self.gpus[0].seconds is not None:
+        if len(self.gpus) == 1 and self.gpus[0].chosen is not None:
             yield ""
             yield from self.gpus[0].option_lines()
             if self.job is not None:
-                yield from self.gpus[0].share_lines(self.job.num_rows)
+                yield from self.gpus[0].share_lines(self.job.num_rows, self.job.num_requests)
         yield from self.notes
         if self.choice:
             yield ""
@@ -249,6 +271,25 @@ class PlanReport:
                 "least: GPUs that hold the model; weights: of one GPU; cache: in tokens; seqs: sequences of "
                 f"{size} in it"
             )
+        pipelines = [plan.needs for plan in self.gpus if plan.needs is not None and plan.needs.pipeline > 1]
+        if pipelines:
+            first = pipelines[0]
+            yield (
+                f"least {first.tensor} × {first.pipeline}: tensor {first.tensor} × pipeline {first.pipeline}, which is "
+                f"{first.num_devices} GPUs"
+            )
+        yield from self._window_lines()
+
+    def _window_lines(self) -> Iterator[str]:
+        """How many sequences run where vLLM's worst case is far lower, because layers have a sliding window."""
+        for plan in self.gpus:
+            if plan.chosen is not None and plan.chosen.degrees.decoding > _FAR * plan.chosen.degrees.sequences:
+                yield (
+                    "seqs is vLLM's worst case, in which layers with a sliding window also keep all tokens of a step. "
+                    f"While sequences generate, these layers keep the window, and {plan.gpu.name} has room for "
+                    f"{_sequences_text(plan.chosen.degrees.decoding)}"
+                )
+                return
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())
@@ -279,9 +320,13 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     named = {gpu.name: gpu for gpu in map(gpu_named, asked.gpus)}  # each once: `h100` and `h100-80` are the same
     gpus = list((named or GPUS).values())
     file, is_job = _spec_of(target, overrides)
+    if asked.price is not None and not is_job:
+        raise UserError("price: a model alone has no rows, so it has no cost; plan a job spec, or leave out --price")
     notes: list[str] = []
     job, work = _job(file, asked, notes) if is_job else (None, None)
     model = resolve(file.spec.model)
+    with placing(file):
+        check_heads(file.spec, model)
     if job is not None and file.spec.has_auto_length:
         file = with_length(file, job.max_model_len)
         notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
@@ -289,12 +334,43 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     context = _context(asked, file.spec, model)
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
         notes.append(f"warning: {warning}")
+    work = work or assumed_work(task_of(file.spec), context, asked.output_tokens)
     plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
+    notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
     if job is not None:
         job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
     )
+
+
+def _degree_notes(
+    plans: Sequence[GpuPlan], base: Fit, spec: JobSpec, asked: PlanOptions, *, is_job: bool
+) -> Iterator[str]:
+    """What the degrees of the plans assume, and which are left out."""
+    number = asked.gpus_per_node
+    if number is not None and number > _NODE and asked.num_nodes == 1:
+        nodes = f"; for nodes of {_NODE}, give --gpus {_NODE} --nodes {number // _NODE}" if number % _NODE == 0 else ""
+        yield f"--gpus {number}: all in one node{nodes}"
+    if spec.parallel.devices is not None:
+        yield "parallel.devices is not looked at: --gpus and --nodes say how many GPUs there are"
+    if spec.parallel.replicas_per_device not in ("auto", 1):
+        yield "parallel.replicas_per_device is not looked at: all figures are for one replica on each GPU"
+    chosen = [plan.chosen.degrees for plan in plans if plan.chosen is not None]
+    if is_job and _OPEN_SIZES.isdisjoint(spec.parallel.model_fields_set) and any(it.num_devices > 1 for it in chosen):
+        yield (
+            "the spec gives no degrees, so `run` takes tensor 1 × pipeline 1: for the ones here, set "
+            "parallel.tensor_parallel_size and pipeline_parallel_size to auto, or to these numbers"
+        )
+    if is_job and asked.output_tokens is not None and _is_auto(spec):
+        yield "`run` does not know --output-tokens: for auto degrees, each output has its max_tokens"
+    if (given := _fixed(spec).tensor) is not None:
+        if (why := why_not_split(base.needs.splits, given)) is not None:
+            yield f"warning: tensor {given}: {why}: vLLM may refuse it, or be slower"
+        return
+    for tensor, why in not_offered(base, max(asked.gpus_per_node or _NODE, *(it.tensor for it in chosen), 1)):
+        with_whole = "; engine.enable_expert_parallel: true leaves experts whole" if "experts" in why else ""
+        yield f"tensor {tensor} is left out: {why}{with_whole}"
 
 
 def _known_fit(model: Model, spec: JobSpec) -> Fit:
@@ -328,6 +404,11 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
             job, num_rows = sample
             lengths = lengths_of(job, file, num_rows)
             work = lengths.workload(job, asked.output_tokens)
+            if num_rows is None and not is_scanned_quickly(location_of(file.spec)) and _is_auto(file.spec):
+                notes.append(
+                    "`run` does not wait for this input before it replaces auto degrees, and assumes lengths; to get "
+                    "the degrees here, give them as numbers"
+                )
             is_bounded = job.spec.has_auto_length and not lengths.is_assumed
             length = rounded(job, lengths.longest + 1) if is_bounded else None
     except InputError as error:
@@ -341,7 +422,11 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         why = "" if (first := lengths.row_error) is None else f"; the first: {first.error_type}: {first.error_message}"
         notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None, None
-    by = "--output-tokens" if asked.output_tokens is not None else "each output has its max_tokens"
+    by = "each output is as long as its longest choice" if lengths.is_by_choice else "each output has its max_tokens"
+    if lengths.is_assumed and not lengths.is_by_choice:
+        by = "the spec has no max_tokens, so this is a guess"
+    if asked.output_tokens is not None:
+        by = "--output-tokens"
     return JobPlan(
         path=file.spec.input.path,
         num_rows=lengths.num_rows,
@@ -353,7 +438,7 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         prompt_error=lengths.error,
         longest=lengths.longest,
         output=work.output_tokens,
-        output_from="the spec has no max_tokens, so this is a guess" if lengths.is_assumed else by,
+        output_from=by,
         output_bytes=lengths.output_bytes,
         free_bytes=free_bytes(file.spec.output.folder),
         host_bytes=0,
@@ -397,30 +482,31 @@ def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
     )
 
 
-def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: int, work: Workload | None) -> GpuPlan:
+def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: int, work: Workload) -> GpuPlan:
     """The plan on GPUs of one kind. base: the model without a device. context: tokens of the longest sequence."""
     share = _share(gpu, spec, asked)
     plan = GpuPlan(gpu=gpu, num_gpus=0, share=share, why_not=why_not(gpu, base.needs.dtype))
     if plan.why_not is not None:
         return plan
-    limits = task_of(spec).default_batch_limits(base.needs.config.get("vocab_size"), gpu.memory_bytes)
-    fit = dataclasses.replace(base, device_bytes=gpu.memory_bytes, device_name=gpu.title, batch_limits=limits)
-    fit = dataclasses.replace(fit, engine={**chosen_arguments(spec, fit, task_of(spec), 1).engine, **fit.engine})
+    fit = on_device(spec, base, gpu.memory_bytes, gpu.title)
+    fixed = _fixed(spec)
     gpus_per_node = asked.gpus_per_node or _NODE
-    needed = next(that_fit(fit, context, share, max(_NODE, gpus_per_node), most=MOST_DEVICES), None)
-    num_gpus = gpus_per_node * asked.num_nodes
-    if asked.gpus_per_node is None and asked.num_nodes == 1 and needed is not None:
-        num_gpus = needed.num_devices
-    machine = Machine(gpu, min(gpus_per_node, num_gpus), max(1, num_gpus // gpus_per_node), share)
+    num_nodes = asked.num_nodes
+    needed = next(that_fit(fit, context, share, max(_NODE, gpus_per_node), most=MOST_DEVICES, fixed=fixed), None)
+    if asked.gpus_per_node is None and num_nodes == 1 and needed is not None:
+        num_gpus = needed.num_devices * (fixed.data or 1)
+        gpus_per_node = min(_NODE, num_gpus)
+        num_nodes = math.ceil(num_gpus / gpus_per_node)
+    machine = Machine(gpu, gpus_per_node, num_nodes, share, fixed=fixed)
     plan = dataclasses.replace(plan, num_gpus=machine.num_gpus, needs=needed)
     fitting = options(fit, machine, context, work)
     chosen = best(fitting)
     if chosen is None:
-        most = max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)
-        missing = degrees_of(fit, most, machine.num_nodes, context=context, share=share).missing_bytes
-        return dataclasses.replace(plan, missing_bytes=missing)
-    plan = dataclasses.replace(plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting))
-    if chosen.prediction is None:
+        return _refused(plan, fit, machine, context)
+    plan = dataclasses.replace(
+        plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, fixed)
+    )
+    if chosen.prediction is None or work.is_assumed:
         return plan
     seconds = _START_S + chosen.prediction.seconds
     hours = seconds * chosen.data * chosen.degrees.num_devices / 3600
@@ -428,9 +514,32 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     return dataclasses.replace(plan, seconds=seconds, gpu_hours=hours, cost=cost)
 
 
+def _is_auto(spec: JobSpec) -> bool:
+    """Whether `run` chooses degrees."""
+    return "auto" in (spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size)
+
+
+def _fixed(spec: JobSpec) -> Fixed:
+    """The degrees that the spec gives. If it gives no size of a replica, these are open: `plan` is to find them."""
+    fixed = fixed_degrees(spec.parallel)
+    return fixed if spec.parallel.model_fields_set & _OPEN_SIZES else Fixed(data=fixed.data)
+
+
+def _refused(plan: GpuPlan, fit: Fit, machine: Machine, context: int) -> GpuPlan:
+    """The plan without a choice: what each GPU lacks, or how many GPUs there would have to be."""
+    fixed = machine.fixed
+    most = fixed.tensor or max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)
+    largest = degrees_of(fit, most, fixed.pipeline or machine.num_nodes, context=context, share=machine.share)
+    if largest.missing_bytes:
+        refusal = f"{gib(largest.missing_bytes)} a GPU are missing"
+        return dataclasses.replace(plan, missing_bytes=largest.missing_bytes, refusal=refusal)
+    shape = shape_text(largest, fixed.data or 1)
+    return dataclasses.replace(plan, refusal=f"{shape} takes {largest.num_devices * (fixed.data or 1)} GPUs")
+
+
 def _share(gpu: Gpu, spec: JobSpec, asked: PlanOptions) -> float:
     """gpu_memory_utilization, lower if other programs leave less."""
-    share = float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    share = share_of(spec)
     if asked.free_gib is None:
         return share
     return min(share, math.floor(asked.free_gib * GIB / gpu.memory_bytes * 100) / 100)
@@ -441,5 +550,9 @@ def _choice(plans: Sequence[GpuPlan]) -> str:
     if not able:
         return ""
     first = min(able, key=lambda plan: plan.num_gpus * plan.gpu.memory_bytes)
+    assert first.chosen is not None
     why = f", the least memory of {len(able)} kinds that hold the model" if len(able) > 1 else ""
-    return f"{first.num_gpus} × {first.gpu.title}{why}: {first.reason}"
+    used = first.chosen.data * first.chosen.degrees.num_devices
+    of = f" of {first.num_gpus}" if used < first.num_gpus else ""
+    shape = shape_text(first.chosen.degrees, first.chosen.data)
+    return f"{used}{of} × {first.gpu.title}{why}: {shape}: {first.reason}"

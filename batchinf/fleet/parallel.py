@@ -9,11 +9,24 @@ import psutil
 
 from batchinf.base.errors import SpecError
 from batchinf.fleet.backend import Backend
+from batchinf.fleet.engine_defaults import chosen_arguments
+from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, gib
-from batchinf.planning.degrees import MOST_DEVICES, Machine, Option, best, options, shape_text, that_fit
+from batchinf.model.splits import why_not_split
+from batchinf.planning.degrees import (
+    MOST_DEVICES,
+    Fixed,
+    Machine,
+    Option,
+    best,
+    options,
+    reason_for,
+    shape_text,
+    that_fit,
+)
 from batchinf.planning.gpus import Gpu, gpu_like, why_not
-from batchinf.planning.lengths import lengths_of, opened
+from batchinf.planning.lengths import assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, ParallelSpec
@@ -42,11 +55,11 @@ def with_degrees(
         sizes = (begun_with["tensor_parallel_size"], begun_with["pipeline_parallel_size"])
         if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= len(devices):
             return _set(file, *sizes)
-    chosen = _chosen(file, len(devices), device_bytes, title)
+    chosen, reason = _chosen(file, len(devices), device_bytes, title)
     degrees = chosen.degrees
     say(
-        f"parallel: {shape_text(degrees, chosen.data)} on {chosen.data * degrees.num_devices} GPUs: weights "
-        f"{gib(degrees.weight_bytes)} a GPU, {degrees.cache_tokens:,} tokens of cache each"
+        f"parallel: {shape_text(degrees, chosen.data)} on {chosen.data * degrees.num_devices} GPUs: {reason}; weights "
+        f"{gib(degrees.weight_bytes)} a GPU, {degrees.cache_tokens:,} tokens of cache for each replica"
     )
     return _set(file, degrees.tensor, degrees.pipeline)
 
@@ -65,54 +78,66 @@ def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
     return dataclasses.replace(file, spec=file.spec.model_copy(update={"parallel": parallel}))
 
 
-def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> Option:
+def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> tuple[Option, str]:
+    """The best degrees for the job, and why."""
     work = None
     with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None), may_scan=False) as input_:
         if input_ is not None:
             job, num_rows = input_
             lengths = lengths_of(job, file, num_rows)
             work = lengths.workload(job) if lengths.prompts else None
-    model = resolve(file.spec.model)
-    limits_of = task_of(file.spec).default_batch_limits
-    fit = fit_of(model, _set(file, 1, 1).spec, device_bytes, title, limits_of=limits_of)
-    if fit.needs.weights is None or fit.needs.kv_cache is None or fit.max_model_len is None:
+    spec = _set(file, *file.spec.parallel.sizes).spec
+    fit = on_device(spec, fit_of(resolve(spec.model), spec, None), device_bytes, title)
+    context = fit.max_model_len
+    if fit.needs.weights is None or fit.needs.kv_cache is None or context is None:
         unknown = "; ".join(fit.needs.unknown) or "the config does not say how long a sequence may be"
         raise file.error("parallel", f"got auto, but the model's memory is not known ({unknown}); give the degrees")
-    share = float(file.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
-    return choose_degrees(file, fit, num_devices, gpu=gpu_like(title, device_bytes), share=share, work=work)
+    gpu = gpu_like(title, device_bytes)
+    if gpu is not None:
+        with placing(file):
+            _check_type(spec, fit, gpu)
+    machine = Machine(gpu, num_devices, 1, share_of(spec), fixed=fixed_degrees(file.spec.parallel))
+    return choose_degrees(file, fit, machine, work or assumed_work(task_of(spec), context))
 
 
-def choose_degrees(
-    file: SpecFile, fit: Fit, num_devices: int, *, gpu: Gpu | None, share: float, work: Workload | None
-) -> Option:
-    """The best of the degrees that fit the devices and what the spec fixes. gpu: None: not in the table."""
-    parallel = file.spec.parallel
+def on_device(spec: JobSpec, base: Fit, device_bytes: int, title: str) -> Fit:
+    """The model on a device, with the engine arguments that a start chooses there. base: without a device."""
+    task = task_of(spec)
+    limits = task.default_batch_limits(base.needs.config.get("vocab_size"), device_bytes)
+    fit = dataclasses.replace(base, device_bytes=device_bytes, device_name=title, batch_limits=limits)
+    return dataclasses.replace(fit, engine={**chosen_arguments(spec, fit, task, 1).engine, **fit.engine})
+
+
+def share_of(spec: JobSpec) -> float:
+    """The share of a device's memory that vLLM takes."""
+    return float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+
+
+def fixed_degrees(parallel: ParallelSpec) -> Fixed:
+    """The degrees that the section gives as numbers."""
+    sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
+    return Fixed(*(None if size == "auto" else size for size in sizes))
+
+
+def choose_degrees(file: SpecFile, fit: Fit, machine: Machine, work: Workload) -> tuple[Option, str]:
+    """The best of the degrees that fit the devices and what the spec fixes, and why. Raises SpecError without one."""
     context = fit.max_model_len
     assert context is not None and fit.device_bytes is not None
-    machine = Machine(gpu, num_devices, 1, share)
     fitting = options(fit, machine, context, work)
-    allowed = [option for option in fitting if _is_allowed(option, parallel)]
-    if (data := parallel.data_parallel_size) != "auto":
-        allowed = [dataclasses.replace(option, data=data) for option in allowed]
-    chosen = best(allowed)
+    chosen = best(fitting)
     if chosen is not None:
-        return chosen
-    needed = next(that_fit(fit, context, share, max(8, num_devices), most=MOST_DEVICES), None)
-    hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices}"
+        return chosen, reason_for(chosen, fitting, work, machine.fixed)
+    num_devices = machine.num_gpus
+    needed = next(
+        that_fit(fit, context, machine.share, max(8, num_devices), most=MOST_DEVICES, fixed=machine.fixed), None
+    )
+    number = 1 if machine.fixed.data is None else machine.fixed.data
+    hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices * number}"
     raise file.error(
         "parallel.tensor_parallel_size",
         f"got auto, but weights of {gib(fit.needs.weight_bytes or 0)} and one sequence of max_model_len {context:,} do "
         f"not fit {num_devices} device(s) of {gib(fit.device_bytes)}; {hint}: use more devices, a lower "
         "engine.max_model_len, or model.quantization fp8",
-    )
-
-
-def _is_allowed(option: Option, parallel: ParallelSpec) -> bool:
-    """Whether the spec leaves the degrees of an option open, or has the same."""
-    return (
-        parallel.tensor_parallel_size in ("auto", option.degrees.tensor)
-        and parallel.pipeline_parallel_size in ("auto", option.degrees.pipeline)
-        and (parallel.data_parallel_size == "auto" or parallel.data_parallel_size <= option.data)
     )
 
 
@@ -137,10 +162,15 @@ def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
         yield from _check_gpu(spec, fit, gpu)
 
 
-def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
-    """See `check_devices`, for a device that is in the table."""
+def _check_type(spec: JobSpec, fit: Fit, gpu: Gpu) -> None:
+    """Raise SpecError if the device does not run vLLM, or not the model's type."""
     if (why := why_not(gpu, fit.needs.dtype)) is not None:
         raise SpecError(f"model.dtype: got {spec.model.dtype}, but {fit.device_name} cannot run it: {why}")
+
+
+def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
+    """See `check_devices`, for a device that is in the table."""
+    _check_type(spec, fit, gpu)
     cache = str(spec.engine.get("kv_cache_dtype", "auto"))
     if cache.startswith("fp8") and cache != "fp8_e5m2" and gpu.capability < (8, 9):
         shown = ".".join(map(str, gpu.capability))
@@ -148,6 +178,8 @@ def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
             f"engine.kv_cache_dtype: got {cache}, but {fit.device_name} has compute capability {shown}, and FP8 needs "
             "8.9; leave it out"
         )
+    if (why := why_not_split(fit.needs.splits, fit.tensor_parallel_size)) is not None:
+        yield f"warning: tensor_parallel_size {fit.tensor_parallel_size}: {why}: vLLM may refuse it, or be slower"
     if fit.needs.quantization == "fp8" and gpu.capability < (8, 9):
         yield f"note: {fit.device_name} has no FP8 units, so vLLM computes the FP8 weights in 16 bits"
     if fit.tensor_parallel_size > 1 and not gpu.link:

@@ -22,7 +22,7 @@ from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import resolve_adapters
-from batchinf.model.memory import Needs
+from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.builder import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
@@ -95,7 +95,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         task = task.over(task.over(spec).resolve(model))
         spec = task.spec
         check_prompts(spec, model)
-        _check_heads(spec, model)
+        check_heads(spec, model)
         adapters = resolve_adapters(spec, model, began_as.get("lora"), reads_prompt_logits=task.reads_prompt_logits)
         folder = job_folder(file.spec.output.folder, file.slice)
         limit = None
@@ -242,15 +242,17 @@ def _with_defaults(task: Task, model: Model, state: State | None) -> tuple[JobSp
     return spec.model_copy(update={"sampling": sampling, "input": where}), origins
 
 
-def _check_heads(spec: JobSpec, model: Model) -> None:
+def check_heads(spec: JobSpec, model: Model) -> None:
     """Raise SpecError for a tensor-parallel size that vLLM would refuse half a minute later."""
     size = spec.parallel.tensor_parallel_size
-    legal = Needs(None, None, config=text_section(model.config)).tensor_degrees(64)
-    if spec.scripted is None and isinstance(size, int) and size <= 64 and size not in legal:
-        raise SpecError(
-            f"parallel.tensor_parallel_size: got {size}, but the heads or the MLP of '{model.name}' cannot be "
-            f"divided by it; must be one of {', '.join(map(str, legal))}"
-        )
+    splits = splits_of(text_section(model.config), spec.engine)
+    if spec.scripted is not None or not isinstance(size, int) or (why := why_not_split(splits, size)) is None:
+        return
+    legal = [degree for degree in range(1, 65) if why_not_split(splits, degree) is None]
+    raise SpecError(
+        f"parallel.tensor_parallel_size: got {size}, but {why} in '{model.name}'; must be one of "
+        f"{', '.join(map(str, legal))}"
+    )
 
 
 def prepare_run(file: SpecFile, state: State | None, new: NewRows) -> PreparedJob:

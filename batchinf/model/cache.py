@@ -184,7 +184,7 @@ def kv_cache_of(
     state_dtype = _dtype_of(engine, "mamba_ssm_cache_dtype", _state_dtype(config)) or model_dtype
     sizes = _ItemBytes(ITEM_BYTES[dtype], ITEM_BYTES[model_dtype], ITEM_BYTES.get(state_dtype, 4))
     kinds = _kinds(config, num_layers)
-    num_cached = num_layers - (_first(config, "num_kv_shared_layers") or 0)
+    num_cached = num_layers - (first_number(config, "num_kv_shared_layers") or 0)
     layers = [_layer(config, kind, sizes) if number < num_cached else () for number, kind in enumerate(kinds)]
     if not any(layers):
         raise UnknownSizeError("the config gives no layer that keeps anything")
@@ -236,7 +236,7 @@ def _latent(config: Mapping[str, Any], item_bytes: int) -> LayerCache:
     if not config.get("index_topk"):
         return plain
     # DeepSeek sparse attention: an index of bytes with a scale of 4 bytes for each 128; in fp8, rows of 656 bytes.
-    index = _first(config, "index_head_dim") or 128
+    index = first_number(config, "index_head_dim") or 128
     return replace(plain, width=656 if item_bytes == 1 else plain.width, extra_bytes=index + index // 128 * 4)
 
 
@@ -282,7 +282,7 @@ _OTHER_CACHES = ("sliding_window_pattern", "_sliding_window_pattern", "attention
 def _attention_layers(config: Mapping[str, Any], num_layers: int) -> Collection[int] | None:
     """The layers with attention, if the config numbers them; the others have a state."""
     if isinstance(period := config.get("attn_layer_period"), int):
-        return range(_first(config, "attn_layer_offset") or 0, num_layers, period)
+        return range(first_number(config, "attn_layer_offset") or 0, num_layers, period)
     indices = config.get("attn_layer_indices")
     return indices if isinstance(indices, list) else None
 
@@ -298,15 +298,15 @@ def _kind_of(name: str, family: str) -> str:
 
 def _state(config: Mapping[str, Any], sizes: _ItemBytes) -> LayerState:
     """Shapes by `MambaStateShapeCalculator` in vLLM's model_executor/layers/mamba/mamba_utils.py."""
-    hidden = _first(config, "hidden_size") or 0
-    if (num_keys := _first(config, "linear_num_key_heads")) is not None:  # gated delta net: Qwen3-Next and later
+    hidden = first_number(config, "hidden_size") or 0
+    if (num_keys := first_number(config, "linear_num_key_heads")) is not None:  # gated delta net: Qwen3-Next and later
         num_values = _needed(config, "linear_num_value_heads")
         key_dim = _needed(config, "linear_key_head_dim")
         value_dim = _needed(config, "linear_value_head_dim")
         kernel = _needed(config, "linear_conv_kernel_dim")
         convolved = 2 * num_keys * key_dim + num_values * value_dim
         return _two_states(convolved * (kernel - 1), num_values * value_dim * key_dim, sizes)
-    if (length := _first(config, "conv_L_cache")) is not None:  # short convolutions: LFM2
+    if (length := first_number(config, "conv_L_cache")) is not None:  # short convolutions: LFM2
         return LayerState(((hidden * (length - 1), sizes.convolution),))
     return _mamba_state(config, hidden, sizes)
 
@@ -317,22 +317,22 @@ def _two_states(convolved: int, recurrent: int, sizes: _ItemBytes) -> LayerState
 
 def _inner_width(config: Mapping[str, Any]) -> Any:
     """The width of a layer of Mamba 1, for the families whose configs give it."""
-    return _first(config, "intermediate_size") if config.get("model_type") in ("mamba", "falcon_mamba") else None
+    return first_number(config, "intermediate_size") if config.get("model_type") in ("mamba", "falcon_mamba") else None
 
 
 def _mamba_state(config: Mapping[str, Any], hidden: int, sizes: _ItemBytes) -> LayerState:
     family = config.get("model_type")
-    kernel = _first(config, "mamba_d_conv conv_kernel conv_kernel_size") or 4
+    kernel = first_number(config, "mamba_d_conv conv_kernel conv_kernel_size") or 4
     size = _needed(config, "mamba_d_state ssm_state_size state_size")
-    expand = _first(config, "mamba_expand expand") or 2
+    expand = first_number(config, "mamba_expand expand") or 2
     is_plain = family == "mamba2"  # keys without `mamba_`
-    num_heads = _first(config, "num_heads" if is_plain else "mamba_n_heads mamba_num_heads n_mamba_heads")
+    num_heads = first_number(config, "num_heads" if is_plain else "mamba_n_heads mamba_num_heads n_mamba_heads")
     if num_heads is None or family in ("jamba", "falcon_mamba", "mamba", "zamba"):  # Mamba 1
         inner = _inner_width(config) or expand * hidden
         return _two_states(inner * (kernel - 1), inner * size, sizes)
     dim_keys = "head_dim" if is_plain else "mamba_d_head mamba_head_dim mamba_headdim"
-    head_dim = _first(config, dim_keys) or expand * hidden // num_heads
-    num_groups = _first(config, "mamba_n_groups n_groups mamba_ngroups") or 1
+    head_dim = first_number(config, dim_keys) or expand * hidden // num_heads
+    num_groups = first_number(config, "mamba_n_groups n_groups mamba_ngroups") or 1
     group_items = 2 * size * (kernel - 1)
     convolved = num_heads * head_dim * (kernel - 1) + num_groups * group_items
     state = _two_states(convolved, num_heads * head_dim * size, sizes)
@@ -340,13 +340,13 @@ def _mamba_state(config: Mapping[str, Any], hidden: int, sizes: _ItemBytes) -> L
 
 
 def _needed(config: Mapping[str, Any], keys: str, words: str = "") -> int:
-    number = _first(config, keys)
+    number = first_number(config, keys)
     if number is None:
         raise UnknownSizeError(f"the config does not give {words or keys.split()[0]}")
     return number
 
 
-def _first(config: Mapping[str, Any], keys: str) -> int | None:
+def first_number(config: Mapping[str, Any], keys: str) -> int | None:
     """The whole number under the first of these keys that has one. keys: with blanks between them."""
     values = map(config.get, keys.split())
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
@@ -354,7 +354,7 @@ def _first(config: Mapping[str, Any], keys: str) -> int | None:
 
 def num_attention_heads(config: Mapping[str, Any]) -> int | None:
     """Query heads, which tensor-parallel ranks must divide."""
-    return _first(config, "num_attention_heads n_head n_heads num_heads")
+    return first_number(config, "num_attention_heads n_head n_heads num_heads")
 
 
 def num_kv_heads(config: Mapping[str, Any]) -> int | None:
@@ -362,15 +362,15 @@ def num_kv_heads(config: Mapping[str, Any]) -> int | None:
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
         return 1
     # As in vLLM's `get_total_num_kv_heads`.
-    number = _first(config, "n_head_kv num_kv_heads num_key_value_heads multi_query_group_num")
+    number = first_number(config, "n_head_kv num_kv_heads num_key_value_heads multi_query_group_num")
     return num_attention_heads(config) if number is None else number
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int | None:
     """Size of a head."""
-    if size := _first(config, "attention_head_dim" if config.get("model_type") == "zamba2" else "head_dim"):
+    if size := first_number(config, "attention_head_dim" if config.get("model_type") == "zamba2" else "head_dim"):
         return size
-    hidden = _first(config, "hidden_size n_embd d_model")
+    hidden = first_number(config, "hidden_size n_embd d_model")
     num_heads = num_attention_heads(config)
     return hidden // num_heads if hidden and num_heads else None
 

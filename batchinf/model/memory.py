@@ -6,7 +6,7 @@
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchinf.base.errors import ModelError
@@ -16,13 +16,21 @@ from batchinf.model.cache import (
     KvCache,
     Pool,
     kv_cache_of,
-    num_attention_heads,
-    num_kv_heads,
     pool_of,
 )
 from batchinf.model.identity import Model, text_section
 from batchinf.model.parameters import Part, Tensor, described, stored
-from batchinf.model.weights import UnknownSizeError, Weights, indexed_bytes, quantization_of, weigh
+from batchinf.model.splits import Split, splits_of, why_not_split
+from batchinf.model.weights import (
+    MXFP4,
+    PaddedExperts,
+    Quantization,
+    UnknownSizeError,
+    Weights,
+    indexed_bytes,
+    quantization_of,
+    weigh,
+)
 from batchinf.spec.job import JobSpec, ModelSpec
 
 # `Task.default_batch_limits`: engine arguments by vocabulary size and device bytes (None on a CPU).
@@ -63,6 +71,8 @@ class Needs:
     """In words; empty: none."""
     dtype: str = "bfloat16"
     """Of weights that are not quantized, and of arithmetic."""
+    splits: tuple[Split, ...] = ()
+    """What tensor-parallel ranks divide."""
 
     @property
     def weight_bytes(self) -> int | None:
@@ -74,20 +84,8 @@ class Needs:
         return len(self.weights.layers) if self.weights is not None else 1
 
     def tensor_degrees(self, most: int) -> list[int]:
-        """The tensor-parallel sizes up to `most` that vLLM accepts.
-
-        Query heads must divide, and KV heads too, or be divided; so must the width of the MLP.
-        """
-        heads = num_attention_heads(self.config)
-        kv_heads = num_kv_heads(self.config)
-        inner = self.config.get("moe_intermediate_size") or self.config.get("intermediate_size")
-        return [
-            degree
-            for degree in range(1, most + 1)
-            if (heads is None or heads % degree == 0)
-            and (kv_heads is None or kv_heads % degree == 0 or degree % kv_heads == 0)
-            and (not isinstance(inner, int) or inner % degree == 0)
-        ]
+        """The tensor-parallel sizes up to `most` that vLLM accepts."""
+        return [degree for degree in range(1, most + 1) if why_not_split(self.splits, degree) is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +141,12 @@ class Fit:
         sampler = limits["max_num_seqs"] * (vocab_size_of(self.needs.config) or 0) * 10
         return max(RESERVE_BYTES, activations, sampler)
 
-    def _pools(self, num_tokens: int) -> list[Pool] | None:
-        """The KV cache of one sequence, as vLLM allocates it."""
+    def _pools(self, num_tokens: int, *, is_decoding: bool = False) -> list[Pool] | None:
+        """The KV cache of one sequence, as vLLM allocates it. is_decoding: its prompt has been computed."""
         if self.needs.kv_cache is None:
             return None
         # With asynchronous scheduling two batches are in flight.
-        in_flight = 2 * self.limits["max_num_batched_tokens"]
+        in_flight = 1 if is_decoding else 2 * self.limits["max_num_batched_tokens"]
         size = self.engine.get("block_size") or BLOCK_TOKENS
         return [
             pool_of(caches, num_tokens, self.tensor_parallel_size, in_flight_tokens=in_flight, block_tokens=size)
@@ -175,10 +173,16 @@ class Fit:
         left = self.left_bytes(gpu_memory_utilization)
         return None if left is None else left - reserve_bytes
 
-    def sequences(self, num_tokens: int, gpu_memory_utilization: float, reserve_bytes: int = 0) -> float | None:
-        """Sequences of `num_tokens` whose cache fits at the same time."""
+    def sequences(
+        self, num_tokens: int, gpu_memory_utilization: float, reserve_bytes: int = 0, *, is_decoding: bool = False
+    ) -> float | None:
+        """Sequences of `num_tokens` whose cache fits at the same time: as vLLM reports it, which is its worst case.
+
+        is_decoding: while they generate. Layers with a sliding window then keep that window. In the worst case they
+        also keep all tokens of the steps in flight.
+        """
         room = self.cache_bytes(gpu_memory_utilization, reserve_bytes)
-        pools = self._pools(num_tokens)
+        pools = self._pools(num_tokens, is_decoding=is_decoding)
         return None if room is None or pools is None else min(pool.capacity(max(0, room)) for pool in pools)
 
     def most_tokens(self, gpu_memory_utilization: float, reserve_bytes: int = 0) -> int | None:
@@ -220,8 +224,13 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     dtype = weight_dtype(model.config, spec)
     unknown = []
     weights = kv_cache = None
+    quantization = _quantization(model, spec)
     try:
         weights = _weights(model, spec, shapes)
+        if quantization is not None and quantization.name == MXFP4:
+            # By an index, only the sum is known. Nearly all of it is experts.
+            experts = weights.experts or weights.layers
+            weights = replace(weights, experts=experts, padded=_padded_experts(shapes.config, engine))
     except UnknownSizeError as error:
         unknown.append(f"weights: {error}")
     try:
@@ -236,8 +245,10 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
         unknown=tuple(unknown),
         config=shapes.config,
         parameters=_counts(shapes.stored or shapes.built),
-        quantization=_quantization_name(model, spec),
+        quantization="" if quantization is None else quantization.name,
         dtype=dtype,
+        # vLLM pads the blocks of weights that it quantizes itself.
+        splits=splits_of(shapes.config, engine, quantization if model.config.get("quantization_config") else None),
     )
 
 
@@ -278,12 +289,12 @@ def _counts(tensors: Sequence[Tensor]) -> dict[Part, int]:
     return counts
 
 
-def _quantization_name(model: Model, spec: ModelSpec) -> str:
+def _quantization(model: Model, spec: ModelSpec) -> Quantization | None:
+    """None: none. One that is not known has no sizes, only a name."""
     try:
-        quantization = quantization_of(model.config, spec.quantization)
+        return quantization_of(model.config, spec.quantization)
     except UnknownSizeError:
-        return "unknown"
-    return "" if quantization is None else quantization.name
+        return Quantization("unknown", 0, parts=())
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
@@ -292,6 +303,14 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
         and all(isinstance(config.get(key), int) for key in _PLAIN_KEYS)
         and not (config.get("sliding_window") and config.get("use_sliding_window") is not False)
     )
+
+
+def _padded_experts(config: Mapping[str, Any], engine: Mapping[str, Any]) -> PaddedExperts | None:
+    hidden = config.get("hidden_size")
+    width = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    if not isinstance(hidden, int) or not isinstance(width, int):
+        return None
+    return PaddedExperts(hidden, width, is_split=not engine.get("enable_expert_parallel"))
 
 
 def _weights(model: Model, spec: ModelSpec, shapes: _Shapes) -> Weights:

@@ -53,6 +53,11 @@ class Tensor:
     """How many of them there are."""
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether it has the matrices of experts, or the scales of these."""
+        return self.part == "expert" or (_EXPERTS.search(self.name) is not None and self.name.endswith("_scales"))
+
+    @property
     def num_parameters(self) -> int:
         """Parameters in all of them."""
         return self.number * math.prod(self.shape)

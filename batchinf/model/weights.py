@@ -18,6 +18,7 @@ _CAST = ("F64", "F32", "F16", "BF16")
 _STORED_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
                  "F4": 0.5}  # fmt: skip
 INDEX = "model.safetensors.index.json"
+MXFP4 = "mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ class Quantization:
         if tensor.part not in self.parts or tensor.is_other:
             return False
         return not any(_matches(pattern, tensor) for pattern in self.ignored)
+
+    def block_of(self, tensor: Tensor) -> int:
+        """The weights along a row that share a scale. A rank must have whole ones; MXFP4 is padded to them."""
+        if not self.is_for(tensor) or self.name == MXFP4:
+            return 1
+        return self.block[1] if self.block is not None else self.group_size or 1
 
     def bytes_of(self, tensor: Tensor) -> float:
         """Weights, scales and zero points."""
@@ -121,7 +128,7 @@ def _of_checkpoint(section: Mapping[str, Any]) -> Quantization:
     if method in ("fp8", "fbgemm-fp8", "modelopt", "modelopt-fp4", "modelopt-mxfp8", "quark"):
         return _of_floats(method, section)
     if method in ("mxfp4", "gpt-oss-mxfp4"):
-        return Quantization("mxfp4", 4, 32, scale_bytes=1, parts=("expert",))
+        return Quantization(MXFP4, 4, 32, scale_bytes=1, parts=("expert",))
     if method == "bitsandbytes":
         return Quantization(method, 4, 64) if section.get("load_in_4bit") else Quantization(method, 8, None)
     words = json.dumps(section).lower()
@@ -145,7 +152,7 @@ def _of_floats(method: str, section: Mapping[str, Any]) -> Quantization:
     if "mxfp8" in words or method == "modelopt-mxfp8":
         return _ON_LOADING["mxfp8"]
     if method == "quark" and "fp4" in words:
-        return Quantization("mxfp4", 4, 32, scale_bytes=1)
+        return Quantization(MXFP4, 4, 32, scale_bytes=1)
     block = section.get("weight_block_size")
     sizes = (int(block[0]), int(block[1])) if block else None
     return Quantization("fp8", 8, None if method == "fbgemm-fp8" else 0, block=sizes)
@@ -178,11 +185,37 @@ def _compressed(section: Mapping[str, Any]) -> Quantization:
 
 
 @dataclass(frozen=True, slots=True)
+class PaddedExperts:
+    """Experts in MXFP4, whose matrices vLLM pads on each rank to the tiles of its kernels.
+
+    The tiles are those of Marlin and of FlashInfer's TRT-LLM kernels, by
+    `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's layers/fused_moe/oracle/mxfp4.py. gpt-oss-120b takes
+    65.97 GiB so (vllm#23278). The Triton kernels on Hopper pad less: 64.38 GiB (vllm#33155).
+    """
+
+    hidden: int
+    width: int
+    """Of one expert."""
+    is_split: bool = True
+    """Whether tensor-parallel ranks split each expert; with expert parallelism they have whole ones."""
+
+    def factor(self, tensor_parallel_size: int) -> float:
+        """The size of the padded matrices of all ranks, as a multiple of the size without padding."""
+        ranks = tensor_parallel_size if self.is_split else 1
+        width = ranks * _rounded_up(math.ceil(self.width / ranks), 128)
+        return _rounded_up(self.hidden, 256) * width / (self.hidden * self.width)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Bytes of a model's weights."""
 
     layers: tuple[float, ...]
-    """Of each layer."""
+    """Of each layer, without padding."""
     first: float = 0
     """Outside of the layers, on the first stage of a pipeline."""
     last: float = 0
@@ -191,6 +224,10 @@ class Weights:
     """Embeddings that are also the head."""
     parts: tuple[tuple[str, int], ...] = ()
     """The same bytes by part."""
+    experts: tuple[float, ...] = ()
+    """Of these, the bytes of the experts of each layer."""
+    padded: PaddedExperts | None = None
+    """What vLLM makes of the experts, if it pads them."""
 
     @classmethod
     def of_total(cls, num_bytes: float, num_layers: int = 1) -> "Weights":
@@ -205,11 +242,18 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """On one device."""
-        return round(sum(self.layers) + self.first + self.last + self.shared)
+        return round(sum(self._padded_layers(1)) + self.first + self.last + self.shared)
+
+    def _padded_layers(self, tensor_parallel_size: int) -> tuple[float, ...]:
+        """Of each layer, on all tensor-parallel ranks together."""
+        if self.padded is None or not self.experts:
+            return self.layers
+        added = self.padded.factor(tensor_parallel_size) - 1
+        return tuple(size + added * experts for size, experts in zip(self.layers, self.experts, strict=True))
 
     def rank_bytes(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> int:
         """On the device with the most. Tensor-parallel ranks split nearly all weights."""
-        layers = iter(self.layers)
+        layers = iter(self._padded_layers(tensor_parallel_size))
         stages = [sum(islice(layers, size)) for size in stage_sizes(len(self.layers), pipeline_parallel_size)]
         stages[0] += self.first + self.shared
         stages[-1] += self.last + (self.shared if len(stages) > 1 else 0)
@@ -240,11 +284,14 @@ def weigh(
     """
     num_layers = num_layers or 1 + max((it.layer for it in tensors if it.layer is not None), default=0)
     places = defaultdict[int | str, float](float)
+    experts = defaultdict[int, float](float)
     parts = defaultdict[str, float](float)
     for tensor in tensors:
         if tensor.layer is None or tensor.layer < num_layers:
             size = _size(tensor, item_bytes, quantization)
             places[_place(tensor, is_tied)] += size
+            if tensor.layer is not None and tensor.is_of_experts:
+                experts[tensor.layer] += size
             parts["image and audio encoders" if tensor.is_other else _NAMES[tensor.part]] += size
     return Weights(
         layers=tuple(places[layer] for layer in range(num_layers)),
@@ -252,6 +299,7 @@ def weigh(
         last=places["last"],
         shared=places["shared"],
         parts=tuple((name, round(size)) for name, size in parts.items()),
+        experts=tuple(experts[layer] for layer in range(num_layers)),
     )
 
 

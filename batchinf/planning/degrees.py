@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchinf.model.memory import Fit
+from batchinf.model.splits import why_not_split
 from batchinf.planning.gpus import Gpu
 from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of
 
@@ -30,7 +31,9 @@ class Degrees:
     cache_tokens: int
     """Tokens that a replica's cache holds."""
     sequences: float
-    """Sequences of the context's length that fit at the same time."""
+    """Sequences of the context's length that fit at the same time, in vLLM's worst case."""
+    decoding: float
+    """The same while they generate; more if layers have a sliding window."""
     missing_bytes: int
     """What each GPU lacks; 0 if the model fits."""
 
@@ -72,40 +75,68 @@ def degrees_of(fit: Fit, tensor: int, pipeline: int, *, context: int, share: flo
         step_bytes=step,
         cache_tokens=at.most_tokens(share, step) or 0,
         sequences=sequences,
+        decoding=at.sequences(context, share, step, is_decoding=True) or 0.0,
         missing_bytes=missing,
     )
 
 
-def _legal(fit: Fit, most: int, devices_per_node: int, *, has_pipelines: bool) -> Iterator[tuple[int, int]]:
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The degrees that a spec gives as numbers; None: open."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+
+
+_OPEN = Fixed()
+
+
+def _legal(
+    fit: Fit, most: int, devices_per_node: int, fixed: Fixed, *, has_pipelines: bool
+) -> Iterator[tuple[int, int]]:
     """Pairs (tensor, pipeline), by number of devices, then the largest tensor-parallel size, which stays within a node.
 
     A replica larger than a node takes whole nodes. has_pipelines: also give pipelines within a node, for models whose
     heads no larger tensor-parallel size divides. Tensor parallelism is faster there.
     """
+    tensors = [fixed.tensor] if fixed.tensor is not None else fit.needs.tensor_degrees(min(most, devices_per_node))
     for number in range(1, most + 1):
         if number > devices_per_node and number % devices_per_node:
             continue
-        for tensor in reversed(fit.needs.tensor_degrees(min(number, devices_per_node))):
+        for tensor in reversed(tensors):
             pipeline, rest = divmod(number, tensor)
-            is_for_nodes = pipeline == 1 or number > devices_per_node
-            if rest == 0 and pipeline <= fit.needs.num_layers and (is_for_nodes or has_pipelines):
+            is_within = rest == 0 and tensor <= devices_per_node and 1 <= pipeline <= fit.needs.num_layers
+            is_open = pipeline == 1 or number > devices_per_node or has_pipelines
+            if is_within and (is_open if fixed.pipeline is None else pipeline == fixed.pipeline):
                 yield tensor, pipeline
 
 
-def that_fit(fit: Fit, context: int, share: float, devices_per_node: int, *, most: int) -> Iterator[Degrees]:
+def that_fit(
+    fit: Fit, context: int, share: float, devices_per_node: int, *, most: int, fixed: Fixed = _OPEN
+) -> Iterator[Degrees]:
     """The legal degrees with at most `most` devices that hold weights and one sequence, the fewest devices first.
 
-    Pipelines within a node come only if nothing else fits.
+    Pipelines within a node come only if nothing else fits, or if the spec gives them.
     """
     is_found = False
     for has_pipelines in (False, True):
-        for tensor, pipeline in _legal(fit, most, devices_per_node, has_pipelines=has_pipelines):
+        for tensor, pipeline in _legal(fit, most, devices_per_node, fixed, has_pipelines=has_pipelines):
             degrees = degrees_of(fit, tensor, pipeline, context=context, share=share)
             if degrees.fits:
                 is_found = True
                 yield degrees
         if is_found:
             return
+
+
+def not_offered(fit: Fit, devices_per_node: int) -> Iterator[tuple[int, str]]:
+    """Tensor-parallel sizes that divide the heads and all else, but not into whole blocks; and why, for each."""
+    plain = tuple(dataclasses.replace(split, block=1) for split in fit.needs.splits)
+    for tensor in range(2, devices_per_node + 1):
+        why = why_not_split(fit.needs.splits, tensor)
+        if why is not None and why_not_split(plain, tensor) is None:
+            yield tensor, why
 
 
 def replicas(degrees: Degrees, gpus_per_node: int, num_nodes: int) -> int:
@@ -145,6 +176,7 @@ class Machine:
     num_nodes: int
     share: float
     """gpu_memory_utilization, lower where other programs use a part of the memory."""
+    fixed: Fixed = _OPEN
 
     @property
     def num_gpus(self) -> int:
@@ -154,10 +186,12 @@ class Machine:
 def options(fit: Fit, machine: Machine, context: int, work: Workload | None = None) -> list[Option]:
     """All degrees that fit the machine, the fewest devices of a replica first."""
     shape = shape_of(fit.needs)
+    fixed = machine.fixed
     fitting = []
-    for degrees in that_fit(fit, context, machine.share, machine.gpus_per_node, most=machine.num_gpus):
-        data = replicas(degrees, machine.gpus_per_node, machine.num_nodes)
-        if data == 0:
+    for degrees in that_fit(fit, context, machine.share, machine.gpus_per_node, most=machine.num_gpus, fixed=fixed):
+        most = replicas(degrees, machine.gpus_per_node, machine.num_nodes)
+        data = most if fixed.data is None else fixed.data
+        if not 0 < data <= most:
             continue
         prediction = None
         if shape is not None and work is not None and machine.gpu is not None:
@@ -179,25 +213,29 @@ def best(fitting: list[Option]) -> Option | None:
     return chosen
 
 
-def reason_for(chosen: Option, fitting: list[Option]) -> str:
-    """Why it is the best of these options, in one sentence."""
+def reason_for(chosen: Option, fitting: list[Option], work: Workload | None, fixed: Fixed = _OPEN) -> str:
+    """Why it is the best of these options, in one sentence. work: what it was chosen for."""
     least = fitting[0]
-    degrees = chosen.degrees
-    shape = shape_text(degrees, chosen.data)
-    if degrees.num_devices == least.degrees.num_devices:
-        if degrees.pipeline > 1:
-            return f"{shape}: the model fits no single node's tensor-parallel degree, so its layers are in a pipeline"
-        why = "the model fits one GPU" if degrees.num_devices == 1 else "the fewest GPUs that hold the model"
-        if chosen.prediction is None:
-            return f"{shape}: {why}, and replicas scale better than larger degrees"
-        limited_by = chosen.prediction.limited_by
-        return f"{shape}: {why}, and no larger degree predicts clearly more tokens a second; limited by {limited_by}"
-    more = chosen.tokens_per_s / least.tokens_per_s if least.tokens_per_s else 0.0
-    assert chosen.prediction is not None and least.prediction is not None
+    why = _why_least(chosen, fixed)
+    if chosen.prediction is None or work is None:
+        return why if chosen.degrees.pipeline > 1 else f"{why}, and replicas scale better than larger degrees"
+    lengths = f"(for {work.text})"
+    if chosen.degrees.num_devices == least.degrees.num_devices:
+        more = ", and no larger degree predicts clearly more tokens a second" if len(fitting) > 1 else ""
+        return f"{why}{more}; limited by {chosen.prediction.limited_by} {lengths}"
+    assert least.prediction is not None
     return (
-        f"{shape}: {more:.2f} times the tokens a second of {shape_text(least.degrees, least.data)}, which is limited "
-        f"by {least.prediction.limited_by}"
+        f"{chosen.tokens_per_s / least.tokens_per_s:.2f} times the tokens a second of "
+        f"{shape_text(least.degrees, least.data)}, which is limited by {least.prediction.limited_by} {lengths}"
     )
+
+
+def _why_least(chosen: Option, fixed: Fixed) -> str:
+    if fixed.tensor is not None and fixed.pipeline is not None:
+        return "the degrees that the spec gives"
+    if chosen.degrees.pipeline > 1 and fixed.pipeline is None:
+        return "the model fits no single node's tensor-parallel degree, so its layers are in a pipeline"
+    return "the model fits one GPU" if chosen.degrees.num_devices == 1 else "the fewest GPUs that hold the model"
 
 
 def shape_text(degrees: Degrees, data: int) -> str:

@@ -18,7 +18,7 @@ class Gpu:
     name: str
     title: str
     memory_bytes: int
-    """As NVML gives it."""
+    """What CUDA programs can have, as PyTorch gives it: `torch.cuda.get_device_properties(0).total_memory`."""
     bandwidth: float
     """Bytes of the memory."""
     bf16: float
@@ -29,7 +29,9 @@ class Gpu:
     link: float
     """Bytes in one direction to other GPUs of the host, by NVLink; 0: over PCIe."""
     source: str
-    """Where the figures come from."""
+    """Where the rates come from."""
+    memory_source: str
+    """Where PyTorch gave the memory, or the same number of CUDA's."""
 
     def flops(self, dtype: str) -> float:
         """Of matrices of this type. Without FP8 units, vLLM computes FP8 weights in 16 bits."""
@@ -38,29 +40,49 @@ class Gpu:
         return {"fp8": self.fp8 or self.fp16, "float16": self.fp16}.get(dtype, self.bf16)
 
 
-# Rates: NVIDIA's data sheets and architecture white papers, dense, with FP32 sums. MiB: nvidia-smi on such a GPU, or,
-# for A100 and RTX 4090, the nominal GiB.
-# name, title, MiB, GB/s of the memory, TFLOP/s in (bf16, fp16, fp8), compute capability, GB/s of NVLink, source
+# Rates: NVIDIA's data sheets and architecture white papers, dense, with FP32 sums. MiB: as PyTorch gives it, which is
+# what nvidia-smi shows less what the driver keeps. It differs by up to 1 % between drivers; these are of recent ones.
+# docs/memory.md has the same memory.
+# name, title, MiB, GB/s of the memory, TFLOP/s in (bf16, fp16, fp8), compute capability, GB/s of NVLink, both sources
 _GPUS = [
-    ("b200", "B200 SXM", 183_359, 8000, (2250, 2250, 4500), (10, 0), 900, "nvidia.com/en-us/data-center/dgx-b200"),
-    ("h200", "H200 SXM", 143_771, 4800, (989, 989, 1979), (9, 0), 450, "nvidia.com/en-us/data-center/h200"),
-    ("h100-80", "H100 SXM 80 GB", 81_079, 3350, (989, 989, 1979), (9, 0), 450, "nvidia.com/en-us/data-center/h100"),
-    ("h100-94", "H100 NVL 94 GB", 95_830, 3900, (835, 835, 1671), (9, 0), 300, "nvidia.com/en-us/data-center/h100"),
-    ("h100-pcie", "H100 PCIe 80 GB", 81_079, 2000, (756, 756, 1513), (9, 0), 0, "nvidia.com/en-us/data-center/h100"),
-    ("a100-80", "A100 SXM 80 GB", 81_920, 2039, (312, 312, 0), (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
-    ("a100-40", "A100 SXM 40 GB", 40_960, 1555, (312, 312, 0), (8, 0), 300, "nvidia.com/en-us/data-center/a100"),
-    ("l40s", "L40S", 46_068, 864, (362, 362, 733), (8, 9), 0, "nvidia.com/en-us/data-center/l40s"),
-    ("l4", "L4", 23_034, 300, (121, 121, 242), (8, 9), 0, "nvidia.com/en-us/data-center/l4"),
-    ("a40", "A40", 46_068, 696, (150, 150, 0), (8, 6), 0, "nvidia.com/en-us/data-center/a40"),
-    ("a10", "A10", 23_028, 600, (125, 125, 0), (8, 6), 0, "nvidia.com/en-us/data-center/products/a10-gpu"),
-    ("a6000", "RTX A6000", 49_140, 768, (155, 155, 0), (8, 6), 0, "nvidia.com/en-us/design-visualization/rtx-a6000"),
-    ("rtx-5090", "GeForce RTX 5090", 32_607, 1792, (210, 210, 419), (12, 0), 0, "Blackwell GB202 white paper"),
-    ("rtx-4090", "GeForce RTX 4090", 24_576, 1008, (165, 165, 330), (8, 9), 0, "Ada GPU architecture white paper"),
-    ("rtx-3090", "GeForce RTX 3090", 24_576, 936, (71, 71, 0), (8, 6), 0, "Ampere GA102 white paper"),
-    ("v100-32", "V100 SXM2 32 GB", 32_768, 900, (0, 125, 0), (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
-    ("v100-16", "V100 SXM2 16 GB", 16_384, 900, (0, 125, 0), (7, 0), 150, "nvidia.com/en-us/data-center/v100"),
-    ("t4", "T4", 15_360, 320, (0, 65, 0), (7, 5), 0, "nvidia.com/en-us/data-center/tesla-t4"),
-    ("rtx-2080-ti", "GeForce RTX 2080 Ti", 11_264, 616, (0, 54, 0), (7, 5), 0, "Turing architecture white paper"),
+    ("b200", "B200 SXM", 182_631, 8000, (2250, 2250, 4500), (10, 0), 900,
+     "nvidia.com/en-us/data-center/dgx-b200", "a log of PyTorch on a B200"),
+    ("h200", "H200 SXM", 143_156, 4800, (989, 989, 1979), (9, 0), 450,
+     "nvidia.com/en-us/data-center/h200", "a log of PyTorch 2.11 on an H200"),
+    ("h100-80", "H100 SXM 80 GB", 81_079, 3350, (989, 989, 1979), (9, 0), 450,
+     "nvidia.com/en-us/data-center/h100", "measured with PyTorch 2.11"),
+    ("h100-94", "H100 NVL 94 GB", 95_320, 3900, (835, 835, 1671), (9, 0), 300,
+     "nvidia.com/en-us/data-center/h100", "a log of PyTorch 2.13 on an H100 NVL"),
+    ("h100-pcie", "H100 PCIe 80 GB", 81_008, 2000, (756, 756, 1513), (9, 0), 0,
+     "nvidia.com/en-us/data-center/h100", "a log of PyTorch on an H100 PCIe"),
+    ("a100-80", "A100 SXM 80 GB", 81_153, 2039, (312, 312, 0), (8, 0), 300,
+     "nvidia.com/en-us/data-center/a100", "github.com/HiDream-ai/VAREdit/issues/6"),
+    ("a100-40", "A100 SXM 40 GB", 40_448, 1555, (312, 312, 0), (8, 0), 300,
+     "nvidia.com/en-us/data-center/a100", "github.com/TianheWu/CoSeR/issues/10"),
+    ("l40s", "L40S", 45_466, 864, (362, 362, 733), (8, 9), 0,
+     "nvidia.com/en-us/data-center/l40s", "github.com/QwenLM/Qwen3-VL/issues/2097 (an L40)"),
+    ("l4", "L4", 22_563, 300, (121, 121, 242), (8, 9), 0,
+     "nvidia.com/en-us/data-center/l4", "a log of PyTorch 2.11 on an L4"),
+    ("a40", "A40", 45_416, 696, (150, 150, 0), (8, 6), 0,
+     "nvidia.com/en-us/data-center/a40", "a log of PyTorch on an A40"),
+    ("a10", "A10", 22_518, 600, (125, 125, 0), (8, 6), 0,
+     "nvidia.com/en-us/data-center/products/a10-gpu", "github.com/zai-org/CogVLM/issues/236"),
+    ("a6000", "RTX A6000", 48_671, 768, (155, 155, 0), (8, 6), 0,
+     "nvidia.com/en-us/design-visualization/rtx-a6000", "a log of PyTorch 2.6 on an RTX A6000"),
+    ("rtx-5090", "GeForce RTX 5090", 32_117, 1792, (210, 210, 419), (12, 0), 0,
+     "Blackwell GB202 white paper", "github.com/aikitoria/open-gpu-kernel-modules/issues/1"),
+    ("rtx-4090", "GeForce RTX 4090", 24_081, 1008, (165, 165, 330), (8, 9), 0,
+     "Ada GPU architecture white paper", "a log of PyTorch 2.5 on an RTX 4090"),
+    ("rtx-3090", "GeForce RTX 3090", 24_124, 936, (71, 71, 0), (8, 6), 0,
+     "Ampere GA102 white paper", "a log of PyTorch 2.13 on an RTX 3090"),
+    ("v100-32", "V100 SXM2 32 GB", 32_502, 900, (0, 125, 0), (7, 0), 150,
+     "nvidia.com/en-us/data-center/v100", "github.com/liucongg/ChatGLM-Finetuning/issues/73"),
+    ("v100-16", "V100 SXM2 16 GB", 16_159, 900, (0, 125, 0), (7, 0), 150,
+     "nvidia.com/en-us/data-center/v100", "github.com/kchengiva/Shift-GCN/issues/34"),
+    ("t4", "T4", 14_909, 320, (0, 65, 0), (7, 5), 0,
+     "nvidia.com/en-us/data-center/tesla-t4", "github.com/Zheng-Chong/CatVTON/issues/133"),
+    ("rtx-2080-ti", "GeForce RTX 2080 Ti", 11_018, 616, (0, 54, 0), (7, 5), 0,
+     "Turing architecture white paper", "github.com/JDAI-CV/image-captioning/issues/11"),
 ]  # fmt: skip
 GPUS = {
     name: Gpu(
@@ -74,8 +96,9 @@ GPUS = {
         capability=capability,
         link=link * _GB,
         source=source,
+        memory_source=memory_source,
     )
-    for name, title, mib, bandwidth, (bf16, fp16, fp8), capability, link, source in _GPUS
+    for name, title, mib, bandwidth, (bf16, fp16, fp8), capability, link, source, memory_source in _GPUS
 }
 
 # Short names, and MIG parts that have names of their own.
@@ -129,7 +152,10 @@ def gpu_like(title: str, memory_bytes: int | None) -> Gpu | None:
     near = [gpu for gpu in GPUS.values() if re.search(rf"\b{_family(gpu.name)}\b", words)]
     if not near or memory_bytes is None:
         return None
-    nearest = min(near, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), "pcie" in gpu.name))
+    # Drivers leave different sizes of the same GPU, so the memory alone does not tell PCIe from SXM.
+    nearest = min(
+        near, key=lambda gpu: (("pcie" in gpu.name) != ("pcie" in words), abs(gpu.memory_bytes - memory_bytes))
+    )
     return dataclasses.replace(nearest, memory_bytes=memory_bytes)
 
 

@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,9 @@ from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, Task
 
 _LONG = 1 << 30
+# Of the work that is assumed for a model without a job.
+_LIKELY_PROMPT = 1024
+_MANY_REQUESTS = 100_000
 # About two million tokens. Tokenising a thousand long prompts takes minutes, in which a starting job would do nothing
 # else.
 _MOST_BYTES = 8 << 20
@@ -61,8 +65,10 @@ class Lengths:
     """Estimate for all rows."""
     is_assumed: bool
     """Whether the outputs are a guess, because the spec gives no `max_tokens`."""
+    is_by_choice: bool
+    """Whether each output is one of the choices of its request, whose tokens are counted in place of `max_tokens`."""
     longest: int
-    """The most tokens of a prompt and its output together."""
+    """The most tokens of a prompt and `max_tokens` together."""
     row_error: RowError | None = None
     """That of the first tokenised row that has one."""
     num_shared: int = 0
@@ -91,7 +97,7 @@ class Lengths:
             prompt_tokens=sum(self.prompts) / number,
             output_tokens=outputs if output_tokens is None else min(output_tokens, float(longest)),
             longest_output=longest if generates else 0,
-            logits="all" if task.reads_prompt_logits else "last" if generates else "none",
+            logits=_logits_of(task),
             cached_tokens=self._num_cached(job),
         )
 
@@ -99,6 +105,32 @@ class Lengths:
         """Of a prompt, the tokens that vLLM's prefix cache has, in whole blocks. A job may leave out the cache."""
         has_cache = job.task.reads_prefix_cache and job.spec.engine.get("enable_prefix_caching") is not False
         return self.num_shared // BLOCK_TOKENS * BLOCK_TOKENS if has_cache and self.num_rows > 1 else 0
+
+
+def assumed_work(task: Task, context: int, output_tokens: float | None = None) -> Workload:
+    """The work of a model without a job, or of rows that are not read: many requests of a usual length.
+
+    output_tokens: of a request, on average; None: `LIKELY_TOKENS`.
+    """
+    prompt = min(_LIKELY_PROMPT, max(1, context // 2))
+    output = min(LIKELY_TOKENS if output_tokens is None else output_tokens, max(1, context - prompt))
+    if task.pooling is not None:
+        output = 0
+    elif not task.draws_tokens:
+        output = 1
+    return Workload(
+        num_requests=_MANY_REQUESTS,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        longest_output=math.ceil(output),
+        logits=_logits_of(task),
+        is_assumed=True,
+    )
+
+
+def _logits_of(task: Task) -> Literal["all", "last", "none"]:
+    """The tokens of which the head computes logits."""
+    return "all" if task.reads_prompt_logits else "last" if task.pooling is None else "none"
 
 
 @contextlib.contextmanager
@@ -156,6 +188,7 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
     builder = job.prompt_builder()
     length = max_model_len(job)
     sample = _Sample.of(job, positions, builder.columns, length)
+    choices = _Choices(job)
     prompts: list[int] = []
     outputs: list[int] = []
     built: list[Prompt] = []
@@ -174,14 +207,18 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
                 shared = ids if shared is None else shared[: _num_equal(shared, ids)]
                 longest = max(longest, len(ids) + output)
                 prompts += [min(length or _LONG, round(len(ids) * ratio)) for ratio in ratios]
-                outputs += [output] * len(ratios)
+                outputs += [choices.bound(prompt, output)] * len(ratios)
                 num_requests += _num_samples(prompt, job) * len(ratios)
     for prompt in builder.build(sample.largest, length):
         if prompt.error is None:
             requests = _requests_of(prompt, task, length or _LONG, is_assumed=is_assumed)
             longest = max(longest, *(len(ids) + output for ids, output in requests))
     per_row = num_requests / max(1, sample.num_rows)
-    row_bytes = job.task.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
+    of_rows = job.task
+    if choices.are_all and outputs:
+        bounded = job.spec.sampling.model_copy(update={"max_tokens": max(outputs)})
+        of_rows = job.task.over(job.spec.model_copy(update={"sampling": bounded}))
+    row_bytes = of_rows.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
     return Lengths(
         num_rows=num_rows,
         is_estimated=is_estimated,
@@ -191,6 +228,7 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
         requests_per_row=per_row,
         output_bytes=num_rows * row_bytes,
         is_assumed=is_assumed,
+        is_by_choice=choices.are_all,
         longest=longest,
         row_error=row_error,
         num_shared=len(shared) if shared is not None and len(prompts) > 1 else 0,
@@ -207,6 +245,31 @@ def _requests_of(prompt: Prompt, task: Task, length: int, *, is_assumed: bool) -
         ids = request.prompt_token_ids
         most = LIKELY_TOKENS if is_assumed else request.max_tokens
         yield ids, max(1, min(most, length - len(ids)))
+
+
+class _Choices:
+    """Bounds outputs that can only be one of their choices (`structured_outputs.choice`)."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tokens: dict[tuple[str, ...], int] = {}
+        self.are_all = job.task.draws_tokens
+        """Whether all outputs so far were bounded."""
+
+    def bound(self, prompt: Prompt, output: int) -> int:
+        """Of an output of at most so many tokens: the tokens of its longest choice and of the end, if that is less."""
+        structure = (prompt.sampling or self._job.spec.sampling).structured_outputs or {}
+        choices = structure.get("choice")
+        # A reasoning parser leaves the reasoning before the choice free.
+        if not choices or not self._job.task.draws_tokens or self._job.spec.model.reasoning_parser is not None:
+            self.are_all = False
+            return output
+        texts = tuple(choices)
+        if texts not in self._tokens:
+            model = self._job.model
+            tokenizer = load_tokenizer(model.tokenizer, self._job.spec.model.trust_remote_code)
+            self._tokens[texts] = 1 + max(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return min(output, self._tokens[texts])
 
 
 @dataclass(frozen=True, slots=True)

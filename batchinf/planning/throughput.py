@@ -114,6 +114,14 @@ class Workload:
     """The tokens that the head computes; `none` means that nothing is generated."""
     cached_tokens: int = 0
     """Tokens of each prompt that vLLM's prefix cache has, because all prompts begin with them."""
+    is_assumed: bool = False
+    """Whether no rows were read, so that all numbers are assumed."""
+
+    @property
+    def text(self) -> str:
+        """The lengths, for people."""
+        outputs = f" and outputs of {self.output_tokens:,.0f}" if self.output_tokens else ""
+        return f"{'assumed ' if self.is_assumed else ''}prompts of {self.prompt_tokens:,.0f}{outputs} tokens"
 
     @property
     def computed_tokens(self) -> float:
@@ -130,6 +138,8 @@ class Prediction:
     output_tokens_per_s: float
     running: int
     """Sequences at the same time."""
+    at_once: int
+    """The same, if there are enough of them."""
     limited_by: str
     """The longest part of a step."""
 
@@ -144,16 +154,18 @@ def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: fl
     pipeline = fit.pipeline_parallel_size
     num_devices = fit.tensor_parallel_size * pipeline
     limits = fit.limits
+
+    def fitting(tokens: float, limit: int) -> int:
+        number = fit.sequences(max(1, round(tokens)), share, fit.step_bytes, is_decoding=True) or 1.0
+        return max(1, min(limit, int(number)))
+
     limit = min(limits["max_num_seqs"], work.num_requests)
-
-    def fitting(tokens: float) -> int:
-        return max(1, min(limit, int(fit.sequences(max(1, round(tokens)), share, fit.step_bytes) or 1.0)))
-
     prompt = work.computed_tokens  # the cache holds the beginning of all prompts once
-    running = fitting(prompt + work.output_tokens / 2)
+    at_once = fitting(prompt + work.output_tokens / 2, limits["max_num_seqs"])
+    running = min(at_once, limit)
     starts = running / max(1.0, work.output_tokens)
     # vLLM takes in as many prompts as the cache holds. While these grow, it drops the newest, and computes them again.
-    dropped = 1 - fitting(prompt + work.output_tokens) / fitting(prompt)
+    dropped = 1 - fitting(prompt + work.output_tokens, limit) / fitting(prompt, limit)
     again = dropped * (prompt + work.output_tokens / 2)
     # In a step each running sequence makes a token, and prompts of new ones are computed with it.
     prompt_tokens = starts * (prompt + again)
@@ -162,6 +174,7 @@ def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: fl
         prompt_tokens = min(limits["max_num_batched_tokens"], work.num_requests * prompt)
         starts = prompt_tokens / prompt
         running = max(1, math.ceil(starts))
+        at_once = max(1, math.ceil(limits["max_num_batched_tokens"] / prompt))
         decoded = 0
     parts = _step(fit, shape, gpu, work, prompt_tokens=prompt_tokens, decoded=decoded, running=running)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
@@ -186,6 +199,7 @@ def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: fl
         prompt_tokens_per_s=work.num_requests * work.prompt_tokens / seconds,
         output_tokens_per_s=work.num_requests * work.output_tokens / seconds,
         running=running,
+        at_once=at_once,
         limited_by=limited_by,
     )
 

@@ -32,7 +32,7 @@ def planned(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_job_has_lengths_time_and_a_choice(tmp_path: pathlib.Path) -> None:
-    path = jobs.spec_of(tmp_path)
+    path = jobs.spec_of(tmp_path, parallel=None)
     report = planned(str(path), "--gpu", "h200", "--gpus", "4", "--price", "2")
     [gpu] = report["gpus"]
     assert report["job"]["num_rows"] == jobs.NUM_FEWER
@@ -101,7 +101,8 @@ def marks(svg: str) -> list[str]:
 
 
 def test_the_plot_of_a_job_has_each_degree(tmp_path: pathlib.Path) -> None:
-    arguments = (jobs.spec_of(tmp_path), "--gpu", "h200", "--gpu", "l4", "--gpus", "2", "--plot", tmp_path / "plan.svg")
+    spec = jobs.spec_of(tmp_path, parallel=None)
+    arguments = (spec, "--gpu", "h200", "--gpu", "l4", "--gpus", "2", "--plot", tmp_path / "plan.svg")
     done = jobs.run("plan", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     bars = marks((tmp_path / "plan.svg").read_text())
@@ -294,7 +295,7 @@ def test_plan_imports_neither_pytorch_nor_vllm(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=jobs.ROOT,
                           env={**os.environ, **jobs.quick_start()})  # fmt: skip
     assert done.stderr.strip().splitlines()[-1] == "imported"
-    assert "choice: 1 × H200 SXM" in done.stdout
+    assert "choice: 2 × H200 SXM: tensor 1 × data 2" in done.stdout
 
 
 def test_a_large_file_is_sampled_and_not_scanned(tmp_path: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.parallel import check_devices, check_processor, choose_degrees, with_degrees
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of
+from batchinf.planning.degrees import Machine
 from batchinf.planning.gpus import gpu_named
 from batchinf.planning.throughput import Workload
 from batchinf.spec.file import SpecFile, read_spec
@@ -57,7 +58,11 @@ def test_70b_on_eight_h200_by_auto(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
     file = with_degrees(spec_of(tmp_path, "llama-3.3-70b"), Devices(8, "h200"), said.append)
     assert file.spec.parallel.sizes == (2, 1)
-    assert said == ["parallel: tensor 2 × data 4 on 8 GPUs: weights 65.7 GiB a GPU, 402,790 tokens of cache each"]
+    assert said == [
+        "parallel: tensor 2 × data 4 on 8 GPUs: the fewest GPUs that hold the model, and no larger degree predicts "
+        "clearly more tokens a second; limited by memory (for prompts of 38 and outputs of 32 tokens); weights 65.7 "
+        "GiB a GPU, 399,169 tokens of cache for each replica"
+    ]
 
 
 def test_a_small_model_takes_one_device_each(tmp_path: pathlib.Path) -> None:
@@ -90,11 +95,12 @@ def test_where_the_cache_is_starved_a_larger_degree_is_taken(tmp_path: pathlib.P
     gpu, work = gpu_named("h200"), Workload(10_000, 128, 128, 128)
     # An H200 of which others use nearly all: 0.9 GB are left for the cache.
     starved = fit_of(resolve(file.spec.model), file.spec, 20_778 << 20, gpu.title)
-    found = choose_degrees(file, starved, 4, gpu=gpu, share=0.92, work=work)
-    assert found.degrees.tensor > 1
-    assert found.prediction is not None
+    machine = Machine(gpu, 4, 1, 0.92)
+    chosen, reason = choose_degrees(file, starved, machine, work)
+    assert chosen.degrees.tensor > 1
+    assert "times the tokens a second of tensor 1 × data 4, which is limited by the cache" in reason
     roomy = Fit(starved.needs, gpu.memory_bytes, max_model_len=256)
-    assert choose_degrees(file, roomy, 4, gpu=gpu, share=0.92, work=work).degrees.tensor == 1
+    assert choose_degrees(file, roomy, machine, work)[0].degrees.tensor == 1
 
 
 def on(gpu: str, tmp_path: pathlib.Path, **sections: Any) -> list[str]:

@@ -85,9 +85,13 @@ class Nvml(types.ModuleType):
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
         return int(uuid[-1])
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+    nvmlMemory_v2 = 0x02000028  # noqa: N815
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> Any:  # noqa: N802
         held = int(self.held.get(handle, 0) * GIB)
-        return types.SimpleNamespace(total=80 * GIB, free=80 * GIB - held, used=held)
+        # The driver keeps half a GiB. Only the second version of the function says so.
+        reserved = {} if version is None else {"reserved": GIB // 2}
+        return types.SimpleNamespace(total=80 * GIB + GIB // 2, free=80 * GIB - held, used=held, **reserved)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
         held = self.held.get(handle, 0) * GIB

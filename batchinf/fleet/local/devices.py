@@ -83,10 +83,10 @@ def _look(nvml: Any, device: str, handle: Any) -> DeviceLook:
     )
 
 
-def _ask(nvml: Any, question: Any, handle: Any) -> Any:
+def _ask(nvml: Any, question: Any, *arguments: Any) -> Any:
     # Parts of a device, such as MIG instances, do not answer everything.
     try:
-        return question(handle)
+        return question(*arguments)
     except nvml.NVMLError:
         return None
 
@@ -228,14 +228,22 @@ def check_driver(build: tuple[int, int] | None) -> None:
     )
 
 
+def _usable_bytes(nvml: Any, handle: Any) -> int:
+    """The memory that CUDA programs can have: all of it, less what the driver keeps. vLLM takes its share of that."""
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    if memory is None:  # the second version of the function is not there
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return int(memory.total - memory.reserved)
+
+
 def device_size(device: str) -> tuple[int | None, str]:
-    """A device's memory in bytes (None if NVML does not say) and its name."""
+    """A device's memory in bytes, as PyTorch gives it (None if NVML does not say), and its name."""
     with open_nvml() as nvml:
         if nvml is None:
             return None, ""
         try:
             handle = handle_of(nvml, device)
-            return int(nvml.nvmlDeviceGetMemoryInfo(handle).total), str(nvml.nvmlDeviceGetName(handle))
+            return _usable_bytes(nvml, handle), str(nvml.nvmlDeviceGetName(handle))
         except nvml.NVMLError:
             return None, ""
 
@@ -252,7 +260,7 @@ def _device_memory(device: str) -> tuple[int, int, list[str]]:
         except nvml.NVMLError:
             return 0, 0, []
         holders = [f"pid {use.pid} of {_user(use.pid)} ({(use.usedGpuMemory or 0) / 2**30:.1f} GiB)" for use in running]
-        return int(memory.free), int(memory.total), holders
+        return int(memory.free), _usable_bytes(nvml, handle), holders
 
 
 def _user(pid: int) -> str:

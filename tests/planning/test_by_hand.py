@@ -1,0 +1,100 @@
+"""Weights, cache and the least degrees of ten models on GPUs, beside arithmetic that is written out."""
+
+from typing import Any
+
+import pytest
+import torch  # noqa: F401  # with these two here, models are counted in this process
+import transformers  # noqa: F401
+from model_configs import GPT_OSS_120B, MIXTRAL_8X7B, QWEN3_235B_FP8
+
+import jobs
+from batchinf.model.identity import Model
+from batchinf.model.memory import Fit, needs_of
+from batchinf.planning.degrees import that_fit
+from batchinf.planning.gpus import GPUS, gpu_named
+from batchinf.spec.job import ModelSpec
+from benchmarks.shapes import SHAPES
+
+MIB, GIB = 1 << 20, 1 << 30
+STEP = 2 * GIB  # the least that a step takes
+LLAMA_8B, LLAMA_70B = SHAPES["llama-3.1-8b"], SHAPES["llama-3.3-70b"]
+LLAMA_405B = {**LLAMA_70B, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+              "num_attention_heads": 128, "num_key_value_heads": 8}  # fmt: skip
+
+# A layer of Llama: queries and output; keys and values of 8 heads of 128; three matrices of the MLP. Two norms.
+MATRICES_8B = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+MATRICES_70B = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+MATRICES_405B = 2 * 16384 * 16384 + 2 * 16384 * 1024 + 3 * 16384 * 53248
+PARAMETERS_8B = 2 * 128_256 * 4096 + 32 * (MATRICES_8B + 2 * 4096) + 4096
+PARAMETERS_70B = 2 * 128_256 * 8192 + 80 * (MATRICES_70B + 2 * 8192) + 8192
+# FP8: one byte for each number of a matrix, and 4 for its scale; two for all others.
+FP8_70B = 80 * (MATRICES_70B + 7 * 4) + 2 * (PARAMETERS_70B - 80 * MATRICES_70B)
+FP8_405B = 126 * (MATRICES_405B + 7 * 4) + 2 * (2 * 128_256 * 16384 + 126 * 2 * 16384 + 16384)
+# Keys and values of 8 heads of 128, two bytes each, in all layers.
+TOKEN_8B = 2 * 8 * 128 * 2 * 32
+TOKEN_70B = 2 * 8 * 128 * 2 * 80
+TOKEN_405B = 2 * 8 * 128 * 2 * 126
+# Mixtral: eight experts of three matrices, and a router.
+MIXTRAL = (
+    2 * 32_000 * 4096 + 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096) + 4096
+)
+# Qwen3-235B-A22B: 64 heads and 4 of keys and values, of 128; 128 experts of 3 × 4096 × 1536. FP8 with a scale of 4
+# bytes for each block of 128 × 128.
+QWEN_ATTENTION = 2 * 4096 * 8192 + 2 * 4096 * 512
+QWEN_EXPERTS = 128 * 3 * 4096 * 1536
+QWEN_LAYER_OTHERS = 128 * 4096 + 2 * 4096 + 2 * 128  # the router and the norms
+QWEN_FP8 = 94 * (QWEN_ATTENTION + QWEN_EXPERTS) * (1 + 4 / 128**2) + 2 * (94 * QWEN_LAYER_OTHERS + 4096)
+QWEN_FP8 += 2 * 2 * 151_936 * 4096
+# gpt-oss-120b: experts of 3 × 2880 × 2880 in MXFP4 (4 bits, and a scale of a byte for each 32), whose rows vLLM pads to
+# 3072 and whose width to 2944. All else has 16 bits: 64 heads and 8 of keys and values, of 64, with biases and sinks.
+GPT_EXPERTS = 36 * 128 * 3 * 3072 * 2944 * 17 // 32
+GPT_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + (4096 + 2 * 512 + 2880) + 64
+GPT_OTHERS = 36 * (GPT_ATTENTION + 128 * (2880 + 1) + 128 * (2 * 2880 + 2880) + 2 * 2880) + 2880 + 2 * 201_088 * 2880
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "gpu", "mib", "context", "tensor", "weights", "token"),
+    [
+        (LLAMA_8B, None, "a100-40", 40_448, 8192, 1, 2 * PARAMETERS_8B, TOKEN_8B),
+        (LLAMA_8B, None, "rtx-4090", 24_081, 8192, 1, 2 * PARAMETERS_8B, TOKEN_8B),
+        (LLAMA_8B, None, "l4", 22_563, 8192, 1, 2 * PARAMETERS_8B, TOKEN_8B),
+        (LLAMA_70B, None, "h200", 143_156, 8192, 2, 2 * PARAMETERS_70B, TOKEN_70B),
+        (LLAMA_70B, None, "a100-80", 81_153, 8192, 2, 2 * PARAMETERS_70B, TOKEN_70B),
+        (LLAMA_70B, None, "a100-40", 40_448, 8192, 4, 2 * PARAMETERS_70B, TOKEN_70B),
+        (LLAMA_70B, "fp8", "a100-40", 40_448, 2048, 2, FP8_70B, TOKEN_70B),
+        (LLAMA_405B, "fp8", "h100", 81_079, 8192, 8, FP8_405B, TOKEN_405B),
+        (MIXTRAL_8X7B, None, "a100-80", 81_153, 8192, 2, 2 * MIXTRAL, 2 * 8 * 128 * 2 * 32),
+        # Four ranks have 384 of the 1,536 columns of each expert, three blocks of 128. Eight would have one and a half.
+        (QWEN3_235B_FP8, None, "h100", 81_079, 8192, 4, QWEN_FP8, 2 * 4 * 128 * 2 * 94),
+        # Half of the layers have a sliding window, so its tokens are not counted here.
+        (GPT_OSS_120B, None, "h100", 81_079, 8192, 1, GPT_EXPERTS + 2 * GPT_OTHERS, None),
+    ],
+)  # fmt: skip
+def test_weights_cache_and_degrees_beside_arithmetic_by_hand(
+    config: dict[str, Any],
+    quantization: str | None,
+    gpu: str,
+    mib: int,
+    context: int,
+    tensor: int,
+    weights: float,
+    token: int | None,
+) -> None:
+    device = gpu_named(gpu)
+    assert device.memory_bytes == mib * MIB
+    model = Model("m", "org/m", None, "", config, {}, False, None, None, "org/m")
+    needs = needs_of(model, ModelSpec(name="m", load_format="dummy", quantization=quantization), {})
+    least = next(that_fit(Fit(needs, device.memory_bytes, device.title), context, 0.92, 8, most=8))
+    assert (least.tensor, least.pipeline) == (tensor, 1)
+    assert least.weight_bytes == pytest.approx(weights / tensor, abs=8)
+    if token is not None:
+        room = int(0.92 * mib * MIB) - least.weight_bytes - STEP
+        assert least.cache_tokens == room // (token // tensor)
+
+
+def test_the_page_has_the_memory_of_each_gpu_with_its_source() -> None:
+    lines = (jobs.ROOT / "docs" / "memory.md").read_text().splitlines()
+    table = [line for line in lines[lines.index("| `--gpu` | GPU | GiB | source |") + 2 :] if line.startswith("| `")]
+    assert table == [
+        f"| `{gpu.name}` | {gpu.title} | {gpu.memory_bytes / GIB:.2f} | {gpu.memory_source} |" for gpu in GPUS.values()
+    ]
