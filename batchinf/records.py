@@ -7,7 +7,7 @@ import datetime
 import operator
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Annotated, Any, Literal, Self
 
@@ -296,10 +296,30 @@ class Prompt:
     """The prompts of a row that has several, each with its own requests; `token_ids` are then those of all."""
     first_request: int = 0
     """Of a part: the index of its first request among those of the row."""
+    image_sources: tuple[Any, ...] = ()
+    """Where its images come from; `token_ids` then have one placeholder for each. Empty once they are loaded."""
+    image_digests: tuple[str, ...] | None = None
+    """SHA-256 of each image's bytes; None until they are loaded."""
+    image_positions: IntArray | None = None
+    """The positions in `token_ids` at which the model sees images and no tokens."""
 
     def part_of(self, request_index: int) -> "Prompt":
         """The part that has this request; the prompt itself if it has no parts."""
         return next((part for part in reversed(self.parts) if part.first_request <= request_index), self)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt with images as an engine has made it ready."""
+
+    token_ids: list[int]
+    """With all tokens of an image in place of its placeholder."""
+    image_positions: IntArray
+    """See `Prompt.image_positions`."""
+    num_bytes: int
+    """Of the tensors."""
+    for_ids: Callable[[list[int]], Any]
+    """Makes `Request.rendered` for ids that begin with `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +371,8 @@ class Request:
     """Whether the pooling runner applies the model's activation, in place of the job's choice."""
     token_type_start: int | None = None
     """Place of the first token of type 1, the second of two texts; None: all tokens have type 0."""
+    rendered: Any = None
+    """The engine's own form of a prompt with images, with their tensors; None: the ids are the whole prompt."""
 
     @property
     def key(self) -> tuple[int, int]:

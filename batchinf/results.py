@@ -194,7 +194,8 @@ class Results:
         Raises ModelError if it is not here, and DriftError if the model's folder has other content now.
         """
         spec = ModelSpec.model_validate(self.spec["model"])
-        model = resolve(spec, str(self.identity["model"]))
+        has_images = self.spec["input"].get("images") is not None  # absent in jobs of older versions
+        model = resolve(spec, str(self.identity["model"]), has_images=has_images)
         if model.fingerprint != self.identity["model"]:
             raise DriftError(
                 f"the model in {model.path} is not the one that the job began with; restore that one to decode its "

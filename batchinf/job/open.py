@@ -88,8 +88,10 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         file = replace(file, spec=_with_backend(file.spec, began_as))
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
-        model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
+        began_with = str(began_as.get("model", "")) if is_same else ""
+        model = resolve(file.spec.model, began_with, has_images=file.spec.input.has_images)
         task = task_of(file.spec)
+        task.check_images()
         file = replace(file, spec=_with_tool_parser(task, model))
         spec, origins = _with_defaults(task.over(file.spec), model, state)
         task = task.over(task.over(spec).resolve(model))

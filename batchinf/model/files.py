@@ -38,6 +38,8 @@ TOKENIZER_FILES = (
     "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# They decide the output of jobs with images.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Tokenizers of these plain classes are made from one of the vocabulary files.
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")

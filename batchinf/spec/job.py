@@ -72,6 +72,12 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
     "data_parallel_size": "parallel.data_parallel_size",
     "hf_token": "HF_TOKEN in the environment",  # the spec is stored in the output folder
 }
+# Engine arguments that are refused in a job with images → why, and what to write instead.
+_OF_IMAGES = {
+    "limit_mm_per_prompt": "set input.images.max_per_row",
+    "mm_processor_cache_gb": "vLLM's cache of images would lose those of rows that run later: leave it out",
+    "enable_prompt_embeds": "leave it out",
+}
 
 
 HubOrPath = Annotated[Path, on_this_host("give a Hugging Face id, or fetch the files and give their folder")]
@@ -312,7 +318,17 @@ class JobSpec(Section):
         self._check_tools()
         if lora is not None and self.engine.get("enable_lora") is False:
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
+        if self.input.has_images:
+            self._check_images()
         return self
+
+    def _check_images(self) -> None:
+        if self.has_auto_length:
+            raise wrong("got auto in a job with images, whose lengths are known only when it runs; give a number",
+                        "engine.max_model_len")  # fmt: skip
+        for argument, instead in _OF_IMAGES.items():
+            if argument in self.engine:
+                raise wrong(f"got it in a job with images; {instead}", f"engine.{argument}")
 
     def _check_tools(self) -> None:
         parser = self.model.tool_parser
