@@ -536,6 +536,43 @@ class Part(PartCounts):
     """Errors among these rows."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputJob:
+    """A job whose output rows are the input of another one."""
+
+    path: JsonText
+    """Its output folder, as the spec names it."""
+    job_id: JsonText
+    """Of the first slice, if it has slices."""
+    fingerprint: JsonText
+    """Of its identity; of the first slice, if it has slices."""
+    num_rows: Count
+    """Output rows."""
+    num_parts: Count
+    epoch: Count
+    """The number of its last log; the sum over all slices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """The file from which a retry takes rows in place of those of the input (`--input`)."""
+
+    path: JsonText
+    """As the user gave it."""
+    name: JsonText
+    """Of the copy in the job's folder."""
+    content: JsonText
+    """xxh3-128 of the name and the bytes, which names the folder of the copy."""
+    fingerprint: JsonText
+    """Of its rows."""
+    num_rows: Count
+    """Rows that are taken from it."""
+    rows: JsonText
+    """Digest of the file with the positions of these rows in the input."""
+    places: JsonText
+    """Digest of the file with their positions in the copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartedReplica:
     """An incarnation of a replica, as its `replica_started` event says."""

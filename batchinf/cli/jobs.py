@@ -99,6 +99,14 @@ def _run(
             "columns, such as \"finish_reason = 'length'\". --set may change fields of sampling.",
         ),
     ] = None,
+    input_: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="With --retry: take rows that run again from this file, by their ids, in place of those of the input.",
+        ),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Rename the old output folder, if there is one, and start a new job.")
     ] = False,
@@ -121,7 +129,14 @@ def _run(
         collect_as_usual()
         display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
         summary = api.run(
-            spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
+            spec,
+            overrides=set_ or (),
+            retry=retry,
+            input=input_,
+            fresh=fresh,
+            extend=extend,
+            slice=slice_,
+            display=display,
         )
     print_lines(summary.lines())
 

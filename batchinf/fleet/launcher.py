@@ -197,6 +197,7 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
         extents=state.extents,
         begun_at=begun_at(job, state),
         columns=state.header.columns,
+        repairs=() if retry is None else state.repairs(retry.number),
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from batchinf.manifest.columns import Columns
+from batchinf.manifest.lines import Retry
 from batchinf.model.lora import Adapter
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
 
@@ -59,6 +60,8 @@ class Work:
     """When the job began, in ISO format; templates see it as today's date."""
     columns: Columns
     """Those of the job's parts and segments."""
+    repairs: tuple[Retry, ...] = ()
+    """The retries up to this one, from whose files rows are taken. The job's first run reads its input alone."""
 
 
 @dataclass(frozen=True, slots=True)

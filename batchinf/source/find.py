@@ -40,6 +40,8 @@ def is_dataset(input: InputLocation) -> bool:
 
 def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     """The files of a file, glob or folder, sorted by name, and their one format."""
+    if input.parts is not None:
+        return one_format(files := list(input.parts()), input), files
     path = os.path.expanduser(input.path)
     is_plain = os.path.isfile(path) or os.path.isdir(path)
     # The files in /proc and /dev/fd are others for each process. /dev/shm is a folder like any other.

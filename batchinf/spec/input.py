@@ -134,7 +134,10 @@ class InputSpec(Section):
     """Where the rows come from, which of them run, and how a row becomes a prompt."""
 
     path: Annotated[Path, RUNTIME]
-    """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content."""
+    """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content.
+    Not with `job`."""
+    job: Annotated[_JobFolder | None, RUNTIME] = None
+    """The output folder of a job that is done, instead of `path`: its output rows are the rows, with all columns."""
     format: Annotated[FormatName | None, RUNTIME] = None
     """Default: from the name's ending. `openai` is JSONL of OpenAI's batch API, also recognised by its lines."""
     csv: Annotated[CsvSpec | None, IDENTITY] = None
@@ -226,6 +229,13 @@ class InputSpec(Section):
     whose prompts begin alike run one after the other, so that vLLM's prefix cache is used. `longest`: the half of the
     rows with the larger `max_tokens` runs first. `auto`: chosen from a sample."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _path_of_job(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("job"), str) and values.get("path") is None:
+            return {**values, "path": values["job"]}
+        return values
+
     @field_validator("path")
     @classmethod
     def _no_secrets(cls, path: str) -> str:
@@ -260,6 +270,7 @@ class InputSpec(Section):
             self._check_chat()
         self._check_tools()
         self._check_exclude()
+        self._check_job()
         self._check_format()
         if self.has_images:
             self._check_images()
@@ -279,6 +290,17 @@ class InputSpec(Section):
     def _check_exclude(self) -> None:
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
             raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
+
+    def _check_job(self) -> None:
+        if self.job is None:
+            return
+        if self.path != self.job:
+            raise wrong(
+                f"got {self.job!r} beside path {self.path!r}; must be given alone: leave one of them out", "job"
+            )
+        for field in ("format", Csv.name, "split", "name", "revision"):
+            if getattr(self, field) is not None:
+                raise wrong("got it beside job, whose output is read as it is; must be left out", field)
 
     def _check_format(self) -> None:
         if self.csv is not None and self.format not in (None, Csv.name):

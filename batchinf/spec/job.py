@@ -557,6 +557,9 @@ def json_schema() -> dict[str, Any]:
         for name, field in section["properties"].items():
             if (short := field.pop("short", None)) is not None:
                 section["properties"][name] = _with_form(field, short)
+    where = schema["$defs"]["InputSpec"]
+    where["required"].remove("path")
+    where["anyOf"] = [{"required": ["path"]}, {"required": ["job"]}]
     sampling = schema["$defs"]["SamplingSpec"]["properties"]
     for name in PER_ROW_FIELDS:
         sampling[name] = _with_form(sampling[name], {"$ref": "#/$defs/Column"})

@@ -397,6 +397,19 @@ def test_dialects_of_csv():
     assert read(LEAST.replace("x.jsonl", "x.csv, csv: {null_values: NA}")).spec.input.csv.null_values == ("NA",)
 
 
+def test_a_job_as_input():
+    spec = read("model: a/b\ninput: {job: out/first}\noutput: {path: y}\n").spec
+    assert (spec.input.path, spec.input.job) == ("out/first", "out/first")
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
+    for field, message in (
+        ("path: x", "input.job: got 'out/first' beside path 'x'; must be given alone"),
+        ("format: parquet", "input.format: got it beside job, whose output is read as it is; must be left out"),
+    ):
+        assert message in refusal(f"model: a/b\ninput: {{job: out/first, {field}}}\noutput: {{path: y}}\n")
+    assert "input.job: " in refusal("model: a/b\ninput: {job: s3://b/first}\noutput: {path: y}\n")
+    assert "input.path: missing; must be text" in refusal("model: a/b\ninput: {}\noutput: {path: y}\n")
+
+
 def test_a_number_as_a_key_is_told_its_quotes():
     said = refusal(LEAST + "sampling: {logit_bias: {5: 1}}\n")
     assert said.endswith('got 5 for a field\'s name; must be text: write "5"')
