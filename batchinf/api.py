@@ -64,6 +64,7 @@ _EXCLUDED = {
     ("--fresh", "--retry"): "--fresh starts a new job, --retry runs finished rows again: give one of them",
     ("--extend", "--fresh"): "--extend continues the job with new rows, --fresh starts a new job: give one of them",
     ("--extend", "--retry"): "--extend runs new rows, --retry runs finished rows again: use one after the other",
+    ("--input", "--slice"): "a slice takes no repaired rows: run them as a job of their own, with another output.path",
     ("--extend", "--slice"): "a slice takes no new rows: give them to a new job, with input.exclude",
 }
 
@@ -73,6 +74,7 @@ def run(
     *,
     overrides: Overrides = (),
     retry: str | None = None,
+    input: str | os.PathLike[str] | None = None,
     fresh: bool = False,
     extend: bool = False,
     slice: str | None = None,
@@ -85,8 +87,9 @@ def run(
 
     spec: a YAML file, a mapping, or a `JobSpec`. overrides: fields to set, as `{"sampling.max_tokens": 64}`, or as
     texts like those of `--set`. retry: `errors`, or an SQL expression over the output columns; these rows of a finished
-    job run again. fresh: rename the old output folder and start a new job. extend: also run new rows of the input.
-    slice: run only this slice, such as `3/8`.
+    job run again. input: a file from which the retry takes rows in place of those of the job's input. fresh: rename the
+    old output folder and start a new job. extend: also run new rows of the input. slice: run only this slice, such as
+    `3/8`.
 
     progress: called about once a second with a `JobStatus`, instead of a progress bar, on the thread of this call. An
     exception in it ends the job. quiet: print nothing. stop: an event; once it is set, the job stops as by Ctrl-C.
@@ -101,16 +104,35 @@ def run(
     """
     _check_text("retry", retry, "`errors`, or an SQL expression")
     _check_text("slice", slice, "text such as '3/8'")
-    given = {"--fresh": fresh, "--retry": retry is not None, "--slice": bool(slice), "--extend": extend}
+    given = {
+        "--fresh": fresh,
+        "--retry": retry is not None,
+        "--input": input is not None,
+        "--slice": bool(slice),
+        "--extend": extend,
+    }
     for (option, other), why in _EXCLUDED.items():
         if given[option] and given[other]:
             raise UserError(f"got {option} with {other}; {why}")
+    if input is not None and retry is None:
+        raise UserError(
+            "got --input without --retry; it repairs rows of a finished job, as with --retry errors. The rows of a new "
+            "job are in the spec: --set input.path=PATH"
+        )
     parsed = None if slice is None else Slice.parse(slice)
     display = display or _Display(progress, quiet)
     with interruptible(stop):
         file = read_checked(spec, overrides, parsed)
         with contextlib.closing(choose_backend(file.spec)) as backend:
-            return run_job(file, backend, display, retry, extends=extend, fresh=fresh)
+            return run_job(
+                file,
+                backend,
+                display,
+                retry,
+                extends=extend,
+                fresh=fresh,
+                input=None if input is None else os.fspath(input),
+            )
 
 
 def validate(

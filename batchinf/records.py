@@ -7,7 +7,7 @@ import datetime
 import operator
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Annotated, Any, Literal, Self
 
@@ -296,10 +296,30 @@ class Prompt:
     """The prompts of a row that has several, each with its own requests; `token_ids` are then those of all."""
     first_request: int = 0
     """Of a part: the index of its first request among those of the row."""
+    image_sources: tuple[Any, ...] = ()
+    """Where its images come from; `token_ids` then have one placeholder for each. Empty once they are loaded."""
+    image_digests: tuple[str, ...] | None = None
+    """SHA-256 of each image's bytes; None until they are loaded."""
+    image_positions: IntArray | None = None
+    """The positions in `token_ids` at which the model sees images and no tokens."""
 
     def part_of(self, request_index: int) -> "Prompt":
         """The part that has this request; the prompt itself if it has no parts."""
         return next((part for part in reversed(self.parts) if part.first_request <= request_index), self)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt with images as an engine has made it ready."""
+
+    token_ids: list[int]
+    """With all tokens of an image in place of its placeholder."""
+    image_positions: IntArray
+    """See `Prompt.image_positions`."""
+    num_bytes: int
+    """Of the tensors."""
+    for_ids: Callable[[list[int]], Any]
+    """Makes `Request.rendered` for ids that begin with `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +371,8 @@ class Request:
     """Whether the pooling runner applies the model's activation, in place of the job's choice."""
     token_type_start: int | None = None
     """Place of the first token of type 1, the second of two texts; None: all tokens have type 0."""
+    rendered: Any = None
+    """The engine's own form of a prompt with images, with their tensors; None: the ids are the whole prompt."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -512,6 +534,43 @@ class Part(PartCounts):
     """Rows that a retry copied from the part that this one replaces, for the coordinator that commits the part."""
     num_kept_errors: Count = field(default=0, metadata=_NOT_WRITTEN)
     """Errors among these rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputJob:
+    """A job whose output rows are the input of another one."""
+
+    path: JsonText
+    """Its output folder, as the spec names it."""
+    job_id: JsonText
+    """Of the first slice, if it has slices."""
+    fingerprint: JsonText
+    """Of its identity; of the first slice, if it has slices."""
+    num_rows: Count
+    """Output rows."""
+    num_parts: Count
+    epoch: Count
+    """The number of its last log; the sum over all slices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """The file from which a retry takes rows in place of those of the input (`--input`)."""
+
+    path: JsonText
+    """As the user gave it."""
+    name: JsonText
+    """Of the copy in the job's folder."""
+    content: JsonText
+    """xxh3-128 of the name and the bytes, which names the folder of the copy."""
+    fingerprint: JsonText
+    """Of its rows."""
+    num_rows: Count
+    """Rows that are taken from it."""
+    rows: JsonText
+    """Digest of the file with the positions of these rows in the input."""
+    places: JsonText
+    """Digest of the file with their positions in the copy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import glob
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import ParquetFile, absolute, joined_schema, open_part
 from batchinf.base.ragged import Ragged, join_ragged, to_matrix, to_ragged
+from batchinf.base.votes import PassAtK, Vote, majority, pass_at_k
 from batchinf.manifest.look import Look
 from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer, token_texts
@@ -194,7 +195,8 @@ class Results:
         Raises ModelError if it is not here, and DriftError if the model's folder has other content now.
         """
         spec = ModelSpec.model_validate(self.spec["model"])
-        model = resolve(spec, str(self.identity["model"]))
+        has_images = self.spec["input"].get("images") is not None  # absent in jobs of older versions
+        model = resolve(spec, str(self.identity["model"]), has_images=has_images)
         if model.fingerprint != self.identity["model"]:
             raise DriftError(
                 f"the model in {model.path} is not the one that the job began with; restore that one to decode its "
@@ -211,6 +213,23 @@ class Results:
         readers = [_reader(self._type(column)) for column in columns]
         for batch in self.batches(columns, num_rows):
             yield {name: read(values) for name, values, read in zip(columns, batch.columns, readers, strict=True)}
+
+    def majority(self, answers: "Sequence[Hashable] | str" = "text") -> list[Vote]:
+        """The answer that most samples of each input row have, for `sampling.n` above 1. In the order of the input.
+
+        answers: the answer of each output row, such as a number taken from its text, with None for none; or the name of
+        a column, whose values are compared as they are. If several have equal votes, the first one wins.
+        """
+        values = self.table([answers]).column(0).to_pylist() if isinstance(answers, str) else answers
+        return majority(self.array("row_index"), values)
+
+    def pass_at_k(self, is_right: Sequence[bool], k: int = 1) -> PassAtK:
+        """pass@k: the probability that at least one of k samples of a row is right, and its standard error.
+
+        is_right: whether each output row is right, in the order of `table`. An error row is a sample that is not right.
+        The estimate is the unbiased one of Chen et al. 2021. Raises OutputError if a row has fewer than k samples.
+        """
+        return pass_at_k(self.array("row_index"), is_right, k)
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset, which keeps an Arrow copy in its cache and maps it into memory."""

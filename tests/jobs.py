@@ -11,6 +11,7 @@ import os
 import pathlib
 import pickle
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -325,3 +326,9 @@ def are_gone(processes: list[psutil.Process], wait_s: float = 60.0) -> bool:
 def slowly(*cases: Any) -> list[Any]:
     """Cases of a parametrized test that only `make test-slow` runs."""
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def share_said(number: int, num_rows: int) -> str:
+    """The share of right rows with its standard error and their number, as the lines of an accuracy have it."""
+    right = [1.0] * number + [0.0] * (num_rows - number)
+    return f"{number / num_rows:.2%} ± {statistics.stdev(right) / num_rows**0.5:.2%} ({number})"

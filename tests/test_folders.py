@@ -6,6 +6,7 @@ version of a task in the place of the present one.
 
 import importlib.util
 import io
+import json
 import pathlib
 import sys
 import tarfile
@@ -27,6 +28,7 @@ from batchinf.commands.head import read_head
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
 from batchinf.job.open import open_job_input
+from batchinf.job.repaired import repaired
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.state import list_logs
 from batchinf.replica import incarnation
@@ -57,11 +59,15 @@ def inputs_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close what the replicas opened: elsewhere their process ends."""
     sources = []
 
-    def opened(*given: Any) -> Source:
-        sources.append(open_job_input(*given))
-        return sources[-1]
+    def noted(open: Callable[..., Source]) -> Callable[..., Source]:
+        def opened(*given: Any) -> Source:
+            sources.append(open(*given))
+            return sources[-1]
 
-    monkeypatch.setattr(incarnation, "open_job_input", opened)
+        return opened
+
+    for open in (open_job_input, repaired):
+        monkeypatch.setattr(incarnation, open.__name__, noted(open))
     yield
     for source in sources:
         source.close()
@@ -80,12 +86,14 @@ def unpacked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return unpack
 
 
-def go_on(retry: str | None = None, *settings: str, extends: bool = False, fresh: bool = False) -> str:
+def go_on(
+    retry: str | None = None, *settings: str, extends: bool = False, fresh: bool = False, input: str | None = None
+) -> str:
     """Run the job of the current folder to its end. Returns what it said."""
     said = io.StringIO()
     file = read_spec("job.yaml", settings)
     with interruptible():
-        run_job(file, InProcessBackend(), ProgressDisplay(said), retry, extends=extends, fresh=fresh)
+        run_job(file, InProcessBackend(), ProgressDisplay(said), retry, extends=extends, fresh=fresh, input=input)
     return said.getvalue()
 
 
@@ -168,6 +176,18 @@ def test_a_killed_retry_goes_on(unpacked: Callable[[str], pathlib.Path], task: s
     assert f"retry 1 ({folders.RETRY})" in said
     assert "damaged" not in said and "altered" not in said
     assert rows_of(out) == expected
+    assert_whole(out)
+
+
+def test_a_finished_job_is_repaired(unpacked: Callable[[str], pathlib.Path]) -> None:
+    out = unpacked("generate-finished")
+    before = rows_of(out)
+    row = json.loads((out.parent / "rows.jsonl").read_text().splitlines()[3])
+    (out.parent / "fixed.jsonl").write_text(json.dumps({**row, "prompt": "Twice"}))
+    go_on("row_index in (3, 4)", input="fixed.jsonl")
+    after = rows_of(out)
+    assert {row["row_index"] for row, old in zip(after, before, strict=True) if row != old} == {3}
+    assert all(row["num_prompt_tokens"] < 5 for row in after if row["row_index"] == 3)
     assert_whole(out)
 
 

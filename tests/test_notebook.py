@@ -1,5 +1,6 @@
 """Jobs in a notebook: a cell runs a job, is interrupted, and the next cells go on in the same kernel."""
 
+import importlib.util
 import os
 import pathlib
 import signal
@@ -45,6 +46,20 @@ def notebook(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     client = NotebookClient(nbformat.v4.new_notebook(), timeout=240, allow_errors=True, kernel_name="python3")
     with client.setup_kernel(cwd=str(tmp_path)):
         yield Notebook(client)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ipywidgets") is not None, reason="ipywidgets shows a widget")
+def test_without_widgets_one_line_is_rewritten(notebook: Notebook, tmp_path: pathlib.Path) -> None:
+    path = jobs.spec_of(tmp_path, scripted={"step_s": 0.02})
+    shown = notebook.run(f"import batchinf; batchinf.run({str(path)!r})")
+    assert "TqdmWarning" not in shown
+    # What a notebook shows: each part of a line replaces what stands before it.
+    lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in shown.split("\n")]
+    assert [line for line in lines if line.startswith(("starting:", "running:", "ending:"))] == []
+    [last] = [line for line in lines if line.startswith("done: 100%|")]
+    num_rows = len(jobs.unhurt())
+    assert f"{num_rows:,} output rows" in last or f"{num_rows:,}/{num_rows:,}" in last
+    assert shown.count("\rrunning: ") > 1
 
 
 @pytest.mark.parametrize("call", ["batchinf.run(spec)", "import asyncio; await asyncio.sleep(0); batchinf.run(spec)"])

@@ -25,13 +25,21 @@ ONE_NODE, ARRAY, BUCKET = (
     (jobs.ROOT / "jobs" / "slurm" / f"{name}.sbatch").read_text() for name in ("one_node", "array", "bucket")
 )
 WAYS = [
-    (ONE_NODE, "batchinf run jobs/quickstart.yaml", "scontrol requeue 71"),
-    # Not SLURM_JOB_ID: in one of the tasks it is the id of the whole array.
-    (ARRAY, "batchinf run jobs/quickstart.yaml --slice 2/3", "scontrol requeue 70_2"),
+    (
+        ONE_NODE,
+        "batchinf run jobs/quickstart.yaml",
+        ["batchinf status out/quickstart --json", "scontrol requeue 71"],
+    ),
+    (
+        ARRAY,
+        "batchinf run jobs/quickstart.yaml --slice 2/3",
+        # Not SLURM_JOB_ID: in one of the tasks it is the id of the whole array.
+        ["batchinf status out/quickstart/slice-2 --json", "scontrol requeue 70_2"],
+    ),
     (
         BUCKET,
         "batchinf run jobs/quickstart.yaml --set output.path=s3://my-bucket/answers --slice 2/8",
-        "scontrol requeue 70_2",
+        ["batchinf status s3://my-bucket/answers/slice-2 --json", "scontrol requeue 70_2"],
     ),
 ]
 
@@ -42,13 +50,24 @@ STAND_INS = {
     "sbatch": 'echo "sbatch $*" >>"$CALLS"\n'
     'if [ "$1" = "$REFUSED" ]; then echo "sbatch: error: no such partition" >&2; exit 1; fi\necho "12;far"\n',
 }
-BATCHINF = 'echo "batchinf $*" >>"$CALLS"\nexit "$CODE"\n'
+# As `batchinf status --json`; the number of finished rows is in a file.
+STATUS = """
+if [ "$1" = status ]; then
+    echo "batchinf $*" >>"$CALLS"
+    printf '{\n  "num_rows_committed": %s\n}\n' "$(cat "$CALLS-finished" 2>/dev/null || echo 0)"
+    exit
+fi
+"""
+BATCHINF = STATUS + 'echo "batchinf $*" >>"$CALLS"\nexit "$CODE"\n'
 # In place of a run that is being stopped: it ends with 75 after the signal that its shell gets too.
-SIGNALLED = """
+SIGNALLED = (
+    STATUS
+    + """
 trap 'echo "batchinf was told" >>"$CALLS"; exit 75' TERM USR1
 echo "batchinf $*" >>"$CALLS"
 while :; do sleep 0.05; done
 """
+)
 
 
 def place(folder: pathlib.Path, script: str, batchinf: str) -> dict[str, str]:
@@ -60,6 +79,8 @@ def place(folder: pathlib.Path, script: str, batchinf: str) -> dict[str, str]:
         path.chmod(0o755)
     (folder / ".venv" / "bin" / "activate").write_text(f"PATH={folder}/.venv/bin:$PATH\n")
     (folder / "script").write_text(script)
+    for logs in re.findall("^#SBATCH --output=(.*)/", script, re.MULTILINE):
+        (folder / logs).mkdir(parents=True)
     return {
         **os.environ,
         "CALLS": str(folder / "calls"),
@@ -109,18 +130,47 @@ def test_a_script_is_bash_and_asks_for_what_it_needs(file: pathlib.Path) -> None
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 75, 137, 143])
 @pytest.mark.parametrize(("script", "ran", "requeued"), WAYS, ids=["one node", "array", "bucket"])
 def test_only_75_goes_back_into_the_queue(
-    script: str, ran: str, requeued: str, code: int, tmp_path: pathlib.Path
+    script: str, ran: str, requeued: list[str], code: int, tmp_path: pathlib.Path
 ) -> None:
     environment = {**place(tmp_path, script, BATCHINF), "CODE": str(code)}
     done = subprocess.run(["bash", "script"], cwd=tmp_path, env=environment, check=False, timeout=60)
     assert done.returncode == code
-    assert (tmp_path / "calls").read_text().splitlines() == ([ran, requeued] if code == 75 else [ran])
+    assert (tmp_path / "calls").read_text().splitlines() == [ran, *(requeued if code == 75 else [])]
+
+
+def test_requeues_without_a_finished_row_are_capped(tmp_path: pathlib.Path) -> None:
+    script = script_of(spec_in(tmp_path, output={"path": "out"}), SlurmOptions(array="12", max_requeues=2))
+    environment = {**place(tmp_path, script, BATCHINF), "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
+
+    def runs(num_finished: int) -> str:
+        (tmp_path / "calls-finished").write_text(str(num_finished))
+        done = subprocess.run(
+            ["bash", "script"], cwd=tmp_path, env={**environment, "CODE": "75"}, capture_output=True, text=True,
+            check=False, timeout=60,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (75, "")
+        return done.stdout
+
+    def num_requeues() -> int:
+        return (tmp_path / "calls").read_text().count("scontrol requeue 70_2\n")
+
+    assert [runs(0), runs(0)] == [
+        f"queued again: requeue {number} of at most 2 without a new finished row\n" for number in (1, 2)
+    ]
+    assert num_requeues() == 2
+    assert "not queued again: 2 requeue(s) in a row brought no new finished row (--max-requeues 2); " in runs(0)
+    assert num_requeues() == 2
+    # Submitted anew, or queued again by hand. A new row starts the count again.
+    assert [runs(rows)[:23] for rows in (0, 0, 7, 7)] == [f"queued again: requeue {n}" for n in (1, 2, 1, 2)]
+    assert "not queued again" in runs(7)
+    assert num_requeues() == 6
+    assert "batchinf status out/slice-02 --json\n" in (tmp_path / "calls").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize(("script", "ran", "requeued"), WAYS, ids=["one node", "array", "bucket"])
 def test_the_shell_outlives_a_signal_to_all(
-    script: str, ran: str, requeued: str, number: signal.Signals, tmp_path: pathlib.Path
+    script: str, ran: str, requeued: list[str], number: signal.Signals, tmp_path: pathlib.Path
 ) -> None:
     """SIGTERM is from `scancel`: `scontrol requeue` would revive the job."""
     environment = place(tmp_path, script, SIGNALLED)
@@ -129,7 +179,7 @@ def test_the_shell_outlives_a_signal_to_all(
     jobs.wait_until(lambda: calls.exists() and ran in calls.read_text())
     os.killpg(process.pid, number)
     assert process.wait(60) == 75
-    again = [requeued] if number == signal.SIGUSR1 else []
+    again = requeued if number == signal.SIGUSR1 else []
     assert calls.read_text().splitlines() == [ran, "batchinf was told", *again]
 
 
@@ -203,8 +253,18 @@ def test_a_value_of_several_words_is_quoted(given: str, written: str, tmp_path: 
          "parallel.tensor_parallel_size: got auto with --nodes; with Ray it must be a number"),
         ({"num_nodes": 2}, {"parallel": {"pipeline_parallel_size": "auto"}},
          "parallel.pipeline_parallel_size: got auto with --nodes"),
-        ({"num_nodes": 2, "num_slices": 2}, {}, "got --array with --nodes"),
-        ({"num_slices": 10**6}, {}, "--array: got 1000000; must be at most 999999"),
+        ({"num_nodes": 2, "array": "2"}, {}, "got --array with --nodes"),
+        ({"array": "1000000"}, {}, "--array: got 1000000; must be at most 999999"),
+        ({"array": "8%0"}, {}, "--array: got '8%0'; must be a number of slices, such as 8, or 8%2 to run at most 2"),
+        ({"array": "0-7"}, {}, "--array: got '0-7'; must be a number of slices"),
+        ({"directives": ("--array=0-7",)}, {}, "--sbatch: got '--array=0-7'; each task would run the whole job"),
+        ({"directives": ("--qos=high -a 0-7",)}, {}, "--sbatch: got '--qos=high -a 0-7'; each task would run the"),
+        ({"directives": ("--signal=USR1@60",)}, {}, "got '--signal=USR1@60'; the script stops the job by this signal"),
+        ({"directives": ("--sig USR1@60",), "array": "2"}, {}, "--sbatch: got '--sig USR1@60'; the script stops"),
+        ({"directives": ("-N2",)}, {}, "--sbatch: got '-N2'; write --nodes without --sbatch"),
+        ({"num_nodes": 2},
+         {"scripted": None, "parallel": {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}},
+         "--nodes: got 2 without --gpus, but parallel.pipeline_parallel_size is 2, which needs GPUs; add --gpus N"),
         ({"venv": ".venv", "container": "x.sif"}, {}, "got --venv with --container"),
         ({"time": "soon"}, {}, "--time: got 'soon'; must be a time such as 90"),
         ({"time": "2"}, {}, "--time: got 2, which is 120 s, but the job stops 120 s before that"),
@@ -225,6 +285,38 @@ def test_wishes_that_cannot_be_met_are_refused(
     with pytest.raises(UserError, match=re.escape(message)) as raised:
         script_of(spec_in(tmp_path, **fields), SlurmOptions(**wishes))  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)
+
+
+def test_an_array_may_run_some_slices_at_a_time(tmp_path: pathlib.Path) -> None:
+    script = script_of(spec_in(tmp_path), SlurmOptions(array="8%2", directives=("--array=3,5",)))
+    assert "\n#SBATCH --array=0-7%2\n" in script
+    assert "\n#SBATCH --array=3,5\n" in script  # some slices of the eight
+    assert '--slice "$SLURM_ARRAY_TASK_ID/8"\n' in script
+
+
+def test_ray_on_nodes_without_gpus_needs_a_vllm_that_runs_without(tmp_path: pathlib.Path) -> None:
+    file = spec_in(tmp_path, scripted=None)
+    torch = tmp_path / "venv" / "lib" / "python3.12" / "site-packages" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text("cuda: Optional[str] = '12.9'\n")
+    venv = str(tmp_path / "venv")
+    with pytest.raises(UserError, match=rf"^--nodes: got 2 without --gpus, but the vLLM of {venv} runs on GPUs; add "):
+        script_of(file, SlurmOptions(num_nodes=2, venv=venv))
+    for directive in ("--gpus-per-node=4", "--exclusive", "-G 8"):
+        script_of(file, SlurmOptions(num_nodes=2, venv=venv, directives=(directive,)))
+    script_of(spec_in(tmp_path), SlurmOptions(num_nodes=2, venv=venv))  # the scripted engine needs none
+    (torch / "version.py").write_text("cuda: Optional[str] = None\n")
+    script_of(file, SlurmOptions(num_nodes=2, venv=venv))
+
+
+def test_commands_in_messages_can_be_pasted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command("batchinf slurm jobs/quickstart.yaml --set output.path='out/my job'", monkeypatch, tmp_path)
+    assert "submit it with `sbatch 'out/my job.slurm/job.sbatch'`" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"run `sbatch 'out/my job\.slurm/job\.sbatch'` on"):
+        command("batchinf slurm jobs/quickstart.yaml --set output.path='out/my job' --submit", monkeypatch, tmp_path)
 
 
 def test_a_script_replaces_only_its_own_kind(tmp_path: pathlib.Path) -> None:

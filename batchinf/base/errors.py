@@ -130,3 +130,12 @@ class RequestRefused(Exception):
     def __init__(self, error: RowError) -> None:
         super().__init__(error.error_message)
         self.error = error
+
+
+class ImageError(Exception):
+    """An image of a row cannot be used. The row becomes an error row."""
+
+    def __init__(self, error_type: str, message: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.message = message

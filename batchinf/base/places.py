@@ -31,9 +31,8 @@ def elsewhere(path: str, instead: str) -> str | None:
         return None
     if path.strip().startswith("file:/"):
         instead = "write the path alone, without file:"
-    without_secrets = re.sub(r"//[^/@]*@", "//…@", path.partition("?")[0])
     here = f"; '{os.path.normpath(path)}' is a path here too: rename it to use it" if os.path.lexists(path) else ""
-    return f"got '{clip(without_secrets, 200)}', but only a path of this host is possible: {instead}{here}"
+    return f"got '{clip(shown_url(path), 200)}', but only a path of this host is possible: {instead}{here}"
 
 
 def is_bucket(path: str) -> bool:
@@ -46,14 +45,18 @@ def is_http(path: str) -> bool:
     return re.match("https?://", path) is not None
 
 
+def shown_url(url: str) -> str:
+    """A URL for people: without what may be a secret."""
+    return re.sub(r"//[^/@]*@", "//…@", re.split("[?#]", url, maxsplit=1)[0])
+
+
 def bucket_problem(url: str) -> str | None:
     """What is wrong with the URL of a bucket that is to hold a job; None if nothing is."""
     match = _BUCKET.fullmatch(url.rstrip("/"))
     if "@" in url or "?" in url or "#" in url:
-        shown = re.sub(r"//[^/@]*@", "//…@", re.split("[?#]", url)[0])
         return (
-            f"got '{clip(shown, 200)}' with a key, a query or a fragment in it, which would be recorded: leave it out, "
-            "and give the key in the environment or in a profile"
+            f"got '{clip(shown_url(url), 200)}' with a key, a query or a fragment in it, which would be recorded: "
+            "leave it out, and give the key in the environment or in a profile"
         )
     names = url.split("://", 1)[1].strip("/").split("/")
     if match is None or any(name in ("", ".", "..") or re.search(r"[^\w.=+-]", name, re.ASCII) for name in names):

@@ -68,7 +68,7 @@ def _init(
     print_lines(written_lines(path, found, purpose))
     if has_template is None:
         print_lines([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
-    print_lines([f"next: batchinf validate {path}"])
+    print_lines([f"next: batchinf validate {shlex.quote(path)}"])
 
 
 def _asked(
@@ -99,6 +99,14 @@ def _run(
             "columns, such as \"finish_reason = 'length'\". --set may change fields of sampling.",
         ),
     ] = None,
+    input_: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="With --retry: take rows that run again from this file, by their ids, in place of those of the input.",
+        ),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Rename the old output folder, if there is one, and start a new job.")
     ] = False,
@@ -121,7 +129,14 @@ def _run(
         collect_as_usual()
         display = ProgressDisplay(is_json=log_format is LogFormat.JSON, is_quiet=is_quiet)
         summary = api.run(
-            spec, overrides=set_ or (), retry=retry, fresh=fresh, extend=extend, slice=slice_, display=display
+            spec,
+            overrides=set_ or (),
+            retry=retry,
+            input=input_,
+            fresh=fresh,
+            extend=extend,
+            slice=slice_,
+            display=display,
         )
     print_lines(summary.lines())
 
@@ -297,8 +312,12 @@ def _slurm(
     set_: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes; more than 1 runs Ray on them.")] = 1,
     array: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Run N slices as a job array, on a node each.")
+        str | None,
+        typer.Option(metavar="N[%M]", help="Run N slices as a job array, on a node each; M of them at a time."),
     ] = None,
+    max_requeues: Annotated[
+        int, typer.Option(min=1, help="Requeues in a row without a new finished row, after which the job ends.")
+    ] = 5,
     gpus: Annotated[
         str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
     ] = None,
@@ -330,9 +349,10 @@ def _slurm(
 
     file = read_checked(spec, set_ or ())
     options = SlurmOptions(
-        num_nodes=nodes, num_slices=array, gpus=gpus, cpus=cpus, mem=mem, time=time, partition=partition,
-        account=account, constraint=constraint, modules=tuple(modules or ()), directives=tuple(directives or ()),
-        venv=venv, container=container, overrides=tuple(set_ or ()), command=shlex.join(["batchinf", *sys.argv[1:]]),
+        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, cpus=cpus, mem=mem, time=time,
+        partition=partition, account=account, constraint=constraint, modules=tuple(modules or ()),
+        directives=tuple(directives or ()), venv=venv, container=container, overrides=tuple(set_ or ()),
+        command=shlex.join(["batchinf", *sys.argv[1:]]),
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, options), file)

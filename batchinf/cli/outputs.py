@@ -1,5 +1,6 @@
 """The commands that take an output folder: each shows, checks, compares or writes what a job made."""
 
+import shlex
 import sys
 from typing import Annotated
 
@@ -147,7 +148,9 @@ def _inspect(
     given = [text for text in (wanted, row) if text is not None]
     if len(given) != 1:
         got = f"got {' and '.join(given)}" if given else "got no row"
-        raise UserError(f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW")
+        raise UserError(
+            f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {shlex.quote(out)} ROW"
+        )
     [named] = given
     report = inspect_row(out, named)
     if as_json:
@@ -170,13 +173,16 @@ def _inspect(
 def _report(
     out: Out,
     file: Annotated[
-        str | None, path_option("-o", "--out", metavar="FILE.html", help="Write this file. Default: OUT/report.html.")
+        str | None, path_option("-o", "--out", metavar="FILE", help="Write this file. Default: OUT/report.html.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="html|md", help="Format. Default: md for a FILE.md, otherwise html.")
     ] = None,
 ) -> None:
-    """Write an HTML page about a job, running or not: speed, replicas, lengths, logprobs, errors."""
+    """Write a page about a job, running or not: speed, replicas, lengths, logprobs, samples, errors."""
     from batchinf.report.page import write_report
 
-    print(plain(str(write_report(out, file))))
+    print(plain(str(write_report(out, file, to))))
 
 
 @app.command("check", epilog="Example: batchinf check out/job --deep")

@@ -16,6 +16,7 @@ from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
 from batchinf.coordinator.begin import spec_text
+from batchinf.job.repaired import lost_files
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.lock import JobLock, live_holder
@@ -39,7 +40,7 @@ _SETTLE_S = 1.0
 # The problems before the empty line are damage. Those after it are harmless.
 Problem = Literal[
     "manifest_damaged", "manifest_without_job", "manifest_incomplete", "manifest_of_other_job", "selection_lost",
-    "part_damaged", "foreign_file", "spec_missing",
+    "repair_lost", "part_damaged", "foreign_file", "spec_missing",
 
     "part_unnamed", "journal_damaged", "spec_restored",
 ]  # fmt: skip
@@ -61,6 +62,10 @@ _WRONG = {
     ),
     "selection_lost": (
         "is gone or altered; it says which rows run and in which order", "run the job again: it chooses them again",
+    ),
+    "repair_lost": (
+        "is gone or altered; it has input rows that {0.detail} took from a file",
+        "restore it from a backup; a --retry with the same --input restores the copy of that file, too",
     ),
     "foreign_file": ("is not a part of this job, but readers would read it as one", "move it away"),
     "spec_missing": ("is missing", "check --repair writes it again from the manifest"),
@@ -289,6 +294,7 @@ def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, re
     findings += check_coverage(state)
     findings += _check_spec(folder, state, repair)
     findings += check_journal(folder, state)
+    findings += _check_repairs(folder, state)
     return summed_up(check, state, findings, num_parts_checked=num_parts, is_held=live_holder(folder) is not None)
 
 
@@ -415,6 +421,11 @@ def check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
         if shard not in state.parts:
             for name in journal.recover(shard).damaged:
                 yield CheckFinding("journal_damaged", f"journal/{name}", shard=shard)
+
+
+def _check_repairs(folder: Folder, state: State) -> Iterator[CheckFinding]:
+    for retry in state.repairs():
+        yield from (CheckFinding("repair_lost", name, str(retry)) for name in lost_files(folder, retry))
 
 
 def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:

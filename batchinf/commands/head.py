@@ -3,6 +3,7 @@
 import contextlib
 import math
 import pathlib
+import shlex
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -346,5 +347,9 @@ def nothing_line(out: str, *, only_errors: bool) -> str:
     if only_errors and num_done:
         return f"{out}: none of the {num_done:,} finished output rows is an error row"
     activity = ", ".join(dict.fromkeys(job.activity for job in report.jobs))
-    more = "run the job again to go on" if activity == "stopped" else f"batchinf status {out} shows its progress"
+    more = (
+        "run the job again to go on"
+        if activity == "stopped"
+        else f"batchinf status {shlex.quote(out)} shows its progress"
+    )
     return f"{out}: no {'error row' if only_errors else 'row'} is finished yet; the job is {activity}: {more}"

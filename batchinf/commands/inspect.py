@@ -259,6 +259,9 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
         [prompt] = builder.build([source_row], max_model_len(job))
     if prompt.error is not None and not prompt.token_ids:
         raise UserError("no prompt was run; the error below says why")
+    if prompt.image_sources:
+        raise UserError("the prompt has images, and only an engine makes their tokens; output.include_prompt stores "
+                        "prompts")  # fmt: skip
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)

@@ -33,6 +33,7 @@ from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import LengthRange, bar_lines, histogram
 from batchinf.planning.lengths import assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
+from batchinf.prompts.images import NO_IMAGE_TOKENS
 from batchinf.source.rows import is_scanned_quickly
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
@@ -324,6 +325,8 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
         raise UserError("price: a model alone has no rows, so it has no cost; plan a job spec, or leave out --price")
     notes: list[str] = []
     job, work = _job(file, asked, notes) if is_job else (None, None)
+    if job is not None and file.spec.input.has_images:
+        notes.append(NO_IMAGE_TOKENS)
     model = resolve(file.spec.model)
     with placing(file):
         check_heads(file.spec, model)

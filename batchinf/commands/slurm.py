@@ -20,6 +20,7 @@ from batchinf.base.errors import OutputError, SpecError, UserError
 from batchinf.base.slices import MAX_SLICES, Slice, check_place
 from batchinf.base.storage import naming_option, write_named
 from batchinf.base.text import clip
+from batchinf.engines.installed import cuda_of_build
 from batchinf.spec.file import SpecFile
 
 # The beginning of a script, whose second line is `SlurmOptions.command`. `job.sbatch` is the template of all scripts.
@@ -30,6 +31,16 @@ _CPUS_PER_GPU = 8
 # A smaller number without a unit is probably meant in GB. 0 means all memory of a node.
 _LEAST_MEM_MB = 1024
 
+# Options of sbatch that the script itself needs, and what to write instead.
+_ELSEWHERE = {
+    "array": "each task would run the whole job: write --array 8 without --sbatch, for 8 slices",
+    "signal": "the script stops the job by this signal: set stop_before_s in the spec, in seconds before the limit",
+    "nodes": "write --nodes without --sbatch, so that the script starts Ray on them",
+}
+_SHORT_NAMES = {"-a": "array", "-N": "nodes", "-G": "gpus"}
+# Options of sbatch by which a job gets GPUs without `--gpus`.
+_GIVES_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres", "exclusive")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
@@ -37,8 +48,10 @@ class SlurmOptions:
 
     num_nodes: int = 1
     """More than one starts Ray."""
-    num_slices: int | None = None
-    """Tasks of a job array; None for no array."""
+    array: str | None = None
+    """Slices of a job array, and how many run at a time, such as `8` or `8%2`; None for no array."""
+    max_requeues: int = 5
+    """How often in a row a job is queued again without a new finished row."""
     gpus: str | None = None
     """Of each node, such as `4` or `a100:4`."""
     cpus: int | None = None
@@ -59,6 +72,19 @@ class SlurmOptions:
     """Those of `--set`."""
     command: str = "batchinf slurm"
     """The line that the user typed, `batchinf slurm` first, for a comment."""
+
+    @property
+    def num_slices(self) -> int | None:
+        """Tasks of the job array; None for no array. Raises SpecError."""
+        if self.array is None:
+            return None
+        match = re.fullmatch(r"([1-9][0-9]{0,6})(?:%[1-9][0-9]{0,6})?", self.array)
+        if match is None:
+            raise SpecError(
+                f"--array: got {clip(self.array)!r}; must be a number of slices, such as 8, or 8%2 to run at most 2 of "
+                "them at a time"
+            )
+        return int(match[1])
 
     @property
     def num_gpus(self) -> int | None:
@@ -90,6 +116,9 @@ def script_of(file: SpecFile, options: SlurmOptions) -> str:
         directives=_directives(file, options),
         prefix=prefix,
         batchinf=prefix + shlex.join(["batchinf", "run", file.path, *settings]),
+        logs=str(folder_of(file)),
+        out=file.spec.output.path.rstrip("/"),
+        slice_digits=len(str((options.num_slices or 1) - 1)),
         ray_log=_log(file, "%j-ray"),
     )
 
@@ -134,6 +163,22 @@ def _check_texts(options: SlurmOptions, out: str) -> None:
     for line in options.directives:
         if not line.startswith("-"):
             raise SpecError(f"--sbatch: got {clip(line)!r}; must be an option of sbatch, such as --sbatch=--qos=high")
+        for name in _option_names(line):
+            if name in _ELSEWHERE and not (name == "array" and options.array is not None):
+                raise SpecError(f"--sbatch: got {clip(line)!r}; {_ELSEWHERE[name]}")
+
+
+def _option_names(directive: str) -> Iterator[str]:
+    """The options of sbatch in one `--sbatch`, by their long names as far as `_ELSEWHERE` has them.
+
+    sbatch takes each beginning of a name that no other option has.
+    """
+    for word in re.findall(r"(?:^|\s)(-[^\s=]*)", directive):
+        name = word.removeprefix("--")
+        if name != word:
+            yield next((known for known in _ELSEWHERE if len(name) > 1 and known.startswith(name)), name)
+        else:
+            yield _SHORT_NAMES.get(word[:2], word)
 
 
 def _check_mem(mem: str) -> None:
@@ -168,6 +213,7 @@ def _check_devices(file: SpecFile, options: SlurmOptions) -> None:
     parallel = file.spec.parallel
     if options.num_nodes > 1:
         _check_ray(file)
+        _check_gpus_of_nodes(file, options)
     if options.num_gpus is None or file.spec.scripted is not None:
         return
     sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
@@ -202,6 +248,31 @@ def _check_ray(file: SpecFile) -> None:
             raise file.error(f"parallel.{name}", "got auto with --nodes; with Ray it must be a number")
 
 
+def _check_gpus_of_nodes(file: SpecFile, options: SlurmOptions) -> None:
+    """Raise SpecError if engines need GPUs, and nothing asks Slurm for them: Ray would see nodes without GPUs."""
+    names = {name for line in options.directives for name in _option_names(line)}
+    if options.gpus is not None or file.spec.scripted is not None or not names.isdisjoint(_GIVES_GPUS):
+        return
+    parallel = file.spec.parallel
+    if parallel.sizes[1] > 1:
+        why = f"parallel.pipeline_parallel_size is {parallel.sizes[1]}, which needs GPUs"
+    elif options.container is None and cuda_of_build(_torch_of(options.venv)) is not None:
+        why = f"the vLLM of {options.venv or 'this environment'} runs on GPUs"
+    else:
+        return
+    raise SpecError(
+        f"--nodes: got {options.num_nodes} without --gpus, but {why}; add --gpus N, the GPUs of each node, or "
+        "--sbatch=--exclusive if whole nodes come with their GPUs"
+    )
+
+
+def _torch_of(venv: str | None) -> pathlib.Path | None:
+    """The folder of PyTorch in a virtual environment; None without one: that of this process."""
+    if venv is None:
+        return None
+    return next(pathlib.Path(venv).glob("lib/python3*/site-packages/torch"), pathlib.Path(venv, "torch"))
+
+
 def _seconds(time: str) -> int:
     """A time limit in seconds. Raises SpecError for text that is no time of Slurm's."""
     match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,9}(?::[0-9]{1,5}){0,2})", time)
@@ -219,6 +290,14 @@ def _log(file: SpecFile, name: str) -> str:
     return str(folder_of(file)).replace("%", "%%") + f"/{name}.log"
 
 
+def _array(options: SlurmOptions) -> str | None:
+    """The numbers of the tasks as Slurm writes them, such as `0-7%2`."""
+    if options.num_slices is None or options.array is None:
+        return None
+    _, percent, most_at_once = options.array.partition("%")
+    return f"0-{options.num_slices - 1}{percent}{most_at_once}"
+
+
 def _directives(file: SpecFile, options: SlurmOptions) -> Iterator[str]:
     """The options of sbatch. Slurm sends the signal up to 60 s earlier than asked."""
     cpus = options.cpus if options.cpus is not None else _CPUS_PER_GPU * (options.num_gpus or 1)
@@ -228,7 +307,7 @@ def _directives(file: SpecFile, options: SlurmOptions) -> Iterator[str]:
         "open-mode": "append",
         "requeue": "",
         "signal": f"USR1@{math.ceil(file.spec.stop_before_s)}",
-        "array": None if options.num_slices is None else f"0-{options.num_slices - 1}",
+        "array": _array(options),
         "nodes": str(options.num_nodes),
         "ntasks-per-node": "1",
         "cpus-per-task": str(cpus),
@@ -291,7 +370,7 @@ def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
 
 def unsubmitted_lines(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterator[str]:
     """What the user does with a script that was only written."""
-    yield f"wrote {path}; submit it with `sbatch {shlex.quote(str(path))}`, in the folder where you run batchinf"
+    yield f"wrote {path}; submit it with `{_sbatch_command(path)}`, in the folder where you run batchinf"
     if (error := _place_error(file, options)) is not None:
         yield f"warning: {error}"
 
@@ -300,8 +379,8 @@ def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterato
     """Submit a script if `sbatch --test-only` accepts it, and say so. Raises UserError with sbatch's words."""
     if shutil.which("sbatch") is None:
         raise UserError(
-            f"--submit: there is no sbatch here; run `sbatch {path}` on a machine of the cluster, in the folder "
-            f"{os.getcwd()}"
+            f"--submit: there is no sbatch here; run `{_sbatch_command(path)}` on a machine of the cluster, in the "
+            f"folder {os.getcwd()}"
         )
     if (error := _place_error(file, options)) is not None:
         raise UserError(f"--submit: {error}")
@@ -311,7 +390,12 @@ def submit(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterato
     # In a log's name, `%a` stands for the number of a slice.
     log = f"{folder_of(file)}/{job_id}{'_%a' if options.num_slices is not None else ''}.log"
     yield f"wrote {path}"
-    yield f"submitted job {job_id}; its log: {log}; its state: batchinf status {file.spec.output.path}"
+    status = f"batchinf status {shlex.quote(file.spec.output.path)}"
+    yield f"submitted job {job_id}; its log: {log}; its state: {status}"
+
+
+def _sbatch_command(path: pathlib.Path) -> str:
+    return f"sbatch {shlex.quote(str(path))}"
 
 
 def _sbatch(path: pathlib.Path, option: str) -> str:

@@ -21,7 +21,7 @@ from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import num_results
 from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.records import ExpectedSpeed, PartCounts, Speed
+from batchinf.records import ExpectedSpeed, InputJob, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.tasks.registry import TASKS, task_of
 
@@ -116,6 +116,20 @@ class RetryProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsRepaired:
+    """Rows that a retry took from a file (`--input`)."""
+
+    retry: int
+    """Its number."""
+    path: str
+    """Of the file, as it was given."""
+    num_rows: int
+
+    def line(self) -> str:
+        return f"retry {self.retry} took {counted(self.num_rows, 'input row')} from {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """The state of a job, or of one slice."""
 
@@ -129,7 +143,11 @@ class JobState:
     """None before the job has begun."""
     extents: tuple[int, ...] = ()
     """Numbers of input rows that were added at the beginning and by each `--extend`."""
+    input_job: InputJob | None = None
+    """The job whose output it reads."""
     retry: RetryProgress | None = None
+    repairs: tuple[RowsRepaired, ...] = ()
+    """Of all retries."""
     progress: JobStatus | None = None
     """The `status.json` of a live job."""
     progress_age_s: float | None = None
@@ -161,8 +179,11 @@ class JobState:
         if len(self.extents) > 1:
             counts = ", ".join(f"{num_rows:,}" for num_rows in self.extents)
             yield f"input rows came in {len(self.extents)} times: {counts}"
+        if (other := self.input_job) is not None:
+            yield f"input: {other.num_rows:,} output rows of the job in {other.path} (id {other.job_id})"
         if self.retry is not None:
             yield self.retry.line()
+        yield from (repair.line() for repair in self.repairs)
         if self.speed is not None:
             yield from speed_lines(self.speed)
         if self.expected_speed is not None:
@@ -358,7 +379,13 @@ def _job_state(job: JobFolder, state: State | None, folder: str = "") -> JobStat
         process=process,
         totals=_totals([state], total_rows(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
+        input_job=state.input_job,
         retry=_retry(state),
+        repairs=tuple(
+            RowsRepaired(retry.number, retry.repair.path, retry.repair.num_rows)
+            for retry in state.repairs()
+            if retry.repair is not None
+        ),
         slower=state.slower,
     )
     last = read_status(job.folder)

@@ -5,7 +5,7 @@ crash before that, its files mean nothing and are written again.
 """
 
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 
@@ -18,15 +18,16 @@ from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
 from batchinf.job.disk_space import bytes_per_row
 from batchinf.job.drift import now
+from batchinf.job.input_job import input_job
 from batchinf.job.job import Job, carried_columns, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
-from batchinf.manifest.lines import CHOSEN, Header
+from batchinf.manifest.lines import CHOSEN, INPUT_JOB, Header
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
 from batchinf.manifest.versions import FORMAT_VERSION
 from batchinf.output import journal
-from batchinf.records import Extent
+from batchinf.records import Extent, InputJob
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
 from batchinf.source.find import is_dataset
@@ -90,8 +91,19 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
         },
         spec=job.spec.model_dump(mode="json"),
         columns=Columns.of_new_job(job.task, carried_fields(job.spec, job.source.schema)),
+        input_job=_input_job(job),
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
+
+
+def _input_job(job: Job) -> InputJob | None:
+    """The job whose output is the input. Raises InputError if its output is not what was read."""
+    if (out := job.spec.input.job) is None:
+        return None
+    other = input_job(out)
+    if other.num_rows != job.source.num_rows:
+        raise InputError(f"the job in {out} changed while its output was read; start again once it is done")
+    return other
 
 
 def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
@@ -150,6 +162,8 @@ def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int,
     if job.spec.input.selects:
         num_rows = total_rows(state.extents) + choice.num_rows
         manifest.event(CHOSEN, kept_as=CHOSEN, num_rows=num_rows, num_input_rows=job.source.num_rows)
+    if (other := _input_job(job)) is not None:
+        manifest.event(INPUT_JOB, kept_as=INPUT_JOB, input_job=asdict(other))
     job.source.keep_digests()
     faults.point("extend.before_line")
     manifest.extent(extent, job.source.fingerprint, {"limit": job.spec.input.limit})

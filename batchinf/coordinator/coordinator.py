@@ -22,7 +22,7 @@ from batchinf.base.errors import (
 )
 from batchinf.base.process import without_long_collections
 from batchinf.base.stop_signals import ENDING_S, StopRequests, on_stop_signals
-from batchinf.base.text import counted
+from batchinf.base.text import counted, list_names
 from batchinf.coordinator.publishing import announce, publish
 from batchinf.coordinator.row_count import RowCount
 from batchinf.coordinator.start import Epoch
@@ -36,7 +36,7 @@ from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telem
 from batchinf.job.job import Job
 from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
-from batchinf.replica.messages import DISK_ERROR, LeaseBegun, Ready, Stop, Stopped, Tried
+from batchinf.replica.messages import DISK_ERROR, LeaseBegun, NoPlace, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import shard_at, total_shards
 
@@ -101,6 +101,7 @@ class Coordinator:
         self._platforms = Platforms(self.state, spec.same_device)
         self._rates = Rates()
         self._is_measuring = False
+        self._placement_timeout_s = spec.ray.placement_timeout_s
         self._next_status = 0.0
         self._next_round = 0.0
         self._has_begun = False
@@ -222,6 +223,7 @@ class Coordinator:
             self.job.folder.make("staging", "journal")
             self._note_ended(ended)
         self._judge()
+        self._end_without_place()
         if self.fleet.is_spent and not self._is_finished and not self._fatal:
             self._give_up()
         self._assign()
@@ -247,6 +249,7 @@ class Coordinator:
         """Do what follows from messages of replicas, but the commit of their parts. Returns the leases with a part."""
         closed: list[LeaseFinished] = []
         ready: list[tuple[FleetReplica, Ready]] = []
+        without_place: list[tuple[FleetReplica, NoPlace]] = []
         has_any_stopped = False
         for replica, action in actions:
             match action:
@@ -263,11 +266,14 @@ class Coordinator:
                 case Ready():
                     ready.append((replica, action))
                     self._let_begin(replica, action)
+                case NoPlace():
+                    without_place.append((replica, action))
                 case Tried(rows):
                     self.trials.survived(replica, rows)
                 case Stopped():
                     has_any_stopped = True
         self._say_ready(ready)
+        self._say_without_place(without_place)
         if has_any_stopped:
             self._sample()  # their last figures; a short job has no others
             self._look_at_rates()
@@ -352,6 +358,28 @@ class Coordinator:
             cache = event.engine.settings.get("kv_cache_size_tokens")
             room = f"; its KV cache holds {cache:,} tokens" if cache else ""
             self._display.say(f"replica {replica.number} is up after {event.start_s:.0f} s{room}")
+
+    def _say_without_place(self, replicas: list[tuple[FleetReplica, NoPlace]]) -> None:
+        if not replicas:
+            return
+        numbers = list_names(str(replica.number) for replica, _ in replicas)
+        follows = "the other replicas go on, and it starts when a node joins"
+        if self.fleet.no_place_s(time.monotonic()) is not None:
+            follows = (
+                f"no replica can run; if no node joins, the job stops with exit code {Interrupted.exit_code} in "
+                f"{self._placement_timeout_s:g} s (ray.placement_timeout_s)"
+            )
+        shortage = replicas[0][1].shortage
+        self._display.say(f"warning: the nodes that are left cannot hold replica {numbers}: {shortage}; {follows}")
+
+    def _end_without_place(self) -> None:
+        """Raise Interrupted if the nodes that are left could hold no replica for too long."""
+        waited_s = self.fleet.no_place_s(time.monotonic())
+        if waited_s is not None and waited_s >= self._placement_timeout_s and not self._is_finished:
+            raise Interrupted(
+                f"stopped: the nodes that are left could hold no replica for {self._placement_timeout_s:g} s "
+                "(ray.placement_timeout_s)"
+            )
 
     def _note_ended(self, ended: Sequence[Ended]) -> None:
         for end in ended:

@@ -6,6 +6,7 @@ import datetime
 import json
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -14,6 +15,7 @@ from batchinf.fleet.status import JobStatus
 
 _LINE_EVERY_S = 30.0
 _ECHO_CELLS = 4  # of two Ctrl-C
+_NOTEBOOK_CELLS = 100  # of a line in a notebook's output, which says nothing of its width
 _ERASE_RIGHT = "\x1b[K"
 _WARNING = "warning: "
 
@@ -77,24 +79,42 @@ def json_line(level: str, message: str, **more: object) -> str:
 
 
 def _is_in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
     if "ipykernel" not in sys.modules:
         return False
+    with warnings.catch_warnings():
+        # Without ipywidgets, the first import of tqdm.auto warns, and libraries of Hugging Face import it.
+        warnings.simplefilter("ignore")
+        import tqdm.auto  # noqa: F401
+    return True
+
+
+def _has_widgets() -> bool:
     import tqdm.notebook
 
     return getattr(tqdm.notebook, "IProgress", None) is not None  # None without ipywidgets
 
 
 class _Bar:
-    """tqdm's bar, and in a terminal a line below it with the figures that have no room beside it."""
+    """tqdm's bar, and in a terminal a line below it with the figures that have no room beside it.
+
+    A notebook shows a widget, or without ipywidgets one line that is rewritten.
+    """
 
     def __init__(self, stream: TextIO, status: JobStatus) -> None:
         self._stream = stream
         self._below: Any = None
+        self._is_widget = False
         options: dict[str, Any] = {"file": stream, "total": status.num_rows, "initial": status.num_rows_done}
-        if _is_in_notebook():
+        if _is_in_notebook() and _has_widgets():
             from tqdm.notebook import tqdm_notebook
 
             self._bar: Any = tqdm_notebook(**options)
+            self._is_widget = True
+        elif _is_in_notebook():
+            from tqdm import tqdm
+
+            self._bar = tqdm(**options, ncols=_NOTEBOOK_CELLS, bar_format="{desc}")
         else:
             from tqdm import tqdm
 
@@ -104,7 +124,10 @@ class _Bar:
     def show(self, status: JobStatus) -> None:
         self._bar.n = status.num_rows_done
         self._bar.total = status.num_rows
-        if self._below is None:
+        if self._below is None and not self._is_widget:
+            text = fit([*beside_bar(status), *figures(status)], _NOTEBOOK_CELLS - len(status.state) - 30)
+            self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%|{{bar}}| {text} [{{elapsed}}]"
+        elif self._below is None:
             self._bar.bar_format = f"{status.state}: {{percentage:3.0f}}%{{bar}}{status_line(status)} [{{elapsed}}]"
         else:
             # The terminal prints ^C behind the bar. In a full line it would wrap, and the bar would stay there twice.

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,7 +107,7 @@ class Summary:
             f"{self._device_time()} over all attempts",
             *self.remarks,
             *_error_lines(self.errors, self.num_errors),
-            f"next: batchinf head {self.folder}{' --errors' if self.errors else ''}",
+            f"next: batchinf head {shlex.quote(self.folder)}{' --errors' if self.errors else ''}",
         ]
 
     def _device_time(self) -> str:

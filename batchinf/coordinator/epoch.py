@@ -22,6 +22,7 @@ from batchinf.coordinator.ending import (
 )
 from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, judge_by, tidy
+from batchinf.coordinator.repair import repair_file
 from batchinf.coordinator.retry import UnfinishedRetry, as_begun, begin_retry, next_retry
 from batchinf.coordinator.start import Epoch, open_checked, start
 from batchinf.engines.installed import is_cpu_build
@@ -45,6 +46,7 @@ from batchinf.output.proof import changed_parts
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.positions import RunOrder, chosen_in_order
 from batchinf.schedule.shards import total_rows
+from batchinf.source.repairs import keep_copy
 from batchinf.spec.file import SpecFile
 
 _REPORT_BYTES = 256 << 20  # of parts that are fetched from a bucket for the closing lines
@@ -59,16 +61,19 @@ def run_job(
     *,
     extends: bool,
     fresh: bool,
+    input: str | None = None,
     begins_together: bool = False,
 ) -> Summary:
     """Run a job or the rest of it. Must be called within `interruptible`, because only the coordinator drains.
 
     backend: where the replicas run, as `choose_backend` says. retry: a predicate for the rows of the finished job that
-    run again. extends: first take in new rows of the input. fresh: move the folder's job aside and start a new one.
-    begins_together: no replica begins its rows before the engines of all are up; for trials, which measure the speed.
+    run again. input: a file from which the retry takes rows. extends: first take in new rows of the input. fresh: move
+    the folder's job aside and start a new one. begins_together: no replica begins its rows before the engines of all
+    are up; for trials, which measure the speed.
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
+    given = None if input is None else repair_file(input, file.spec)
     with mirrored(file, display, fresh=fresh) as mirror:
         began = time.monotonic()
         out = file.spec.output.folder
@@ -96,7 +101,7 @@ def run_job(
                     _check_held(folder, current, retry)
                     prepared, contents = _prepare(file, current, retry, extends=extends)
                 with start(
-                    prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror
+                    prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror, given=given
                 ) as epoch:
                     _run_all(epoch, began, begins_together=begins_together)
                 tidy(folder)
@@ -288,9 +293,20 @@ def _run_retries(epoch: Epoch) -> None:
     manifest = epoch.manifest
     say = epoch.display.say
     state = committed_state(job.folder)
+    if epoch.given is not None:
+        keep_copy(job.folder, epoch.given.file)  # it may be the file of an earlier retry, whose copy was lost
     if epoch.retry is not None:
         say(f"looking for rows where {epoch.retry.text}")
-        begun = begin_retry(job, state, manifest, epoch.retry, overrides=epoch.overrides, mirror=epoch.mirror)
+        begun = begin_retry(
+            job,
+            state,
+            manifest,
+            epoch.retry,
+            overrides=epoch.overrides,
+            given=epoch.given,
+            say=say,
+            mirror=epoch.mirror,
+        )
         if begun is None:
             say(f"no row matches {epoch.retry.text}: no row runs again")
     while (unfinished := next_retry(job, state, manifest, epoch.mirror)) is not None:

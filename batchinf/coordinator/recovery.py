@@ -23,11 +23,23 @@ from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces
 from batchinf.records import Part
-from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, RunOrder
+from batchinf.schedule.positions import REPAIR_FOLDERS, RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
+from batchinf.source.repairs import REPAIRS_FOLDER
 
 _IN_PROGRESS = ("staging", "journal")  # empty when the job is done
-_OWN = ("", "parts", *_IN_PROGRESS, "manifest", "source", "source/versions", RETRY_FOLDER, RUN_FOLDER)
+_OWN = (
+    "",
+    "parts",
+    *_IN_PROGRESS,
+    "manifest",
+    "source",
+    "source/versions",
+    RETRY_FOLDER,
+    RUN_FOLDER,
+    REPAIRS_FOLDER,
+    *REPAIR_FOLDERS,
+)
 
 
 def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_at: float = 0.0) -> None:
@@ -82,8 +94,13 @@ def recover(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = 
 
 
 def _sweep(folder: Folder) -> None:
-    for name in _OWN:
+    for name in _own(folder):
         folder.sweep(name)
+
+
+def _own(folder: Folder) -> list[str]:
+    """The folders in which a killed process may have left half of a file."""
+    return [*_OWN, *(f"{REPAIRS_FOLDER}/{name}" for name in folder.list(REPAIRS_FOLDER))]
 
 
 def has_leftovers(folder: Folder) -> bool:
@@ -94,7 +111,7 @@ def has_leftovers(folder: Folder) -> bool:
     if not is_free(folder):
         return False
     in_progress = any(folder.list(name) for name in _IN_PROGRESS)
-    return bool(in_progress or folder.list("", LOCK) or any(folder.half_written(name) for name in _OWN))
+    return bool(in_progress or folder.list("", LOCK) or any(folder.half_written(name) for name in _own(folder)))
 
 
 def tidy(folder: Folder) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import pyarrow as pa
 from batchinf.base import faults
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import open_part
+from batchinf.coordinator.repair import RepairFile, take_rows
+from batchinf.job.choose import Say
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, PreparedJob
 from batchinf.manifest.lines import Header, Retry
@@ -23,7 +25,7 @@ from batchinf.manifest.state import State
 from batchinf.output.mirror import Mirror
 from batchinf.output.replace import piece_rows
 from batchinf.records import BoolArray, Int64Array, Part
-from batchinf.schedule.positions import RETRY_FOLDER, Positions, RunOrder, read_positions, write_positions
+from batchinf.schedule.positions import RETRY_FOLDER, Positions, RowBits, RunOrder, read_positions, write_positions
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_shards
 from batchinf.spec.sampling import SamplingSpec
@@ -74,22 +76,25 @@ def _samples_of(identity: Mapping[str, Any]) -> object:
     return (identity.get(_COLUMNS) or {}).get("n")
 
 
-def new_retry(job: Job, state: State, text: str | None, overrides: Mapping[str, Any]) -> Predicate | None:
+def new_retry(
+    job: Job, state: State, text: str | None, overrides: Mapping[str, Any], *, given: RepairFile | None = None
+) -> Predicate | None:
     """The predicate of a retry to begin; None if none is asked for, or if it is the unfinished one, which continues.
 
-    job: with its original sampling. Raises PredicateError if the text is not a predicate, and OutputError if another
-    retry is unfinished.
+    job: with its original sampling. given: the file from which it takes rows. Raises PredicateError if the text is not
+    a predicate, and OutputError if another retry is unfinished.
     """
     if text is None:
         return None
     predicate = Predicate(text, state.header.columns.part_schema)
     last = state.retries[max(state.retries)] if state.retries and not state.is_done else None
-    if last is not None and (last.predicate, last.overrides) == (predicate.text, overrides):
+    wanted = (predicate.text, overrides, given and given.content)
+    if last is not None and (last.predicate, last.overrides, last.repair and last.repair.content) == wanted:
         return None
     if last is not None and _is_unfinished(job, state, last):
         raise OutputError(
             f"{job.folder.root} has an unfinished {last}; finish it first with the command that started it, or with "
-            "`run` without --retry and its --set; then start another"
+            "`run` without --retry, --input and its --set; then start another"
         )
     return predicate
 
@@ -101,11 +106,14 @@ def begin_retry(
     predicate: Predicate,
     *,
     overrides: Mapping[str, Any],
+    given: RepairFile | None = None,
+    say: Say = lambda line: None,
     mirror: Mirror | None = None,
 ) -> Retry | None:
     """Choose the rows of a new retry and store the choice; None if no row matches. All other work must be done.
 
-    mirror: of a job in a bucket, from which the parts are fetched.
+    given: the file from which it takes rows. mirror: of a job in a bucket, from which the parts are fetched. Raises
+    InputError if rows of the file do not fit.
     """
     retry = Retry(
         number=1 + max([0, *state.retries, *(part.retry for part in state.parts.values())]),
@@ -117,7 +125,7 @@ def begin_retry(
         stop_row=state.extents[-1].stop_row,
     )
     shards = range(total_shards(state.extents))
-    return _choose(job, state, manifest, retry, predicate=predicate, shards=shards, mirror=mirror)
+    return _choose(job, state, manifest, retry, predicate=predicate, shards=shards, mirror=mirror, given=given, say=say)
 
 
 def next_retry(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = None) -> UnfinishedRetry | None:
@@ -174,21 +182,29 @@ def _choose(
     shards: Sequence[int],
     before: Positions | None = None,
     mirror: Mirror | None = None,
+    given: RepairFile | None = None,
+    say: Say = lambda line: None,
 ) -> Retry | None:
-    """Store the matching rows of these shards, and the rows that were chosen before."""
+    """Store the matching rows of these shards, and the rows that were chosen before.
+
+    given: the file from which a new retry takes rows.
+    """
     parts = [state.parts[shard] for shard in shards]
     if mirror is not None:
         mirror.say_fetch(parts)
     matching = (rows for part in parts for rows in _matching(job, part, predicate, mirror))
     known = () if before is None else before.pieces(_ROWS_AT_ONCE)
     first_row = state.extents[0].first_row
-    bits = _bits(itertools.chain(known, matching), first_row, retry.stop_row - first_row)
-    if not bits.any():
+    rows = RowBits(first_row, retry.stop_row, itertools.chain(known, matching))
+    if given is not None:
+        repair = take_rows(job, state, manifest, given, number=retry.number, chosen=rows, say=say)
+        retry = dataclasses.replace(retry, repair=repair)
+    if not rows:
         return None
     chosen = write_positions(
         job.folder,
         retry.number,
-        _rows_of(bits, first_row),
+        rows.pieces(),
         retry.stop_row,
         where=RETRY_FOLDER,
         check_lock=manifest.check_lock,
@@ -203,21 +219,6 @@ def _choose(
     faults.point("retry.after_line")
     state.note_retry(retry)
     return retry
-
-
-def _bits(pieces: Iterable[Int64Array], first_row: int, num_rows: int) -> npt.NDArray[np.uint8]:
-    """One bit a row from `first_row` on: parts of an ordered job have rows from anywhere, and a row may match twice."""
-    bits = np.zeros(-(-num_rows // 8), np.uint8)
-    for rows in pieces:
-        offsets = rows - first_row
-        np.bitwise_or.at(bits, offsets >> 3, np.left_shift(1, offsets & 7).astype(np.uint8))
-    return bits
-
-
-def _rows_of(bits: npt.NDArray[np.uint8], first_row: int) -> Iterator[Int64Array]:
-    for start in range(0, len(bits), _ROWS_AT_ONCE):
-        rows = np.flatnonzero(np.unpackbits(bits[start : start + _ROWS_AT_ONCE], bitorder="little"))
-        yield rows + (first_row + 8 * start)
 
 
 def _matching(job: Job, part: Part, predicate: Predicate, mirror: Mirror | None) -> Iterator[Int64Array]:

@@ -19,6 +19,7 @@ from batchinf.coordinator.begin import begin_job, check_extended, extend_job, ne
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.recovery import note_ended, recover
+from batchinf.coordinator.repair import RepairFile
 from batchinf.coordinator.retry import new_retry
 from batchinf.engines.installed import StructuresCheck
 from batchinf.fleet.backend import Backend
@@ -76,6 +77,8 @@ class Epoch:
     """Chooses the rows of a retry to begin."""
     overrides: Mapping[str, Any]
     """The sampling of that retry."""
+    given: RepairFile | None = None
+    """The file from which it takes rows."""
     mirror: Mirror | None = None
     """Of a job in a bucket."""
 
@@ -90,10 +93,12 @@ def start(
     number: int,
     display: ProgressDisplay,
     mirror: Mirror | None = None,
+    given: RepairFile | None = None,
 ) -> Iterator[Epoch]:
     """Start replicas and open the job beside them. When the block ends, all of these replicas have ended.
 
-    number: of the epoch. contents: the model's local files. mirror: of a job in a bucket.
+    number: of the epoch. contents: the model's local files. mirror: of a job in a bucket. given: the file from which a
+    retry takes rows.
     """
     prepared = with_known_numbers(prepared, backend, display.say)
     if prepared.state is not None and (later := later_columns(prepared.folder, prepared.state.header)):
@@ -122,7 +127,7 @@ def start(
         opened.callback(job.source.close)
         replicas.match(job.task, manifest)
         state = prepared.state
-        retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides)
+        retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides, given=given)
         choice = _choose_rows(job, state, lock, display.say)
         if check is not None:
             num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
@@ -153,6 +158,7 @@ def start(
             display=display,
             retry=retry,
             overrides=prepared.overrides,
+            given=given,
             mirror=mirror,
         )
 

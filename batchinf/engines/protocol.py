@@ -1,8 +1,9 @@
 """The engine that a worker drives: one protocol for vLLM's adapters and for the scripted engine."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from batchinf.records import Completion, EngineInfo, EngineStats, Request
+from batchinf.records import Completion, EngineInfo, EngineStats, RenderedPrompt, Request
 
 # The environment variable that names the file which engines of a shared device lock while they start.
 DEVICE_LOCK = "BATCHINF_DEVICE_LOCK"
@@ -18,6 +19,12 @@ class Engine(Protocol):
 
     def add(self, request: Request) -> None:
         """Add a request. Raises RequestRefused, after which the engine runs on, or EngineDeadError."""
+
+    def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
+        """Make a prompt with images ready for `add`. Raises RequestRefused. Called on another thread, beside `step`.
+
+        token_ids: with one placeholder for each of `images`, which are Pillow's.
+        """
 
     def step(self) -> list[Completion]:
         """Run one step and return its finished requests, in any order. Raises EngineDeadError.

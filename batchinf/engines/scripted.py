@@ -12,7 +12,16 @@ import numpy.typing as npt
 
 from batchinf.base import faults
 from batchinf.base.errors import RequestRefused, RowError
-from batchinf.records import Completion, EngineInfo, EngineStats, FloatArray, IntArray, Request, TokenLogprobs
+from batchinf.records import (
+    Completion,
+    EngineInfo,
+    EngineStats,
+    FloatArray,
+    IntArray,
+    RenderedPrompt,
+    Request,
+    TokenLogprobs,
+)
 from batchinf.spec.job import ScriptedSpec
 from batchinf.tasks.base import Task
 from batchinf.version import __version__
@@ -69,6 +78,14 @@ class ScriptedEngine:
             message = f"min_tokens is {request.sampling.min_tokens}, but only {request.max_tokens} tokens fit"
             raise RequestRefused(RowError("invalid_sampling", message))
         self._waiting.append(request)
+
+    def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
+        """See `Engine.render`. An image is one token more, at the end, which depends on its pixels."""
+        digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images]
+        seen = [int.from_bytes(digest, "little") % self.info.vocab_size for digest in digests]
+        positions = np.arange(len(token_ids), len(token_ids) + len(seen), dtype=np.int32)
+        num_bytes = sum(len(image.tobytes()) for image in images)
+        return RenderedPrompt([*token_ids, *seen], positions, num_bytes, for_ids=lambda _: None)
 
     def step(self) -> list[Completion]:
         """See `Engine.step`. A request of m tokens finishes m steps after it was admitted."""

@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import os
 import pathlib
-import re
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from typing import IO
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.places import bucket_problem, check_is_here, is_bucket, is_http
+from batchinf.base.places import bucket_problem, check_is_here, is_bucket, is_http, shown_url
 from batchinf.base.text import one_line
 
 STDOUT = "-"
@@ -180,4 +179,4 @@ def _pauses() -> Iterator[float | None]:
 
 def _shown(name: str) -> str:
     """A name for people: that of a URL without what may be a secret."""
-    return re.sub(r"//[^/@]*@", "//…@", name.partition("?")[0]) if is_http(name) else name
+    return shown_url(name) if is_http(name) else name

@@ -113,8 +113,11 @@ class Backend(Protocol):
     def place(self, spec: JobSpec) -> list[Slot]:
         """One slot for each replica of a job, numbered from 0. Raises SpecError if its degrees do not fit."""
 
-    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
-        """Raise UserError if a host has other software, or does not share the folder of the output or of the model."""
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> Sequence[str]:
+        """Raise UserError if a host has other software, or does not share the folder of the output or of the model.
+
+        Returns warnings about hosts that were lost meanwhile, and are left out.
+        """
 
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         """Raise UserError if other programs occupy memory that engines with these arguments will ask for."""

@@ -263,7 +263,7 @@ def _can_run_whole_steps(spec: JobSpec, fit: Fit) -> bool:
     gpu = gpu_like(fit.device_name, fit.device_bytes)
     if gpu is None or gpu.capability[0] != _HOPPER:
         return False
-    is_open = not _NOT_FOR_WHOLE_STEPS & spec.engine.keys() and spec.model.lora is None
+    is_open = not _NOT_FOR_WHOLE_STEPS & spec.engine.keys() and spec.model.lora is None and not spec.input.has_images
     return is_open and _is_plain_decoder(fit)
 
 

@@ -77,7 +77,8 @@ class Launcher:
             check_weights(model, spec.model.load_format)
         slots = backend.place(spec)
         # A hub id has no folder here.
-        backend.check_hosts(job.folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None)
+        for line in backend.check_hosts(job.folder.root, path if (path := pathlib.Path(model.path)).is_dir() else None):
+            say(line)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
         fit = fit_of(model, spec, *size, limits_of=task.default_batch_limits)
@@ -196,6 +197,7 @@ def work_of(job: Job, state: State, retry: Retry | None) -> Work:
         extents=state.extents,
         begun_at=begun_at(job, state),
         columns=state.header.columns,
+        repairs=() if retry is None else state.repairs(retry.number),
     )
 
 

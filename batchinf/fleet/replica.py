@@ -22,6 +22,7 @@ from batchinf.replica.messages import (
     LeaseBegun,
     LeaseEvent,
     LeaseStored,
+    NoPlace,
     Progress,
     Ready,
     Revoked,
@@ -79,7 +80,7 @@ class LeasesGivenBack:
     leases: Sequence[Lease]
 
 
-Action = Ready | LeaseBegun | LeaseFinished | LeasesGivenBack | Tried | Stopped
+Action = NoPlace | Ready | LeaseBegun | LeaseFinished | LeasesGivenBack | Tried | Stopped
 """What the coordinator has to act on. Messages about which nothing has to be decided are their own action."""
 
 
@@ -180,6 +181,8 @@ class IncarnationState:
     failed: Failed | None = None
     failed_at: float = 0.0
     stopped_at: float | None = None
+    no_place_since: float | None = None
+    """Since when no host can hold it; None if one can."""
 
 
 @dataclass(slots=True)
@@ -349,6 +352,11 @@ class FleetReplica:
                 self.state = name
                 self.host = host or self.host
                 self.start_detail = ""
+                current.no_place_since = None
+            case NoPlace():
+                self.state = "waiting for a node"
+                current.no_place_since = now
+                return event
             case TakesLeases(window_requests):
                 current.early_window = window_requests
             case Ready(info):

@@ -1,6 +1,7 @@
 """Opens a job: resolves spec and model (`prepare_job`), and then its input (`open_input`). All commands use it."""
 
 import contextlib
+import functools
 import glob
 import os
 import pathlib
@@ -16,6 +17,7 @@ from batchinf.base.errors import InputError, SpecError
 from batchinf.base.slices import job_folder, read_cut, source_folder
 from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.job.drift import limit_as_begun, refusing_other_job
+from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
@@ -32,6 +34,7 @@ from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.files import InputLocation
 from batchinf.source.find import NoInputError
 from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.parquet import Parquet
 from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_source
@@ -85,8 +88,10 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         file = replace(file, spec=_with_backend(file.spec, began_as))
         # If the spec names another revision, the old commit does not count.
         is_same = began_as.get("model.revision") == file.spec.model.revision
-        model = resolve(file.spec.model, str(began_as.get("model", "")) if is_same else "")
+        began_with = str(began_as.get("model", "")) if is_same else ""
+        model = resolve(file.spec.model, began_with, has_images=file.spec.input.has_images)
         task = task_of(file.spec)
+        task.check_images()
         file = replace(file, spec=_with_tool_parser(task, model))
         spec, origins = _with_defaults(task.over(file.spec), model, state)
         task = task.over(task.over(spec).resolve(model))
@@ -367,7 +372,8 @@ def location_of(spec: JobSpec) -> InputLocation:
     where = spec.input
     return InputLocation(
         path=where.path,
-        format=read_as(where.format),
+        format=read_as(where.format) if where.job is None else Parquet.name,
+        parts=None if where.job is None else functools.partial(committed_parts, where.job),
         split=where.split,
         revision=where.revision,
         name=where.name,
@@ -378,7 +384,11 @@ def location_of(spec: JobSpec) -> InputLocation:
 
 def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str], new: NewRows) -> Source:
     """The job's source. See `open_source`."""
-    return open_source(replace(location_of(spec), named=_names_in(spec)), cache, taken, new)
+    location = replace(location_of(spec), named=_names_in(spec))
+    if spec.input.job is not None and taken and new != "take":
+        # The rows that the job knows are all there, even if the other job goes on to further ones.
+        location = replace(location, parts=functools.partial(committed_parts, spec.input.job, must_be_done=False))
+    return open_source(location, cache, taken, new)
 
 
 def _names_in(spec: JobSpec) -> tuple[str, ...]:

@@ -14,10 +14,12 @@ from batchinf.records import (
     ExpectedSpeed,
     Extent,
     Flag,
+    InputJob,
     JsonText,
     Lease,
     Part,
     PositiveCount,
+    Repair,
     Seconds,
     Speed,
     StartedReplica,
@@ -28,6 +30,7 @@ from batchinf.records import (
 BASIC_COUNTS = ("num_rows", "num_errors", "num_prompt_tokens", "num_output_tokens")
 MAX_SHARDS = 10**8  # of one extent: a byte each is held in memory
 CHOSEN = "chosen"  # an event: how many rows were chosen from how many
+INPUT_JOB = "input_job"  # an event: the job whose output is read, when --extend took in its new rows
 BEGINNING = "beginning"  # the event that begins the log of a new job, before replicas start and the job has a header
 
 EXPECTED_SPEED = "expected_speed"  # an event: the prediction of a run
@@ -53,6 +56,8 @@ class Header:
     """The spec as resolved."""
     columns: Columns
     """Those of all its parts and journal segments, whichever version writes them."""
+    input_job: InputJob | None = None
+    """The job whose output it reads (`input.job`), as it was when this one began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +76,13 @@ class Retry:
     """Digest of the file of the chosen rows."""
     stop_row: Count
     """Rows from here on came into the job later, and do not belong to the retry."""
+    repair: Repair | None = None
+    """Where it takes rows from; None: all are those of the input."""
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())
-        return f"retry {self.number} ({self.predicate}{changes})"
+        source = "" if self.repair is None else f", --input {self.repair.path}"
+        return f"retry {self.number} ({self.predicate}{changes}{source})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "is_found": Flag,
         "doubted": Count | None,
     },
+    INPUT_JOB: {"input_job": InputJob},
     "condemned": {"row_index": Count, "message": JsonText},
     "forgotten": {"kept_as": JsonText},
     "lost": {"shards": list[Count]},

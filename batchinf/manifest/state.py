@@ -16,6 +16,7 @@ from batchinf.manifest.commit_log import Fields, damage, read_lines
 from batchinf.manifest.lines import (
     BEGINNING,
     EXPECTED_SPEED,
+    INPUT_JOB,
     SPEED,
     EventLine,
     Header,
@@ -26,7 +27,7 @@ from batchinf.manifest.lines import (
     read_started,
 )
 from batchinf.manifest.versions import check_version
-from batchinf.records import BoolArray, ExpectedSpeed, Extent, Part, PartCounts, Speed, StartedReplica
+from batchinf.records import BoolArray, ExpectedSpeed, Extent, InputJob, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import follows, num_shards, rows_of_shards
 
 NUM_KEPT_EVENTS = 1000
@@ -35,6 +36,7 @@ _BEFORE_HEADER = {BEGINNING, "replica_started", "replica_ended"}
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
 _EXPECTED_SPEED = TypeAdapter(ExpectedSpeed)
 _SPEED = TypeAdapter(Speed)
+_INPUT_JOB = TypeAdapter(InputJob)
 _MAX_LOOKS = 200
 _LOOK_AGAIN_S = 0.01
 
@@ -143,6 +145,17 @@ class State:
     def running_replicas(self) -> tuple[StartedReplica, ...]:
         """Incarnations with a `replica_started` event and no `replica_ended` event."""
         return tuple(self._running.values())
+
+    def repairs(self, last: int | None = None) -> tuple[Retry, ...]:
+        """The retries that take rows from files, up to this one, in their order."""
+        retries = (self.retries[number] for number in sorted(self.retries) if last is None or number <= last)
+        return tuple(retry for retry in retries if retry.repair is not None)
+
+    @property
+    def input_job(self) -> InputJob | None:
+        """The job whose output this one reads, as it was when its rows were last taken in."""
+        event = self.kept.get(INPUT_JOB)
+        return self.header.input_job if event is None else _INPUT_JOB.validate_python(event.fields["input_job"])
 
     @property
     def counts(self) -> PartCounts:

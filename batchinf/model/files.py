@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shlex
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ TOKENIZER_FILES = (
     "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# They decide the output of jobs with images.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Tokenizers of these plain classes are made from one of the vocabulary files.
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
@@ -363,7 +366,7 @@ def _why_not(name: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{name}"
-    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    command = shlex.join(["hf", "download", name, *(["--revision", revision] if revision else [])])
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return f"'{name}' is gated; accept its licence at {page}, then run `hf auth login`"

@@ -6,6 +6,7 @@ has the last word. Imports neither torch nor vllm nor transformers.
 """
 
 import pathlib
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +59,12 @@ class Model:
     """The folder of the config."""
 
 
-def resolve(spec: ModelSpec, began_as: str = "") -> Model:
+def resolve(spec: ModelSpec, began_as: str = "", *, has_images: bool = False) -> Model:
     """Find the model and its tokenizer and read their configs. `check_weights` checks the weights.
 
     Asks the hub for the commit of a hub id and fetches its small files; without a network it uses the cache.
-    began_as: the fingerprint that a job began with. Its commits are used, wherever the branches point now.
-    Raises ModelError.
+    began_as: the fingerprint that a job began with. Its commits are used, wherever the branches point now. has_images:
+    the job has images, so that the files of the model's image processor decide the output too. Raises ModelError.
     """
     of_model, _, of_tokenizer = began_as.partition(_TOKENIZER)
     commit = commit_of(spec.name, of_model)
@@ -79,7 +80,7 @@ def resolve(spec: ModelSpec, began_as: str = "") -> Model:
         name=spec.name,
         path=place.name if is_to_be_fetched else str(place.folder),
         commit=place.commit,
-        fingerprint=_fingerprint(place, tokenizer, spec),
+        fingerprint=_fingerprint(place, tokenizer, spec, model_files.PROCESSOR_FILES if has_images else ()),
         config=config,
         generation_config=model_files.read_json(generation_config) if generation_config.is_file() else {},
         has_chat_template=_has_chat_template(tokenizer.folder),
@@ -108,7 +109,7 @@ def _remedy(model: Model, problems: str) -> str:
         return f"Get them with `hf download {model.name} --revision {model.commit}{again}`"
     if "git-lfs" in problems:
         return f"Get them with `git lfs pull` in {model.path}"
-    return f"Copy them again, or get them with `hf download ORG/MODEL --local-dir {model.path}`"
+    return f"Copy them again, or get them with `hf download ORG/MODEL --local-dir {shlex.quote(model.path)}`"
 
 
 def _locate(
@@ -125,10 +126,10 @@ def _locate(
     return place
 
 
-def _fingerprint(place: Place, tokenizer: Place, spec: ModelSpec) -> str:
+def _fingerprint(place: Place, tokenizer: Place, spec: ModelSpec, more: tuple[str, ...]) -> str:
     """`id@commit` of a hub id; of a folder 32 hexadecimal digits over the files that decide the output."""
     code = ("*.py",) if spec.trust_remote_code else ()
-    names = model_files.CONFIG_FILES + model_files.TOKENIZER_FILES + code
+    names = model_files.CONFIG_FILES + model_files.TOKENIZER_FILES + more + code
     fingerprint = place.fingerprint(names, spec.load_format)
     if tokenizer is place:
         return fingerprint

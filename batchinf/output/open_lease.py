@@ -1,6 +1,7 @@
 """The results of a lease that are finished, in the journal and in memory. Replicas collect them for the part."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ class OpenLease:
         self.num_finished_inputs = 0
         self.num_input_shares = 0.0  # of a row with n requests, each counts 1 / n; only if the task's rows vary
         self.errors: Counter[str] = Counter()  # results with an error, by its type
+        self.image_digests: Mapping[int, Sequence[str]] = {}  # by row; see `stored_digests` of `replica/images.py`
         self.is_given_back = False  # another replica runs it; its prompts here are dropped
         self.num_requests = np.zeros(lease.num_rows, np.int32)
         self._journal = journal

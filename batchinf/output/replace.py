@@ -32,7 +32,13 @@ _FEW_ROWS = 4096
 
 def retry_metadata(retry: Retry) -> dict[str, str]:
     """The entries for a retry in the Parquet metadata of the parts that it rewrote."""
-    description = {"predicate": retry.predicate, "set": retry.overrides, "num_rows": retry.num_rows}
+    description: dict[str, object] = {
+        "predicate": retry.predicate,
+        "set": retry.overrides,
+        "num_rows": retry.num_rows,
+    }
+    if retry.repair is not None:
+        description["input"] = {"path": retry.repair.path, "num_rows": retry.repair.num_rows}
     return {RETRY_KEY: str(retry.number), f"{RETRY_KEY}.{retry.number}": json.dumps(description, ensure_ascii=False)}
 
 

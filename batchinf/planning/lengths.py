@@ -150,7 +150,7 @@ def opened(file: SpecFile, *, may_scan: bool = True) -> Iterator[tuple[Job, int 
             return
         if sample is not None:
             # A share and a limit are applied to the number of rows.
-            changes = {"path": sample.path, "sample": None, "limit": None, "order": "input"}
+            changes = {"path": sample.path, "job": None, "sample": None, "limit": None, "order": "input"}
             spec = file.spec.model_copy(update={"input": file.spec.input.model_copy(update=changes)})
             file = dataclasses.replace(file, spec=spec)
         job = open_job(file, pathlib.Path(scratch, "scan"))

@@ -1,7 +1,9 @@
 """Makes prompts from rows: the text or token ids, the row's own sampling and its adapter. Feeders use it."""
 
+import contextlib
 import difflib
 import glob
+import itertools
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import Encoder, Side, TextCutter, begins_with_two, enough_tokens, show
+from batchinf.prompts.images import ImageColumns, ImageSource, Placeholders, TextWithImages, place_images
 from batchinf.prompts.openai.lines import COLUMNS
 from batchinf.prompts.openai.requests import BatchPrompts, BatchRequest
 from batchinf.prompts.openai.truncation import Truncation
@@ -23,7 +26,7 @@ from batchinf.prompts.tools import ToolsError, tools_of_row
 from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
-from batchinf.spec.input import InputSpec
+from batchinf.spec.input import InputSpec, MessageSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
@@ -104,19 +107,21 @@ class Renderer:
         cut = None if tokenizer is None else TextCutter(tokenizer).cut
         # By the field that has the template: of each message, or of the prompt.
         self._templates: dict[str, RowTemplate] = {}
+        self._images = ImageColumns(where) if where.has_images else None
         for number, message in enumerate(where.messages or ()):
-            field = f"input.messages[{number}].content"
-            self._templates[field] = RowTemplate(message.content, field, cut)
+            for field, text in _texts_of(number, message):
+                self._templates[field] = RowTemplate(text, field, cut)
         if where.messages is None and where.prompt_template is not None:
             field = "input.prompt_template"
             self._templates[field] = RowTemplate(where.prompt_template, field, cut)
-        self.named_columns = self._template_columns() if self._templates else self._plain_columns()
+        named = self._template_columns() if self._templates else self._plain_columns()
+        self.named_columns = (*named, *where.image_columns)
         self._is_chat = where.is_chat
         self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)
 
     def _template_columns(self) -> tuple[tuple[str, str], ...]:
         named = tuple((field, column) for field, template in self._templates.items() for column in template.columns)
-        if named:
+        if named or self._input.image_columns:
             return named
         goes = "write {{ column }} where a row's value goes"
         if self._input.messages is not None:
@@ -127,6 +132,8 @@ class Renderer:
         raise SpecError(f"input.prompt_template: it names no column; {goes}{hint}")
 
     def _plain_columns(self) -> tuple[tuple[str, str], ...]:
+        if self._input.messages is not None:  # they have images alone
+            return ()
         if self._input.is_batch_file:
             return tuple(("input.format openai", column) for column in COLUMNS)
         for field in ("messages_column", "token_ids_column"):
@@ -162,6 +169,40 @@ class Renderer:
         options = self._tools(row.values)
         text = options if isinstance(options, RowError) else self._chat.render(messages, **options)
         return text if isinstance(text, RowError) else check_text(text)
+
+    def render_images(self, row: Row) -> TextWithImages | RowError:
+        """As `render`, or the ids of a column, with the images of the row. For a job with images."""
+        assert self._images is not None
+        own: list[ImageSource] | RowError = [] if row.error is not None else self._images.read(row.values)
+        if isinstance(own, RowError):
+            return own
+        if not self._is_chat:
+            text = self.render(row) if self._input.token_ids_column is None else self.token_ids(row)
+            return text if isinstance(text, RowError) else TextWithImages(text, tuple(own))
+        messages = self.messages(row)
+        placed = messages if isinstance(messages, RowError) else place_images(messages, own)
+        if isinstance(placed, RowError):
+            return placed
+        assert self._chat is not None
+        options = self._tools(row.values)
+        text = options if isinstance(options, RowError) else self._chat.render(placed[0], **options)
+        text = text if isinstance(text, RowError) else check_text(text)
+        return text if isinstance(text, RowError) else TextWithImages(text, placed[1])
+
+    def placeholders(self, tokenizer: Any) -> Placeholders | None:
+        """The tokens that stand for images; None in a job without images, or without a chat template that shows them.
+
+        Raises SpecError if the job applies a chat template that does not show images.
+        """
+        if self._images is None:
+            return None
+        if self._chat is not None:
+            return Placeholders(self._chat, tokenizer)
+        # A plain text may have a placeholder that no template says, and lines of a batch file need no template at all.
+        needs_none = (ValueError,) if self._input.is_batch_file else (ValueError, SpecError)
+        with contextlib.suppress(*needs_none):
+            return Placeholders(ChatTemplate(self._input, tokenizer, None), tokenizer)
+        return None
 
     def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
         """The row's tools as an option of the chat template; without any, the job's options stay."""
@@ -201,19 +242,33 @@ class Renderer:
     def _messages(self, values: Mapping[str, object]) -> list[Message] | RowError:
         if (column := self._input.messages_column) is not None:
             value = take(values, column)
-            return value if isinstance(value, RowError) else read_messages(value, f"column '{column}'")
+            if isinstance(value, RowError):
+                return value
+            return read_messages(value, f"column '{column}'", takes_images=self._images is not None)
         if self._input.messages is None:
             text = self._text(values)
             if text == "":
                 text = check_text(text)
             return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
         messages: list[Message] = []
-        for message, template in zip(self._input.messages, self._templates.values(), strict=True):
-            content = template.fill(values)
+        templates = iter(self._templates.values())
+        for number, message in enumerate(self._input.messages):
+            texts: list[str] = []
+            for template in itertools.islice(templates, len(_texts_of(number, message))):
+                text = template.fill(values)
+                if isinstance(text, RowError):
+                    return text
+                texts.append(text)
+            content: Any = texts[0] if not message.parts else self._parts(number, texts, values)
             if isinstance(content, RowError):
                 return content
             messages.append({"role": message.role, "content": content})
         return messages
+
+    def _parts(self, number: int, texts: Sequence[str], values: Mapping[str, object]) -> list[Any] | RowError:
+        if self._images is None:
+            return [{"type": "text", "text": text} for text in texts]
+        return self._images.parts_of(number, texts, values)
 
     def _text(self, values: Mapping[str, object]) -> str | RowError:
         if (template := self._templates.get("input.prompt_template")) is not None:
@@ -243,6 +298,14 @@ class Renderer:
         return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of token ids")
 
 
+def _texts_of(number: int, message: MessageSpec) -> list[tuple[str, str]]:
+    """Pairs of a field and the template in it, of one message of the spec."""
+    field = f"input.messages[{number}].content"
+    if isinstance(message.content, str):
+        return [(field, message.content)]
+    return [(f"{field}[{place}].text", part.text) for place, part in enumerate(message.parts) if part.text is not None]
+
+
 class PromptBuilder:
     """Rows → prompts."""
 
@@ -269,6 +332,8 @@ class PromptBuilder:
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
+        self._placeholders = self._renderer.placeholders(tokenizer)
+        self._has_images = spec.input.has_images
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
@@ -386,13 +451,26 @@ class PromptBuilder:
         """The row's text, or its ids or error if it needs no encoding."""
         if self._batch is not None:
             return self._batch_draft(self._batch, row, max_model_len)
-        if self._takes_ids:
+        if self._has_images:
+            draft = self._image_draft(row, max_model_len)
+        elif self._takes_ids:
             return Draft(None, self._renderer.token_ids(row))
-        draft = self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
+        else:
+            draft = self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
         if not self._parses_calls or isinstance(draft.ids, RowError):
             return draft
         tools = self._renderer.tools(row)
         return Draft(None, tools) if isinstance(tools, RowError) else replace(draft, tools=tools)
+
+    def _image_draft(self, row: Row, max_model_len: int | None) -> "Draft":
+        prompt = self._renderer.render_images(row)
+        if isinstance(prompt, RowError):
+            return Draft(None, prompt)
+        if isinstance(prompt.text, str):
+            draft = self._text_draft(prompt.text, self._encoder, max_model_len)
+        else:
+            draft = Draft(None, prompt.text)
+        return replace(draft, images=prompt.sources)
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)
@@ -427,6 +505,7 @@ class PromptBuilder:
             template_kwargs=request.template_kwargs,
             truncation=request.truncation,
             needs_text=request.is_echoed,
+            images=request.images,
         )
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "Draft":
@@ -456,6 +535,8 @@ class PromptBuilder:
             room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
             cut = self._cut(ids, max_model_len, room or self._output_room, self._side)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
+        if draft.images and isinstance(outcome, list):
+            outcome = self.misplaced(outcome, len(draft.images)) or outcome
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
             return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=draft.request)
@@ -472,7 +553,17 @@ class PromptBuilder:
             request=draft.request,
             tools=draft.tools,
             template_kwargs=draft.template_kwargs,
+            image_sources=draft.images,
+            image_digests=self.digests_before(draft.images),
         )
+
+    def digests_before(self, images: Sequence[ImageSource]) -> tuple[str, ...] | None:
+        """`Prompt.image_digests` of a prompt whose images are not loaded: none of no images."""
+        return () if self._has_images and not images else None
+
+    def misplaced(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
+        """The error of a prompt that has not exactly one place for each of its images."""
+        return None if self._placeholders is None else self._placeholders.objection(token_ids, num_images)
 
     def _cut_as_asked(
         self, wanted: Truncation, draft: "Draft", ids: list[int], max_model_len: int | None
@@ -547,6 +638,8 @@ class Draft:
     """The line's own."""
     needs_text: bool = False
     """Ids without a text are decoded, because the answer has the text of the prompt."""
+    images: tuple[ImageSource, ...] = ()
+    """Where its images come from, one for each placeholder in the text or the ids."""
     parts: "tuple[Draft, ...]" = ()
     """Of a line with several prompts."""
 

@@ -80,12 +80,14 @@ Message = dict[str, Any]
 _PROBE = "a part of a text"
 
 
-def read_messages(value: object, what: str) -> list[Message] | RowError:
+def read_messages(value: object, what: str, *, takes_images: bool = False) -> list[Message] | RowError:
     """Normalise a conversation: a list of messages, or JSON text of one. Returns the row's error if it is invalid.
 
     Keys with a null are removed: Arrow fills a message with the keys of all others. `content` is text or a list of
     parts of text; a message with `tool_calls` needs none. Arguments of tool calls become mappings, which chat templates
     expect; OpenAI's format has them as text. what: names the value in errors, such as `column 'chat'`.
+
+    takes_images: parts may be images. Each becomes `{type: image, source: …}`, or `{type: image}` without a source.
     """
     if value is None:
         return RowError("null_prompt", f"{what} is null")
@@ -102,7 +104,7 @@ def read_messages(value: object, what: str) -> list[Message] | RowError:
         return RowError("empty_prompt", f"{what} has no messages")
     messages: list[Message] = []
     for number, item in enumerate(value):
-        message = _read_message(item)
+        message = _read_message(item, takes_images=takes_images)
         if isinstance(message, str):
             return RowError("invalid_messages", f"{what}, message {number}: {message}")
         messages.append(message)
@@ -131,7 +133,7 @@ def _wrong(what: str, got: str) -> RowError:
     return RowError("invalid_messages", f"got {got} in {what}; expected a list of messages, or JSON text of one")
 
 
-def _read_message(item: object) -> Message | str:
+def _read_message(item: object, *, takes_images: bool) -> Message | str:
     """The normalised message, or the reason why it is invalid."""
     if not isinstance(item, dict):
         return f"got {name_type(item)}; expected a mapping with role and content"
@@ -142,10 +144,13 @@ def _read_message(item: object) -> Message | str:
     if "content" not in message and "tool_calls" not in message:
         return f"got no content from '{shorten(role, 60)}'"
     content = message.setdefault("content", "")
-    if (wrong := _wrong_content(content)) is not None:
+    if (wrong := _wrong_content(content, takes_images=takes_images)) is not None:
         return wrong
     if isinstance(content, list):
-        message["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        message["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else part if _is_text(part) else _image_part(part)
+            for part in content
+        ]
     calls = message.pop("tool_calls", [])
     try:
         if calls := [_with_arguments(call) for call in (calls if isinstance(calls, list) else [calls])]:
@@ -163,22 +168,68 @@ def _wrong_role(item: dict[str, Any], role: object) -> str:
     return shorten(f"got {got}; expected text such as 'user'", 300)
 
 
-def _wrong_content(content: object) -> str | None:
+def _wrong_content(content: object, *, takes_images: bool) -> str | None:
     if not isinstance(content, str | list):
         return f"got {name_type(content)} for content; expected text, or a list of parts of text"
-    return next(filter(None, map(_wrong_part, content)), None) if isinstance(content, list) else None
+    if isinstance(content, str):
+        return None
+    return next(filter(None, (_wrong_part(part, takes_images=takes_images) for part in content)), None)
 
 
-def _wrong_part(part: object) -> str | None:
+def _wrong_part(part: object, *, takes_images: bool) -> str | None:
     if isinstance(part, str):
         return None
     if not isinstance(part, dict):
         return f"got {name_type(part)} for a part of content; expected {{type: text, text: …}}"
-    if part.get("type") != "text":
-        return shorten(f"got a part of type {part.get('type')!r}; only parts of type 'text' are supported", 200)
+    kind = part.get("type")
+    if kind in _IMAGES:
+        return _wrong_image(part) if takes_images else f"got a part of type {kind!r}; {_NO_IMAGES}"
+    if kind != "text":
+        kinds = ", ".join(map(repr, ("text", *_IMAGES))) if takes_images else "'text'"
+        return shorten(f"got a part of type {kind!r}; only parts of type {kinds} are supported", 200)
     if not isinstance(part.get("text"), str):
         return f"got {name_type(part.get('text'))} for the text of a part; expected text"
     return None
+
+
+_NO_IMAGES = "only parts of type 'text' are supported, unless the spec has input.images"
+# Types of parts with an image → the keys that may have its source. Without any of them, a column has it.
+_IMAGES = {"image": ("image", "url", "path"), "image_url": ("image_url",), "input_image": ("image_url",)}
+
+
+def _wrong_image(part: dict[str, Any]) -> str | None:
+    """Why a part with an image cannot be used: nothing that it says is ignored."""
+    kind = part["type"]
+    fields = {key: value for key, value in part.items() if key != "type" and value is not None}
+    given = [key for key in _IMAGES[kind] if key in fields]
+    if len(given) > 1:
+        return f"got {given[1]} beside {given[0]} in a part of type '{kind}'; give one of them"
+    if not given and kind != "image":
+        return f"got no image_url in a part of type '{kind}'"
+    for key in given:
+        nested = fields.pop(key)
+        if key == "image_url" and isinstance(nested, dict):
+            fields |= {name: value for name, value in nested.items() if value is not None}
+            nested = fields.pop("url", None)
+        if not isinstance(nested, str | bytes | dict):
+            return f"got {name_type(nested)} for the image of a part of type '{kind}'; expected a path or a URL"
+    if fields.pop("detail", "auto") != "auto":
+        return f"got a part of type '{kind}' with a detail that is not auto; models get the whole image: leave it out"
+    if fields:
+        return shorten(f"got {next(iter(fields))!r} in a part of type '{kind}', which is not supported", 200)
+    return None
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    return bool(part["type"] == "text")
+
+
+def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part with an image in one form."""
+    source = next((part[key] for key in _IMAGES[part["type"]] if part.get(key) is not None), None)
+    if part["type"] != "image" and isinstance(source, dict):
+        source = source["url"]
+    return {"type": "image"} if source is None else {"type": "image", "source": source}
 
 
 def _with_arguments(call: object) -> object:
@@ -255,6 +306,22 @@ class ChatTemplate:
         if not self._knows_developer and any(message["role"] == "developer" for message in fitted):
             fitted = _as_system(fitted)
         return fitted
+
+    def image_mark(self) -> str:
+        """What the template writes for an image; empty if it does not show images."""
+        options = {"add_generation_prompt": False, "continue_final_message": False}
+        text = {"type": "text", "text": _PROBE}
+        try:
+            without, shown = (
+                self._apply([{"role": "user", "content": parts}], options)
+                for parts in ([text], [{"type": "image"}, text])
+            )
+        except Exception:
+            return ""
+        if not self._takes_parts or len(shown) <= len(without):
+            return ""
+        start = next((place for place, sign in enumerate(without) if sign != shown[place]), len(without))
+        return shown[start : start + len(shown) - len(without)]
 
     def _renders_parts(self) -> bool:
         """Whether the template takes a list of parts. Others print the list in Python's or JSON's notation."""

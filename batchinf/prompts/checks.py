@@ -9,6 +9,7 @@ import jinja2
 
 from batchinf.base.errors import SpecError
 from batchinf.base.text import clip, counted, describe_error, list_names
+from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
 from batchinf.prompts.builder import Renderer
 from batchinf.prompts.chat import GIVEN, own_templates, variables
@@ -28,8 +29,10 @@ _FIRST_READ = 32
 def check_prompts(spec: JobSpec, model: Model) -> None:
     """Raise SpecError for a missing or broken chat template, and for truncation that leaves no room for a prompt.
 
-    spec: resolved. Loads no tokenizer.
+    spec: resolved. Loads the tokenizer only for a job with images.
     """
+    if spec.input.has_images:
+        _check_images(spec, model)
     if spec.input.is_chat:
         _check_chat(spec.input, model)
     most = spec.sampling.max_tokens
@@ -42,6 +45,20 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
 def model_len_limit(spec: JobSpec, model: Model) -> int | None:
     """The engine's longest sequence, in tokens, from the spec or the model's config; None if neither has it."""
     return spec.length_limit(model.max_model_len)
+
+
+def _check_images(spec: JobSpec, model: Model) -> None:
+    """Raise SpecError if the model's folder has nothing that is about images, or its chat template shows none."""
+    folder = pathlib.Path(model.folder)
+    if "vision_config" in model.config or any((folder / name).is_file() for name in PROCESSOR_FILES):
+        if spec.input.is_chat:
+            _check_chat(spec.input, model)
+            tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
+            Renderer(spec, tokenizer).placeholders(tokenizer)
+        return
+    field = next((field for field, _ in spec.input.image_columns), "input.images")
+    raise SpecError(f"{field}: the model '{model.name}' takes no images: its config has no vision_config; give one "
+                    "that does, or leave it out")  # fmt: skip
 
 
 def _check_chat(where: InputSpec, model: Model) -> None:

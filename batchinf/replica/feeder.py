@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -18,7 +18,8 @@ from batchinf.base import faults
 from batchinf.base.errors import RowError
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.records import Int64Array, Lease, Prompt, Request, Result
+from batchinf.records import Int64Array, Lease, Prompt, RenderedPrompt, Request, Result
+from batchinf.replica.images import ImagePrompts, Render
 from batchinf.replica.messages import Assign, Event, Key, LeaseBegun, Revoked, Trial, Tried
 from batchinf.source.rows import Row, Source
 from batchinf.tasks.base import Task
@@ -134,9 +135,12 @@ class ByteQueue(Generic[Item]):
 
 # Rows read and tokenised at once: enough for a tokenizer's threads, and little memory.
 ROWS_AT_ONCE = 256
+# Of rows with images, whose files may be in the rows.
+_IMAGE_ROWS_AT_ONCE = 16
 _BYTES_A_TOKEN = 36
-# Requests put at once, or a few more, so that the engine's thread wakes once for them.
+# Requests put at once, or a few more, so that the engine's thread wakes once for them; fewer if they have images.
 _PUT_ITEMS = 64
+_PUT_BYTES = 8 << 20
 _TRIAL_POLL_S = 0.01
 
 
@@ -151,6 +155,8 @@ class PendingRequest:
     lease: OpenLease
     probe: threading.Event | None = None
     """Set once the request has finished; its completion is not stored."""
+    image_bytes: int = 0
+    """Of the tensors of images that the engine keeps until the request has finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,8 @@ class Feeder(threading.Thread):
     ready: ByteQueue[PendingRequest]
     fail: Callable[[FailedRow], None]
     emit: Callable[[Event], None]
+    images: ImagePrompts | None = None
+    """None in a job without images."""
 
     def __post_init__(self) -> None:
         super().__init__(name="feeder", daemon=True)
@@ -182,6 +190,8 @@ class Feeder(threading.Thread):
         self._trials: deque[Trial] = deque()
         self._opened: dict[Key, OpenLease] = {}  # for trials
         self._condemned: dict[int, str] = {}
+        self._render: Render | None = None
+        self._rows_at_once = ROWS_AT_ONCE if self.images is None else _IMAGE_ROWS_AT_ONCE
         self._changed = threading.Condition()
         self._is_stopping = False
         self.error: BaseException | None = None
@@ -231,6 +241,12 @@ class Feeder(threading.Thread):
             self._assigned.extendleft(reversed(self._drop(list(self._prepared))))
             self._changed.notify_all()
 
+    def render_with(self, render: Render) -> None:
+        """The engine is up and can make tokens of images. Prompts with images wait for it."""
+        with self._changed:
+            self._render = render
+            self._changed.notify_all()
+
     def begin(self, track: Callable[[OpenLease], None]) -> None:
         """The engine is up: leases begin from now on, opened ones first. track: called with each lease that begins.
 
@@ -260,6 +276,8 @@ class Feeder(threading.Thread):
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
+        if self.images is not None:
+            self.images.stop()
         self.ready.close()
 
     def run(self) -> None:
@@ -342,10 +360,10 @@ class Feeder(threading.Thread):
 
     def _feed(self, lease: Lease) -> None:
         opened = self._opened.pop(lease.key, None) or self._open(lease)
-        for first in range(0, lease.num_rows, ROWS_AT_ONCE):
+        for first in range(0, lease.num_rows, self._rows_at_once):
             if self._is_stopping or opened is None or opened.is_given_back:
                 return
-            self._feed_rows(opened, opened.rows.to_run(first, min(first + ROWS_AT_ONCE, lease.num_rows)))
+            self._feed_rows(opened, opened.rows.to_run(first, min(first + self._rows_at_once, lease.num_rows)))
 
     def _feed_rows(self, opened: OpenLease, local: Int64Array) -> None:
         """Feed these rows of a lease, by their indices in it, in this order."""
@@ -356,10 +374,12 @@ class Feeder(threading.Thread):
         builder, max_model_len = self._known_limits()
         rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
         prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
+        if self.images is not None:
+            self.images.expect(prompts)
         ready: list[tuple[PendingRequest, int]] = []
         for prompt in prompts:
             ready += self._expand(opened, prompt, max_model_len)
-            if len(ready) >= _PUT_ITEMS:
+            if len(ready) >= _PUT_ITEMS or (prompt.image_sources and sum(size for _, size in ready) >= _PUT_BYTES):
                 if not self.ready.put_all(ready):
                     return
                 ready = []
@@ -379,13 +399,26 @@ class Feeder(threading.Thread):
 
     def _expand(self, opened: OpenLease, prompt: Prompt, max_model_len: int) -> Iterator[tuple[PendingRequest, int]]:
         """The requests that a row still has to run, with their sizes in bytes."""
-        requests = self.task.requests(prompt, max_model_len)
-        number = len(requests)
-        of_row = prompt.error
-        if of_row is None and prompt.row_index in self._condemned:
+        of_row = None
+        if prompt.error is None and prompt.row_index in self._condemned:
             of_row = RowError("engine_death", self._condemned[prompt.row_index])
+        requests = None
+        rendered = None
+        if prompt.image_sources and prompt.error is None and of_row is None:
+            made = self._with_images(prompt, opened.image_digests)
+            if made is None or opened.is_given_back:
+                return
+            if rendered := made[1]:
+                prompt = made[0]
+            else:  # as many error results as there would have been requests: some of these may be stored already
+                requests = [(made[0], request) for _, request in self.task.requests(prompt, max_model_len)]
+                of_row = made[0].error
+        of_row = of_row or prompt.error
+        requests = requests or self.task.requests(prompt, max_model_len)
+        number = len(requests)
         failed = []
-        num_bytes = _BYTES_A_TOKEN * len(prompt.token_ids) // number
+        image_bytes = 0 if rendered is None else rendered.num_bytes
+        num_bytes = (_BYTES_A_TOKEN * len(prompt.token_ids) + image_bytes) // number
         for part, request in requests:
             if (error := of_row or part.error) is not None:
                 index = request.request_index
@@ -393,9 +426,21 @@ class Feeder(threading.Thread):
             elif not opened.is_done(request.row_index, request.request_index):
                 if prompt.adapter is not None:
                     request = replace(request, adapter=prompt.adapter)
-                yield PendingRequest(request, part, number, opened), num_bytes
+                if rendered is not None:
+                    request = replace(request, rendered=rendered.for_ids(request.prompt_token_ids))
+                yield PendingRequest(request, part, number, opened, image_bytes=image_bytes), num_bytes
         if failed:
             self.fail(FailedRow(opened, tuple(failed)))
+
+    def _with_images(
+        self, prompt: Prompt, known: Mapping[int, Sequence[str]]
+    ) -> tuple[Prompt, RenderedPrompt | None] | None:
+        """See `ImagePrompts.made`. Waits until the engine is up; None if the feeder ends meanwhile."""
+        assert self.images is not None
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopping or self._render is not None)
+            render = self._render
+        return None if render is None or self._is_stopping else self.images.made(prompt, render, known)
 
 
 def _probe(request: Request) -> Request:

@@ -26,7 +26,8 @@ from batchinf.base.storage import LASTING, Folder, disk_error
 from batchinf.engines.installed import importing
 from batchinf.engines.protocol import Engine
 from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
-from batchinf.job.open import open_job_input
+from batchinf.job.open import location_of, open_job_input
+from batchinf.job.repaired import repaired
 from batchinf.model.content import Unchanged, adapter_files
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.replica.feeder import Feeder
@@ -193,6 +194,8 @@ class Incarnation:
     def _start_pipeline(self, work: Work) -> tuple[Pipeline, EngineLimits | None]:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
+        if work.repairs:
+            source = repaired(source, self._folder, location_of(spec), work.repairs)
         pipeline = Pipeline(
             task=work.columns.task(spec),
             source=source,

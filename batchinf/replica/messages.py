@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from batchinf.manifest.columns import Columns
+from batchinf.manifest.lines import Retry
 from batchinf.model.lora import Adapter
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease, Part, RayGroup
 
@@ -59,6 +60,8 @@ class Work:
     """When the job began, in ISO format; templates see it as today's date."""
     columns: Columns
     """Those of the job's parts and segments."""
+    repairs: tuple[Retry, ...] = ()
+    """The retries up to this one, from whose files rows are taken. The job's first run reads its input alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,14 @@ class StartPhase:
     name: str
     host: str = ""
     """Where it runs; the first phase has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlace:
+    """From the backend: no host that is left can hold the replica, which waits for one. `StartPhase` ends that."""
+
+    shortage: str
+    """What it asks for, and what there is, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +248,7 @@ class Stopped:
 
 
 LeaseEvent = LeaseBegun | LeaseStored | ShardClosed | Revoked | Tried
-Event = StartPhase | TakesLeases | Ready | Progress | LeaseEvent | Failed | Stopped
+Event = StartPhase | NoPlace | TakesLeases | Ready | Progress | LeaseEvent | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)

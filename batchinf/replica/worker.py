@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 
 import numpy as np
@@ -24,7 +24,7 @@ from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
 from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
-from batchinf.manifest.names import retry_of
+from batchinf.manifest.names import part_name, retry_of
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
@@ -34,9 +34,11 @@ from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.calls import Calls
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
+from batchinf.replica.images import ImagePrompts, stored_digests
 from batchinf.replica.messages import Event, InFlightRequest, Progress
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
+from batchinf.source.find import folder_of
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import STRUCTURE_FIELDS
@@ -123,6 +125,8 @@ class TokenCount:
         self.latest = self._num_prompt_tokens, num_output_tokens
 
 
+# Tensors of images in the engine, as vLLM may keep them in two processes. More requests wait outside.
+_IMAGE_BYTES = 4 << 30
 # Requests kept in the engine for each that it can run at once. 1.2 was measured best.
 _WINDOW = 1.2
 _IDLE_S = 0.05
@@ -154,6 +158,7 @@ class Worker:
             pipeline_parallel_size=info.settings.get("pipeline_parallel_size", 1),
         )
         self._busy_s = 0.0
+        self._image_bytes = 0  # of the requests in the engine
         self._num_finished = 0
         self._stalled_by_disk_s = 0.0
         self._stalled_since: float | None = None
@@ -236,7 +241,8 @@ class Worker:
         idle_s = 0.0 if num_unfinished else _IDLE_S
         # The feeder sleeps while the engine is filled. When it was awake, it held the interpreter so often that the
         # engine ran 13 of 1,229 requests alone for half a second.
-        for pending in self.ready.take(max(0, self._window - num_unfinished), idle_s, shuts=True):
+        room = max(0, self._window - num_unfinished) if self._image_bytes < _IMAGE_BYTES else 0
+        for pending in self.ready.take(room, idle_s, max_bytes=_IMAGE_BYTES - self._image_bytes, shuts=True):
             if not pending.lease.is_given_back:
                 self._add(pending)
         self.ready.open()
@@ -268,6 +274,9 @@ class Worker:
             )
             self.finished.offer_all([(FailedRow(pending.lease, (result,)), 0)])
             return
+        self._image_bytes += pending.image_bytes
+        if request.rendered is not None:  # the engine has the tensors now
+            pending = replace(pending, request=replace(request, rendered=None))
         self._pending[request.key] = pending
 
     def _store(self, completions: Sequence[Completion]) -> None:
@@ -278,6 +287,7 @@ class Worker:
         for completion in completions:
             key = completion.request.key
             pending = self._pending.pop(key)
+            self._image_bytes -= pending.image_bytes
             self.in_flight.leave(self._slots.pop(key))
             if pending.probe is None:
                 items.append((Finished(pending, completion), num_bytes(completion)))
@@ -389,6 +399,7 @@ class Pipeline:
             ready=self._ready,
             fail=self._fail,
             emit=self.emit,
+            images=self._image_prompts(),
         )
         self._detokenizer_claim = threading.Lock()
         self._detokenizer: Future[Detokenizer | None] = Future()
@@ -428,6 +439,7 @@ class Pipeline:
             self.feeder.expect(prompts, info.max_model_len)
         elif (expected.max_model_len, expected.vocab_size) != (info.max_model_len, info.vocab_size):
             self.feeder.settle(prompts, info.max_model_len)
+        self.feeder.render_with(engine.render)
         self._make_detokenizer()  # does nothing if the feeder was started early
         writer = Writer(
             finished=self._finished,
@@ -451,6 +463,10 @@ class Pipeline:
             counts_output=self.task.draws_tokens,
         )
 
+    def _image_prompts(self) -> ImagePrompts | None:
+        where = self._spec.input
+        return None if where.images is None else ImagePrompts(where.images, base_folder=folder_of(where.path))
+
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
         return functools.partial(self.task.prompt_builder, self.tokenizer, vocab_size, self.begun_at)
 
@@ -459,6 +475,9 @@ class Pipeline:
         chosen = None if self._chosen is None else self._chosen.chosen(rows)
         opened = OpenLease(lease, self.task, self._journal, chosen=chosen, rows=rows)
         opened.recover()
+        if self._spec.input.has_images:
+            part = self.folder.path(f"parts/{part_name(lease.index)}") if self._retry else None
+            opened.image_digests = stored_digests(opened, part)
         return opened
 
     def _fail(self, row: FailedRow) -> None:

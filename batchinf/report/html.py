@@ -6,11 +6,14 @@ import re
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from batchinf.base.errors import UserError
 from batchinf.base.storage import PAGE_MARK, reason, write_named
 from batchinf.base.text import plain
 from batchinf.commands.inspect import InspectReport, probability, token_text
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#&$])")
 
 
 def light_colors() -> dict[str, str]:
@@ -25,8 +28,35 @@ def template(name: str) -> jinja2.Template:
         autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = _number
-    environment.filters["utc"] = lambda at: f"{at[:19].replace('T', ' ')} UTC"
+    environment.filters["utc"] = _utc
     return environment.from_string(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def markdown_template(name: str) -> jinja2.Template:
+    """The template `name` of this package, for Markdown. In all values, marks of Markdown and HTML are escaped."""
+    environment = jinja2.Environment(
+        autoescape=False, finalize=_literal, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    environment.filters["utc"] = _utc
+    environment.filters["raw"] = Markup
+    environment.filters["fenced"] = _fenced
+    return environment.from_string(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def _literal(value: Any) -> Any:
+    return _MARKDOWN.sub(r"\\\1", plain(" ".join(value.splitlines()))) if type(value) is str else value
+
+
+def _fenced(text: str) -> Markup:
+    """A block of code. Its fence is longer than any run of backticks in the text."""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=2))
+    lines = "\n".join(plain(line) for line in text.splitlines())
+    return Markup(f"{fence}yaml\n{lines}\n{fence}")
+
+
+def _utc(at: str) -> str:
+    return f"{at[:19].replace('T', ' ')} UTC"
 
 
 def _visible(value: Any) -> Any:

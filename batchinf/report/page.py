@@ -7,6 +7,7 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.places import is_bucket
@@ -19,32 +20,40 @@ from batchinf.manifest.look import Look
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.report import charts
-from batchinf.report.html import template
+from batchinf.report.html import markdown_template, template
 from batchinf.report.rows import RowFigures, row_figures
+from batchinf.report.samples import sample_groups
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
 from batchinf.tasks.registry import TASKS
 from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
+# The formats of a report, each with the mark by which a later report knows its file.
+_MARKS = {"html": PAGE_MARK, "md": b"<!-- batchinf report -->"}
 _SPEC_CHARS = 100_000
 _LINE_CHARS = 400
 _SETTINGS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "attention_backend", "kv_cache_size_tokens")
 
 
-def write_report(out: str, file: str | None = None) -> pathlib.Path:
+def write_report(out: str, file: str | None = None, to: str | None = None) -> pathlib.Path:
     """Write the report of a job, which may be live, dead or done. Returns the path of the file.
 
-    file: None means `report.html` in the output folder. Raises OutputError without a job, or if another file is there.
+    file: None means `report.html` or `report.md` in the output folder. to: `html` or `md`; None: by the file's ending.
+    Raises OutputError without a job, or if another file is there.
     """
+    to = to or ("md" if file is not None and file.endswith(".md") else "html")
+    if to not in _MARKS:
+        raise UserError(f"--to: got {clip(to)!r}; must be {' or '.join(_MARKS)}")
+    name = str(pathlib.PurePath(REPORT_FILE).with_suffix(f".{to}"))
     if file is None and is_bucket(out):
-        raise UserError(f"-o: missing; {out} is in a bucket, so say which file to write, such as -o {REPORT_FILE}")
-    path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
-    mark = b"" if file is None else PAGE_MARK
+        raise UserError(f"-o: missing; {out} is in a bucket, so say which file to write, such as -o {name}")
+    path = pathlib.Path(out, name) if file is None else pathlib.Path(file)
+    mark = b"" if file is None else _MARKS[to]
     with naming_option(path, "-o"):
         refuse_foreign(path, lambda there: has_mark(there, mark))  # before the charts are drawn
-    html = report_page(out).encode()
+    text = (report_page(out) if to == "html" else report_markdown(out)).encode()
     with naming_option(path, "-o"):
-        write_named(path, html, mark)
+        write_named(path, text, mark)
     return path
 
 
@@ -60,6 +69,16 @@ class Card:
 
 def report_page(out: str) -> str:
     """The page as HTML."""
+    return template("page.html").render(**_facts(out), phase_colors=charts.PHASE_COLORS, charts=charts)
+
+
+def report_markdown(out: str) -> str:
+    """The facts of the page as Markdown, with tables in place of charts."""
+    return markdown_template("page.md").render(**_facts(out), mark=_MARKS["md"].decode())
+
+
+def _facts(out: str) -> dict[str, Any]:
+    """What the templates show. Raises OutputError without a job that has begun."""
     report = job_status(out)
     look = Look(out)
     begun = look.begun()
@@ -72,28 +91,27 @@ def report_page(out: str) -> str:
         {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
     )
     rows = row_figures(look)
-    return template("page.html").render(
-        title=clip(os.path.basename(os.path.normpath(out)), 80),
-        folder=clip(out if look.is_bucket else os.path.abspath(out), 300),
-        state=_state(report),
-        made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        version=__version__,
-        report=report,
-        totals=totals,
-        cards=_cards(report, totals, history, rows),
-        count_lines=list(TASKS[totals.task].count_lines(totals.num_rows_committed, totals.task_counts)),
-        timeline=history,
-        replicas=_replicas(history),
-        runs=[run for job, state in begun if (run := _run_speed(job, state)) is not None],
-        phases=PHASES,
-        phase_colors=charts.PHASE_COLORS,
-        rows=rows,
-        charts=charts,
-        spec=_spec_text(begun[0][0].folder),
-        platforms=_platforms([state for _, state in begun]),
-        duration=duration,
-        clip=clip,
-    )
+    return {
+        "title": clip(os.path.basename(os.path.normpath(out)), 80),
+        "folder": clip(out if look.is_bucket else os.path.abspath(out), 300),
+        "state": _state(report),
+        "made_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "report": report,
+        "totals": totals,
+        "cards": _cards(report, totals, history, rows),
+        "count_lines": list(TASKS[totals.task].count_lines(totals.num_rows_committed, totals.task_counts)),
+        "timeline": history,
+        "replicas": _replicas(history),
+        "runs": [run for job, state in begun if (run := _run_speed(job, state)) is not None],
+        "phases": PHASES,
+        "rows": rows,
+        "sample_groups": sample_groups,
+        "spec": _spec_text(begun[0][0].folder),
+        "platforms": _platforms([state for _, state in begun]),
+        "duration": duration,
+        "clip": clip,
+    }
 
 
 def _state(report: StatusReport) -> str:
@@ -120,6 +138,11 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     ]
     figures = TASKS[totals.task].count_figures(totals.num_rows_committed, totals.task_counts)
     cards.extend(Card(*figure) for figure in figures)
+    cards.extend(
+        Card("input rows repaired", f"{repair.num_rows:,}", f"by retry {repair.retry}, from {clip(repair.path)}")
+        for job in report.jobs
+        for repair in job.repairs
+    )
     live = [job.progress for job in report.jobs if job.progress is not None]
     if len(live) == 1 and live[0].left_s is not None:
         cards.append(Card("time left", duration(live[0].left_s), "when the report was made"))

@@ -28,6 +28,7 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import Journal, list_shards
+from batchinf.report.samples import CHOICE_PROBABILITY, Confusion, Samples, confusion, samples
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import task_of
@@ -106,6 +107,9 @@ class RowFigures:
     num_labels: int
     errors: tuple[ErrorGroup, ...]
     num_error_groups: int
+    samples: Samples
+    confusion: Confusion | None
+    """None if the rows have no answers, or choices of their own."""
     notes: tuple[str, ...]
     """What was left out, for people to read."""
 
@@ -175,6 +179,8 @@ class _Rows:
         self._lists = {field.name for field in schema if pa.types.is_nested(field.type)}
         self._types = {field.name: field.type for field in schema if field.name not in self._lists}
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in input_columns]
+        # A kept column may have the name of a column of another task.
+        self._own_columns = {name for name in self._types if name == "id" or name not in input_columns}
         self._create_view()
 
     def _create_view(self) -> None:
@@ -182,7 +188,11 @@ class _Rows:
         if self._paths:
             files = [glob.escape(absolute(path)) for path in self._paths]
             self._connection.read_parquet(files, union_by_name=True).create_view("parts")
-            selects.append(f"SELECT {', '.join(map(_quoted, self._types))} FROM parts")
+            columns = ", ".join(map(_quoted, self._types))
+            if "choice_logprob_sums" in self._lists:
+                columns += f", {CHOICE_PROBABILITY} AS choice_probability"
+                self._own_columns.add("choice_probability")
+            selects.append(f"SELECT {columns} FROM parts")
         if self._journalled:
             names = [name for name in self._types if name in self._journalled[0].column_names]
             self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
@@ -206,6 +216,8 @@ class _Rows:
             num_labels=num_labels,
             errors=errors,
             num_error_groups=num_groups,
+            samples=samples(self._query, self._own_columns, self._choices),
+            confusion=confusion(self._query, self._own_columns, self._choices),
             notes=notes,
         )
 

@@ -102,10 +102,13 @@ class ShardRows:
 
 
 RETRY_FOLDER = "retry"  # rows that retries chose; file names have the number of the retry
+# Rows that a retry takes from another file, and their positions there; file names have the number of the retry.
+REPAIR_FOLDERS = ("repairs/rows", "repairs/places")
 RUN_FOLDER = "selection"  # rows that the job chose; file names have the number of the extent, from 1
 # Positions take 8 bytes each if they may be this large.
 _WIDE = 1 << 32
 _SEARCHED_AT_ONCE = 1 << 20
+_BYTES_AT_ONCE = 16384  # of `RowBits`
 
 
 class Positions:
@@ -136,20 +139,58 @@ class Positions:
 
     def chosen(self, rows: ShardRows) -> BoolArray:
         """Which of a shard's rows are stored, bool [len(rows)]. The stored positions must be ascending."""
-        edges = np.minimum([rows.first, rows.last + 1], self.stop_row).astype(self._items.dtype)
-        stored = self.rows(*np.searchsorted(self._items, edges).tolist())
+        span = self.between(rows.first, rows.last + 1)
+        stored = self.rows(span.start, span.stop)
         is_chosen = np.zeros(len(rows), np.bool_)
         found = rows.locals(stored)
         is_chosen[found[found >= 0]] = True
         return is_chosen
+
+    def between(self, first: int, stop: int) -> slice:
+        """Which of the stored positions are from `first` to `stop` (exclusive). They must be ascending."""
+        edges = np.minimum([first, stop], self.stop_row).astype(self._items.dtype)
+        return slice(*np.searchsorted(self._items, edges).tolist())
 
     def counts(self, shards: Iterable[ShardRows]) -> Int64Array:
         """How many rows of each shard are stored, int64 [number of shards]. The positions must be ascending."""
         return np.array([np.count_nonzero(self.chosen(rows)) for rows in shards], np.int64)
 
 
+class RowBits:
+    """A set of rows, one bit each."""
+
+    def __init__(self, first_row: int, stop_row: int, pieces: Iterable[Int64Array]) -> None:
+        """pieces: the rows, from `first_row` to `stop_row` (exclusive), in any order and perhaps several times."""
+        self._first_row = first_row
+        self._stop_row = stop_row
+        self._bits = np.zeros(-(-(stop_row - first_row) // 8), np.uint8)
+        for rows in pieces:
+            offsets = rows - first_row
+            np.bitwise_or.at(self._bits, offsets >> 3, np.left_shift(1, offsets & 7).astype(np.uint8))
+
+    def __bool__(self) -> bool:
+        return bool(self._bits.any())
+
+    def count(self) -> int:
+        """The number of rows."""
+        return int(np.bitwise_count(self._bits).sum())
+
+    def has(self, rows: Int64Array) -> BoolArray:
+        """Which of these rows are in the set."""
+        is_inside = (rows >= self._first_row) & (rows < self._stop_row)
+        offsets = np.where(is_inside, rows - self._first_row, 0)
+        is_set: BoolArray = (self._bits[offsets >> 3] >> (offsets & 7)) & 1 != 0
+        return is_inside & is_set
+
+    def pieces(self) -> Iterator[Int64Array]:
+        """The rows, ascending, some at a time."""
+        for start in range(0, len(self._bits), _BYTES_AT_ONCE):
+            rows = np.flatnonzero(np.unpackbits(self._bits[start : start + _BYTES_AT_ONCE], bitorder="little"))
+            yield rows + (self._first_row + 8 * start)
+
+
 def positions_name(number: int, where: str = RUN_FOLDER) -> str:
-    """The file, in the output folder, of an extent's rows or of those that a retry chose (RETRY_FOLDER)."""
+    """The file, in the output folder, of an extent's rows, or of a retry's (RETRY_FOLDER, REPAIR_FOLDERS)."""
     return f"{where}/{number:06d}.positions"
 
 

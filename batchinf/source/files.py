@@ -4,7 +4,7 @@ import io
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
 
@@ -52,6 +52,8 @@ class InputLocation:
     """A file, a glob, a folder, a URL, or the id of a Hugging Face dataset."""
     format: str | None = None
     """A name in `formats/registry.py`; None: by the files' endings."""
+    parts: Callable[[], Sequence["InputFile"]] | None = None
+    """Gives the files, which `path` only names; None: they are found by `path`."""
     split: str | None = None
     """Of a Hugging Face dataset; None: train."""
     revision: str | None = None

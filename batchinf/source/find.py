@@ -40,6 +40,8 @@ def is_dataset(input: InputLocation) -> bool:
 
 def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     """The files of a file, glob or folder, sorted by name, and their one format."""
+    if input.parts is not None:
+        return one_format(files := list(input.parts()), input), files
     path = os.path.expanduser(input.path)
     is_plain = os.path.isfile(path) or os.path.isdir(path)
     # The files in /proc and /dev/fd are others for each process. /dev/shm is a folder like any other.
@@ -62,8 +64,22 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     return one_format(files, input), files
 
 
+def folder_of(path: str) -> str | None:
+    """The folder to which paths in the rows of an input are relative; None for a URL or a dataset of the hub."""
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        return os.path.abspath(path)
+    is_here = os.path.isfile(path) or ("://" not in path and glob.has_magic(path))
+    return os.path.abspath(_root_of(path) or ".") if is_here else None
+
+
+def _root_of(pattern: str) -> str:
+    """The folder before the first sign of a glob."""
+    return os.path.dirname(re.split(r"[*?[]", pattern)[0])
+
+
 def _by_glob(path: str) -> list[InputFile]:
-    root = os.path.dirname(re.split(r"[*?[]", path)[0])
+    root = _root_of(path)
     names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     if not names:
         raise NoInputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")

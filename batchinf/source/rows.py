@@ -32,6 +32,7 @@ from batchinf.source.versions import (
     ScannedFile,
     compare_files,
     first_version,
+    fitted_beside,
     from_cache,
     latest_ranges,
     load_versions,
@@ -63,7 +64,12 @@ class Row:
 
 
 def open_source(
-    input: InputLocation, cache: pathlib.Path, taken: Sequence[str] = (), new: NewRows = "refuse"
+    input: InputLocation,
+    cache: pathlib.Path,
+    taken: Sequence[str] = (),
+    new: NewRows = "refuse",
+    *,
+    beside: pa.Schema | None = None,
 ) -> "Source":
     """The rows of `input`. The folder `cache` keeps the results of the scan.
 
@@ -73,6 +79,8 @@ def open_source(
 
     taken: fingerprints of the versions that a job has, the latest last. Their rows keep their positions, even if files
     were renamed; `new` says what happens to new files and rows. Raises `DriftError` if known files are changed or gone.
+
+    beside: columns of another source. The types of these rows then hold the values of both.
     """
     folder = Folder(cache)
     if is_dataset(input):
@@ -81,13 +89,15 @@ def open_source(
         reader = open_dataset(input, folder)
         source = Source([lambda: reader], [(0, reader.num_rows)], [reader.schema], [reader.fingerprint])
     else:
-        source = _of_files(input, folder, taken, new)
+        source = _of_files(input, folder, taken, new, beside=beside)
     if source.num_rows == 0:
         raise NoRowsError(f"{input.path} has no rows; give an input with at least one")
     return source
 
 
-def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: NewRows) -> "Source":
+def _of_files(
+    input: InputLocation, cache: Folder, taken: Sequence[str], new: NewRows, *, beside: pa.Schema | None
+) -> "Source":
     cache.make()
     digests = ReadDigests(cache)
     versions = load_versions(cache, taken[-1]) if taken else None
@@ -98,7 +108,7 @@ def _of_files(input: InputLocation, cache: Folder, taken: Sequence[str], new: Ne
         format, files = _find(input)
         scanner = Scanner(format, cache, digests)
         version, scanned = first_version(scanner, files)
-        versions = [version]
+        versions = [version if beside is None else fitted_beside(version, beside, format)]
     else:
         scanner, versions, scanned = _again(input, cache, digests, versions, new=new)
     if input.is_shuffled and new != "ignore":
@@ -321,6 +331,7 @@ class Source:
         """runs: for each opener's reader, the first row to read and the one after the last. digests: of the readers."""
         self._digests = digests
         self._openers = openers
+        self._runs = runs
         self._readers = OrderedDict[int, Reader]()  # by number, the one that was used last at the end
         self._offsets = [start for start, _ in runs]
         self._firsts = [0, *itertools.accumulate(stop - start for start, stop in runs)]

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+import pyarrow as pa
 import xxhash
 
 from batchinf.base import faults
@@ -292,8 +293,9 @@ def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> N
     if changes := _in_words({"changed": compared.changed, "gone": compared.gone}):
         raise DriftError(
             f"{path} is not the input that the job in the output folder began with: {changes}; restore these to "
-            "continue the job, or start a new job with another output.path, where `input.exclude: {job: OLD_OUTPUT, "
-            "on: prompt_hash}` leaves out the unchanged rows"
+            "continue the job, and give corrected rows as a file of their own with --retry errors --input FILE; or "
+            "start a new job with another output.path, where `input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` "
+            "leaves out the unchanged rows"
         )
     if takes_new:
         return
@@ -323,6 +325,12 @@ def first_version(scanner: Scanner, files: Sequence[InputFile]) -> tuple[InputVe
     scanned = dict(enumerate(zip(files, scanner.scan(files), strict=True)))
     added = tuple(_added(number, *scanned[number], 0) for number in scanned)
     return InputVersion(None, scanner.format.name, _settled(scanned, scanner.format), added), scanned
+
+
+def fitted_beside(version: InputVersion, other: pa.Schema, format: FileFormat) -> InputVersion:
+    """The version with types that hold the values of another source, too. Raises InputError if there are none."""
+    schemas = [("the job's input", other), (version.added[0].name, schema_of(version.schema))]
+    return replace(version, schema=schema_text(settled_schema(schemas, format.mixed_types)))
 
 
 def next_version(

@@ -24,6 +24,7 @@ from batchinf.spec.fields import (
     on_this_host,
     wrong,
 )
+from batchinf.spec.images import ImageSettings, PartSpec
 from batchinf.spec.tools import objection_to
 
 if TYPE_CHECKING:
@@ -55,8 +56,20 @@ class MessageSpec(Section):
 
     role: Annotated[Text, IDENTITY]
     """Role of the message: `system`, `user`, `assistant`, or another role that the chat template knows."""
-    content: Annotated[str, FROM_FILE]
-    """Text of the message: a Jinja2 template over the row's columns."""
+    content: Annotated[Annotated[tuple[PartSpec, ...], Field(strict=False, min_length=1)] | str, FROM_FILE]
+    """Text of the message: a Jinja2 template over the row's columns. Or a list of parts, texts and images."""
+
+    @property
+    def parts(self) -> tuple[PartSpec, ...]:
+        """The parts of a content that is a list; empty for a text."""
+        return () if isinstance(self.content, str) else self.content
+
+
+def _has_images(message: object) -> bool:
+    """Whether a message of a spec that is not checked yet has a part of type image."""
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list | tuple) else ()
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
 
 
 _JobFolder = Annotated[Path, on_this_host("copy the job's output folder to this host, and give the copy")]
@@ -121,7 +134,10 @@ class InputSpec(Section):
     """Where the rows come from, which of them run, and how a row becomes a prompt."""
 
     path: Annotated[Path, RUNTIME]
-    """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content."""
+    """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content.
+    Not with `job`."""
+    job: Annotated[_JobFolder | None, RUNTIME] = None
+    """The output folder of a job that is done, instead of `path`: its output rows are the rows, with all columns."""
     format: Annotated[FormatName | None, RUNTIME] = None
     """Default: from the name's ending. `openai` is JSONL of OpenAI's batch API, also recognised by its lines."""
     csv: Annotated[CsvSpec | None, IDENTITY] = None
@@ -149,6 +165,14 @@ class InputSpec(Section):
     """With `model.tool_parser`: `auto` (default), `required`, `none`, or the name of the tool to call."""
     parallel_tool_calls: Annotated[bool, IDENTITY] = True
     """With `model.tool_parser`: whether an answer may have several calls."""
+    images_column: Annotated[
+        Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | Text | None, AfterValidator(as_tuple), IDENTITY
+    ] = None
+    """The column with the images of a row, or several columns: a path relative to the input, a `file:` or `data:` URL,
+    the bytes of a file, a mapping with `bytes` or `path`, or a list of these; null or an empty text: none."""
+    images: Annotated[ImageSettings | None, IDENTITY] = None
+    """Limits of images, and where they may come from. If it is given, parts of conversations and of lines of batch
+    files may be images. Default: unset, or all of its defaults with `images_column` or a part of type `image`."""
     token_ids_column: Annotated[Text | None, IDENTITY] = None
     """The column that holds the prompt's token ids: a list, or JSON text of one. Nothing is added to them."""
     text_column: Annotated[Text | None, IDENTITY] = None
@@ -205,6 +229,13 @@ class InputSpec(Section):
     whose prompts begin alike run one after the other, so that vLLM's prefix cache is used. `longest`: the half of the
     rows with the larger `max_tokens` runs first. `auto`: chosen from a sample."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _path_of_job(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("job"), str) and values.get("path") is None:
+            return {**values, "path": values["job"]}
+        return values
+
     @field_validator("path")
     @classmethod
     def _no_secrets(cls, path: str) -> str:
@@ -216,6 +247,16 @@ class InputSpec(Section):
             raise wrong("got a signed URL, whose signature would be recorded; give the plain URL and credentials in "
                         "the environment, or fetch the file and give its path")  # fmt: skip
         return path
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_image_settings(cls, data: Any) -> Any:
+        # A column with images alone means `images: {}`, so that its fields, which a resume may change, are there.
+        if not isinstance(data, dict) or data.get("images") is not None:
+            return data
+        messages = data.get("messages")
+        has_images = isinstance(messages, list | tuple) and any(map(_has_images, messages))
+        return {**data, "images": {}} if has_images or data.get("images_column") else data
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -229,12 +270,37 @@ class InputSpec(Section):
             self._check_chat()
         self._check_tools()
         self._check_exclude()
+        self._check_job()
         self._check_format()
+        if self.has_images:
+            self._check_images()
         return self
+
+    def _check_images(self) -> None:
+        takes_none = next((form for form in ("text_column", "query_column") if getattr(self, form) is not None), None)
+        if takes_none is not None:
+            raise wrong("got it in a job with images; only a prompt has them: leave one of them out", takes_none)
+        if self.on_overlong != "error":
+            raise wrong(f"got {self.on_overlong} in a job with images; it would cut images off: leave it out",
+                        "on_overlong")  # fmt: skip
+        if self.exclude is not None and self.exclude.on == "prompt_hash":
+            raise wrong("got prompt_hash in a job with images, whose prompts are known only when it runs; give an "
+                        "id_column and use id", "exclude.on")  # fmt: skip
 
     def _check_exclude(self) -> None:
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:
             raise wrong("got id, but the job has no id_column: set it, or use prompt_hash", "exclude.on")
+
+    def _check_job(self) -> None:
+        if self.job is None:
+            return
+        if self.path != self.job:
+            raise wrong(
+                f"got {self.job!r} beside path {self.path!r}; must be given alone: leave one of them out", "job"
+            )
+        for field in ("format", Csv.name, "split", "name", "revision"):
+            if getattr(self, field) is not None:
+                raise wrong("got it beside job, whose output is read as it is; must be left out", field)
 
     def _check_format(self) -> None:
         if self.csv is not None and self.format not in (None, Csv.name):
@@ -316,6 +382,21 @@ class InputSpec(Section):
     def is_chat(self) -> bool:
         """Whether prompts go through a chat template."""
         return any(getattr(self, field) is not None for field in CHAT_FIELDS)
+
+    @property
+    def image_columns(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of a field and the column with images that it names."""
+        named = [("input.images_column", column) for column in self.images_column or ()]
+        for number, message in enumerate(self.messages or ()):
+            for place, part in enumerate(message.parts):
+                if part.column is not None:
+                    named.append((f"input.messages[{number}].content[{place}].column", part.column))
+        return tuple(named)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self.images is not None
 
     @property
     def selects(self) -> bool:

@@ -72,6 +72,12 @@ ENGINE_ARGUMENTS_ELSEWHERE = {
     "data_parallel_size": "parallel.data_parallel_size",
     "hf_token": "HF_TOKEN in the environment",  # the spec is stored in the output folder
 }
+# Engine arguments that are refused in a job with images → why, and what to write instead.
+_OF_IMAGES = {
+    "limit_mm_per_prompt": "set input.images.max_per_row",
+    "mm_processor_cache_gb": "vLLM's cache of images would lose those of rows that run later: leave it out",
+    "enable_prompt_embeds": "leave it out",
+}
 
 
 HubOrPath = Annotated[Path, on_this_host("give a Hugging Face id, or fetch the files and give their folder")]
@@ -157,6 +163,8 @@ class RaySpec(Section):
     Without `CPU`, it asks for 1 CPU for each GPU, or 1 without GPUs."""
     env_vars: Annotated[dict[Text, str], RUNTIME] = Field(default_factory=dict)
     """Environment variables of the replicas. They override those of the nodes. Do not put secrets here."""
+    placement_timeout_s: Annotated[float, Field(ge=0, le=10**9), RUNTIME] = 600.0
+    """Stop with exit code 75 if the nodes that are left can hold no replica for this many seconds."""
 
     @field_validator("address")
     @classmethod
@@ -312,7 +320,17 @@ class JobSpec(Section):
         self._check_tools()
         if lora is not None and self.engine.get("enable_lora") is False:
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
+        if self.input.has_images:
+            self._check_images()
         return self
+
+    def _check_images(self) -> None:
+        if self.has_auto_length:
+            raise wrong("got auto in a job with images, whose lengths are known only when it runs; give a number",
+                        "engine.max_model_len")  # fmt: skip
+        for argument, instead in _OF_IMAGES.items():
+            if argument in self.engine:
+                raise wrong(f"got it in a job with images; {instead}", f"engine.{argument}")
 
     def _check_tools(self) -> None:
         parser = self.model.tool_parser
@@ -539,6 +557,9 @@ def json_schema() -> dict[str, Any]:
         for name, field in section["properties"].items():
             if (short := field.pop("short", None)) is not None:
                 section["properties"][name] = _with_form(field, short)
+    where = schema["$defs"]["InputSpec"]
+    where["required"].remove("path")
+    where["anyOf"] = [{"required": ["path"]}, {"required": ["job"]}]
     sampling = schema["$defs"]["SamplingSpec"]["properties"]
     for name in PER_ROW_FIELDS:
         sampling[name] = _with_form(sampling[name], {"$ref": "#/$defs/Column"})

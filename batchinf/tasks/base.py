@@ -109,6 +109,8 @@ class Task(abc.ABC):
     """Of `output.max_output_bytes`; None: no limit."""
     batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
     """The URLs of the lines of OpenAI batch files that it runs; empty: it runs no such file."""
+    takes_images: ClassVar[bool] = False
+    """Whether its prompts may have images."""
     row_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of a row's results with names that other tasks use for those of tokens."""
     comparison: ClassVar[Comparison | None] = None
@@ -158,6 +160,12 @@ class Task(abc.ABC):
 
     def check_input(self) -> None:  # noqa: B027  # most tasks run all formats
         """Raise SpecError if the task cannot run this input format. Called when the input is open."""
+
+    def check_images(self) -> None:
+        """Raise SpecError if the job has images and the task takes none. Called before an engine starts."""
+        if self.spec.input.has_images and not self.takes_images:
+            field = next((field for field, _ in self.spec.input.image_columns), "input.images")
+            raise SpecError(f"{field}: got it with task {self.name}, which takes no images yet: leave it out")
 
     def describe(self) -> str:
         """A line that tells users what is stored of each row; empty if the task's name and the sampling say enough."""
@@ -297,7 +305,8 @@ class Task(abc.ABC):
 
     def result_batch(self, results: Sequence[Result], columns: Mapping[str, pa.Array]) -> pa.RecordBatch:
         """A batch of `result_schema`: these columns of the task, and those that all tasks have."""
-        arrays = {**shared_columns(results, self.spec.output.include_prompt), **columns}
+        has_images = self.spec.input.has_images
+        arrays = {**shared_columns(results, self.spec.output.include_prompt, has_images=has_images), **columns}
         schema = self.result_schema
         return pa.RecordBatch.from_arrays([arrays[name] for name in schema.names], schema=schema)
 

@@ -18,6 +18,7 @@ Fields = Sequence[tuple[str, pa.DataType]]
 # Parquet's name for the items of a list. So a file reads back with the schema that it was written with.
 ITEM = "element"
 INT32 = np.dtype(np.int32)
+IMAGE_DIGESTS = "image_digests"  # only in jobs with images
 _MAX_OFFSET = 2**31 - 1
 
 
@@ -57,7 +58,7 @@ def _error_columns(errors: Sequence[RowError | None]) -> dict[str, pa.Array]:
     }
 
 
-def shared_columns(results: Sequence[Result], include_prompt: bool) -> dict[str, pa.Array]:
+def shared_columns(results: Sequence[Result], include_prompt: bool, *, has_images: bool = False) -> dict[str, pa.Array]:
     """The columns that the results of all tasks have."""
     # Unless a task stores output tokens, a completion has none.
     num_output_tokens = [None if result.completion is None else 0 for result in results]
@@ -68,7 +69,13 @@ def shared_columns(results: Sequence[Result], include_prompt: bool) -> dict[str,
         "num_output_tokens": pa.array(num_output_tokens, pa.int32()),
         **_error_columns([result.error for result in results]),
         **_prompt_columns([result.prompt for result in results], include_prompt),
+        **(_image_columns([result.prompt for result in results]) if has_images else {}),
     }
+
+
+def _image_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
+    digests = [None if prompt.image_digests is None else list(prompt.image_digests) for prompt in prompts]
+    return {IMAGE_DIGESTS: pa.array(digests, list_of(pa.string()))}
 
 
 def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str, pa.Array]:
@@ -77,7 +84,9 @@ def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str
     ids = [arrays[id(prompt)] for prompt in prompts]
     columns = {
         "row_index": pa.array([prompt.row_index for prompt in prompts], pa.int64()),
-        "prompt_hash": pa.array(map(prompt_hash, ids), pa.int64()),
+        "prompt_hash": pa.array(
+            [prompt_hash(own, prompt.image_digests or ()) for own, prompt in zip(ids, prompts, strict=True)], pa.int64()
+        ),
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
         encoder.SECOND_BOS_COLUMN: pa.array([prompt.has_second_bos for prompt in prompts], pa.bool_()),
         "prompt_truncated": pa.array([p.is_truncated if p.token_ids else None for p in prompts], pa.bool_()),
@@ -89,11 +98,14 @@ def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str
     return columns
 
 
-def prompt_hash(token_ids: IntArray) -> int | None:
-    """xxh3-64 of the ids as little-endian int32, as a signed number; None without ids."""
+def prompt_hash(token_ids: IntArray, image_digests: Sequence[str] = ()) -> int | None:
+    """xxh3-64 of the ids as little-endian int32, and of the digests of images, as a signed number; None without ids."""
     if not len(token_ids):
         return None
-    return int.from_bytes(xxhash.xxh3_64_digest(token_ids.data), "big", signed=True)
+    hashed = xxhash.xxh3_64(token_ids.data)
+    for digest in image_digests:
+        hashed.update(bytes.fromhex(digest))
+    return int.from_bytes(hashed.digest(), "big", signed=True)
 
 
 def output_columns(completions: Sequence[Completion | None]) -> dict[str, pa.Array]:
@@ -138,9 +150,15 @@ class Tokens:
     """Makes list columns from the tokens of several completions.
 
     parts: one for each result; None: the list is null. num_leading: number of nulls before the tokens of each part.
+    unread: positions in each list whose tokens the model did not read, such as those of images: they become null.
     """
 
-    def __init__(self, parts: Sequence[TokenLogprobs | None], num_leading: int = 0) -> None:
+    def __init__(
+        self,
+        parts: Sequence[TokenLogprobs | None],
+        num_leading: int = 0,
+        unread: Sequence[IntArray | None] | None = None,
+    ) -> None:
         self.parts = [part for part in parts if part is not None]
         self._is_missing = np.array([part is None for part in parts], np.bool_)
         self._offsets = offsets_of([0 if part is None else len(part.ranks) + num_leading for part in parts])
@@ -149,6 +167,25 @@ class Tokens:
         if num_leading:
             self._is_null = np.zeros(self._num_tokens, np.bool_)
             self._is_null[self._offsets[:-1][~self._is_missing]] = True
+        if unread is not None and any(positions is not None for positions in unread):
+            self._leave_out(parts, num_leading, unread)
+
+    def _leave_out(
+        self, parts: Sequence[TokenLogprobs | None], num_leading: int, unread: Sequence[IntArray | None]
+    ) -> None:
+        """Make the unread positions null, and take their tokens out of `parts`."""
+        assert self._is_null is not None
+        kept = []
+        for part, positions, first in zip(parts, unread, self._offsets, strict=False):
+            if part is None:
+                continue
+            if positions is None or not len(positions):
+                kept.append(part)
+                continue
+            self._is_null[first + positions] = True
+            left = np.delete(np.arange(len(part.ranks)), positions[positions >= num_leading] - num_leading)
+            kept.append(TokenLogprobs(part.token_ids[left], part.logprobs[left], part.ranks[left]))
+        self.parts = kept
 
     def column(self, pieces: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> pa.ListArray:
         """list<dtype> from one piece [num_tokens] for each part."""
@@ -229,6 +266,7 @@ def result_schema(spec: JobSpec, task_fields: Fields, *, may_truncate: bool | No
         ("num_requests", pa.int32()),
         ("prompt_hash", pa.int64()),
         *([("request", pa.string())] if spec.input.is_batch_file else []),
+        *([(IMAGE_DIGESTS, list_of(pa.string()))] if spec.input.has_images else []),
         *(prompt if spec.output.include_prompt else []),
         *task_fields,
         ("num_prompt_tokens", pa.int32()),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,8 +87,8 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
     return "\n".join(
         [
             f"# {what}",
-            f"#   batchinf validate {path}    checks it, and shows prompts as the model gets them",
-            f"#   batchinf run {path}         runs it; the same command resumes it",
+            f"#   batchinf validate {shlex.quote(path)}    checks it, and shows prompts as the model gets them",
+            f"#   batchinf run {shlex.quote(path)}         runs it; the same command resumes it",
             "# All fields: docs/spec.md, or `batchinf schema` for an editor.",
             f"model: {_path(wanted.model)}",
             *([] if purpose in ("label", "generate") else [f"task: {purpose}"]),

@@ -1,5 +1,6 @@
 """The result of `batchinf tune` as text, and as a chart."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,11 +51,13 @@ def tune_lines(report: TuneReport) -> Iterator[str]:
     if result.num_left_out:
         yield f"{result.num_left_out:,} more candidates had no room in the budget"
     yield f"trials took {time_taken(report.spent_s)}; they and the plot tune.svg are in {report.folder}"
+    run = f"batchinf run {shlex.quote(report.spec)}"
     if report.written:
-        yield f"{report.spec} has these settings now; next: batchinf run {report.spec}"
+        yield f"{report.spec} has these settings now; next: {run}"
     elif result.best is not result.base:
-        options = " ".join(f"--set {name}={value}" for name, value in result.best.candidate.settings.items())
-        yield f"next: batchinf run {report.spec} {options}, or put them into the spec with batchinf tune --write"
+        changes = result.best.candidate.settings.items()
+        options = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes)
+        yield f"next: {run} {options}, or put them into the spec with batchinf tune --write"
 
 
 def _table(result: SearchResult) -> Iterator[str]:

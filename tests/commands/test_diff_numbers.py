@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from headers import header_of
 
+import jobs
 from batchinf.base.errors import OutputError, UserError
 from batchinf.commands import diff
 from batchinf.commands.diff import diff_jobs
@@ -198,7 +199,8 @@ def choice_table(seed: int, has_answer: bool = True) -> pa.Table:
 def accuracy_said(rows: Sequence[dict[str, Any]]) -> str:
     known = [row for row in rows if row["answer"] is not None and row["best"] is not None]
     right = {name: sum(row[name] == row["answer"] for row in known) for name in known[0] if name.startswith("best")}
-    return f"{', '.join(f'{n} {v / len(known):.2%} ({v})' for n, v in right.items())} of {len(known)} rows"
+    each = [f"{name} {jobs.share_said(number, len(known))}" for name, number in right.items()]
+    return f"{', '.join(each)} of {len(known)} rows"
 
 
 def test_choices(tmp_path: pathlib.Path) -> None:

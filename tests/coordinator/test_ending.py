@@ -35,7 +35,8 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     texts = ["Once", "", "A" * 100_000, "B" * 200_000, *["Once upon a time"] * 40]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
     where = {"path": str(tmp_path / "rows.jsonl"), "id_column": None}
-    sections = {"input": where, "output": {"keep_columns": []}, "max_error_rate": 0.5, **QUICK}
+    output = {"keep_columns": [], "path": str(tmp_path / "my out")}
+    sections = {"input": where, "output": output, "max_error_rate": 0.5, **QUICK}
     spec = yaml.safe_load(jobs.spec_of(tmp_path, **sections).read_text())
     seen: list[batchinf.JobStatus] = []
     summary = batchinf.run(spec, quiet=True, progress=seen.append)
@@ -48,7 +49,7 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     lines = summary.lines()
     assert lines[-3].startswith("2 × prompt_too_long: got 100,000 characters")
     assert lines[-2] == "1 × empty_prompt: the prompt is an empty string (as in row_index 1)"
-    assert lines[-1] == f"next: batchinf head {tmp_path / 'out'} --errors"
+    assert lines[-1] == f"next: batchinf head '{tmp_path}/my out' --errors"
     assert summary.speed is not None
     tokens = (summary.speed.prompt_tokens_per_s, summary.speed.output_tokens_per_s)
     assert 0 < summary.speed.work_s < summary.speed.run_s

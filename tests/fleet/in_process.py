@@ -149,8 +149,8 @@ class InProcessBackend:
         wanted = spec.parallel.data_parallel_size
         return [Slot(number, (), ()) for number in range(2 if wanted == "auto" else wanted)]
 
-    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
-        pass
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> Sequence[str]:
+        return ()
 
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         pass

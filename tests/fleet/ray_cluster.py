@@ -66,6 +66,11 @@ class TestCluster:
         """End all nodes."""
         self._cluster.shutdown()
 
+    def ray(self, **fields: Any) -> dict[str, Any]:
+        """The section `ray` of a spec that runs a job here."""
+        section: dict[str, Any] = self.section(**fields)["ray"]
+        return section
+
     def section(self, **fields: Any) -> dict[str, Any]:
         """The sections of a spec that run a job here."""
         return section_of(self.address, **{"resources": dict(SLOT), **fields})

@@ -107,6 +107,50 @@ def test_killed_at_a_step(victim: str, step: str, two_nodes: TestCluster, tmp_pa
 
 
 @pytest.mark.slow
+def test_replicas_that_no_node_can_hold_any_more(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out"
+    slow = {"step_s": 0.1, "max_num_seqs": 2}
+    process = start(spec_of(tmp_path, two_nodes, scripted=slow, ray=two_nodes.ray(placement_timeout_s=1)))
+
+    def states() -> list[str]:
+        return sorted(replica["state"] for replica in jobs.snapshot_of(out).get("replicas", []))
+
+    def has(*expected: str) -> bool:
+        return process.poll() is not None or states() == [*expected]
+
+    jobs.wait_until(lambda: has("running", "running"), 300)
+    two_nodes.kill(two_nodes.nodes[0])
+    jobs.wait_until(lambda: has("running", "waiting for a node"), 120)
+    assert process.poll() is None, process.communicate()[1]
+    two_nodes.kill(two_nodes.nodes[0])
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 75, errors
+    asks = "each asks for 1 CPU, 1 slot, and the cluster has"
+    words = " ".join(errors.split())
+    assert f"warning: the nodes that are left cannot hold replica 1: {asks}" in words or f"replica 0: {asks}" in words
+    assert "the other replicas go on, and it starts when a node joins" in words
+    assert "no replica can run; if no node joins, the job stops with exit code 75 in 1 s (ray.placement_tim" in words
+    assert "stopped: the nodes that are left could hold no replica for 1 s" in words
+    two_nodes.restore(2)
+    finish(start(spec_of(tmp_path, two_nodes)))
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_while_the_job_starts(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
+    marker, out = tmp_path / "held", tmp_path / "out"
+    process = start(spec_of(tmp_path, two_nodes), f"ray.nodes_seen=hold {marker}")
+    held_at(marker, process)
+    two_nodes.kill(two_nodes.nodes[0])
+    marker.unlink()
+    errors = " ".join(finish(process).split())
+    two_nodes.restore(2)
+    assert "of the cluster was lost just now; it is left out" in errors
+    assert "the nodes that are left cannot hold replica" in errors
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+@pytest.mark.slow
 def test_a_row_that_kills_its_node_is_found(two_nodes: TestCluster, tmp_path: pathlib.Path) -> None:
     marker, out = tmp_path / "held", tmp_path / "out"
     spec = spec_of(tmp_path, two_nodes, input={"limit": 40}, max_error_rate=0.1, output={"rows_per_shard": 10})

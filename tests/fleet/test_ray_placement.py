@@ -75,6 +75,16 @@ def test_auto_in_a_cluster_that_is_full_now() -> None:
         num_replicas(spec_of(), nodes)
 
 
+def test_nodes_that_were_lost_just_now_are_waited_for() -> None:
+    left, lost = [node("a", GPU=4, CPU=8)], [node("b", GPU=4, CPU=8)]
+    assert num_replicas(spec_of(tensor=4, data=2), left, lost) == 2
+    assert num_replicas(spec_of(tensor=4), left, lost) == 1
+    # Only both nodes together hold it.
+    assert num_replicas(spec_of(tensor=4, pipeline=2), left, lost) == 1
+    with pytest.raises(SpecError, match=r"3 replica\(s\) can never be placed"):
+        num_replicas(spec_of(tensor=4, data=3), left, lost)
+
+
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=6),
     st.integers(1, 4),

@@ -15,6 +15,7 @@ from batchinf.replica.messages import (
     Failed,
     LeaseBegun,
     LeaseStored,
+    NoPlace,
     Progress,
     Ready,
     Revoked,
@@ -105,6 +106,7 @@ def finished(lease: Lease, num_rows: int, part: Part | None = None) -> LeaseFini
 PASSES_ON = "the event itself"
 EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "phase": (StartPhase("loading", "host"), None, None, "loading"),
+    "no place": (NoPlace("each asks for 1 GPU"), PASSES_ON, PASSES_ON, "waiting for a node"),
     "takes leases": (TakesLeases(20), None, None, None),
     "ready": (READY, PASSES_ON, PASSES_ON, "running"),
     "progress": (progress(5), None, None, None),

@@ -136,12 +136,24 @@ def said_of(out: pathlib.Path) -> list[str]:
     assert 0 < found.num_right < found.num_answered < NUM_ROWS
     num_doubled = sum(map(is_doubled, range(NUM_ROWS)))
     return [
-        f"accuracy: best {found.num_right / found.num_answered:.2%} ({found.num_right}), best_per_token "
-        f"{found.num_right_per_token / found.num_answered:.2%} ({found.num_right_per_token}), best_per_byte "
-        f"{found.num_right_per_byte / found.num_answered:.2%} ({found.num_right_per_byte}) of {found.num_answered} "
-        f"rows; {NUM_ROWS - found.num_answered} rows have no answer, or no scores",
+        f"accuracy: best {jobs.share_said(found.num_right, found.num_answered)}, best_per_token "
+        f"{jobs.share_said(found.num_right_per_token, found.num_answered)}, best_per_byte "
+        f"{jobs.share_said(found.num_right_per_byte, found.num_answered)} of {found.num_answered} rows; "
+        f"{NUM_ROWS - found.num_answered} rows have no answer, or no scores",
         f"warning: the prompts of {num_doubled} input rows begin with two BOS tokens: ",
     ]
+
+
+def test_standard_errors_are_the_harness_s() -> None:
+    harness = pytest.importorskip("lm_eval.api.metrics")
+    numbers = {"num_right": 3, "num_right_per_token": 0, "num_right_per_byte": 7}
+    errors = [harness.mean_stderr([1] * number + [0] * (7 - number)) for number in numbers.values()]
+    assert str(Accuracy(num_rows=9, num_answered=7, **numbers)) == (
+        f"best {3 / 7:.2%} ± {errors[0]:.2%} (3), best_per_token 0.00% ± 0.00% (0), "
+        "best_per_byte 100.00% ± 0.00% (7) of 7 rows"
+    )
+    one = Accuracy(num_rows=1, num_answered=1, num_right=1, num_right_per_token=1, num_right_per_byte=1)
+    assert "±" not in str(one)
 
 
 @pytest.fixture(scope="module")

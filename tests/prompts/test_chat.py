@@ -211,7 +211,8 @@ EXPECTED = "expected a list of messages, or JSON text of one"
         ([{"role": "user", "content": 7}], "invalid_messages",
          "column 'chat', message 0: got a value of type int for content; expected text, or a list of parts of text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "invalid_messages",
-         "column 'chat', message 0: got a part of type 'image_url'; only parts of type 'text' are supported"),
+         "column 'chat', message 0: got a part of type 'image_url'; only parts of type 'text' are supported, unless "
+         "the spec has input.images"),
         ([{"role": "user", "content": [{"type": "text"}]}], "invalid_messages",
          "column 'chat', message 0: got null for the text of a part; expected text"),
         ([{"role": "user", "content": "\ud800"}], "invalid_unicode",

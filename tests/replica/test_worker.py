@@ -215,6 +215,25 @@ def test_the_engine_never_holds_more_than_its_window(bench: Callable[..., Bench]
     assert max(seen) == window(MAX_NUM_SEQS) == 10
 
 
+def test_tensors_of_images_in_the_engine_are_bounded(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    picture = jobs.ROOT / "sample_data" / "pictures" / "red-circle.png"
+    num_bytes = 96 * 64 * 3  # that the scripted engine counts for it
+    monkeypatch.setattr(worker_module, "_IMAGE_BYTES", 2 * num_bytes)
+    path = tmp_path / "pictures.jsonl"
+    rows = [{"prompt": f"row {number}", "photo": picture.name} for number in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    where = {"path": str(path), "images_column": "photo"}
+    (tmp_path / picture.name).write_bytes(picture.read_bytes())
+    one = bench(input=where)
+    one.assign((0, 40))
+    one.run(num_shards=1)
+    assert len(one.engine.added) == 40
+    assert max(one.engine.fill) == 2
+    assert one.worker._image_bytes == 0
+
+
 def test_the_feeder_rests_while_the_engine_is_filled(bench: Callable[..., Bench]) -> None:
     # Awake, it would contend with the engine's thread for the interpreter.
     one = bench()

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 
 import jobs
 from batchinf.base.storage import Folder
@@ -113,6 +114,26 @@ def test_hostile_contents_are_text(hostile: pathlib.Path) -> None:
     assert "<img src=x onerror=document.title='ran'>" in page.text
     assert "prompt_too_long" in page.text
     assert page.text.count(HOSTILE[0]) < 50
+
+
+def test_the_markdown_has_the_same_facts_and_is_text(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    [out] = hostile.parent.glob("out *")
+    made = jobs.run("report", out, "-o", tmp_path / "report.md")
+    assert made.returncode == 0, made.stderr
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
+    assert_harmless(page)
+    of_html = Page(hostile.read_text(encoding="utf-8"))
+    for words in ("got 1,000,0", "finish_reason", "prompt_too_long", "max_model_len: 512"):
+        assert (words in page.text) == (words in of_html.text), words
+    names = ("Summary", "Replicas", "Lengths", "Outputs", "Errors", "Spec", "Environment")
+    assert all(f"\n## {name}" in text for name in names)
+    again = jobs.run("report", out, "-o", tmp_path / "report.md", "--to", "html")
+    assert again.returncode == 2
+    assert "a file is there that this command has not written" in again.stderr
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == text
+    refused = jobs.run("report", out, "--to", "pdf")
+    assert (refused.returncode, refused.stderr) == (2, "error: --to: got 'pdf'; must be html or md\n")
 
 
 def test_what_the_page_says(hostile: pathlib.Path) -> None:

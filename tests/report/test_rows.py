@@ -107,6 +107,64 @@ def test_the_best_choices_have_their_texts(tmp_path: pathlib.Path) -> None:
         assert rows.figures().labels == (Share('2: "3"', 2), Share("0: good", 1))
 
 
+def test_samples_and_confusion(tmp_path: pathlib.Path) -> None:
+    """Against NumPy. The model is the less sure of a row the nearer its sums are."""
+    sums = random.normal(size=(40, 3))
+    probabilities = np.exp(sums.max(axis=1)) / np.exp(sums).sum(axis=1)
+    best, answer = sums.argmax(axis=1), random.integers(0, 3, 40)
+    failed = np.arange(40) % 10 == 9
+    table = pa.table(
+        {
+            "id": [f"name {i}" for i in range(40)],
+            "row_index": pa.array(range(40)),
+            "prompt": ["p" * (i + 1) for i in range(40)],
+            "choice_logprob_sums": pa.array([None if f else s.tolist() for f, s in zip(failed, sums, strict=True)]),
+            "best": pa.array(best, pa.int32(), mask=failed),
+            "answer": pa.array(answer, pa.int32()),
+            "error_type": pa.array(["refused" if f else None for f in failed]),
+            "error_message": pa.array(["no" if f else None for f in failed]),
+        }
+    )
+    pq.write_table(table, tmp_path / "part-000000.parquet")
+    with duckdb.connect(":memory:") as connection:
+        rows = _Rows(connection, [tmp_path / "part-000000.parquet"], [], input_columns={"id"}, choices=["a", "b", "c"])
+        found = rows.figures()
+    right = np.zeros((3, 3), int)
+    np.add.at(right, (answer[~failed], best[~failed]), 1)
+    assert found.confusion is not None
+    assert (found.confusion.choices, np.array(found.confusion.counts).tolist()) == (("a", "b", "c"), right.tolist())
+    order = [i for i in np.argsort(-probabilities, kind="stable") if not failed[i]]
+    kinds = {kind: [row for row in found.samples.rows if row.kind == kind] for kind in ("best", "worst", "random")}
+    assert [row.row_index for row in kinds["best"]] == order[:3]
+    assert [row.row_index for row in kinds["worst"]] == order[:-4:-1]
+    assert len(kinds["random"]) == 3 and not any(failed[row.row_index] for row in kinds["random"])
+    for row in found.samples.rows:
+        i = row.row_index
+        assert row.quality == pytest.approx(probabilities[i])
+        names = [f"{place}: {'abc'[place]}" for place in (best[i], answer[i])]
+        assert (row.id, row.prompt, row.output) == (f"name {i}", "p" * (i + 1), f"{names[0]} (answer {names[1]})")
+
+
+def test_texts_are_samples_by_their_mean_logprob(figures: RowFigures, tmp_path: pathlib.Path) -> None:
+    assert {row.kind for row in figures.samples.rows} == {"random"}  # no column says how sure the model was
+    assert figures.confusion is None
+    table = pa.table(
+        {
+            "row_index": [0, 1, 2],
+            "text": ["long", "sure", "none"],
+            "cumulative_logprob": [-5.0, -1.0, 0.0],
+            "num_output_tokens": pa.array([10, 1, 0], pa.int32()),
+            "error_type": pa.array([None, None, None], pa.string()),
+        }
+    )
+    pq.write_table(table, tmp_path / "part-000000.parquet")
+    rows = figures_of([tmp_path / "part-000000.parquet"], []).samples.rows
+    assert [(row.kind, row.output, row.quality) for row in rows if row.kind != "random"] == [
+        ("best", "long", -0.5),
+        ("worst", "sure", -1.0),
+    ]
+
+
 def test_results_in_the_journal_count(figures: RowFigures, tmp_path: pathlib.Path) -> None:
     first, second = parts_in(tmp_path)
     journalled = pq.read_table(second).drop_columns(["id", "own"])

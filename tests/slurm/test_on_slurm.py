@@ -84,6 +84,27 @@ def test_a_job_is_signalled_before_its_limit_and_queued_again_until_it_is_done(
     assert jobs.state_of(tmp_path / "out").last_epoch == int(slurm.state(job, "Restarts")) + 1
 
 
+def test_a_job_that_never_finishes_a_row_is_not_queued_for_ever(
+    slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path
+) -> None:
+    spec = jobs.spec_of(tmp_path, scripted={"start_s": 1000}, parallel={"data_parallel_size": 1})
+    job = submit(spec, "--max-requeues", "1")
+    for num_starts in (1, 2):
+        jobs.wait_until(lambda n=num_starts: len(_starts(tmp_path / "out")) == n, WAIT_S)
+        slurm.call("scancel", "--signal=USR1", job)
+    assert wait_for(slurm, job) == "FAILED", log_of(tmp_path)
+    assert slurm.state(job, "Restarts") == "1"
+    log = log_of(tmp_path)
+    assert "queued again: requeue 1 of at most 1 without a new finished row" in log
+    assert "not queued again: 1 requeue(s) in a row brought no new finished row (--max-requeues 1)" in log
+
+
+def _starts(out: pathlib.Path) -> list[dict[str, Any]]:
+    with contextlib.suppress(Exception):
+        return jobs.events_of(out, "replica_started")
+    return []
+
+
 def test_a_cancelled_job_stays_cancelled(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.1}))
@@ -129,6 +150,17 @@ def test_an_array_of_three_with_one_task_killed(slurm: cluster.Cluster, submit: 
     assert rows == list(jobs.unhurt())
 
 
+def test_an_array_of_which_one_task_runs_at_a_time(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1})
+    job = submit(spec, "--array", "2%1")
+    assert slurm.state(job, "ArrayTaskThrottle") == "1"
+    assert [wait_for(slurm, f"{job}_{index}") for index in range(2)] == ["COMPLETED"] * 2
+    assert slurm.state(f"{job}_1", "StartTime") >= slurm.state(f"{job}_0", "EndTime")
+    assert [row for index in range(2) for row in jobs.rows_of(tmp_path / "out" / f"slice-{index}")] == list(
+        jobs.unhurt()
+    )
+
+
 def test_a_job_on_two_nodes_with_ray_is_signalled_and_queued_again(
     slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -150,6 +182,29 @@ def test_a_job_on_two_nodes_with_ray_is_signalled_and_queued_again(
     slurm.wait_for_nodes()
     assert not list(pathlib.Path("/tmp").glob(f"ray-{job}-*"))
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"/tmp/ray-{job}-" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_node_of_ray_that_fails_for_good(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+    """The job goes on with the other node, and says that it does."""
+    out = tmp_path / "out"
+    job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.06}, ray={"resources": {"CPU": 2}}), "--nodes", "2")
+    jobs.wait_until(lambda: num_committed(out), WAIT_S)
+    of_job = [p for p in psutil.process_iter() if f"/tmp/ray-{job}-" in " ".join(_command(p))]
+    raylets = [p for p in of_job if p.name() == "raylet"]
+    [lost] = [raylet for raylet in raylets if not any("--head" in _command(parent) for parent in raylet.parents())]
+    # First the shell that would start Ray again, as if the host had failed.
+    for process in (*reversed(lost.parents()[:2]), lost):
+        process.kill()
+    assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
+    assert "the nodes that are left cannot hold replica" in " ".join(log_of(tmp_path).split())
+    assert slurm.state(job, "Restarts") == "0"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
 
 
 def _make_quickstart(folder: pathlib.Path) -> None:

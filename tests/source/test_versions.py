@@ -153,7 +153,8 @@ def test_what_is_changed_or_gone_is_named(input: Input, new: str) -> None:
         input.open(new)
     assert str(raised.value) == (
         f"{input.data} is not the input that the job in the output folder began with: 1 file is changed: b.jsonl; 1 "
-        "file is gone: d.jsonl; restore these to continue the job, or start a new job with another output.path, where "
+        "file is gone: d.jsonl; restore these to continue the job, and give corrected rows as a file of their own with "
+        "--retry errors --input FILE; or start a new job with another output.path, where "
         "`input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` leaves out the unchanged rows"
     )
 

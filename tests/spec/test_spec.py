@@ -309,7 +309,7 @@ def test_the_section_of_a_ray_cluster():
     assert (spec.backend, spec.ray.resources) == ("ray", {"CPU": 8.0, "slot": 0.5})
     # A job may go on elsewhere.
     assert {name for name in fields(spec, "runtime") if name.split(".")[0] in ("backend", "ray")} == {
-        "backend", "ray.address", "ray.resources", "ray.env_vars",
+        "backend", "ray.address", "ray.resources", "ray.env_vars", "ray.placement_timeout_s",
     }  # fmt: skip
     assert "'ray://h:10001', the address of a Ray Client" in refusal(LEAST + "ray: {address: 'ray://h:10001'}")
     assert "parallel.devices: got a list with backend: ray" in refusal(LEAST + "backend: ray\nparallel: {devices: [0]}")
@@ -395,6 +395,19 @@ def test_dialects_of_csv():
     found = read(LEAST.replace("x.jsonl", 'x.csv, csv: {delimiter: "\\t", quotechar: "", null_values: ["", NA]}')).spec
     assert found.input.csv.dialect == CsvDialect("\t", "", None, ("", "NA"))
     assert read(LEAST.replace("x.jsonl", "x.csv, csv: {null_values: NA}")).spec.input.csv.null_values == ("NA",)
+
+
+def test_a_job_as_input():
+    spec = read("model: a/b\ninput: {job: out/first}\noutput: {path: y}\n").spec
+    assert (spec.input.path, spec.input.job) == ("out/first", "out/first")
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
+    for field, message in (
+        ("path: x", "input.job: got 'out/first' beside path 'x'; must be given alone"),
+        ("format: parquet", "input.format: got it beside job, whose output is read as it is; must be left out"),
+    ):
+        assert message in refusal(f"model: a/b\ninput: {{job: out/first, {field}}}\noutput: {{path: y}}\n")
+    assert "input.job: " in refusal("model: a/b\ninput: {job: s3://b/first}\noutput: {path: y}\n")
+    assert "input.path: missing; must be text" in refusal("model: a/b\ninput: {}\noutput: {path: y}\n")
 
 
 def test_a_number_as_a_key_is_told_its_quotes():

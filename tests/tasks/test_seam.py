@@ -29,6 +29,7 @@ CHANCE = {
     ("export/openai_batch.py", "score"),  # in the form of answers
     ("commands/run_batch.py", "embed"),  # values of vLLM's flag --convert
     ("commands/run_batch.py", "classify"),
+    ("report/samples.py", "score"),  # a column
 }
 
 COUNT = '''

@@ -49,6 +49,7 @@ from batchinf.planning.histogram import LengthCounts, PromptLengths
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.prompts.images import NO_IMAGE_TOKENS
 from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
@@ -228,6 +229,7 @@ def _sample_findings(
                 wrong_answers.append(prompt)
     lengths = counts.summary()
     yield lengths
+    yield from _warnings([NO_IMAGE_TOKENS] if job.spec.input.has_images else [])
     yield from (Remark("structure", text) for text in structures.lines())
     yield from _warnings(_error_rate_warning(lengths, job.spec.max_error_rate))
     yield from _warnings(empty.warnings())

@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from batchinf.base.errors import EngineStartError
 from batchinf.base.text import one_line
 from batchinf.engines.installed import importing
+from batchinf.engines.vllm.images import image_arguments
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
@@ -132,7 +133,9 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
         chosen["enable_prefix_caching"] = False
     if wants_late_mask(task) or scored_ks(task):
         chosen["worker_extension_cls"] = WORKER
-    if current_platform.is_cuda():
+    if spec.input.has_images:
+        chosen |= image_arguments(spec)
+    elif current_platform.is_cuda():
         chosen["worker_cls"] = _DECODING_WORKER if task.draws_tokens else _PROMPT_WORKER
     chosen |= task.default_batch_limits(
         vocab_size_of(config),

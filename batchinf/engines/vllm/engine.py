@@ -14,7 +14,7 @@ import platform
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,13 +45,14 @@ from batchinf.engines.vllm.arguments import (
     template_of,
     wants_late_mask,
 )
+from batchinf.engines.vllm.images import check_takes_images, render
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores, join_results
 from batchinf.model.lora import Adapter
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, Request
+from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, RenderedPrompt, Request
 from batchinf.spec.job import WHOLE_STEPS
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
@@ -144,6 +145,10 @@ class VllmEngine:
                 )
         except Exception as error:
             raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
+        if spec.input.has_images:
+            check_takes_images(self._engine)
+            if current_platform.is_cuda():
+                print("vLLM's own attention and steps are used: those of batchinf are for text alone", flush=True)
         self._tell_parser: Any = None
         if "reasoning_parser" in arguments:
             from batchinf.engines.vllm.structured_output.structures import tell_parser
@@ -221,10 +226,16 @@ class VllmEngine:
         request = self._forced(request)
         request_id = f"{request.row_index}-{request.request_index}"
         self._submit(request_id, request, self._params(request))
+        if request.rendered is not None:  # vLLM has the tensors now
+            request = replace(request, rendered=None)
         self._live[request_id] = request
         states = getattr(self._engine.output_processor, "request_states", {})
         if (state := next(reversed(states.values()), None)) is not None and hasattr(state, "is_prefilling"):
             self._unbegun.append((request, state))
+
+    def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
+        """See `Engine.render`."""
+        return render(self._engine, token_ids, images)
 
     def step(self) -> list[Completion]:
         """See `Engine.step`. Returns at once if nothing runs; `LLMEngine.step` would wait forever."""
@@ -363,7 +374,8 @@ class VllmEngine:
             self._tell_parser({**(self._task.spec.input.chat_template_kwargs or {}), **own})
         try:
             with self._alive("when a request was added", harmless=_REFUSALS):
-                prompt, adapter = tokens_input(request.prompt_token_ids), self._adapters[request.adapter]
+                prompt = request.rendered or tokens_input(request.prompt_token_ids)
+                adapter = self._adapters[request.adapter]
                 self._engine.add_request(request_id=request_id, prompt=prompt, params=params, lora_request=adapter)
         except _REFUSALS as error:
             self._engine.abort_request([request_id])  # part of vLLM may have added it

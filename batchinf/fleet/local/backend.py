@@ -188,8 +188,9 @@ class LocalBackend:
             devices.check_driver(cuda_of_build())
         return devices.place(spec.parallel, visible, devices.own_cpus())
 
-    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> Sequence[str]:
         """See `Backend`. There is one host."""
+        return ()
 
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         devices.check_free(engine, slots)

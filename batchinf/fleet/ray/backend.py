@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from batchinf.base import faults
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.fleet.local.environment import sweep_sockets
@@ -19,7 +20,7 @@ from batchinf.fleet.ray.actor import Order, forwarded
 from batchinf.fleet.ray.cluster import Cluster
 from batchinf.fleet.ray.handle import RayReplica
 from batchinf.fleet.ray.hosts import HostReport, check_shared, check_versions, host_report
-from batchinf.fleet.ray.placement import CPU, GPU, Demand, Group, Node, num_replicas
+from batchinf.fleet.ray.placement import CPU, GPU, Demand, Group, Node, as_empty, num_replicas, shortage
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
 from batchinf.replica.messages import Event, Launch
@@ -64,6 +65,9 @@ class RayBackend:
         # Of the cluster as it was when the slots were made.
         self._demand = Demand(False, 1, 1, {})
         self._is_small = True
+        self._lost: list[Node] = []
+        """Nodes that were alive when the job began to look at the cluster, and did not answer any more."""
+        self._places: tuple[object, int] = (None, 0)
 
     @cached_property
     def _cluster(self) -> Cluster:
@@ -77,7 +81,10 @@ class RayBackend:
     def _reports(self) -> list[tuple[Node, HostReport]]:
         """The nodes that may hold a replica, and what they have."""
         able = self._able_nodes()
-        return list(zip(able, self._cluster.call_on_each(able, host_report, [()] * len(able)), strict=True))
+        faults.point("ray.nodes_seen")
+        reports = self._cluster.call_on_each(able, host_report, [()] * len(able))
+        self._lost = [node for node in able if node.id not in reports]
+        return [(node, reports[node.id]) for node in able if node.id in reports]
 
     def _able_nodes(self) -> list[Node]:
         nodes = self._cluster.nodes()
@@ -94,20 +101,22 @@ class RayBackend:
 
     def place(self, spec: JobSpec) -> list[Slot]:
         """See `Backend`. Devices have names of the job: `gpu-0` is the first one of the first replica."""
-        nodes = self._cluster.nodes()
-        number = num_replicas(spec, nodes)
-        self._demand = Demand.of(spec, nodes)
-        self._is_small = self._demand.is_small(nodes)
+        assert self._reports is not None  # first, as it finds the nodes that are lost
+        nodes = [node for node in self._cluster.nodes() if node.id not in {lost.id for lost in self._lost}]
+        number = num_replicas(spec, nodes, self._lost)
+        self._demand = Demand.of(spec, [*nodes, *self._lost])
+        self._is_small = self._demand.is_small([*nodes, *self._lost])
         degree = self._demand.degree if self._demand.has_gpus else 0
         return [Slot(at, tuple(f"gpu-{at * degree + rank}" for rank in range(degree)), ()) for at in range(number)]
 
-    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> None:
+    def check_hosts(self, output: pathlib.Path, model: pathlib.Path | None) -> Sequence[str]:
         """See `Backend`. Asks every node that may hold a replica."""
         check_versions(self._software, [(node.name, report) for node, report in self._reports])
         nodes = [node for node, _ in self._reports]
         check_shared(self._cluster, nodes, output, is_written=True)
         if model is not None:
             check_shared(self._cluster, nodes, model, is_written=False)
+        return [f"warning: node {node.name} of the cluster was lost just now; it is left out" for node in self._lost]
 
     def check_free(self, engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
         """See `Backend`. The actors check it, when they know their devices."""
@@ -148,8 +157,7 @@ class RayBackend:
         if self._is_small:
             return whole
         nodes = self._cluster.nodes()
-        empty = [replace(node, free=node.total) for node in nodes]
-        return demand.group(nodes) or demand.group(empty) or whole
+        return demand.group(nodes) or demand.group(as_empty(nodes)) or whole
 
     def poll(self, wait_s: float) -> list[tuple[RayReplica, Event]]:
         self._tick()
@@ -172,8 +180,25 @@ class RayBackend:
         if self._replicas and time.monotonic() - self._ticked_at >= _TICK_S:
             self._ticked_at = time.monotonic()
             live = self._cluster.live_ids()
+            lacking = self._lacking(live)
             for replica in self._live():
-                replica.tick(live)
+                replica.tick(live, lacking.get(replica.incarnation, ""))
+
+    def _lacking(self, live: frozenset[str]) -> dict[str, str]:
+        """The incarnations that no node can hold while the others run, each with what is short."""
+        replicas = [replica for replica in self._live() if not replica.has_ended()]
+        if all(replica.is_up for replica in replicas):
+            return {}
+        key = live, len(replicas)
+        if self._places[0] != key:
+            self._places = key, self._demand.count(as_empty(self._cluster.nodes()), len(replicas))
+        num_places = self._places[1]
+        if num_places == len(replicas):
+            return {}
+        without = [replica for replica in replicas if not replica.is_up and not replica.is_placed]
+        num_left = num_places - (len(replicas) - len(without))
+        words = shortage(self._demand, self._cluster.nodes())
+        return {replica.incarnation: words for replica in without[max(0, num_left) :]}
 
     def _live(self) -> list[RayReplica]:
         for name in [name for name, (replica, _) in self._replicas.items() if replica.is_removed]:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ NAMESPACE = "batchinf"
 _CONNECT_S = 10.0
 # A worker process has to start on each node and to import batchinf, from a shared disk perhaps.
 _CALL_S = 120.0
+# By Ray's health checks a dead node is noticed after 15 s to a minute.
+_NOTICED_S = 60.0
 _ADDRESS = "RAY_ADDRESS"
 # Jobs on several threads share a connection. Users are counted only if batchinf made it.
 _connecting = threading.Lock()
@@ -67,10 +70,11 @@ class Cluster:
 
     def call_on_each(
         self, nodes: Sequence[Node], function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
-    ) -> list[Any]:
-        """Call a function of a module on all nodes at the same time, and return the results.
+    ) -> dict[str, Any]:
+        """Call a function of a module on all nodes at the same time, and return the results by the nodes' ids.
 
-        arguments: for each node. Raises UserError with the node's name if a node cannot run it.
+        arguments: for each node. A node that is lost meanwhile has no result. Raises UserError with the node's name if
+        another node cannot run it.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -84,16 +88,30 @@ class Cluster:
             ).remote(*node_arguments)
             for node, node_arguments in zip(nodes, arguments, strict=True)
         ]
-        results = []
+        results = {}
         for node, call in zip(nodes, calls, strict=True):
             try:
-                results.append(self.ray.get(call, timeout=_CALL_S))
+                results[node.id] = self.ray.get(call, timeout=_CALL_S)
             except self.ray.exceptions.RayError as error:
+                if self._is_lost(node, error):
+                    continue
                 raise UserError(
                     f"node {node.name} of the Ray cluster cannot run batchinf: {ray_cause(error)}; install the same "
                     "versions of batchinf, Ray and vLLM there, or remove the node"
                 ) from error
         return results
+
+    def _is_lost(self, node: Node, error: Exception) -> bool:
+        """Whether a call failed because its node is lost. Ray may notice that a while after its workers have ended."""
+        exceptions = self.ray.exceptions
+        if isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError):
+            return False
+        deadline = time.monotonic() + (0.0 if isinstance(error, exceptions.GetTimeoutError) else _NOTICED_S)
+        while node.id in self.live_ids():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.5)
+        return True
 
     def groups(self, names: Container[str]) -> list[Any]:
         """The existing placement groups whose names are one of these and a number."""

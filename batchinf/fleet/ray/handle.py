@@ -16,7 +16,7 @@ from batchinf.fleet.ray.cluster import Cluster, ray_cause
 from batchinf.fleet.ray.placement import Group
 from batchinf.records import RayGroup
 from batchinf.replica.incarnation import last_words
-from batchinf.replica.messages import Command, Event, Failed, StartPhase
+from batchinf.replica.messages import Command, Event, Failed, NoPlace, StartPhase
 
 _LISTEN_S = 1.0
 # Ray may keep a group on a node that it does not know to be dead yet. A new group is placed anew.
@@ -26,6 +26,7 @@ _PINNED_S = 2
 _SILENCE_S = 90.0
 _END_S = 30.0
 _AGAIN_S = 0.5
+_WAITS = StartPhase("waiting for room in the cluster")
 
 
 class RayReplica:
@@ -57,6 +58,7 @@ class RayReplica:
         self._actor: Any = None
         self._group: Any = None
         self._asked_at = 0.0
+        self._shortage = ""
         self._nodes: frozenset[str] = frozenset()  # those that the actor uses, once it has started
         self._place()
         self.looks: tuple[DeviceLook, ...] = ()
@@ -107,7 +109,8 @@ class RayReplica:
             )
             .remote()
         )
-        self._events.append(StartPhase("waiting for room in the cluster"))
+        if not self._shortage:
+            self._events.append(_WAITS)
         self._asked_at = time.monotonic()
         self.calls = {self._actor.start.remote(order): "start"}
 
@@ -200,19 +203,28 @@ class RayReplica:
     def _node_words(self) -> str:
         return f"the loss of its node {self._node}"
 
-    def tick(self, live: frozenset[str]) -> None:
-        """Look after calls that do not come back. live: ids of the nodes that are alive. Called about once a second."""
+    def tick(self, live: frozenset[str], shortage: str) -> None:
+        """Look after calls that do not come back. Called about once a second.
+
+        live: ids of the nodes that are alive. shortage: why none of them can hold it; "" if one can.
+        """
         if self._lost is not None or self._has_ended:
             return
         now = time.monotonic()
         if self._up_since is None:
+            self._note_shortage(shortage)
             self._place_again(now)
         else:
             self._look_after_calls(now, live)
 
+    def _note_shortage(self, shortage: str) -> None:
+        if bool(shortage) != bool(self._shortage):
+            self._events.append(NoPlace(shortage) if shortage else _WAITS)
+        self._shortage = shortage
+
     def _place_again(self, now: float) -> None:
         """Ask for another placement group if the one of an actor that is starting has no place yet."""
-        if self._is_calling("start") and now - self._asked_at > _PLACE_S and not self._is_placed():
+        if self._is_calling("start") and now - self._asked_at > _PLACE_S and not self.is_placed:
             self._remove()
             self._place()
 
@@ -226,7 +238,14 @@ class RayReplica:
                 self._listen()
             self._give()
 
-    def _is_placed(self) -> bool:
+    @property
+    def is_up(self) -> bool:
+        """Whether its actor has started."""
+        return self._up_since is not None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether its placement group has nodes."""
         from ray.util.placement_group import placement_group_table
 
         return bool(placement_group_table(self._group).get("state") == "CREATED")

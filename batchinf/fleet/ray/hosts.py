@@ -103,19 +103,23 @@ def check_shared(cluster: Cluster, nodes: Sequence[Node], folder: pathlib.Path, 
     to write. If they need not, and none can, all must have the same files in it.
     """
     name = os.fspath(folder.absolute())
-    places = ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
     prefix = uuid.uuid4().hex[:12]
-    tokens = [f"{prefix}-{number}" for number in range(len(places))]
+    own = f"{prefix}-own"
+    token_of = {node.id: f"{prefix}-{number}" for number, node in enumerate(nodes)}
     try:
-        digests = [leave_token(name, tokens[0])]
-        digests += cluster.call_on_each(nodes, leave_token, [(name, token) for token in tokens[1:]])
+        own_digest = leave_token(name, own)
+        digest_of = cluster.call_on_each(nodes, leave_token, [(name, token_of[node.id]) for node in nodes])
+        nodes = [node for node in nodes if node.id in digest_of]  # without those that are lost
+        tokens = [own, *(token_of[node.id] for node in nodes)]
+        digests = [own_digest, *(digest_of[node.id] for node in nodes)]
         written = [token for token, digest in zip(tokens, digests, strict=True) if not digest]
-        missing = [unseen(name, written)]
-        missing += cluster.call_on_each(nodes, unseen, [(name, written)] * len(nodes))
+        missing_at = cluster.call_on_each(nodes, unseen, [(name, written)] * len(nodes))
+        missing = [unseen(name, written), *(missing_at.get(node.id, []) for node in nodes)]
     finally:
-        for token in tokens:
+        for token in (own, *token_of.values()):
             with contextlib.suppress(OSError):
                 pathlib.Path(name, token_file(token)).unlink()
+    places = ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
     if apart := _apart(tokens, digests, missing, is_written=is_written):
         where = ", ".join(places[number] for number in apart)
         raise UserError(

@@ -121,19 +121,34 @@ class Demand:
         return number
 
 
-def num_replicas(spec: JobSpec, nodes: Sequence[Node]) -> int:
-    """The replicas of a job. Raises SpecError if the cluster could never hold them, or has no room for one now."""
-    demand = Demand.of(spec, nodes)
+def as_empty(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes as if nothing ran on them."""
+    return [replace(node, free=node.total) for node in nodes]
+
+
+def shortage(demand: Demand, nodes: Sequence[Node]) -> str:
+    """What a replica asks for, and what the nodes have, for people."""
+    return f"each asks for {_asked(demand)}, and the cluster has {_show(nodes)}"
+
+
+def num_replicas(spec: JobSpec, nodes: Sequence[Node], lost: Sequence[Node] = ()) -> int:
+    """The replicas of a job. Raises SpecError if the cluster could never hold them, or has no room for one now.
+
+    lost: nodes that were lost just now. Replicas for which only they have room wait for others.
+    """
+    demand = Demand.of(spec, [*nodes, *lost])
     data_parallel_size = spec.parallel.data_parallel_size
     if not demand.has_gpus and spec.scripted is None and demand.pipeline > 1:
         raise SpecError(
             f"parallel.pipeline_parallel_size: got {demand.pipeline}, but the cluster has no GPU, and on a processor "
             "vLLM runs no pipeline; use tensor_parallel_size"
         )
-    empty = [replace(node, free=node.total) for node in nodes]
+    empty = as_empty([*nodes, *lost])
     if data_parallel_size == "auto":
         if number := demand.count(nodes):
             return number
+        if demand.count(empty) and not demand.count(as_empty(nodes)):
+            return 1
         if demand.count(empty):
             raise SpecError(
                 "parallel.data_parallel_size: got auto, but the cluster has no room for a replica now: it asks for "
@@ -144,8 +159,8 @@ def num_replicas(spec: JobSpec, nodes: Sequence[Node]) -> int:
         return data_parallel_size
     number = 1 if data_parallel_size == "auto" else data_parallel_size
     raise SpecError(
-        f"parallel: {number} replica(s) can never be placed: each asks for {_asked(demand)}, "
-        f"and the cluster has {_show(nodes)}; lower a degree or ray.resources, or add nodes"
+        f"parallel: {number} replica(s) can never be placed: {shortage(demand, nodes)}; lower a degree or "
+        "ray.resources, or add nodes"
     )
 
 

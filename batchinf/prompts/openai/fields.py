@@ -61,7 +61,8 @@ _OF_JOB = "an engine or a job has one"
 FIELDS: tuple[Fields, ...] = (
     # The prompt
     _used("CTRESK", "model", "left out, the job's model, or a name in `engine.served_model_name`"),
-    _used("CE", "messages", "through the chat template; texts only"),
+    _used("C", "messages", "through the chat template; texts, and images if the spec has `input.images`"),
+    _used("E", "messages", "through the chat template; texts only"),
     _used("T", "prompt", "a text, the token ids of one, or a list of several"),
     _used("T", "echo", "the exported answer begins with the prompt, if the job stores prompts"),
     _used("S", "text_1 text_2 queries documents items data_1 data_2", "the two sides of the score: texts"),
@@ -69,7 +70,7 @@ FIELDS: tuple[Fields, ...] = (
     _used("K", "top_n", "how many documents are ranked"),
     _used("SK", "max_tokens_per_query max_tokens_per_doc", "each text is cut to so many tokens"),
     _used("SK", "chat_template_kwargs instruction", "variables of `input.chat_template`"),
-    _used("RE", "input", "a text, or items of texts, calls and reasoning; of embeddings: one or several"),
+    _used("RE", "input", "a text, or items of texts, images, calls and reasoning; of embeddings: one or several"),
     _used("R", "instructions", "the system message"),
     _used("CER", "chat_template_kwargs", "variables of the chat template"),
     _used("CE", "add_generation_prompt continue_final_message", "the end of the prompt"),
@@ -118,7 +119,9 @@ FIELDS: tuple[Fields, ...] = (
     _without_effect("C", "prediction", "a guess that makes OpenAI's servers faster"),
     _without_effect("CTR", "stream_options", "a batch has no streams"),
     _without_effect("CT", "length_penalty early_stopping", "only beam search reads them, which is refused"),
-    _without_effect("CTRESK", "mm_processor_kwargs media_io_kwargs", "they are about images, which are refused"),
+    _without_effect(
+        "CTRESK", "mm_processor_kwargs media_io_kwargs", "texts have no images; beside images they are refused"
+    ),
     _without_effect(
         "CTR", "mm_payload return_mm_kwargs return_token_offsets", "only vLLM's rendering server reads them"
     ),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
-from batchinf.prompts.chat import ChatTemplate, read_messages
+from batchinf.prompts.chat import ChatTemplate, Message, read_messages
+from batchinf.prompts.images import ImageSource, place_images
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, RESPONSES_URL, LineReader, line_of
 from batchinf.prompts.openai.lines import Refused as _Refused
@@ -53,6 +54,8 @@ class BatchRequest:
     truncation: Truncation | None = None
     is_echoed: bool = False
     """The answer begins with the prompt."""
+    images: tuple[ImageSource, ...] = ()
+    """Where the images of the text come from."""
     parts: "tuple[BatchRequest, ...]" = ()
     """The requests of a line with several prompts, which has none of its own."""
     form: str | None = field(default=None, compare=False)
@@ -105,6 +108,7 @@ class BatchReader(LineReader):
         self._parses_calls = spec.model.tool_parser is not None
         self._has_samples = has_samples
         self._keeps_prompts = spec.output.include_prompt
+        self._takes_images = spec.input.has_images
 
     def read(self, values: Mapping[str, object]) -> BatchRequest | RowError:
         """The request of a line, or the error `unsupported_request`, whose message names the field."""
@@ -121,7 +125,7 @@ class BatchReader(LineReader):
             return self._chat(url, body, {})
         if self._sampling.n != 1:
             raise _Refused(f"url: a response has one answer, but all rows have sampling.n {self._sampling.n}")
-        chat = as_chat(body)
+        chat = as_chat(body, takes_images=self._takes_images)
         try:
             return self._chat(url, chat, {"request": repeated(body)})
         except _Refused as error:
@@ -129,6 +133,8 @@ class BatchReader(LineReader):
 
     def _chat(self, url: str, body: dict[str, Any], form: dict[str, Any]) -> BatchRequest:
         form = {"url": url} | form | _form(body)
+        if self._takes_images:
+            _refuse_options_of_images(body)
         line = self._tools(body)
         truncation = take_truncation(body) if url == CHAT_URL else None
         prompt = {**self._messages(body), "truncation": truncation}
@@ -297,6 +303,12 @@ class BatchReader(LineReader):
             raise _Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.{field}")
 
 
+def _refuse_options_of_images(body: dict[str, Any]) -> None:
+    for name in ("mm_processor_kwargs", "media_io_kwargs"):
+        if body.get(name):
+            raise _Refused(f"body.{name}: got {_show(body[name])}, which is not supported: all images are read alike")
+
+
 def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
@@ -366,6 +378,7 @@ class BatchPrompts:
         """
         self._reader = BatchReader(spec, has_samples=has_samples)
         self._system_prompt = spec.input.system_prompt
+        self._takes_images = spec.input.has_images
         self._chat: ChatTemplate | None = None
         # Without a chat template, each conversation becomes an error row.
         with contextlib.suppress(ValueError):
@@ -381,13 +394,17 @@ class BatchPrompts:
         """The request with its messages as text, or the row's error."""
         if request.messages is None:
             return request
-        text = self._render(request)
-        return text if isinstance(text, RowError) else replace(request, messages=None, text=text, is_chat=True)
+        messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
+        images: tuple[ImageSource, ...] = ()
+        if self._takes_images and not isinstance(messages, RowError):
+            placed = place_images(messages, ())
+            messages, images = (placed, ()) if isinstance(placed, RowError) else placed
+        text = messages if isinstance(messages, RowError) else self._render(request, messages)
+        if isinstance(text, RowError):
+            return text
+        return replace(request, messages=None, text=text, is_chat=True, images=images)
 
-    def _render(self, request: BatchRequest) -> str | RowError:
-        messages = read_messages(request.messages, "body.messages")
-        if isinstance(messages, RowError):
-            return messages
+    def _render(self, request: BatchRequest, messages: list[Message]) -> str | RowError:
         if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         if self._chat is None:

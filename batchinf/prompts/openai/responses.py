@@ -50,8 +50,11 @@ def repeated(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name, kind in _REPEATED.items() if isinstance(body.get(name), kind)}
 
 
-def as_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The body of a chat completion with the same answer. Raises Refused for what has no such form."""
+def as_chat(body: dict[str, Any], *, takes_images: bool = False) -> dict[str, Any]:
+    """The body of a chat completion with the same answer. Raises Refused for what has no such form.
+
+    takes_images: messages may have parts with images, which stay as they are.
+    """
     known = fields_of(RESPONSES_URL)
     for name, value in body.items():
         is_used = name in known and known[name].use == "used"
@@ -70,7 +73,7 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(chat.get("tool_choice"), dict):
         chat["tool_choice"] = _tool_choice(chat["tool_choice"])
     items = chat.pop("input", None)
-    chat["messages"] = _messages(chat.pop("instructions", None), items)
+    chat["messages"] = _messages(chat.pop("instructions", None), items, takes_images=takes_images)
     if _is_open(items):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
@@ -133,7 +136,7 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
-def _messages(instructions: object, items: object) -> list[Message]:
+def _messages(instructions: object, items: object, *, takes_images: bool) -> list[Message]:
     if not isinstance(instructions, str | None):
         raise Refused(f"body.instructions: got {show(instructions)}; must be text")
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
@@ -144,7 +147,7 @@ def _messages(instructions: object, items: object) -> list[Message]:
         raise Refused(f"body.input: got {got}; must be text or a list of items")
     for place, item in enumerate(items):
         try:
-            _add(messages, _mapping(item, f"input[{place}]"))
+            _add(messages, _mapping(item, f"input[{place}]"), takes_images=takes_images)
         except Refused as error:
             text = str(error)
             raise Refused(text if text.startswith("body.") else f"body.input[{place}]: {text}") from None
@@ -154,7 +157,7 @@ def _messages(instructions: object, items: object) -> list[Message]:
     return messages
 
 
-def _add(messages: list[Message], item: dict[str, Any]) -> None:
+def _add(messages: list[Message], item: dict[str, Any], *, takes_images: bool) -> None:
     """Add an item to the messages. Reasoning, text and calls that follow each other are one message, as in vLLM."""
     kind = item.get("type", "message")
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
@@ -173,7 +176,7 @@ def _add(messages: list[Message], item: dict[str, Any]) -> None:
     elif kind == "message" and item.get("role") == "assistant":
         _put(messages, last, "content", _joined(item.get("content")))
     elif kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), takes_images=takes_images)})
     else:
         raise Refused(f"got an item of type {show(kind)}; only texts, reasoning, function calls and outputs are read")
 
@@ -194,11 +197,17 @@ def _thoughts(item: dict[str, Any]) -> str:
     })  # fmt: skip
 
 
-def _content(content: object) -> str | list[dict[str, Any]]:
-    """Text, or parts of text as in chat completions."""
+def _content(content: object, *, takes_images: bool) -> str | list[dict[str, Any]]:
+    """Text, or parts of text as in chat completions, and images as they are."""
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": text} for text in _texts(content, _PARTS)]
+    if not (takes_images and isinstance(content, list)):
+        return [{"type": "text", "text": text} for text in _texts(content, _PARTS)]
+    return [part if _is_image(part) else {"type": "text", "text": _texts([part], _PARTS)[0]} for part in content]
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 def _joined(content: object, kinds: dict[str, str] = _PARTS) -> str:

@@ -31,6 +31,7 @@ class Generate(Task):
     comparison = TextChanges
     verification = TextVerification
     makes_text = True
+    takes_images = True
     draws_tokens = True
     joins_requests = False
 
@@ -97,7 +98,11 @@ class Generate(Task):
         completions = [result.completion for result in results]
         tokens = Tokens([None if c is None else c.logprobs for c in completions])
         # The prompt's first token has no logprob: null at position 0 keeps these aligned to `prompt_token_ids`.
-        prompt_tokens = Tokens([None if c is None else c.prompt_logprobs for c in completions], num_leading=1)
+        prompt_tokens = Tokens(
+            [None if c is None else c.prompt_logprobs for c in completions],
+            num_leading=1,
+            unread=[result.prompt.image_positions for result in results],
+        )
         columns = {
             **output_columns(completions),
             **_text_columns(results),

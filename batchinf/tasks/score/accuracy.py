@@ -1,5 +1,6 @@
 """The accuracy of rows with an answer: its counts, which parts keep, and its lines for people."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
@@ -60,11 +61,18 @@ class Accuracy:
         return raw, per_token, per_byte
 
     def __str__(self) -> str:
-        raw, per_token, per_byte = self.shares
-        return (
-            f"best {raw:.2%} ({self.num_right:,}), best_per_token {per_token:.2%} ({self.num_right_per_token:,}), "
-            f"best_per_byte {per_byte:.2%} ({self.num_right_per_byte:,}) of {self.num_answered:,} rows"
+        numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte)
+        shown = ", ".join(
+            f"{name} {self._share_text(share)} ({number:,})"
+            for name, share, number in zip(WINNERS, self.shares, numbers, strict=True)
         )
+        return f"{shown} of {self.num_answered:,} rows"
+
+    def _share_text(self, share: float) -> str:
+        """With its standard error as lm-evaluation-harness gives it: by the variance of the sample, over n - 1."""
+        if self.num_answered < 2:
+            return f"{share:.2%}"
+        return f"{share:.2%} ± {math.sqrt(share * (1 - share) / (self.num_answered - 1)):.2%}"
 
 
 def answer_lines(num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:

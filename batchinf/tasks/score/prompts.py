@@ -10,6 +10,7 @@ from batchinf.base.errors import RowError
 from batchinf.base.text import clip, list_names, name_type
 from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error
 from batchinf.prompts.encoder import Encoder, begins_with_two
+from batchinf.prompts.images import ImageSource, TextWithImages
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -56,6 +57,8 @@ class _Draft:
     """The place of the right choice, or why the row's value is none."""
     asks: list[tuple[str, bool]]
     """Texts to encode, each with whether the tokenizer adds its special tokens."""
+    images: tuple[ImageSource, ...] = ()
+    """Of the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,9 @@ class ScorePrompts(PromptBuilder):
                 prompts.append(Prompt(row.row_index, [], None, draft))
             else:
                 ids = list(itertools.islice(encoded, len(draft.asks)))
-                prompts.append(self._prompt(draft, self._scored(draft, ids, max_model_len)))
+                # A context with images is not cut: the engine says whether it fits.
+                most = None if draft.images else max_model_len
+                prompts.append(self._prompt(draft, self._scored(draft, ids, most)))
         return self._adapter.apply(rows, prompts)
 
     def _encode(self, asks: Sequence[tuple[str, bool]]) -> Iterator[list[int] | RowError]:
@@ -134,6 +139,10 @@ class ScorePrompts(PromptBuilder):
         context = self._context(row)
         if isinstance(context, RowError):
             return context
+        images: tuple[ImageSource, ...] = ()
+        if isinstance(context, TextWithImages):
+            images = context.sources
+            context = context.text
         texts = self._targets(row)
         if isinstance(texts, RowError):
             return texts
@@ -145,9 +154,12 @@ class ScorePrompts(PromptBuilder):
             num_bytes=[len(text.encode()) for text in texts],
             answer=self._answer(row, texts),
             asks=list(self._asks(context, targets)),
+            images=images,
         )
 
-    def _context(self, row: Row) -> str | list[int] | RowError:
+    def _context(self, row: Row) -> str | list[int] | TextWithImages | RowError:
+        if self._has_images:
+            return self._renderer.render_images(row)
         if self._input.token_ids_column is not None:
             return self._renderer.token_ids(row)
         text = self._renderer.render(row)
@@ -315,7 +327,11 @@ class ScorePrompts(PromptBuilder):
             return Prompt(index, [], kept, scored)
         low = min(min(span.token_ids) for span in scored.spans)
         high = max(max(span.token_ids) for span in scored.spans)
-        if (error := self.outside_vocabulary(low, high)) is not None:
+        error = self.outside_vocabulary(low, high)
+        if error is None and draft.images:
+            errors = (self.misplaced(span.token_ids, len(draft.images)) for span in scored.spans)
+            error = next(filter(None, errors), None)
+        if error is not None:
             return Prompt(index, [], kept, error)
         # A row is scored without its answer, too: only the accuracy needs that.
         answer = draft.answer
@@ -328,6 +344,8 @@ class ScorePrompts(PromptBuilder):
             is_truncated=scored.is_cut,
             scoring=scoring,
             has_second_bos=self._counts_bos and begins_with_two(scored.spans[0].token_ids, self._bos),
+            image_sources=draft.images,
+            image_digests=self.digests_before(draft.images),
         )
 
 

@@ -54,6 +54,7 @@ class Score(Task):
     comparison = staticmethod(begin_changes)
     verification = ScoreVerification
     section = SECTION
+    takes_images = True
     batch_urls = ()
     only_scores = True
     takes_generation_config = False

@@ -170,6 +170,7 @@ class Embed(Pooled):
     """
 
     name = "embed"
+    takes_images = True
     vector_column = "embedding"
     comparison = EmbedChanges
     pooling_tasks = ("embed",)
@@ -242,6 +243,7 @@ class Classify(Pooled):
     """
 
     name = "classify"
+    takes_images = True
     comparison = ClassifyChanges
     pooling_tasks = ("classify",)
 

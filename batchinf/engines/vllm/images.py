@@ -1,0 +1,77 @@
+"""Prompts with images for vLLM: its own processor makes tensors of them, on the thread that calls `render`.
+
+Tested with vLLM 0.32.0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from batchinf.base.errors import EngineStartError, RequestRefused, RowError
+from batchinf.base.text import counted, describe_error, shorten
+from batchinf.records import RenderedPrompt
+from batchinf.spec.job import JobSpec
+
+_KIND = "image"
+
+
+def image_arguments(spec: JobSpec) -> dict[str, Any]:
+    """EngineArgs of a job with images.
+
+    vLLM's cache of processed images is off: it gives no data for an image that it has seen, so that a row whose first
+    request was dropped could not run.
+    """
+    assert spec.input.images is not None
+    limits = {_KIND: spec.input.images.max_per_row, "video": 0, "audio": 0}
+    return {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
+
+
+def check_takes_images(engine: Any) -> None:
+    """Raise EngineStartError if the engine's model takes no images."""
+    renderer = getattr(engine, "renderer", None)
+    if renderer is None or getattr(renderer, "mm_processor", None) is None:
+        raise EngineStartError("the job has images, but vLLM runs this model without them: give another model")
+
+
+def render(engine: Any, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
+    """The prompt with all tokens of its images. Raises RequestRefused.
+
+    token_ids: with one placeholder for each of `images`, which are Pillow's.
+    """
+    prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {_KIND: list(images)}}
+    try:
+        [made] = engine.renderer.render_cmpl([prompt])
+    except Exception as error:  # processors raise errors of all types, AssertionError too
+        words = shorten(describe_error(error), 300)
+        raise RequestRefused(RowError("image_refused", f"the model's processor refused the images: {words}")) from error
+    places = made["mm_placeholders"].get(_KIND, ())
+    expanded: list[int] = list(made["prompt_token_ids"])
+    ids = np.array(expanded, np.int64)
+    is_in_place = np.zeros(len(ids), np.bool_)
+    is_image = np.zeros(len(ids), np.bool_)
+    for place in places:
+        span = slice(place.offset, place.offset + place.length)
+        is_in_place[span] = True
+        is_image[span] = True if place.is_embed is None else np.asarray(place.is_embed, np.bool_)
+    # vLLM leaves a spare placeholder as a plain token, and expands one that is expanded already once more.
+    is_spare = np.isin(ids, np.unique(ids[is_image])) & ~is_in_place
+    if len(places) != len(images) or is_spare.any():
+        spare = f", and {counted(int(is_spare.sum()), 'token')} of images outside of them" if is_spare.any() else ""
+        got = f"{counted(len(places), 'place')} for {counted(len(images), 'image')}{spare}"
+        raise RequestRefused(RowError("image_placeholder", f"the prompt has {got}; expected one for each image"))
+
+    def for_ids(longer: list[int]) -> dict[str, Any]:
+        return {**made, "prompt_token_ids": longer}
+
+    positions = np.flatnonzero(is_image).astype(np.int32)
+    return RenderedPrompt(expanded, positions, _num_bytes(made["mm_kwargs"].get(_KIND, ())), for_ids)
+
+
+def _num_bytes(items: Sequence[Any]) -> int:
+    """The bytes of the tensors of images."""
+    return sum(_nbytes(field.data) for item in items if item is not None for field in item.values())
+
+
+def _nbytes(data: Any) -> int:
+    return sum(map(_nbytes, data)) if isinstance(data, list | tuple) else int(getattr(data, "nbytes", 0))

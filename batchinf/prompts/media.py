@@ -1,0 +1,261 @@
+"""The images of rows: `ImageLoader` reads them from bytes, files and URLs, checks them, and decodes them to RGB.
+
+Rows are not trusted. A file is read only below the folders that the spec allows, and Pillow tries only the formats of
+`FORMATS`. Pillow is imported with the first image.
+"""
+
+import base64
+import binascii
+import errno
+import hashlib
+import io
+import os
+import pathlib
+import re
+import stat
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import unquote_to_bytes
+
+from batchinf.base.errors import ImageError
+from batchinf.base.places import shown_url
+from batchinf.base.text import clip, error_message, name_type
+from batchinf.spec.images import ImageSettings
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from batchinf.prompts.downloads import Downloads
+
+# Pillow's names. Raster formats that Pillow decodes in this process; none runs another program.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+# A progressive JPEG has about 10. Each scan passes over all pixels, and 20 MB hold a million scans: hours of decoding.
+_MAX_SCANS = 500
+_BEGIN_OF_SCAN = b"\xff\xda"
+# Tags of TIFF.
+_BITS_PER_SAMPLE = 258
+_PHOTOMETRIC = 262
+_WHITE_IS_ZERO = 0
+# A row's path that no file can have.
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_UNNAMED = "the image"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """A decoded image."""
+
+    image: "Image.Image"
+    """Upright, of mode RGB."""
+    digest: str
+    """SHA-256 of the encoded bytes, as hex digits."""
+    format: str
+    """Pillow's name of the format, such as `JPEG`."""
+    width: int
+    """Pixels of `image`."""
+    height: int
+    """Pixels of `image`."""
+    num_bytes: int
+    """Of the encoded image."""
+
+
+class ImageLoader:
+    """Loads images as rows give them. Threads may share it."""
+
+    def __init__(self, settings: ImageSettings, *, base_folder: str | None) -> None:
+        """base_folder: the input's folder, in which relative paths begin; None if the input has no folder here."""
+        self._settings = settings
+        self._base_folder = None if base_folder is None else os.path.realpath(base_folder)
+        folders = (*settings.folders, *([] if base_folder is None else [base_folder]))
+        self._lock = threading.Lock()
+        self._downloads: Downloads | None = None
+        self._folders = [os.path.realpath(folder) for folder in folders]
+
+    def load(self, source: object) -> LoadedImage:
+        """Read and decode an image. Raises ImageError.
+
+        source: the encoded bytes; text with a path or with a `data:`, `file:`, `http:` or `https:` URL; or a mapping
+        with `bytes` or `path`, as the feature `Image` of Hugging Face datasets.
+        """
+        if isinstance(source, Mapping):
+            source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+        if isinstance(source, bytes | bytearray | memoryview):
+            return self._decoded(bytes(source), _UNNAMED)
+        if not isinstance(source, str):
+            got = name_type(source)
+            raise ImageError("image_broken", f"got {got}; an image is bytes, or text with a path or a URL")
+        scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:)", source, re.IGNORECASE)
+        match scheme and scheme[0].lower():
+            case "data":
+                return self._decoded(self._bytes_of_data_url(source), _UNNAMED)
+            case "file":
+                return self._read(_path_of_url(source))
+            case "http" | "https":
+                return self._decoded(self._fetched(source), f"'{clip(shown_url(source), 200)}'")
+            case _ if "://" in source:
+                shown = clip(shown_url(source), 200)
+                raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a data:, file:, http: or "
+                                 "https: URL; copy it to a folder, and give its path")  # fmt: skip
+        return self._read(source)
+
+    def _fetched(self, url: str) -> bytes:
+        with self._lock:
+            if self._downloads is None:
+                from batchinf.prompts.downloads import Downloads
+
+                self._downloads = Downloads(self._settings)
+        return self._downloads.fetch(url)
+
+    def _bytes_of_data_url(self, url: str) -> bytes:
+        header, comma, text = url.partition(",")
+        if not comma or not header.lower().endswith(";base64"):
+            raise ImageError(
+                "image_broken", f"'{clip(header)}' is no data: URL of an image; must be data:image/png;base64,…"
+            )
+        if len(text) * 3 // 4 - 2 > self._settings.max_bytes:  # two bytes may be padding
+            self._refuse_size(_UNNAMED, len(text) * 3 // 4)
+        try:
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ImageError("image_broken", f"the data: URL is no base64: {error_message(error)}") from error
+
+    def _read(self, path: str) -> LoadedImage:
+        name = f"'{clip(path, 200)}'"
+        try:
+            with open(self._resolved(path, name), "rb", opener=_open_at_once) as file:
+                self._check_file(os.fstat(file.fileno()), name)
+                data = file.read(self._settings.max_bytes + 1)
+        except ValueError:  # of names with a null character or a lone surrogate
+            raise ImageError("image_not_found", f"{name} is no path that a file can have") from None
+        except OSError as error:
+            _refuse_file(error, name)
+        return self._decoded(data, name)
+
+    def _resolved(self, path: str, name: str) -> pathlib.Path:
+        """The path without symbolic links. Outside of the folders it is refused before the file is looked for."""
+        if self._base_folder is None and not os.path.isabs(path):
+            raise ImageError("image_forbidden", f"{name} is relative, but the input has no folder on this host; give "
+                             "absolute paths, and name their folder in input.images.folders")  # fmt: skip
+        real = pathlib.Path(os.path.realpath(os.path.join(self._base_folder or "/", path)))
+        if not any(real.is_relative_to(folder) for folder in self._folders):
+            raise ImageError("image_forbidden", f"{name} is outside of the input's folder; name its folder in "
+                             "input.images.folders to allow it")  # fmt: skip
+        return real
+
+    def _check_file(self, status: os.stat_result, name: str) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError("image_not_found", f"{name} is no file, but a pipe or a device")
+        if status.st_size > self._settings.max_bytes:
+            self._refuse_size(name, status.st_size)
+
+    def _refuse_size(self, name: str, num_bytes: int) -> NoReturn:
+        most = self._settings.max_bytes
+        raise ImageError(
+            "image_too_large", f"{name} has {num_bytes:,} bytes, and input.images.max_bytes allows {most:,}"
+        )
+
+    def _decoded(self, data: bytes, name: str) -> LoadedImage:
+        """Raises ImageError. name: of the image, in messages."""
+        from PIL import Image, UnidentifiedImageError
+
+        if len(data) > self._settings.max_bytes:
+            self._refuse_size(name, len(data))
+        try:
+            encoded = Image.open(io.BytesIO(data), formats=FORMATS)
+            if encoded.width * encoded.height > self._settings.max_pixels:
+                self._refuse_pixels(f"{name} has {encoded.width:,} × {encoded.height:,} pixels")
+            if encoded.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > _MAX_SCANS:
+                raise ImageError("image_broken", f"{name} has more than {_MAX_SCANS} scans; save it as a plain JPEG")
+            image = _as_rgb(encoded)
+        except (MemoryError, ImageError):
+            raise
+        except UnidentifiedImageError:
+            allowed = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+            raise ImageError("image_broken", f"{name} is no image in the format {allowed}") from None
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            self._refuse_pixels(f"{name} has too many pixels")
+        except Exception as error:  # Pillow's decoders raise errors of many types
+            raise ImageError("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
+        digest = hashlib.sha256(data).hexdigest()
+        return LoadedImage(image, digest, encoded.format or "", width=image.width, height=image.height,
+                           num_bytes=len(data))  # fmt: skip
+
+    def _refuse_pixels(self, got: str) -> NoReturn:
+        raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}")
+
+
+def _path_of_url(url: str) -> str:
+    """The path of a `file:` URL."""
+    rest = url[len("file:") :]
+    if rest.startswith("//"):
+        host, _, path = rest[2:].partition("/")
+        if host.lower() not in ("", "localhost"):
+            raise ImageError("image_forbidden", f"'{clip(url, 200)}' is on another host; write file:///folder/name")
+        rest = f"/{path}"
+    return os.fsdecode(unquote_to_bytes(rest))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # Opening a pipe would wait for its writer. A link that is made after the path was resolved is not followed.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _refuse_file(error: OSError, name: str) -> NoReturn:
+    if isinstance(error, IsADirectoryError):
+        raise ImageError("image_not_found", f"{name} is a folder, not a file") from None
+    if error.errno == errno.ENAMETOOLONG:
+        raise ImageError("image_not_found", f"{name} is too long for a path; base64 is given as "
+                         "data:image/png;base64,…") from None  # fmt: skip
+    if error.errno in _NO_FILE:
+        raise ImageError("image_not_found", f"{name} does not exist") from None
+    if isinstance(error, PermissionError):
+        raise ImageError("image_forbidden", f"{name} cannot be read: no permission") from None
+    raise ImageError("image_unavailable", f"{name} cannot be read: {error.strerror}") from error
+
+
+def _as_rgb(image: "Image.Image") -> "Image.Image":
+    """The first frame, upright, on white. Raises errors of many types."""
+    from PIL import Image
+
+    image.load()
+    _turn_upright(image)
+    if image.mode.startswith("I;16"):
+        return _of_16_bits(image)
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are numbers without a known white; save it with 8 or 16 bits")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    opaque = Image.new("RGB", image.size, "white")
+    opaque.paste(image, mask=image.getchannel("A"))
+    return opaque
+
+
+def _turn_upright(image: "Image.Image") -> None:
+    """Apply the orientation of EXIF. As in vLLM, EXIF that cannot be read is passed over."""
+    from PIL import ImageOps
+
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:
+        return
+
+
+def _of_16_bits(image: "Image.Image") -> "Image.Image":
+    """The upper 8 bits of a grey image. Pillow would make all values above 255 white."""
+    import numpy as np
+    from PIL import Image
+
+    tags = getattr(image, "tag_v2", {})
+    [num_bits] = tags.get(_BITS_PER_SAMPLE, (16,))
+    values = np.asarray(image)
+    grey = (values >> (num_bits - 8)).astype(np.uint8)
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+        grey = 255 - grey
+    if (transparent := image.info.get("transparency")) is not None:
+        grey[values == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")

@@ -1,0 +1,159 @@
+"""Loads the images of prompts and lets the engine make tokens of them, just before their requests are queued.
+
+The feeder uses it, so that the engine's thread does none of it. Decoded images and tensors are large: a few rows are
+decoded ahead, the tensors of one row are made at a time, and the queue counts their bytes.
+"""
+
+import contextlib
+import os
+import pathlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowError
+from batchinf.base.parquet import open_part
+from batchinf.output.open_lease import OpenLease
+from batchinf.prompts.media import ImageLoader, LoadedImage
+from batchinf.records import Prompt, RenderedPrompt, Scoring, Span
+from batchinf.spec.images import ImageSettings
+from batchinf.tasks.columns import IMAGE_DIGESTS
+
+# `Engine.render`.
+Render = Callable[[list[int], Sequence[Any]], RenderedPrompt]
+
+# Rows whose images are loaded ahead, one on each thread. At 12 megapixels, a decoded image has 36 MB.
+_ROWS_AHEAD = 4
+
+
+class ImagePrompts:
+    """Prompts with placeholders → prompts with the tokens of their images. For one thread."""
+
+    def __init__(self, settings: ImageSettings, *, base_folder: str | None) -> None:
+        """base_folder: see `ImageLoader`."""
+        self._max_per_row = settings.max_per_row
+        self._loader = ImageLoader(settings, base_folder=base_folder)
+        self._threads = ThreadPoolExecutor(_ROWS_AHEAD, thread_name_prefix="images")
+        self._next: deque[Prompt] = deque()
+        self._loading: dict[int, Future[list[LoadedImage] | RowError]] = {}
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Load the images of these prompts ahead of `made`, from the first call of that on."""
+        for loading in self._loading.values():
+            loading.cancel()
+        self._loading.clear()
+        self._next = deque(prompt for prompt in prompts if prompt.image_sources and prompt.error is None)
+
+    def stop(self) -> None:
+        """Load nothing more ahead."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def made(
+        self, prompt: Prompt, render: Render, known: Mapping[int, Sequence[str]]
+    ) -> tuple[Prompt, RenderedPrompt | None]:
+        """The prompt with the tokens of its images, and its tensors; or with the error why it has none.
+
+        known: digests of the images of rows that have results already. Raises DriftError if an image has changed.
+        """
+        loaded = self._loaded(prompt)
+        if isinstance(loaded, RowError):
+            return _failed(prompt, loaded), None
+        digests = tuple(image.digest for image in loaded)
+        _refuse_changes(prompt, digests, known.get(prompt.row_index))
+        prompt = replace(prompt, image_sources=(), image_digests=digests)
+        shared = _shared_ids(prompt)
+        try:
+            rendered = render(shared, [image.image for image in loaded])
+        except RequestRefused as refusal:
+            return _failed(prompt, refusal.error), None
+        return _expanded(prompt, len(shared), rendered), rendered
+
+    def _loaded(self, prompt: Prompt) -> list[LoadedImage] | RowError:
+        while self._next and len(self._loading) < _ROWS_AHEAD:
+            following = self._next.popleft()
+            with contextlib.suppress(RuntimeError):  # stopped meanwhile
+                self._loading[following.row_index] = self._threads.submit(self._load, following)
+        loading = self._loading.pop(prompt.row_index, None)
+        return self._load(prompt) if loading is None or loading.cancelled() else loading.result()
+
+    def _load(self, prompt: Prompt) -> list[LoadedImage] | RowError:
+        sources = prompt.image_sources
+        if len(sources) > self._max_per_row:
+            allowed = f"input.images.max_per_row allows {self._max_per_row}"
+            return RowError("too_many_images", f"the row has {len(sources):,} images; {allowed}")
+        loaded = []
+        for number, source in enumerate(sources, start=1):
+            try:
+                loaded.append(self._loader.load(source))
+            except ImageError as error:
+                return RowError(error.error_type, f"image {number}: {error.message}")
+        return loaded
+
+
+def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: Sequence[str] | None) -> None:
+    if known is None or list(known) == list(digests):
+        return
+    places = [place for place, (new, old) in enumerate(zip(digests, known, strict=False)) if new != old]
+    which = f"image {places[0] + 1}" if places else "the list of images"
+    source = prompt.image_sources[places[0]] if places else None
+    named = f" ('{source[:200]}')" if isinstance(source, str) and not source.startswith("data:") else ""
+    raise DriftError(
+        f"row {prompt.row_index}: {which}{named} has changed since the job ran the row; its results would be of two "
+        "images: put the old one back, or start a new job with another output.path"
+    )
+
+
+def stored_digests(opened: OpenLease, part: pathlib.Path | None) -> dict[int, Sequence[str]]:
+    """The digests of the images of the rows of a lease that have results without an error.
+
+    They are in the journal and, in a retry, in the part that it replaces.
+    """
+    columns = ["row_index", "error_type", IMAGE_DIGESTS]
+    stored: dict[int, Sequence[str]] = {}
+    tables: list[pa.Table] = []
+    if part is not None:
+        with open_part(os.fspath(part)) as file:
+            tables.append(file.read(columns=columns))
+    tables += [segment.table().select(columns) for segment in opened.segments]
+    for table in tables:
+        for row in table.to_pylist():
+            if row["error_type"] is None and row[IMAGE_DIGESTS] is not None and row["row_index"] in opened.rows:
+                stored[row["row_index"]] = row[IMAGE_DIGESTS]
+    for segment in opened.segments:
+        segment.close()
+    return stored
+
+
+def _failed(prompt: Prompt, error: RowError) -> Prompt:
+    return replace(prompt, image_sources=(), token_ids=[], scoring=None, error=error)
+
+
+def _shared_ids(prompt: Prompt) -> list[int]:
+    """The ids with which all requests of a row begin, and which have all of its placeholders."""
+    if prompt.scoring is None:
+        return prompt.token_ids
+    first = prompt.scoring.spans[0]
+    return first.token_ids[: first.start]
+
+
+def _expanded(prompt: Prompt, num_replaced: int, rendered: RenderedPrompt) -> Prompt:
+    """The prompt with the rendered ids in place of its first `num_replaced` ones."""
+
+    def longer(token_ids: list[int]) -> list[int]:
+        return [*rendered.token_ids, *token_ids[num_replaced:]]
+
+    scoring = prompt.scoring
+    if scoring is not None:
+        shift = len(rendered.token_ids) - num_replaced
+        spans = (Span(longer(span.token_ids), span.start + shift, span.num_bytes) for span in scoring.spans)
+        scoring = Scoring(tuple(spans), scoring.answer, scoring.answer_error)
+    return replace(
+        prompt,
+        token_ids=longer(prompt.token_ids),
+        scoring=scoring,
+        image_positions=rendered.image_positions,
+    )

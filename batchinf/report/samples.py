@@ -1,0 +1,127 @@
+"""Sample rows of the report: the best, the worst and some at random; and the table of answers against choices."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchinf.base.text import choice_name, clip
+
+_EACH = 3
+_CHARS = 300
+_ID_CHARS = 80
+_MOST_CHOICES = 24
+# The share of the best choice in the probabilities of all choices. The sums of their logprobs are a list.
+CHOICE_PROBABILITY = (
+    "1 / list_sum(list_transform(choice_logprob_sums, lambda x: exp(x - list_max(choice_logprob_sums))))"
+)
+# How sure the model was of a row, by the columns that say it: their names, SQL, and words for people.
+_QUALITIES = (
+    (("choice_probability",), "choice_probability", "probability of the best choice among all"),
+    (("logprob_mean",), "logprob_mean", "logprob_mean"),
+    (("label", "score"), "score", "score of the label"),
+    (
+        ("cumulative_logprob", "num_output_tokens"),
+        "cumulative_logprob / nullif(num_output_tokens, 0)",
+        "mean logprob of a token",
+    ),
+)
+
+Query = Callable[[str], list[tuple[Any, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row as an example."""
+
+    kind: str
+    """`best`, `worst` or `random`."""
+    quality: float | None
+    """How sure the model was; None if no column says it."""
+    row_index: int
+    id: str
+    prompt: str
+    """Empty if the job does not store prompts."""
+    output: str
+    """Its text, its label or its best choice; empty if the task has none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Examples of a job's rows without an error."""
+
+    rows: tuple[SampleRow, ...]
+    by: str
+    """What `quality` is, for people; empty if no column says how sure the model was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confusion:
+    """How many rows have which answer and which best choice."""
+
+    choices: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+    """[answer][best]."""
+
+
+def samples(query: Query, columns: Collection[str], choices: Sequence[str]) -> Samples:
+    """Some rows of the view `output`. columns: those that it has, beside those of lists."""
+    if not {"row_index", "error_type"} <= set(columns):
+        return Samples((), "")
+    quality, by = next(((sql, words) for names, sql, words in _QUALITIES if set(names) <= set(columns)), ("NULL", ""))
+    output = next((name for name in ("text", "label", "best") if name in columns), "NULL")
+    answer = "answer" if output == "best" and "answer" in columns else "NULL"
+    id_, prompt = (name if name in columns else "NULL" for name in ("id", "prompt"))
+    rows = (
+        f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({prompt}::VARCHAR, 2000), "
+        f"left({output}::VARCHAR, 2000), {answer} FROM output WHERE error_type IS NULL"
+    )
+    is_known = "AND quality IS NOT NULL AND isfinite(quality)"
+    [(num_known,)] = query(f"SELECT count(*) FROM ({rows} {is_known})")
+    orders = {
+        "best": f"{is_known} ORDER BY quality DESC, row_index",
+        "worst": f"{is_known} ORDER BY quality, row_index",
+        "random": "ORDER BY hash(row_index), row_index",
+    }
+    # The same row is no example of the best and of the worst.
+    limits = {"best": min(_EACH, (num_known + 1) // 2), "worst": min(_EACH, num_known // 2), "random": _EACH}
+    return Samples(
+        tuple(
+            SampleRow(
+                kind=kind,
+                quality=value,
+                row_index=row_index,
+                id=clip(id_ or "", _ID_CHARS),
+                prompt=clip(prompt or "", _CHARS),
+                output=clip(_output(output, text, answer, choices), _CHARS),
+            )
+            for kind, order in orders.items()
+            for row_index, value, id_, prompt, text, answer in query(f"{rows} {order} LIMIT {limits[kind]}")
+        ),
+        by if num_known else "",
+    )
+
+
+def _output(column: str, text: str | None, answer: int | None, choices: Sequence[str]) -> str:
+    if column != "best" or text is None:
+        return text or ""
+    best = str(choice_name(int(text), choices))
+    return best if answer is None else f"{best} (answer {choice_name(answer, choices)})"
+
+
+def confusion(query: Query, columns: Collection[str], choices: Sequence[str]) -> Confusion | None:
+    """The table of a job whose rows have the same choices and an answer; None for another job."""
+    if not {"best", "answer"} <= set(columns) or not 1 < len(choices) <= _MOST_CHOICES:
+        return None
+    sql = "SELECT answer, best, count(*) FROM output WHERE answer IS NOT NULL AND best IS NOT NULL GROUP BY ALL"
+    numbers = {(answer, best): num for answer, best, num in query(sql)}
+    places = range(len(choices))
+    counts = tuple(tuple(numbers.get((answer, best), 0) for best in places) for answer in places)
+    return Confusion(tuple(clip(choice, 40) for choice in choices), counts) if numbers else None
+
+
+def sample_groups(found: Samples) -> Iterator[tuple[str, list[SampleRow]]]:
+    """The rows by their kind, with a title for each."""
+    titles = {"best": f"The most sure: {found.by}", "worst": f"The least sure: {found.by}", "random": "At random"}
+    for kind, title in titles.items():
+        if rows := [row for row in found.rows if row.kind == kind]:
+            yield title, rows

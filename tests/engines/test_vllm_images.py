@@ -1,0 +1,233 @@
+"""Prompts with images on real vLLM, in float32: held against transformers, token by token."""
+
+import gc
+import io
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictures import MAX_MODEL_LEN, VISION, Row, mappings_in_parquet, png, prompts_of, spec_of, ten_rows, write_lines
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from batchinf.base.errors import RequestRefused
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.records import Completion, Prompt, Result
+from batchinf.replica.images import ImagePrompts
+from batchinf.source.find import folder_of
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+
+vllm = pytest.importorskip("vllm")
+from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
+from batchinf.engines.vllm.pooling import VllmPooling  # noqa: E402
+
+NUM_TOKENS = 6
+SAMPLING = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return ten_rows()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> Iterator[VllmEngine]:
+    spec = spec_of(mappings_in_parquet(tmp_path_factory.mktemp("engine"), rows), sampling=SAMPLING)
+    yield from started(VllmEngine, spec)
+
+
+def started(engine_class: type[VllmEngine], spec: JobSpec) -> Iterator[VllmEngine]:
+    task = task_of(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        made = engine_class(task, str(VISION), str(VISION))
+    made.warm_up(task.warm_up_request())
+    yield made
+    made.close()
+    del made
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return AutoProcessor.from_pretrained(VISION)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForImageTextToText.from_pretrained(VISION, **options).eval()
+
+
+def inputs_of(processor: Any, row: Row) -> dict[str, torch.Tensor]:
+    """Those of transformers."""
+    images = [Image.open(io.BytesIO(picture)) for picture in row.pictures]
+    return dict(processor(text=row.text, images=[images] if images else None, return_tensors="pt"))
+
+
+def logprobs_of(model: Any, inputs: dict[str, torch.Tensor], token_ids: Sequence[int]) -> np.ndarray:
+    """By transformers, of all tokens after each position of a prompt and of an output behind it."""
+    whole = torch.cat([inputs["input_ids"], torch.tensor([list(token_ids)], dtype=torch.long)], 1)
+    with torch.no_grad():
+        logits = model(**{**inputs, "input_ids": whole, "attention_mask": torch.ones_like(whole)}).logits[0]
+    return logits.double().log_softmax(-1).numpy()
+
+
+def stored(spec: JobSpec, prompts: Sequence[Prompt], engine: VllmEngine) -> list[dict[str, Any]]:
+    """The results of these prompts as the journal has them, in the order of rows and requests."""
+    task = task_of(spec)
+    assert spec.input.images is not None
+    images = ImagePrompts(spec.input.images, base_folder=folder_of(spec.input.path))
+    results: list[Result] = []
+    of_request: dict[tuple[int, int], tuple[Prompt, int]] = {}
+    for unloaded in prompts:
+        prompt, rendered = (unloaded, None) if unloaded.error else images.made(unloaded, engine.render, {})
+        requests = task.expand(prompt, MAX_MODEL_LEN)
+        for request in requests:
+            of_request[request.key] = prompt, len(requests)
+            if prompt.error is not None:
+                results.append(result_of(prompt, request.request_index, len(requests)))
+                continue
+            if rendered is not None:
+                request = replace(request, rendered=rendered.for_ids(request.prompt_token_ids))
+            try:
+                engine.add(request)
+            except RequestRefused as refusal:
+                results.append(result_of(prompt, request.request_index, len(requests), error=refusal.error))
+    while engine.num_unfinished():
+        for completion in engine.step():
+            prompt, number = of_request[completion.request.key]
+            results.append(result_of(prompt, completion.request.request_index, number, completion))
+    results.sort(key=lambda result: (result.prompt.row_index, result.request_index))
+    return task.encode(results).to_pylist()
+
+
+def result_of(
+    prompt: Prompt, index: int, number: int, completion: Completion | None = None, *, error: Any = None
+) -> Result:
+    return Result(
+        prompt=prompt,
+        request_index=index,
+        num_requests=number,
+        completion=completion,
+        text=None,
+        error=error or prompt.error,
+        attempts=1,
+    )
+
+
+def test_ten_rows_equal_transformers(
+    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
+) -> None:
+    spec = spec_of(mappings_in_parquet(tmp_path, rows), sampling=SAMPLING)
+    found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    assert len({row["prompt_hash"] for row in found}) == len(found) == len(rows)
+    for row, result in zip(rows, found, strict=True):
+        inputs = inputs_of(processor, row)
+        prompt_ids = inputs["input_ids"][0].tolist()
+        assert result["error_message"] is None
+        assert result["prompt_token_ids"] == prompt_ids
+        assert len(result["image_digests"]) == len(row.pictures)
+        logprobs = logprobs_of(model, inputs, result["token_ids"])
+        first = len(prompt_ids) - 1
+        after = logprobs[first : first + NUM_TOKENS]
+        assert after.argmax(-1).tolist() == result["token_ids"]
+        assert np.abs(after[np.arange(NUM_TOKENS), result["token_ids"]] - result["logprobs"]).max() < 1e-5
+        # A position that the model sees as a part of an image has no logprob; all others have that of their token.
+        image_id = processor.image_token_id
+        for place, (token_id, logprob) in enumerate(zip(prompt_ids, result["prompt_logprobs"], strict=True)):
+            if place == 0 or token_id == image_id:
+                assert logprob is None
+            else:
+                assert abs(logprobs[place - 1, token_id] - logprob) < 1e-5
+
+
+def test_wrong_places_and_images_are_error_rows(tmp_path: pathlib.Path, engine: VllmEngine) -> None:
+    picture = png(np.full((50, 70, 3), 90))
+    (tmp_path / "a.png").write_bytes(picture)
+    (tmp_path / "broken.png").write_bytes(picture[:60])
+    lines = [
+        {"prompt": "one <image> place", "photos": "a.png"},
+        {"prompt": "no place", "photos": "a.png"},
+        {"prompt": "a spare <image> place <image>", "photos": "a.png"},
+        {"prompt": "too few <image>", "photos": ["a.png", "a.png"]},
+        {"prompt": "expanded <fake_token_around_image><global-img><image><image><image><image>", "photos": "a.png"},
+        {"prompt": "broken <image>", "photos": "broken.png"},
+        {"prompt": "gone <image>", "photos": "gone.png"},
+        {"prompt": "outside <image>", "photos": "../../etc/hostname"},
+        {"prompt": "<image>" * 5, "photos": ["a.png"] * 5},
+        {"prompt": f"long <image>{' word' * 490}", "photos": ["a.png"]},
+        {"prompt": "without images an <image> is a token", "photos": None},
+        {"prompt": "one <image> place", "photos": "a.png"},
+    ]
+    spec = spec_of({"path": str(write_lines(tmp_path / "rows.jsonl", lines)), "images_column": "photos"},
+                   sampling=SAMPLING)  # fmt: skip
+    found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    types = [row["error_type"] for row in found]
+    wrong = "image_placeholder"
+    assert types == [None, wrong, wrong, wrong, wrong, "image_broken", "image_not_found", "image_forbidden",
+                     "too_many_images", "prompt_too_long", None, None]  # fmt: skip
+    # Rows that were refused have left nothing in the engine.
+    without_key = [{key: value for key, value in row.items() if key != "row_index"} for row in (found[0], found[-1])]
+    assert without_key[0] == without_key[1]
+
+
+def test_spare_placeholders_that_only_the_engine_knows(engine: VllmEngine) -> None:
+    tokenizer = load_tokenizer(str(VISION), False)
+    picture = Image.new("RGB", (60, 40), "red")
+    ids = tokenizer("a <image> b")["input_ids"]
+    rendered = engine.render(ids, [picture])
+    for wrong in (tokenizer("a <image> b <image>")["input_ids"], rendered.token_ids):
+        with pytest.raises(RequestRefused) as refusal:
+            engine.render(wrong, [picture])
+        assert refusal.value.error.error_type == "image_placeholder"
+
+
+def test_samples_share_one_rendered_prompt(
+    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
+) -> None:
+    sampling = {**SAMPLING, "n": 3, "temperature": 1.0, "prompt_logprobs": None}
+    spec = spec_of(mappings_in_parquet(tmp_path, rows[:3]), sampling=sampling)
+    found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    assert len({tuple(row["token_ids"]) for row in found}) == len(found) == 9
+    for row, result in zip([row for row in rows[:3] for _ in range(3)], found, strict=True):
+        inputs = inputs_of(processor, row)
+        logprobs = logprobs_of(model, inputs, result["token_ids"])[inputs["input_ids"].shape[1] - 1 : -1]
+        expected = logprobs[np.arange(NUM_TOKENS), result["token_ids"]]
+        assert np.abs(expected - result["logprobs"]).max() < 1e-5
+
+
+def test_choices_after_an_image_equal_transformers(
+    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
+) -> None:
+    choices = (" red", " blue and yellow")
+    where = mappings_in_parquet(tmp_path, rows[:3])
+    spec = spec_of({**where, "prompt_column": "prompt", "choices": choices}, task="score", score={"one_pass": False})
+    found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    assert [row["error_message"] for row in found] == [None] * 6
+    for result, (row, choice) in zip(found, [(row, choice) for row in rows[:3] for choice in choices], strict=True):
+        inputs = inputs_of(processor, row)
+        target = processor.tokenizer(choice, add_special_tokens=False)["input_ids"]
+        logprobs = logprobs_of(model, inputs, target)[-len(target) - 1 : -1]
+        expected = logprobs[np.arange(len(target)), target]
+        assert np.abs(np.array(result["choice_logprobs"][0]) - expected).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_vectors_of_pictures_equal_transformers(
+    tmp_path: pathlib.Path, rows: list[Row], processor: Any, model: Any
+) -> None:
+    spec = spec_of(mappings_in_parquet(tmp_path, rows), task="embed", pooling={"width": 64})
+    for engine in started(VllmPooling, spec):
+        found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    for row, result in zip(rows, found, strict=True):
+        with torch.no_grad():
+            states = model.model(**inputs_of(processor, row)).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(states, dim=0).numpy()
+        assert result["error_message"] is None
+        assert np.abs(np.array(result["embedding"]) - expected).max() < 1e-5

@@ -1,0 +1,228 @@
+"""Whole jobs with images: killed, resumed and retried, with pictures that change meanwhile."""
+
+import hashlib
+import pathlib
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
+
+import batchinf
+import jobs
+from batchinf.base.errors import DriftError
+
+PICTURES = jobs.ROOT / "sample_data" / "pictures"
+ASK = [{"role": "user", "content": [{"type": "text", "text": "{{ id }}: "}, {"type": "image", "column": "photo"}]}]
+NUM_ROWS = 48
+
+
+def spec_of(folder: pathlib.Path, rows: list[dict[str, Any]] | None = None, **sections: Any) -> pathlib.Path:
+    """A job on the scripted engine over copies of the sample pictures; one row has none, one two, one is gone."""
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(PICTURES, folder / "pictures", dirs_exist_ok=True)
+    names = sorted(path.name for path in PICTURES.iterdir())
+    photos: list[Any] = [f"pictures/{names[number % len(names)]}" for number in range(NUM_ROWS)]
+    photos[5:8] = [None, photos[:2], "pictures/gone.png"]
+    lines = rows or [{"id": f"row-{number}", "photo": photo} for number, photo in enumerate(photos)]
+    path = write_lines(folder / "rows.jsonl", lines)
+    options: dict[str, Any] = {
+        "model": str(VISION),
+        "input": {"path": str(path), "messages": ASK},
+        "sampling": {"max_tokens": 8, "temperature": 1.0, "n": 2, "seed": 1},
+        "parallel": {"data_parallel_size": 1},
+        "output": {"keep_columns": [], "rows_per_shard": 16},
+        "max_error_rate": 1.0,
+    }
+    return jobs.spec_of(folder, **{**options, **sections})
+
+
+@pytest.fixture(scope="module")
+def unhurt(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = spec_of(tmp_path_factory.mktemp("unhurt"))
+    jobs.finish(path)
+    return jobs.rows_of(path.parent / "out")
+
+
+def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> None:
+    assert len(unhurt) == 2 * NUM_ROWS
+    of_row = {row["id"]: row for row in unhurt}
+    names = sorted(path.name for path in PICTURES.iterdir())
+    digests = [hashlib.sha256((PICTURES / name).read_bytes()).hexdigest() for name in names]
+    assert of_row["row-4"]["image_digests"] == [digests[4]]
+    assert of_row["row-5"]["image_digests"] == []
+    assert of_row["row-6"]["image_digests"] == digests[:2]
+    assert (of_row["row-7"]["image_digests"], of_row["row-7"]["error_type"]) == (None, "image_not_found")
+    assert sum(row["error_type"] is not None for row in unhurt) == 2
+    # Other pictures of the same size make other prompts.
+    assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
+
+
+@pytest.mark.parametrize("fault", ["worker.store:9=kill", "feeder.read:5=kill", "storage.write.before_fsync:3=kill"])
+def test_killed_and_resumed_has_the_rows_of_one_never_hurt(
+    fault: str, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]
+) -> None:
+    path = spec_of(tmp_path / "job", max_restarts=0)
+    killed = jobs.run("run", path, faults=fault, BATCHINF_FAULTS_ONCE=str(tmp_path / "once"))
+    assert killed.returncode != 0
+    jobs.finish(path)
+    assert jobs.rows_of(tmp_path / "job" / "out") == unhurt
+
+
+def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
+    model = shutil.copytree(VISION, tmp_path / "model")
+    path = spec_of(tmp_path / "job", [{"id": "row", "photo": "pictures/red-circle.png"}], model=str(model))
+    jobs.finish(path)
+    results = batchinf.open(tmp_path / "job" / "out")
+    assert results.tokenizer() is not None
+    processor = model / "processor_config.json"
+    processor.write_text(processor.read_text().replace("0.5", "0.4"))
+    refused = jobs.run("run", path, is_refused=True)
+    assert refused.returncode == 2
+    assert "model" in refused.stderr
+    with pytest.raises(DriftError):
+        results.tokenizer()
+
+
+def test_a_retry_notices_a_changed_picture(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": f"row-{name}", "photo": f"pictures/{name}"} for name in ("a.png", "b.png", "gone.png")]
+    path = spec_of(tmp_path / "job", rows)
+    pictures = tmp_path / "job" / "pictures"
+    shutil.copy(PICTURES / "red-circle.png", pictures / "a.png")
+    shutil.copy(PICTURES / "blue-circle.png", pictures / "b.png")
+    jobs.finish(path)
+    before = jobs.rows_of(tmp_path / "job" / "out")
+    # The picture of a row without a result may come later.
+    shutil.copy(PICTURES / "green-circle.png", pictures / "gone.png")
+    jobs.finish(path, "--retry", "errors")
+    after = jobs.rows_of(tmp_path / "job" / "out")
+    assert after[:4] == before[:4]
+    assert {row["error_type"] for row in after} == {None}
+    shutil.copy(PICTURES / "red-square.png", pictures / "b.png")
+    jobs.finish(path, "--retry", "row_index = 0")
+    stopped = jobs.run("run", path, "--retry", "row_index <= 1")
+    assert stopped.returncode == 2
+    assert "row 1: image 1 ('pictures/b.png') has changed since the job ran the row" in stopped.stderr
+    assert jobs.rows_of(tmp_path / "job" / "out") == after
+    shutil.copy(PICTURES / "blue-circle.png", pictures / "b.png")
+    jobs.finish(path)
+    assert jobs.rows_of(tmp_path / "job" / "out") == after
+
+
+def test_a_resume_notices_a_picture_that_changed_between_samples(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": "row", "photo": "pictures/red-circle.png"}]
+    # Two samples run at a time, each for four steps: at the twelfth step, four of twelve are finished.
+    script = {"max_num_seqs": 2, "vary_lengths": False}
+    sampling = {"max_tokens": 4, "temperature": 1.0, "n": 12, "seed": 1}
+    path = spec_of(tmp_path / "job", rows, sampling=sampling, scripted=script, checkpoint_interval_s=0.01)
+    marker = tmp_path / "marker"
+    process = jobs.start("run", path, faults=f"engine.step:12=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() and list((tmp_path / "job" / "out" / "journal").glob("0*")))
+    jobs.kill(jobs.family(process.pid))
+    jobs.end(process)
+    picture = tmp_path / "job" / "pictures" / "red-circle.png"
+    shutil.copy(PICTURES / "red-square.png", picture)
+    stopped = jobs.run("run", path)
+    assert stopped.returncode == 2
+    assert "row 0: image 1 ('pictures/red-circle.png') has changed since the job ran the row" in stopped.stderr
+    shutil.copy(PICTURES / "red-circle.png", picture)
+    jobs.finish(path)
+    assert len({row["prompt_hash"] for row in jobs.rows_of(tmp_path / "job" / "out")}) == 1
+
+
+def test_an_image_that_is_gone_between_two_requests_of_a_row(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": "row", "photo": "pictures/red-circle.png"}]
+    choices = [f" choice {number}" for number in range(12)]
+    where = {"choices": choices, "path": str(tmp_path / "job" / "rows.jsonl"), "messages": ASK}
+    script = {"max_num_seqs": 1, "step_s": 0.001}
+    path = spec_of(tmp_path / "job", rows, task="score", input=where, sampling=None, scripted=script,
+                   checkpoint_interval_s=0.01)  # fmt: skip
+    marker = tmp_path / "marker"
+    process = jobs.start("run", path, faults=f"engine.step:4=hold {marker}")
+    jobs.wait_until(lambda: marker.exists() and list((tmp_path / "job" / "out" / "journal").glob("0*")))
+    jobs.kill(jobs.family(process.pid))
+    jobs.end(process)
+    (tmp_path / "job" / "pictures" / "red-circle.png").unlink()
+    jobs.finish(path)
+    [row] = jobs.rows_of(tmp_path / "job" / "out")
+    assert row["error_type"] == "image_not_found"
+    assert row["choice_logprob_sums"] is None
+
+
+def of_vllm(folder: pathlib.Path, where: dict[str, Any], **sections: Any) -> pathlib.Path:
+    """A job on real vLLM."""
+    options: dict[str, Any] = {
+        "model": {"name": str(VISION), "dtype": "float32"},
+        "input": {"id_column": None, **where},
+        "sampling": {"max_tokens": 6, "temperature": 0.0, "logprobs": 3, "ignore_eos": True},
+        "parallel": {"data_parallel_size": 1},
+        "output": {"keep_columns": [], "include_prompt": True, "rows_per_shard": 4},
+        "engine": {"max_model_len": 512, "max_num_seqs": 2},
+        "scripted": None,
+    }
+    folder.mkdir(exist_ok=True)
+    return jobs.spec_of(folder, **{**options, **sections})
+
+
+def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Equal prompts, images and tokens; logprobs as near as other batches allow."""
+    names = ("row_index", "prompt_hash", "image_digests", "prompt_token_ids", "token_ids", "text", "error_type")
+    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        assert np.allclose(row["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_each_form_of_images_gives_the_same_rows_on_vllm(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    found = []
+    for form in FORMS:
+        folder = tmp_path / form.__name__
+        folder.mkdir()
+        jobs.finish(of_vllm(folder, {"apply_chat_template": False, **form(folder, ten_rows())}))
+        found.append(jobs.rows_of(folder / "out"))
+    assert len(found[0]) == 10
+    for rows in found[1:]:
+        assert_same(rows, found[0])
+
+
+@pytest.mark.slow
+def test_real_vllm_killed_with_images(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    where = paths_in_lines(tmp_path, ten_rows())
+    unhurt, hurt = (
+        of_vllm(tmp_path / name, {"apply_chat_template": False, **where}, max_restarts=0, checkpoint_interval_s=0.01)
+        for name in ("unhurt", "hurt")
+    )
+    jobs.finish(unhurt)
+    assert jobs.run("run", hurt, faults="worker.store:3=kill").returncode != 0
+    jobs.finish(hurt)
+    assert_same(jobs.rows_of(tmp_path / "hurt" / "out"), jobs.rows_of(tmp_path / "unhurt" / "out"))
+
+
+@pytest.mark.slow
+def test_a_batch_file_gives_the_rows_of_a_conversation_on_vllm(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    pictures = [row.pictures for row in ten_rows()]
+    contents = [
+        [
+            {"type": "text", "text": "Look: "},
+            *({"type": "image_url", "image_url": {"url": data_url(one)}} for one in all_),
+        ]
+        for all_ in pictures
+    ]
+    chats = [[{"role": "user", "content": content}] for content in contents]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {"messages": chat}}
+        for number, chat in enumerate(chats)
+    ]
+    batch = write_lines(tmp_path / "batch.jsonl", lines)
+    column = write_lines(tmp_path / "column.jsonl", [{"chat": chat} for chat in chats])
+    of_lines = of_vllm(tmp_path / "batch", {"path": str(batch), "images": {}})
+    of_column = of_vllm(tmp_path / "column", {"path": str(column), "images": {}, "messages_column": "chat"})
+    for path in (of_lines, of_column):
+        jobs.finish(path)
+    rows = jobs.rows_of(tmp_path / "batch" / "out")
+    assert [len(row["image_digests"]) for row in rows] == list(map(len, pictures))
+    assert_same(rows, jobs.rows_of(tmp_path / "column" / "out"))
