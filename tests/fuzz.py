@@ -63,7 +63,7 @@ from batchinf.output import parts, seal
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import verify_part
-from batchinf.prompts.builder import Renderer
+from batchinf.prompts.renderer import Renderer
 from batchinf.records import Lease
 from batchinf.replica.messages import Assign, Failed, Progress
 from batchinf.schedule.shards import total_shards

@@ -23,7 +23,7 @@ from batchinf.job.repaired import repaired
 from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
-from batchinf.prompts.builder import check_columns
+from batchinf.prompts.renderer import check_columns
 from batchinf.records import Int64Array, Repair
 from batchinf.schedule.positions import REPAIR_FOLDERS, Positions, RowBits, write_positions
 from batchinf.source.files import InputFile, InputLocation

@@ -17,8 +17,8 @@ import xxhash
 from batchinf.base.errors import InputError, SpecError
 from batchinf.base.text import list_names, one_line
 from batchinf.job.job import carried_columns
-from batchinf.prompts.builder import named_columns
 from batchinf.prompts.openai.lines import COLUMNS
+from batchinf.prompts.renderer import named_columns
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.rows import Source
 from batchinf.source.types import extension_of, is_json_column, odd_value

@@ -23,11 +23,11 @@ from batchinf.manifest.state import State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import resolve_adapters
 from batchinf.model.splits import splits_of, why_not_split
-from batchinf.prompts.builder import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai.lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, url_of
 from batchinf.prompts.openai.requests import may_be_batch, recognised
+from batchinf.prompts.renderer import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.row_sampling import check_sampling_columns
 from batchinf.prompts.tool_parsers import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError

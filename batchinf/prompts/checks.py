@@ -11,9 +11,9 @@ from batchinf.base.errors import SpecError
 from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
-from batchinf.prompts.builder import Renderer
 from batchinf.prompts.chat import GIVEN, own_templates, variables
 from batchinf.prompts.encoder import Encoder, load_tokenizer
+from batchinf.prompts.renderer import Renderer
 from batchinf.source.rows import Row, Source
 from batchinf.spec.input import CHAT_FIELDS, InputSpec
 from batchinf.spec.job import JobSpec

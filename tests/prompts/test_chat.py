@@ -10,9 +10,10 @@ import pytest
 
 import jobs
 from batchinf.base.errors import RowError, SpecError
-from batchinf.prompts.builder import PromptBuilder, Renderer, check_columns
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.chat import ChatTemplate, read_messages
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.prompts.renderer import Renderer, check_columns
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import ModelError, RowError, SpecError
 from batchinf.base.text import list_names
-from batchinf.prompts.builder import PromptBuilder, Renderer, check_columns
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer, show
+from batchinf.prompts.renderer import Renderer, check_columns
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 

@@ -13,9 +13,9 @@ import jobs
 from batchinf.base.errors import SpecError
 from batchinf.job.open import open_job
 from batchinf.prompts import checks
-from batchinf.prompts.builder import check_columns
 from batchinf.prompts.checks import first_row_warnings
 from batchinf.prompts.encoder import load_tokenizer
+from batchinf.prompts.renderer import check_columns
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 
@@ -214,8 +214,8 @@ def test_run_warns_of_columns_without_text(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["id;q"], "do ';' signs separate the columns? Only commas do; in pandas: read_csv(NAME, sep=';')"),
-        (["id\tq"], r"do '\t' signs separate the columns?"),
+        (["id;q"], "do ';' signs separate the columns of a CSV file? Then set input.csv.delimiter"),
+        (["id\tq"], r"do '\t' signs separate the columns of a CSV file?"),
         (["id"], None),
     ],
 )
@@ -225,7 +225,7 @@ def test_why_a_column_may_be_missing(names: list[str], said: str | None, tmp_pat
     with pytest.raises(SpecError) as refused:
         check_columns(spec, names, ())
     assert (said or "it has: id") in str(refused.value)
-    (tmp_path / "x" / "q=de").mkdir(parents=True)
+    inside = spec.model_copy(update={"input": spec.input.model_copy(update={"path": f"{tmp_path}/q=de"})})
     with pytest.raises(SpecError) as refused:
-        check_columns(spec, names, ())
-    assert ("names of folders, such as q=…, are no columns" in str(refused.value)) == (said is None)
+        check_columns(inside, names, ())
+    assert ("q=… is a folder of the path itself" in str(refused.value)) == (said is None)

@@ -16,7 +16,8 @@ import jobs
 from batchinf.base.errors import RowError, SpecError
 from batchinf.engines import installed
 from batchinf.prompts import row_sampling
-from batchinf.prompts.builder import PromptBuilder, check_columns
+from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.renderer import check_columns
 from batchinf.prompts.row_sampling import RowSampling, check_sampling_columns
 from batchinf.records import Prompt
 from batchinf.source.rows import Row

@@ -11,8 +11,9 @@ from test_prompt import BYTES, TEXT, TOKENIZERS
 from tokenizers import processors
 
 from batchinf.base.errors import RowError, SpecError
-from batchinf.prompts.builder import PromptBuilder, Renderer, check_columns
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import TextCutter
+from batchinf.prompts.renderer import Renderer, check_columns
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.tasks.registry import task_of

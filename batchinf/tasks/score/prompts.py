@@ -8,9 +8,10 @@ from typing import Any
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import clip, list_names, name_type
-from batchinf.prompts.builder import PromptBuilder, read_list, take, unicode_error
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import Encoder, begins_with_two
 from batchinf.prompts.images import ImageSource, TextWithImages
+from batchinf.prompts.renderer import read_list, take, unicode_error
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchinf.base.errors import RowError
-from batchinf.prompts.builder import Draft, PromptBuilder, check_text
+from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.encoder import Side
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import EMBEDDINGS_URL, LineReader, Refused, line_of, show
 from batchinf.prompts.openai.requests import BatchRequest
 from batchinf.prompts.openai.truncation import Truncation, take_truncation
+from batchinf.prompts.renderer import check_text
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE

@@ -7,10 +7,10 @@ from typing import Any
 
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
-from batchinf.prompts.builder import read_list, take, unicode_error
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import RERANK_URL, SCORE_URL, LineReader, Refused, show
 from batchinf.prompts.openai.truncation import Truncation, take_truncation
+from batchinf.prompts.renderer import read_list, take, unicode_error
 from batchinf.spec.input import KWARGS_ELSEWHERE
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of

@@ -1,0 +1,328 @@
+"""Makes the text of a prompt from a row, or takes its token ids, and names the columns that this needs."""
+
+import contextlib
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from batchinf.base.errors import RowError, SpecError
+from batchinf.base.text import list_names, name_type
+from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
+from batchinf.prompts.encoder import TextCutter
+from batchinf.prompts.images import ImageColumns, ImageSource, Placeholders, TextWithImages, place_images
+from batchinf.prompts.openai.lines import COLUMNS
+from batchinf.prompts.templates import RowTemplate, column_call
+from batchinf.prompts.tools import ToolsError, tools_of_row
+from batchinf.records import Tools
+from batchinf.source.rows import Row
+from batchinf.spec.fields import null_hint
+from batchinf.spec.input import InputSpec, MessageSpec
+from batchinf.spec.job import JobSpec
+
+TOOLS = "tools"  # the column of datasets of conversations
+
+
+def named_columns(spec: JobSpec, also: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs of a spec field and the input column that it names. also: see `Task.input_columns`."""
+    columns = {"input.id_column": spec.input.id_column, "input.adapter_column": spec.input.adapter_column}
+    return [
+        *Renderer(spec).named_columns,
+        *((field, column) for field, column in columns.items() if column is not None),
+        *(("output.keep_columns", column) for column in spec.output.keep_columns),
+        *((f"sampling.{field}", column) for field, column in spec.sampling.columns.items()),
+        *also,
+    ]
+
+
+def with_tools(where: InputSpec, columns: Iterable[str]) -> InputSpec:
+    """The section with the default of `tools_column`, for an input with these columns."""
+    is_default = where.tools_column is None and where.messages_column is not None and TOOLS in columns
+    return where.model_copy(update={"tools_column": TOOLS}) if is_default else where
+
+
+def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tuple[str, str]]) -> None:
+    """Raise SpecError if the spec names a column that the input does not have. also: see `Task.input_columns`."""
+    names = list(schema_names)
+    for field, name in named_columns(spec, also):
+        if name in names:
+            continue
+        guess = ";"
+        for close in difflib.get_close_matches(name, names, n=1):
+            is_template = field.startswith(("input.prompt_t", "input.messages["))
+            shown = column_call(close) if is_template and not close.isidentifier() else repr(close)
+            guess = f"; did you mean {shown}?"
+        whose = ""
+        remedy = null_hint(name)
+        if field == "input.prompt_column" and spec.input.prompt_column is None:
+            whose = ", the default of this field"
+            remedy = "; name one of them"
+        raise SpecError(
+            f"{field}: the input has no column '{name}'{whose}{guess} it has: {list_names(names)}{remedy}"
+            f"{_other_reason(spec.input.path, name, names)}"
+        )
+
+
+def _other_reason(path: str, name: str, names: Sequence[str]) -> str:
+    """Why a column may be missing that is there to the user's eyes."""
+    signs = {";": ";", "\t": r"\t", "|": "|"}
+    sign = next((sign for sign in signs if len(names) == 1 and sign in names[0]), None)
+    if sign is not None:
+        shown = signs[sign]
+        return f"; do '{shown}' signs separate the columns of a CSV file? Then set input.csv.delimiter"
+    if f"{name}=" in path:
+        return f"; {name}=… is a folder of the path itself, and only folders below input.path are columns"
+    return ""
+
+
+class Renderer:
+    """Row → text, or token ids if a column holds them.
+
+    named_columns: pairs of a spec field and the input column that it names, for all columns of the prompt.
+    """
+
+    def __init__(self, spec: JobSpec, tokenizer: Any = None, begun_at: str | None = None) -> None:
+        """Compile the templates. Raises SpecError, with the template's line.
+
+        tokenizer: applies the chat template and counts tokens for `truncate_tokens`. Without one, only the columns and
+        plain templates can be used. begun_at: see `ChatTemplate`.
+        """
+        self._input = where = spec.input
+        self._column = spec.prompt_column
+        cut = None if tokenizer is None else TextCutter(tokenizer).cut
+        # By the field that has the template: of each message, or of the prompt.
+        self._templates: dict[str, RowTemplate] = {}
+        self._images = ImageColumns(where) if where.has_images else None
+        for number, message in enumerate(where.messages or ()):
+            for field, text in _texts_of(number, message):
+                self._templates[field] = RowTemplate(text, field, cut)
+        if where.messages is None and where.prompt_template is not None:
+            field = "input.prompt_template"
+            self._templates[field] = RowTemplate(where.prompt_template, field, cut)
+        named = self._template_columns() if self._templates else self._plain_columns()
+        self.named_columns = (*named, *where.image_columns)
+        self._is_chat = where.is_chat
+        self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)
+
+    def _template_columns(self) -> tuple[tuple[str, str], ...]:
+        named = tuple((field, column) for field, template in self._templates.items() for column in template.columns)
+        if named or self._input.image_columns:
+            return named
+        goes = "write {{ column }} where a row's value goes"
+        if self._input.messages is not None:
+            raise SpecError(f"input.messages: they name no column; {goes}")
+        text = str(self._input.prompt_template)
+        is_path = "\n" not in text and re.search(r"\.[a-z0-9]{2,5}$", text) is not None
+        hint = f"; for a template in a file write {{file: {text}}}" if is_path else ""
+        raise SpecError(f"input.prompt_template: it names no column; {goes}{hint}")
+
+    def _plain_columns(self) -> tuple[tuple[str, str], ...]:
+        if self._input.messages is not None:  # they have images alone
+            return ()
+        if self._input.is_batch_file:
+            return tuple(("input.format openai", column) for column in COLUMNS)
+        for field in ("messages_column", "token_ids_column"):
+            if (column := getattr(self._input, field)) is not None:
+                tools = self._input.tools_column
+                return ((f"input.{field}", column), *([("input.tools_column", tools)] if tools is not None else []))
+        for field in ("context_column", "text_column", "query_column"):
+            if getattr(self._input, field) is not None:
+                return ((f"input.{field}", self._column),)
+        return (("input.prompt_column", self._column),)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns of the prompt, without repeats."""
+        return tuple(dict.fromkeys(column for _, column in self.named_columns))
+
+    @property
+    def printed(self) -> tuple[str, ...]:
+        """The columns whose text templates print, without repeats; see `RowTemplate`."""
+        return tuple(dict.fromkeys(column for template in self._templates.values() for column in template.printed))
+
+    def render(self, row: Row) -> str | RowError:
+        """The prompt's text, which is valid Unicode and not empty, or the row's error."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        if not self._is_chat:
+            text = self._text(row.values)
+            return text if isinstance(text, RowError) else check_text(text)
+        messages = self.messages(row)
+        if isinstance(messages, RowError):
+            return messages
+        assert self._chat is not None, "a conversation needs the tokenizer's chat template"
+        options = self._tools(row.values)
+        text = options if isinstance(options, RowError) else self._chat.render(messages, **options)
+        return text if isinstance(text, RowError) else check_text(text)
+
+    def render_images(self, row: Row) -> TextWithImages | RowError:
+        """As `render`, or the ids of a column, with the images of the row. For a job with images."""
+        assert self._images is not None
+        own: list[ImageSource] | RowError = [] if row.error is not None else self._images.read(row.values)
+        if isinstance(own, RowError):
+            return own
+        if not self._is_chat:
+            text = self.render(row) if self._input.token_ids_column is None else self.token_ids(row)
+            return text if isinstance(text, RowError) else TextWithImages(text, tuple(own))
+        messages = self.messages(row)
+        placed = messages if isinstance(messages, RowError) else place_images(messages, own)
+        if isinstance(placed, RowError):
+            return placed
+        assert self._chat is not None
+        options = self._tools(row.values)
+        text = options if isinstance(options, RowError) else self._chat.render(placed[0], **options)
+        text = text if isinstance(text, RowError) else check_text(text)
+        return text if isinstance(text, RowError) else TextWithImages(text, placed[1])
+
+    def placeholders(self, tokenizer: Any) -> Placeholders | None:
+        """The tokens that stand for images; None in a job without images, or without a chat template that shows them.
+
+        Raises SpecError if the job applies a chat template that does not show images.
+        """
+        if self._images is None:
+            return None
+        if self._chat is not None:
+            return Placeholders(self._chat, tokenizer)
+        # A plain text may have a placeholder that no template says, and lines of a batch file need no template at all.
+        needs_none = (ValueError,) if self._input.is_batch_file else (ValueError, SpecError)
+        with contextlib.suppress(*needs_none):
+            return Placeholders(ChatTemplate(self._input, tokenizer, None), tokenizer)
+        return None
+
+    def _tools(self, values: Mapping[str, object]) -> dict[str, Any] | RowError:
+        """The row's tools as an option of the chat template; without any, the job's options stay."""
+        tools = self._own_tools(values)
+        return tools if isinstance(tools, RowError) else {} if tools is None else {"tools": tools}
+
+    def _own_tools(self, values: Mapping[str, object]) -> list[dict[str, Any]] | RowError | None:
+        """The tools in the row's column, or else those of the spec."""
+        column = self._input.tools_column
+        tools = None if column is None else read_tools(values.get(column), f"column '{column}'")
+        return list(self._input.tools) if tools is None and self._input.tools is not None else tools
+
+    def tools(self, row: Row) -> Tools | RowError | None:
+        """The tools that the model may call in its answer to a row; None without any. For a job that parses calls."""
+        tools = None if row.error is not None or not self._is_chat else self._own_tools(row.values)
+        if tools is None or isinstance(tools, RowError):
+            return tools
+        where = self._input
+        try:
+            return tools_of_row(tools, where.tool_choice, are_parallel=where.parallel_tool_calls)
+        except ToolsError as error:
+            return RowError("invalid_tools", str(error))
+
+    def messages(self, row: Row) -> list[Message] | RowError:
+        """The row's conversation, before the chat template, or the row's error."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        messages = self._messages(row.values)
+        system = self._input.system_prompt
+        if isinstance(messages, RowError) or system is None:
+            return messages
+        if messages[0]["role"] == "system":
+            message = "the conversation begins with a system message of its own, beside input.system_prompt"
+            return RowError("invalid_messages", message)
+        return [{"role": "system", "content": system}, *messages]
+
+    def _messages(self, values: Mapping[str, object]) -> list[Message] | RowError:
+        if (column := self._input.messages_column) is not None:
+            value = take(values, column)
+            if isinstance(value, RowError):
+                return value
+            return read_messages(value, f"column '{column}'", takes_images=self._images is not None)
+        if self._input.messages is None:
+            text = self._text(values)
+            if text == "":
+                text = check_text(text)
+            return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
+        messages: list[Message] = []
+        templates = iter(self._templates.values())
+        for number, message in enumerate(self._input.messages):
+            texts: list[str] = []
+            for template in itertools.islice(templates, len(_texts_of(number, message))):
+                text = template.fill(values)
+                if isinstance(text, RowError):
+                    return text
+                texts.append(text)
+            content: Any = texts[0] if not message.parts else self._parts(number, texts, values)
+            if isinstance(content, RowError):
+                return content
+            messages.append({"role": message.role, "content": content})
+        return messages
+
+    def _parts(self, number: int, texts: Sequence[str], values: Mapping[str, object]) -> list[Any] | RowError:
+        if self._images is None:
+            return [{"type": "text", "text": text} for text in texts]
+        return self._images.parts_of(number, texts, values)
+
+    def _text(self, values: Mapping[str, object]) -> str | RowError:
+        if (template := self._templates.get("input.prompt_template")) is not None:
+            return template.fill(values)
+        value = take(values, self._column)
+        if isinstance(value, RowError | str):
+            return value
+        return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
+
+    def token_ids(self, row: Row) -> list[int] | RowError:
+        """The ids from the column of token ids, not yet checked against the vocabulary; or the row's error."""
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        column = self._input.token_ids_column
+        assert column is not None
+        value = take(row.values, column)
+        if isinstance(value, RowError):
+            return value
+        value, got = read_list(value)
+        if isinstance(value, list):
+            for place, item in enumerate(value):
+                if isinstance(item, bool) or not isinstance(item, int):
+                    got = f"a list with {name_type(item)} at place {place}"
+                    break
+            else:
+                return value
+        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of token ids")
+
+
+def _texts_of(number: int, message: MessageSpec) -> list[tuple[str, str]]:
+    """Pairs of a field and the template in it, of one message of the spec."""
+    field = f"input.messages[{number}].content"
+    if isinstance(message.content, str):
+        return [(field, message.content)]
+    return [(f"{field}[{place}].text", part.text) for place, part in enumerate(message.parts) if part.text is not None]
+
+
+def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
+    """The value of a column, never None; or a RowError. null: the error type for a null."""
+    if column not in values:
+        return RowError("missing_column", f"row has no column '{column}'")  # only the needed columns were read
+    value = values[column]
+    return RowError(null, f"column '{column}' is null") if value is None else value
+
+
+def read_list(value: object) -> tuple[object, str]:
+    """A value, parsed if it is JSON text; and its description for the error message if it is no list."""
+    if not isinstance(value, str):
+        return value, name_type(value)
+    try:
+        return json.loads(value), "text that is not a list in JSON"
+    except (ValueError, RecursionError):
+        return value, "text that is not JSON"
+
+
+def check_text(text: str) -> str | RowError:
+    """The text of a prompt, if it is not empty and valid Unicode; else the error of its row."""
+    if not text:
+        return RowError("empty_prompt", "the prompt is an empty string")
+    return unicode_error(text, "the prompt") or text
+
+
+def unicode_error(text: str, name: str) -> RowError | None:
+    """The error of a text with a lone surrogate, which no tokenizer takes. name: of the text, for the message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = f"U+{ord(text[error.start]):04X} at character {error.start:,}"
+        return RowError("invalid_unicode", f"{name} is not valid Unicode: lone surrogate {place}")
+    return None
