@@ -10,11 +10,11 @@ from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.base.text import counted, duration, short_count, size_text, time_taken
 from batchinf.fleet.parallel import fixed_degrees, on_device, share_of
 from batchinf.job.disk_space import free_bytes
+from batchinf.job.job import Job
 from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import check_heads, location_of, placing, with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib
-from batchinf.model.splits import why_not_split
 from batchinf.planning.degrees import (
     MOST_DEVICES,
     Degrees,
@@ -23,15 +23,15 @@ from batchinf.planning.degrees import (
     Option,
     best,
     degrees_of,
-    not_offered,
     options,
     reason_for,
     shape_text,
+    split_notes,
     that_fit,
 )
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import LengthRange, bar_lines, histogram
-from batchinf.planning.lengths import assumed_work, lengths_of, opened
+from batchinf.planning.lengths import Lengths, assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.images import NO_IMAGE_TOKENS
 from batchinf.source.rows import is_scanned_quickly
@@ -266,7 +266,11 @@ class PlanReport:
         widths = [_width(rows, column) for column in range(len(heads))]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        if any(len(row) > 4 for row in rows[1:]):
+        yield from self._legend(has_sizes=any(len(row) > 4 for row in rows[1:]))
+
+    def _legend(self, *, has_sizes: bool) -> Iterator[str]:
+        """What the columns of the table mean. has_sizes: a row has values in them, not only a reason."""
+        if has_sizes:
             size = f"{self.model.context:,} tokens"
             yield (
                 "least: GPUs that hold the model; weights: of one GPU; cache: in tokens; seqs: sequences of "
@@ -318,15 +322,12 @@ class PlanOptions:
 def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> PlanReport:
     """The plan of a job spec, or of a model: its name, its folder or its config.json. Raises UserError."""
     _check_numbers(asked)
-    named = {gpu.name: gpu for gpu in map(gpu_named, asked.gpus)}  # each once: `h100` and `h100-80` are the same
-    gpus = list((named or GPUS).values())
+    gpus = _gpus_of(asked)
     file, is_job = _spec_of(target, overrides)
     if asked.price is not None and not is_job:
         raise UserError("price: a model alone has no rows, so it has no cost; plan a job spec, or leave out --price")
     notes: list[str] = []
     job, work = _job(file, asked, notes) if is_job else (None, None)
-    if job is not None and file.spec.input.has_images:
-        notes.append(NO_IMAGE_TOKENS)
     model = resolve(file.spec.model)
     with placing(file):
         check_heads(file.spec, model)
@@ -347,10 +348,26 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     )
 
 
+def _gpus_of(asked: PlanOptions) -> list[Gpu]:
+    """The kinds of GPUs that the user named, each once: `h100` and `h100-80` are the same. Without names, all."""
+    named = {gpu.name: gpu for gpu in map(gpu_named, asked.gpus)}
+    return list((named or GPUS).values())
+
+
 def _degree_notes(
     plans: Sequence[GpuPlan], base: Fit, spec: JobSpec, asked: PlanOptions, *, is_job: bool
 ) -> Iterator[str]:
     """What the degrees of the plans assume, and which are left out."""
+    chosen = [plan.chosen.degrees for plan in plans if plan.chosen is not None]
+    yield from _machine_notes(spec, asked)
+    if is_job:
+        yield from _run_notes(chosen, spec, asked)
+    largest = max(asked.gpus_per_node or _NODE, *(degrees.tensor for degrees in chosen), 1)
+    yield from split_notes(base, _fixed(spec).tensor, largest)
+
+
+def _machine_notes(spec: JobSpec, asked: PlanOptions) -> Iterator[str]:
+    """How the GPUs of the plan differ from those that the user may mean."""
     number = asked.gpus_per_node
     if number is not None and number > _NODE and asked.num_nodes == 1:
         nodes = f"; for nodes of {_NODE}, give --gpus {_NODE} --nodes {number // _NODE}" if number % _NODE == 0 else ""
@@ -359,21 +376,18 @@ def _degree_notes(
         yield "parallel.devices is not looked at: --gpus and --nodes say how many GPUs there are"
     if spec.parallel.replicas_per_device not in ("auto", 1):
         yield "parallel.replicas_per_device is not looked at: all figures are for one replica on each GPU"
-    chosen = [plan.chosen.degrees for plan in plans if plan.chosen is not None]
-    if is_job and _OPEN_SIZES.isdisjoint(spec.parallel.model_fields_set) and any(it.num_devices > 1 for it in chosen):
+
+
+def _run_notes(chosen: Sequence[Degrees], spec: JobSpec, asked: PlanOptions) -> Iterator[str]:
+    """Why `run` may take other degrees than the plan chose."""
+    is_open = _OPEN_SIZES.isdisjoint(spec.parallel.model_fields_set)
+    if is_open and any(degrees.num_devices > 1 for degrees in chosen):
         yield (
             "the spec gives no degrees, so `run` takes tensor 1 × pipeline 1: for the ones here, set "
             "parallel.tensor_parallel_size and pipeline_parallel_size to auto, or to these numbers"
         )
-    if is_job and asked.output_tokens is not None and _is_auto(spec):
+    if asked.output_tokens is not None and _is_auto(spec):
         yield "`run` does not know --output-tokens: for auto degrees, each output has its max_tokens"
-    if (given := _fixed(spec).tensor) is not None:
-        if (why := why_not_split(base.needs.splits, given)) is not None:
-            yield f"warning: tensor {given}: {why}: vLLM may refuse it, or be slower"
-        return
-    for tensor, why in not_offered(base, max(asked.gpus_per_node or _NODE, *(it.tensor for it in chosen), 1)):
-        with_whole = "; engine.enable_expert_parallel: true leaves experts whole" if "experts" in why else ""
-        yield f"tensor {tensor} is left out: {why}{with_whole}"
 
 
 def _known_fit(model: Model, spec: JobSpec) -> Fit:
@@ -407,13 +421,12 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
             job, num_rows = sample
             lengths = lengths_of(job, file, num_rows)
             work = lengths.workload(job, asked.output_tokens)
-            if num_rows is None and not is_scanned_quickly(location_of(file.spec)) and _is_auto(file.spec):
+            if num_rows is None and _assumes_lengths(file.spec):
                 notes.append(
                     "`run` does not wait for this input before it replaces auto degrees, and assumes lengths; to get "
                     "the degrees here, give them as numbers"
                 )
-            is_bounded = job.spec.has_auto_length and not lengths.is_assumed
-            length = rounded(job, lengths.longest + 1) if is_bounded else None
+            length = _auto_length(job, lengths)
     except InputError as error:
         notes.append(f"without lengths of rows, as the input cannot be read: {error}")
         return None, None
@@ -425,11 +438,8 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         why = "" if (first := lengths.row_error) is None else f"; the first: {first.error_type}: {first.error_message}"
         notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None, None
-    by = "each output is as long as its longest choice" if lengths.is_by_choice else "each output has its max_tokens"
-    if lengths.is_assumed and not lengths.is_by_choice:
-        by = "the spec has no max_tokens, so this is a guess"
-    if asked.output_tokens is not None:
-        by = "--output-tokens"
+    if file.spec.input.has_images:
+        notes.append(NO_IMAGE_TOKENS)
     return JobPlan(
         path=file.spec.input.path,
         num_rows=lengths.num_rows,
@@ -441,12 +451,23 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         prompt_error=lengths.error,
         longest=lengths.longest,
         output=work.output_tokens,
-        output_from=by,
+        output_from=lengths.output_from if asked.output_tokens is None else "--output-tokens",
         output_bytes=lengths.output_bytes,
         free_bytes=free_bytes(file.spec.output.folder),
         host_bytes=0,
         max_model_len=length,
     ), work
+
+
+def _assumes_lengths(spec: JobSpec) -> bool:
+    """Whether `run` chooses degrees before it has read the whole input."""
+    return _is_auto(spec) and not is_scanned_quickly(location_of(spec))
+
+
+def _auto_length(job: Job, lengths: Lengths) -> int | None:
+    """`engine.max_model_len: auto` by the sampled rows; None: the model's own, or the number of the spec."""
+    is_bounded = job.spec.has_auto_length and not lengths.is_assumed
+    return rounded(job, lengths.longest + 1) if is_bounded else None
 
 
 def _spec_of(target: SpecSource, overrides: Overrides) -> tuple[SpecFile, bool]:
@@ -493,13 +514,9 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
         return plan
     fit = on_device(spec, base, gpu.memory_bytes, gpu.title)
     fixed = _fixed(spec)
-    gpus_per_node = asked.gpus_per_node or _NODE
-    num_nodes = asked.num_nodes
-    needed = next(that_fit(fit, context, share, max(_NODE, gpus_per_node), most=MOST_DEVICES, fixed=fixed), None)
-    if asked.gpus_per_node is None and num_nodes == 1 and needed is not None:
-        num_gpus = needed.num_devices * (fixed.data or 1)
-        gpus_per_node = min(_NODE, num_gpus)
-        num_nodes = math.ceil(num_gpus / gpus_per_node)
+    largest_node = max(_NODE, asked.gpus_per_node or _NODE)
+    needed = next(that_fit(fit, context, share, largest_node, most=MOST_DEVICES, fixed=fixed), None)
+    gpus_per_node, num_nodes = _nodes(asked, needed, fixed)
     machine = Machine(gpu, gpus_per_node, num_nodes, share, fixed=fixed)
     plan = dataclasses.replace(plan, num_gpus=machine.num_gpus, needs=needed)
     fitting = options(fit, machine, context, work)
@@ -515,6 +532,15 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     hours = seconds * chosen.data * chosen.degrees.num_devices / 3600
     cost = None if asked.price is None else hours * asked.price
     return dataclasses.replace(plan, seconds=seconds, gpu_hours=hours, cost=cost)
+
+
+def _nodes(asked: PlanOptions, needed: Degrees | None, fixed: Fixed) -> tuple[int, int]:
+    """GPUs of a node, and the number of nodes. If the user asks for no number, they are the fewest that are needed."""
+    if asked.gpus_per_node is not None or asked.num_nodes != 1 or needed is None:
+        return asked.gpus_per_node or _NODE, asked.num_nodes
+    num_gpus = needed.num_devices * (fixed.data or 1)
+    gpus_per_node = min(_NODE, num_gpus)
+    return gpus_per_node, math.ceil(num_gpus / gpus_per_node)
 
 
 def _is_auto(spec: JobSpec) -> bool:

@@ -97,19 +97,31 @@ def _legal(
 ) -> Iterator[tuple[int, int]]:
     """Pairs (tensor, pipeline), by number of devices, then the largest tensor-parallel size, which stays within a node.
 
-    A replica larger than a node takes whole nodes. has_pipelines: also give pipelines within a node, for models whose
-    heads no larger tensor-parallel size divides. Tensor parallelism is faster there.
+    has_pipelines: also give pipelines within a node, for models whose heads no larger tensor-parallel size divides.
+    Tensor parallelism is faster there.
     """
-    tensors = [fixed.tensor] if fixed.tensor is not None else fit.needs.tensor_degrees(min(most, devices_per_node))
-    for number in range(1, most + 1):
-        if number > devices_per_node and number % devices_per_node:
-            continue
+    tensors = _tensor_sizes(fit, fixed, min(most, devices_per_node))
+    for number in _replica_sizes(most, devices_per_node):
+        may_be_any = has_pipelines or number > devices_per_node
         for tensor in reversed(tensors):
             pipeline, rest = divmod(number, tensor)
-            is_within = rest == 0 and tensor <= devices_per_node and 1 <= pipeline <= fit.needs.num_layers
-            is_open = pipeline == 1 or number > devices_per_node or has_pipelines
-            if is_within and (is_open if fixed.pipeline is None else pipeline == fixed.pipeline):
+            is_open = pipeline == 1 or may_be_any
+            is_legal = is_open if fixed.pipeline is None else pipeline == fixed.pipeline
+            if rest == 0 and pipeline <= fit.needs.num_layers and is_legal:
                 yield tensor, pipeline
+
+
+def _tensor_sizes(fit: Fit, fixed: Fixed, most: int) -> list[int]:
+    """Tensor-parallel sizes up to `most`, ascending: that of the spec, else those that the model allows."""
+    if fixed.tensor is None:
+        return fit.needs.tensor_degrees(most)
+    return [fixed.tensor] if fixed.tensor <= most else []
+
+
+def _replica_sizes(most: int, devices_per_node: int) -> Iterator[int]:
+    """Numbers of devices, ascending, at most `most`. A replica larger than a node takes whole nodes."""
+    yield from range(1, min(most, devices_per_node) + 1)
+    yield from range(2 * devices_per_node, most + 1, devices_per_node)
 
 
 def that_fit(
@@ -137,6 +149,17 @@ def not_offered(fit: Fit, devices_per_node: int) -> Iterator[tuple[int, str]]:
         why = why_not_split(fit.needs.splits, tensor)
         if why is not None and why_not_split(plain, tensor) is None:
             yield tensor, why
+
+
+def split_notes(base: Fit, fixed: int | None, largest: int) -> Iterator[str]:
+    """Tensor-parallel sizes that the model does not allow: the spec's own, else those up to the largest."""
+    if fixed is not None:
+        if (why := why_not_split(base.needs.splits, fixed)) is not None:
+            yield f"warning: tensor {fixed}: {why}: vLLM may refuse it, or be slower"
+        return
+    for tensor, why in not_offered(base, largest):
+        with_whole = "; engine.enable_expert_parallel: true leaves experts whole" if "experts" in why else ""
+        yield f"tensor {tensor} is left out: {why}{with_whole}"
 
 
 def replicas(degrees: Degrees, gpus_per_node: int, num_nodes: int) -> int:

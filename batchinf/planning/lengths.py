@@ -85,6 +85,13 @@ class Lengths:
         deviation = float(np.std(self.prompts, ddof=1))
         return 1.96 * deviation / math.sqrt(max(1.0, self.num_sampled / RUN_ROWS)) / max(mean, 1e-9)
 
+    @property
+    def output_from(self) -> str:
+        """Where the tokens of an output come from, in words."""
+        if self.is_by_choice:
+            return "each output is as long as its longest choice"
+        return "the spec has no max_tokens, so this is a guess" if self.is_assumed else "each output has its max_tokens"
+
     def workload(self, job: Job, output_tokens: float | None = None) -> Workload:
         """All requests of the job, on average. output_tokens: of a request; None: each reaches its `max_tokens`."""
         number = max(1, len(self.prompts))
@@ -184,67 +191,98 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
 
     num_rows: the number of rows that the positions stand for.
     """
-    task = job.task.over(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
     builder = job.prompt_builder()
     length = max_model_len(job)
     sample = _Sample.of(job, positions, builder.columns, length)
-    choices = _Choices(job)
-    prompts: list[int] = []
-    outputs: list[int] = []
-    built: list[Prompt] = []
-    shared: Sequence[int] | None = None
-    longest = 1
-    num_requests = 0
-    row_error: RowError | None = None
-    is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
+    requests = _Requests(job, length or _LONG)
     for rows, shares in sample.runs:
         for prompt, ratios in zip(builder.build(rows, length), shares, strict=True):
-            if prompt.error is not None:
-                row_error = row_error or prompt.error
-                continue
-            built.append(prompt)
-            for ids, output in _requests_of(prompt, task, length or _LONG, is_assumed=is_assumed):
-                shared = ids if shared is None else shared[: _num_equal(shared, ids)]
-                longest = max(longest, len(ids) + output)
-                prompts += [min(length or _LONG, round(len(ids) * ratio)) for ratio in ratios]
-                outputs += [choices.bound(prompt, output)] * len(ratios)
-                num_requests += _num_samples(prompt, job) * len(ratios)
+            requests.add(prompt, ratios)
     for prompt in builder.build(sample.largest, length):
         if prompt.error is None:
-            requests = _requests_of(prompt, task, length or _LONG, is_assumed=is_assumed)
-            longest = max(longest, *(len(ids) + output for ids, output in requests))
-    per_row = num_requests / max(1, sample.num_rows)
-    of_rows = job.task
-    if choices.are_all and outputs:
-        bounded = job.spec.sampling.model_copy(update={"max_tokens": max(outputs)})
-        of_rows = job.task.over(job.spec.model_copy(update={"sampling": bounded}))
-    row_bytes = of_rows.estimated_bytes_per_row(built if job.task.sizes_by_prompts else None)
+            requests.add_largest(prompt)
     return Lengths(
         num_rows=num_rows,
         is_estimated=is_estimated,
         num_sampled=sample.num_rows,
-        prompts=tuple(prompts),
-        outputs=tuple(outputs),
-        requests_per_row=per_row,
-        output_bytes=num_rows * row_bytes,
-        is_assumed=is_assumed,
-        is_by_choice=choices.are_all,
-        longest=longest,
-        row_error=row_error,
-        num_shared=len(shared) if shared is not None and len(prompts) > 1 else 0,
+        prompts=tuple(requests.prompts),
+        outputs=tuple(requests.outputs),
+        requests_per_row=requests.number / max(1, sample.num_rows),
+        output_bytes=num_rows * requests.row_bytes(),
+        is_assumed=requests.is_assumed,
+        is_by_choice=requests.are_choices,
+        longest=requests.longest,
+        row_error=requests.row_error,
+        num_shared=requests.num_shared,
     )
 
 
-def _requests_of(prompt: Prompt, task: Task, length: int, *, is_assumed: bool) -> Iterator[tuple[Sequence[int], int]]:
-    """The token ids of each request of a row, and the length of its output."""
-    sampling = None if prompt.sampling is None else _once(prompt.sampling)
-    parts = tuple(dataclasses.replace(part, sampling=sampling) for part in prompt.parts)
-    for part, request in task.requests(dataclasses.replace(prompt, sampling=sampling, parts=parts), length):
-        if part.error is not None:
-            continue
-        ids = request.prompt_token_ids
-        most = LIKELY_TOKENS if is_assumed else request.max_tokens
-        yield ids, max(1, min(most, length - len(ids)))
+class _Requests:
+    """Adds up the requests of tokenised rows."""
+
+    def __init__(self, job: Job, length: int) -> None:
+        """length: the most tokens of a prompt and its output."""
+        self._job = job
+        self._task = job.task.over(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
+        self._length = length
+        self._choices = _Choices(job)
+        self._built: list[Prompt] = []
+        self._shared: Sequence[int] | None = None
+        """The ids with which all prompts so far begin."""
+        self.prompts: list[int] = []
+        self.outputs: list[int] = []
+        self.number = 0
+        """With all samples of a row."""
+        self.longest = 1
+        self.row_error: RowError | None = None
+        self.is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
+
+    @property
+    def are_choices(self) -> bool:
+        """Whether each output is one of the choices of its request."""
+        return self._choices.are_all
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens with which all prompts begin; 0 of a single prompt."""
+        return len(self._shared) if self._shared is not None and len(self.prompts) > 1 else 0
+
+    def add(self, prompt: Prompt, ratios: Sequence[float]) -> None:
+        """ratios: the sizes of the rows for which this one stands."""
+        if prompt.error is not None:
+            self.row_error = self.row_error or prompt.error
+            return
+        self._built.append(prompt)
+        for ids, output in self._requests_of(prompt):
+            self._shared = ids if self._shared is None else self._shared[: _num_equal(self._shared, ids)]
+            self.longest = max(self.longest, len(ids) + output)
+            self.prompts += [min(self._length, round(len(ids) * ratio)) for ratio in ratios]
+            self.outputs += [self._choices.bound(prompt, output)] * len(ratios)
+            self.number += _num_samples(prompt, self._job) * len(ratios)
+
+    def add_largest(self, prompt: Prompt) -> None:
+        """Only the length of its requests counts: another row stands for it in the means."""
+        self.longest = max(self.longest, *(len(ids) + output for ids, output in self._requests_of(prompt)))
+
+    def row_bytes(self) -> int:
+        """Estimate for an output row. If all outputs are choices, none is longer than the longest of them."""
+        task = self._job.task
+        if self.are_choices and self.outputs:
+            bounded = self._job.spec.sampling.model_copy(update={"max_tokens": max(self.outputs)})
+            task = task.over(self._job.spec.model_copy(update={"sampling": bounded}))
+        return task.estimated_bytes_per_row(self._built if task.sizes_by_prompts else None)
+
+    def _requests_of(self, prompt: Prompt) -> Iterator[tuple[Sequence[int], int]]:
+        """The token ids of each request of a row, and the length of its output."""
+        sampling = None if prompt.sampling is None else _once(prompt.sampling)
+        parts = tuple(dataclasses.replace(part, sampling=sampling) for part in prompt.parts)
+        row = dataclasses.replace(prompt, sampling=sampling, parts=parts)
+        for part, request in self._task.requests(row, self._length):
+            if part.error is not None:
+                continue
+            ids = request.prompt_token_ids
+            most = LIKELY_TOKENS if self.is_assumed else request.max_tokens
+            yield ids, max(1, min(most, self._length - len(ids)))
 
 
 class _Choices:
