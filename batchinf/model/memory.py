@@ -226,11 +226,7 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
     weights = kv_cache = None
     quantization = _quantization(model, spec)
     try:
-        weights = _weights(model, spec, shapes)
-        if quantization is not None and quantization.name == MXFP4:
-            # By an index, only the sum is known. Nearly all of it is experts.
-            experts = weights.experts or weights.layers
-            weights = replace(weights, experts=experts, padded=_padded_experts(shapes.config, engine))
+        weights = _with_padding(_weights(model, spec, shapes), quantization, shapes.config, engine)
     except UnknownSizeError as error:
         unknown.append(f"weights: {error}")
     try:
@@ -303,6 +299,17 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
         and all(isinstance(config.get(key), int) for key in _PLAIN_KEYS)
         and not (config.get("sliding_window") and config.get("use_sliding_window") is not False)
     )
+
+
+def _with_padding(
+    weights: Weights, quantization: Quantization | None, config: Mapping[str, Any], engine: Mapping[str, Any]
+) -> Weights:
+    """The weights, with what vLLM pads if experts are in MXFP4."""
+    if quantization is None or quantization.name != MXFP4:
+        return weights
+    # By an index, only the sum is known. Nearly all of it is experts.
+    experts = weights.experts or weights.layers
+    return replace(weights, experts=experts, padded=_padded_experts(config, engine))
 
 
 def _padded_experts(config: Mapping[str, Any], engine: Mapping[str, Any]) -> PaddedExperts | None:

@@ -72,6 +72,20 @@ def _sizes(config: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[tup
     yield "the number of attention heads", heads, None
     if heads and head_dim:
         yield "the width of attention", heads * head_dim, _matrix("self_attn.o_proj", config)
+    yield from _mlp_sizes(config, engine)
+    yield "the number of key heads of linear attention", first_number(config, "linear_num_key_heads"), None
+    yield "the number of value heads of linear attention", first_number(config, "linear_num_value_heads"), None
+    mamba_heads = first_number(config, "mamba_num_heads mamba_n_heads n_mamba_heads")
+    yield "the number of Mamba heads", mamba_heads, None
+    groups = first_number(config, "mamba_n_groups n_groups mamba_ngroups")
+    if mamba_heads and groups != 1:
+        yield "the number of Mamba groups", groups, None
+    if vocabulary := first_number(config, "vocab_size"):
+        yield "the vocabulary, padded", -(-vocabulary // _VOCABULARY) * _VOCABULARY, None
+
+
+def _mlp_sizes(config: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Tensor]]:
+    """Widths of experts and of the MLP. A model of experts may have an MLP in some layers."""
     experts = first_number(config, "moe_intermediate_size")
     inner = first_number(config, "intermediate_size")
     has_dense = not experts or bool(config.get("first_k_dense_replace") or config.get("mlp_only_layers"))
@@ -84,15 +98,6 @@ def _sizes(config: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[tup
     yield "the width of the shared experts", _shared_width(config), _matrix("mlp.shared_expert.down_proj", config)
     if has_dense:
         yield "the width of the MLP", inner, _matrix("mlp.down_proj", config)
-    yield "the number of key heads of linear attention", first_number(config, "linear_num_key_heads"), None
-    yield "the number of value heads of linear attention", first_number(config, "linear_num_value_heads"), None
-    mamba_heads = first_number(config, "mamba_num_heads mamba_n_heads n_mamba_heads")
-    yield "the number of Mamba heads", mamba_heads, None
-    groups = first_number(config, "mamba_n_groups n_groups mamba_ngroups")
-    if mamba_heads and groups != 1:
-        yield "the number of Mamba groups", groups, None
-    if vocabulary := first_number(config, "vocab_size"):
-        yield "the vocabulary, padded", -(-vocabulary // _VOCABULARY) * _VOCABULARY, None
 
 
 def _shared_width(config: Mapping[str, Any]) -> int | None:

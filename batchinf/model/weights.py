@@ -282,7 +282,7 @@ def weigh(
     item_bytes: of all that is not quantized; None: as stored. Layers beyond `num_layers` predict further tokens; vLLM
     does not load them.
     """
-    num_layers = num_layers or 1 + max((it.layer for it in tensors if it.layer is not None), default=0)
+    num_layers = num_layers or _num_layers(tensors)
     places = defaultdict[int | str, float](float)
     experts = defaultdict[int, float](float)
     parts = defaultdict[str, float](float)
@@ -292,7 +292,7 @@ def weigh(
             places[_place(tensor, is_tied)] += size
             if tensor.layer is not None and tensor.is_of_experts:
                 experts[tensor.layer] += size
-            parts["image and audio encoders" if tensor.is_other else _NAMES[tensor.part]] += size
+            parts[_part_name(tensor)] += size
     return Weights(
         layers=tuple(places[layer] for layer in range(num_layers)),
         first=places["first"],
@@ -305,6 +305,15 @@ def weigh(
 
 _NAMES: dict[Part, str] = {"linear": "layers", "expert": "experts", "embedding": "embeddings", "head": "head",
                            "other": "norms and others"}  # fmt: skip
+
+
+def _part_name(tensor: Tensor) -> str:
+    return "image and audio encoders" if tensor.is_other else _NAMES[tensor.part]
+
+
+def _num_layers(tensors: Sequence[Tensor]) -> int:
+    """The number of layers, by the last one that a tensor names."""
+    return 1 + max((tensor.layer for tensor in tensors if tensor.layer is not None), default=0)
 
 
 def _place(tensor: Tensor, is_tied: bool) -> int | str:
