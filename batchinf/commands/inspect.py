@@ -251,23 +251,28 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
     """The token ids of each sample's prompt, stored or made again. Raises UserError."""
     if any(row.get("prompt_token_ids") is not None for row in rows):
         return [list(row["prompt_token_ids"] or ()) for row in rows]
-    row = rows[0]
-    file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
-    with open_begun(file, results.root) as (job, state):
-        builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
-        [source_row] = job.source.read(row["row_index"], row["row_index"] + 1, builder.columns)
-        [prompt] = builder.build([source_row], max_model_len(job))
-    if prompt.error is not None and not prompt.token_ids:
-        raise UserError("no prompt was run; the error below says why")
-    if prompt.image_sources:
-        raise UserError("the prompt has images, and only an engine makes their tokens; output.include_prompt stores "
-                        "prompts")  # fmt: skip
+    prompt = _built_prompt(results, rows[0]["row_index"], tokenizer)
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)
     parts = [prompt.part_of(sample.get("sample_index", 0)) for sample in rows]
     _check_same(parts, rows)
     return [part.token_ids for part in parts]
+
+
+def _built_prompt(results: Results, position: int, tokenizer: Any) -> Prompt:
+    """The prompt of an input row, made again. Raises UserError if it has no tokens."""
+    file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
+    with open_begun(file, results.root) as (job, state):
+        builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
+        [source_row] = job.source.read(position, position + 1, builder.columns)
+        [prompt] = builder.build([source_row], max_model_len(job))
+    if prompt.error is not None and not prompt.token_ids:
+        raise UserError("no prompt was run; the error below says why")
+    if prompt.image_sources:
+        raise UserError("the prompt has images, and only an engine makes their tokens; output.include_prompt stores "
+                        "prompts")  # fmt: skip
+    return prompt
 
 
 def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -176,14 +176,7 @@ class JobState:
         assert self.totals is not None
         yield f"{self.folder}: {self._activity_text}"
         yield from self.totals.lines(self.num_journalled)
-        if len(self.extents) > 1:
-            counts = ", ".join(f"{num_rows:,}" for num_rows in self.extents)
-            yield f"input rows came in {len(self.extents)} times: {counts}"
-        if (other := self.input_job) is not None:
-            yield f"input: {other.num_rows:,} output rows of the job in {other.path} (id {other.job_id})"
-        if self.retry is not None:
-            yield self.retry.line()
-        yield from (repair.line() for repair in self.repairs)
+        yield from self._source_lines()
         if self.speed is not None:
             yield from speed_lines(self.speed)
         if self.expected_speed is not None:
@@ -194,6 +187,17 @@ class JobState:
         for replica in self.replicas:
             is_live = self.progress is not None
             yield f"  {_place(replica)}: {_condition(replica, is_live=is_live)}{_last_sign(replica)}"
+
+    def _source_lines(self) -> Iterator[str]:
+        """Where the rows come from: extensions, another job, retries and their files."""
+        if len(self.extents) > 1:
+            counts = ", ".join(f"{num_rows:,}" for num_rows in self.extents)
+            yield f"input rows came in {len(self.extents)} times: {counts}"
+        if (other := self.input_job) is not None:
+            yield f"input: {other.num_rows:,} output rows of the job in {other.path} (id {other.job_id})"
+        if self.retry is not None:
+            yield self.retry.line()
+        yield from (repair.line() for repair in self.repairs)
 
     def slice_lines(self) -> Iterator[str]:
         """A line of a slice, and more about its last run."""
@@ -369,28 +373,25 @@ def _job_state(job: JobFolder, state: State | None, folder: str = "") -> JobStat
     name = None if job.slice is None else str(job.slice)
     holder = None if state is not None and state.is_done else live_holder(job.folder)
     process = None if holder is None else RunningProcess(holder.pid, holder.host, holder.since)
-    if state is None:
-        # A process that holds the lock reads the input, before it begins the slice.
-        return JobState(folder, name, "not begun" if holder is None else "starting", process)
-    job_state = JobState(
-        folder=folder,
-        slice=name,
-        activity="done",
-        process=process,
+    # A process that holds the lock reads the input, before it begins the slice.
+    job_state = JobState(folder, name, "not begun" if holder is None else "starting", process)
+    return job_state if state is None else _begun(job_state, job, state, holder)
+
+
+def _begun(job_state: JobState, job: JobFolder, state: State, holder: Holder | None) -> JobState:
+    """Add what the files of a job say that has begun. holder: the process that runs it."""
+    job_state = replace(
+        job_state,
         totals=_totals([state], total_rows(state.extents)),
         extents=tuple(extent.num_rows for extent in state.extents),
         input_job=state.input_job,
         retry=_retry(state),
-        repairs=tuple(
-            RowsRepaired(retry.number, retry.repair.path, retry.repair.num_rows)
-            for retry in state.repairs()
-            if retry.repair is not None
-        ),
+        repairs=_repairs(state),
         slower=state.slower,
     )
-    last = read_status(job.folder)
     if state.is_done:
-        return replace(job_state, speed=state.speed)
+        return replace(job_state, activity="done", speed=state.speed)
+    last = read_status(job.folder)
     if holder is None:
         # A process that has ended its replicas writes "stopped" last.
         replicas = () if last is None or last.state == "stopped" else last.replicas
@@ -466,4 +467,12 @@ def _retry(state: State) -> RetryProgress | None:
         overrides=retry.overrides,
         num_parts=retry.num_shards,
         num_parts_replaced=num_replaced,
+    )
+
+
+def _repairs(state: State) -> tuple[RowsRepaired, ...]:
+    return tuple(
+        RowsRepaired(retry.number, retry.repair.path, retry.repair.num_rows)
+        for retry in state.repairs()
+        if retry.repair is not None
     )
