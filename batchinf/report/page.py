@@ -138,15 +138,19 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     ]
     figures = TASKS[totals.task].count_figures(totals.num_rows_committed, totals.task_counts)
     cards.extend(Card(*figure) for figure in figures)
-    cards.extend(
-        Card("input rows repaired", f"{repair.num_rows:,}", f"by retry {repair.retry}, from {clip(repair.path)}")
-        for job in report.jobs
-        for repair in job.repairs
-    )
+    cards.extend(_repair_cards(report))
     live = [job.progress for job in report.jobs if job.progress is not None]
     if len(live) == 1 and live[0].left_s is not None:
         cards.append(Card("time left", duration(live[0].left_s), "when the report was made"))
     return cards
+
+
+def _repair_cards(report: StatusReport) -> Iterator[Card]:
+    """Input rows that retries took from files."""
+    for job in report.jobs:
+        for repair in job.repairs:
+            note = f"by retry {repair.retry}, from {clip(repair.path)}"
+            yield Card("input rows repaired", f"{repair.num_rows:,}", note)
 
 
 def _speed_cards(report: StatusReport, totals: JobTotals, history: Timeline) -> Iterator[Card]:

@@ -158,6 +158,13 @@ def _journalled(folder: Folder, state: State, task: Task) -> Iterator[pa.Table]:
             yield table.filter(pc.equal(table.column("num_requests"), 1)) if task.joins_requests else table
 
 
+def _schema_of(paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> pa.Schema:
+    """The columns of the parts; without parts, those of the journal."""
+    if paths:
+        return joined_schema(paths)
+    return journalled[0].schema if journalled else pa.schema([])
+
+
 class _Rows:
     """The output rows as a table of DuckDB, for the columns without lists, and as batches of Arrow for the others."""
 
@@ -175,12 +182,12 @@ class _Rows:
         self._paths = paths
         self._journalled = journalled
         self._choices = choices
-        schema = joined_schema(paths) if paths else journalled[0].schema if journalled else pa.schema([])
+        schema = _schema_of(paths, journalled)
         self._lists = {field.name for field in schema if pa.types.is_nested(field.type)}
         self._types = {field.name: field.type for field in schema if field.name not in self._lists}
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in input_columns]
         # A kept column may have the name of a column of another task.
-        self._own_columns = {name for name in self._types if name == "id" or name not in input_columns}
+        self._own_columns = set(self._types) - (set(input_columns) - {"id"})
         self._create_view()
 
     def _create_view(self) -> None:

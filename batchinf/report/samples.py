@@ -67,14 +67,9 @@ def samples(query: Query, columns: Collection[str], choices: Sequence[str]) -> S
     """Some rows of the view `output`. columns: those that it has, beside those of lists."""
     if not {"row_index", "error_type"} <= set(columns):
         return Samples((), "")
-    quality, by = next(((sql, words) for names, sql, words in _QUALITIES if set(names) <= set(columns)), ("NULL", ""))
+    quality, by = _quality(columns)
     output = next((name for name in ("text", "label", "best") if name in columns), "NULL")
-    answer = "answer" if output == "best" and "answer" in columns else "NULL"
-    id_, prompt = (name if name in columns else "NULL" for name in ("id", "prompt"))
-    rows = (
-        f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({prompt}::VARCHAR, 2000), "
-        f"left({output}::VARCHAR, 2000), {answer} FROM output WHERE error_type IS NULL"
-    )
+    rows = _rows_sql(columns, quality, output)
     is_known = "AND quality IS NOT NULL AND isfinite(quality)"
     [(num_known,)] = query(f"SELECT count(*) FROM ({rows} {is_known})")
     orders = {
@@ -98,6 +93,21 @@ def samples(query: Query, columns: Collection[str], choices: Sequence[str]) -> S
             for row_index, value, id_, prompt, text, answer in query(f"{rows} {order} LIMIT {limits[kind]}")
         ),
         by if num_known else "",
+    )
+
+
+def _quality(columns: Collection[str]) -> tuple[str, str]:
+    """How sure the model was of a row: SQL, and words for people. `NULL` without words if no column says it."""
+    return next(((sql, words) for names, sql, words in _QUALITIES if set(names) <= set(columns)), ("NULL", ""))
+
+
+def _rows_sql(columns: Collection[str], quality: str, output: str) -> str:
+    """The query for all rows without an error. Columns that the output lacks are null."""
+    answer = "answer" if output == "best" and "answer" in columns else "NULL"
+    id_, prompt = (name if name in columns else "NULL" for name in ("id", "prompt"))
+    return (
+        f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({prompt}::VARCHAR, 2000), "
+        f"left({output}::VARCHAR, 2000), {answer} FROM output WHERE error_type IS NULL"
     )
 
 
