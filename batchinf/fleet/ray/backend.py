@@ -189,16 +189,20 @@ class RayBackend:
         replicas = [replica for replica in self._live() if not replica.has_ended()]
         if all(replica.is_up for replica in replicas):
             return {}
-        key = live, len(replicas)
-        if self._places[0] != key:
-            self._places = key, self._demand.count(as_empty(self._cluster.nodes()), len(replicas))
-        num_places = self._places[1]
+        num_places = self._num_places(live, len(replicas))
         if num_places == len(replicas):
             return {}
         without = [replica for replica in replicas if not replica.is_up and not replica.is_placed]
         num_left = num_places - (len(replicas) - len(without))
         words = shortage(self._demand, self._cluster.nodes())
         return {replica.incarnation: words for replica in without[max(0, num_left) :]}
+
+    def _num_places(self, live: frozenset[str], most: int) -> int:
+        """How many replicas the cluster can hold, at most `most`. Counted again when other nodes are alive."""
+        key = live, most
+        if self._places[0] != key:
+            self._places = key, self._demand.count(as_empty(self._cluster.nodes()), most)
+        return self._places[1]
 
     def _live(self) -> list[RayReplica]:
         for name in [name for name, (replica, _) in self._replicas.items() if replica.is_removed]:

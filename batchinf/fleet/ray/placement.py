@@ -145,22 +145,33 @@ def num_replicas(spec: JobSpec, nodes: Sequence[Node], lost: Sequence[Node] = ()
         )
     empty = as_empty([*nodes, *lost])
     if data_parallel_size == "auto":
-        if number := demand.count(nodes):
+        if number := _auto_number(demand, nodes, empty):
             return number
-        if demand.count(empty) and not demand.count(as_empty(nodes)):
-            return 1
-        if demand.count(empty):
-            raise SpecError(
-                "parallel.data_parallel_size: got auto, but the cluster has no room for a replica now: it asks for "
-                f"{_asked(demand)}, and free are {_show(nodes, is_free=True)}; wait until other jobs end, or give "
-                "a number to wait for room"
-            )
     elif demand.count(empty, data_parallel_size) == data_parallel_size:
         return data_parallel_size
     number = 1 if data_parallel_size == "auto" else data_parallel_size
     raise SpecError(
         f"parallel: {number} replica(s) can never be placed: {shortage(demand, nodes)}; lower a degree or "
         "ray.resources, or add nodes"
+    )
+
+
+def _auto_number(demand: Demand, nodes: Sequence[Node], empty: Sequence[Node]) -> int:
+    """The replicas that have room now; 0 if the cluster could never hold one. Raises SpecError if it only waits.
+
+    empty: the nodes with those that were lost just now, as if nothing ran on them. If only a lost one could hold a
+    replica, the number is 1.
+    """
+    if number := demand.count(nodes):
+        return number
+    if not demand.count(empty):
+        return 0
+    if not demand.count(as_empty(nodes)):
+        return 1
+    raise SpecError(
+        "parallel.data_parallel_size: got auto, but the cluster has no room for a replica now: it asks for "
+        f"{_asked(demand)}, and free are {_show(nodes, is_free=True)}; wait until other jobs end, or give "
+        "a number to wait for room"
     )
 
 
