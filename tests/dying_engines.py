@@ -38,10 +38,9 @@ def kill(model: str, number: int) -> dict[str, Any]:
             completions += engine.step()
     except EngineDeadError as caught:
         error = str(caught)
-    seconds = time.monotonic() - started
     engine.close()
     completed = [[len(completion.token_ids), completion.finish_reason] for completion in completions]
-    return {"error": error, "seconds": seconds, "completed": completed, "num_unfinished": engine.num_unfinished()}
+    return {"error": error, "completed": completed, "num_unfinished": engine.num_unfinished()}
 
 
 def message(call: Callable[..., Any], *arguments: Any) -> Any:

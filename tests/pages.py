@@ -85,7 +85,10 @@ def check_spec(text: str) -> None:
     for name in re.findall(r"\{file: ([\w./-]+)\}", text):
         if not os.path.exists(name):
             pathlib.Path(name).write_text("{{ prompt }}", encoding="utf-8")
-    read_spec(_merged(_LEAST, YamlReader(lambda mark: f"line {mark.line + 1}").read(text)))
+    spec = _merged(_LEAST, YamlReader(lambda mark: f"line {mark.line + 1}").read(text))
+    if "job" in spec["input"]:
+        del spec["input"]["path"]
+    read_spec(spec)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

