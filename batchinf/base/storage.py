@@ -403,6 +403,33 @@ _STRUCT = struct.Struct("<8sIIQQ16s8x")
 HEADER_BYTES = _STRUCT.size + 8
 
 
+class HashingWriter(io.RawIOBase):
+    """Passes bytes on to a file and tracks their number and xxh3-128. Closing it leaves the file open."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+        self.num_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        num_bytes = memoryview(data).nbytes
+        self.num_bytes += num_bytes
+        self._file.write(data)
+        return num_bytes
+
+    def digest(self) -> bytes:
+        """xxh3-128 of the written bytes, 16 bytes."""
+        return self._digest.digest()
+
+    def hexdigest(self) -> str:
+        """xxh3-128 of the written bytes, 32 hexadecimal digits."""
+        return self._digest.hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class FileHeader:
     """The header of a binary file."""

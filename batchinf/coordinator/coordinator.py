@@ -250,7 +250,7 @@ class Coordinator:
         closed: list[LeaseFinished] = []
         ready: list[tuple[FleetReplica, Ready]] = []
         without_place: list[tuple[FleetReplica, NoPlace]] = []
-        has_any_stopped = False
+        stopped: list[FleetReplica] = []
         for replica, action in actions:
             match action:
                 case LeaseFinished(part=None):
@@ -271,13 +271,17 @@ class Coordinator:
                 case Tried(rows):
                     self.trials.survived(replica, rows)
                 case Stopped():
-                    has_any_stopped = True
+                    stopped.append(replica)
         self._say_ready(ready)
         self._say_without_place(without_place)
-        if has_any_stopped:
-            self._sample()  # their last figures; a short job has no others
-            self._look_at_rates()
+        self._take_last_figures(stopped)
         return closed
+
+    def _take_last_figures(self, stopped: Sequence[FleetReplica]) -> None:
+        """Sample the figures of these replicas once more; a short job has no others."""
+        if stopped:
+            self._sample()
+            self._look_at_rates()
 
     def _commit_parts(self, closed: Sequence[LeaseFinished]) -> None:
         if closed or (self._mirror is not None and self._mirror.has_news):

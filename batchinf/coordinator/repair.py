@@ -176,6 +176,11 @@ class _Matching:
             )
 
     def _find_by_id(self, column: str) -> None:
+        self._join_by_id(column)
+        self._refuse_unknown_ids(column)
+        self._refuse_ambiguous_ids(column)
+
+    def _join_by_id(self, column: str) -> None:
         for name, source in (("fixed", self._copy), ("known", self._now)):
             field = source.schema.field(column)
             for start, table in _tables(source, column):
@@ -188,6 +193,8 @@ class _Matching:
                 else:
                     query = "SELECT known.place, fixed.place FROM known JOIN fixed USING (key)"
                     self._scratch.run(f"INSERT INTO pairs {query}", known=rows)
+
+    def _refuse_unknown_ids(self, column: str) -> None:
         # A row without an id, as one that cannot be read, is none of the job either.
         unknown = self._scratch.column("SELECT place FROM fixed ANTI JOIN pairs USING (place) ORDER BY place")
         if unknown.size:
@@ -199,6 +206,8 @@ class _Matching:
                 f"correct the ids, or leave these rows out; new rows belong to the input, for --extend; a column "
                 f"{POSITION_COLUMN} names rows without an id"
             )
+
+    def _refuse_ambiguous_ids(self, column: str) -> None:
         several = self._scratch.column("SELECT place FROM pairs GROUP BY place HAVING count(*) > 1 ORDER BY place")
         if several.size:
             [row] = self._copy.read(int(several[0]), int(several[0]) + 1, [column])

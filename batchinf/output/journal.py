@@ -20,10 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder
+from batchinf.base.storage import HEADER_BYTES, FileHeader, Folder, HashingWriter
 from batchinf.manifest.names import retry_of
 from batchinf.output.counts import joined
-from batchinf.output.seal import HashingWriter
 from batchinf.records import Part
 
 _libc = ctypes.CDLL(None)

@@ -1,40 +1,13 @@
-"""Checksums of files: writers that hash what they write, and the seal by which a part shows that each byte is right."""
+"""The seal of a part: a checksum in its metadata, by which the file itself shows that each of its bytes is right."""
 
-import io
 import pathlib
 import re
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import xxhash
 
-
-class HashingWriter(io.RawIOBase):
-    """Passes bytes on to a file and tracks their number and xxh3-128. Closing it leaves the file open."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._digest = xxhash.xxh3_128()
-        self.num_bytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        num_bytes = memoryview(data).nbytes
-        self.num_bytes += num_bytes
-        self._file.write(data)
-        return num_bytes
-
-    def digest(self) -> bytes:
-        """xxh3-128 of the written bytes, 16 bytes."""
-        return self._digest.digest()
-
-    def hexdigest(self) -> str:
-        """xxh3-128 of the written bytes, 32 hexadecimal digits."""
-        return self._digest.hexdigest()
-
+from batchinf.base.storage import HashingWriter
 
 # The seal: a part's metadata holds the xxh3-128 of all bytes of the file, computed with these zeros in place of the
 # seal. Page checksums do not cover headers and footer: a third of single flipped bits in a footer go unnoticed.

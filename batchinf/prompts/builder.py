@@ -240,14 +240,7 @@ class PromptBuilder:
         return Draft(text, ids)
 
     def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
-        cut = ids
-        if draft.truncation is not None and isinstance(ids, list):
-            cut = self._cut_as_asked(draft.truncation, draft, ids, max_model_len)
-        # A conversation is not cut: it would lose its instructions or the assistant's header.
-        elif isinstance(ids, list) and max_model_len is not None and self._side is not None and not draft.is_chat:
-            sampling = draft.sampling or self._sampling.of(row.values)
-            room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
-            cut = self._cut(ids, max_model_len, room or self._output_room, self._side)
+        cut = ids if isinstance(ids, RowError) else self._cut_to_fit(row, draft, ids, max_model_len)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
         if draft.images and isinstance(outcome, list):
             outcome = self.misplaced(outcome, len(draft.images)) or outcome
@@ -278,6 +271,17 @@ class PromptBuilder:
     def misplaced(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
         """The error of a prompt that has not exactly one place for each of its images."""
         return None if self._placeholders is None else self._placeholders.objection(token_ids, num_images)
+
+    def _cut_to_fit(self, row: Row, draft: "Draft", ids: list[int], max_model_len: int | None) -> list[int] | RowError:
+        """The ids, cut if the row's line or the spec wants that."""
+        if draft.truncation is not None:
+            return self._cut_as_asked(draft.truncation, draft, ids, max_model_len)
+        # A conversation is not cut: it would lose its instructions or the assistant's header.
+        if self._side is None or max_model_len is None or draft.is_chat:
+            return ids
+        sampling = draft.sampling or self._sampling.of(row.values)
+        room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
+        return self._cut(ids, max_model_len, room or self._output_room, self._side)
 
     def _cut_as_asked(
         self, wanted: Truncation, draft: "Draft", ids: list[int], max_model_len: int | None

@@ -137,7 +137,7 @@ def _read_message(item: object, *, takes_images: bool) -> Message | str:
     """The normalised message, or the reason why it is invalid."""
     if not isinstance(item, dict):
         return f"got {name_type(item)}; expected a mapping with role and content"
-    message = {key: value for key, value in item.items() if value is not None}
+    message = _fields(item)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         return _wrong_role(item, role)
@@ -146,18 +146,18 @@ def _read_message(item: object, *, takes_images: bool) -> Message | str:
     content = message.setdefault("content", "")
     if (wrong := _wrong_content(content, takes_images=takes_images)) is not None:
         return wrong
-    if isinstance(content, list):
-        message["content"] = [
-            {"type": "text", "text": part} if isinstance(part, str) else part if _is_text(part) else _image_part(part)
-            for part in content
-        ]
-    calls = message.pop("tool_calls", [])
-    try:
-        if calls := [_with_arguments(call) for call in (calls if isinstance(calls, list) else [calls])]:
-            message["tool_calls"] = calls
-    except (ValueError, RecursionError) as error:
-        return shorten(f"got arguments of a tool call that are no JSON mapping: {error}", 300)
+    message["content"] = _read_content(content)
+    calls = _read_calls(message.pop("tool_calls", []))
+    if isinstance(calls, str):
+        return calls
+    if calls:
+        message["tool_calls"] = calls
     return message
+
+
+def _fields(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a message or a part that are not null."""
+    return {key: value for key, value in item.items() if value is not None}
 
 
 def _wrong_role(item: dict[str, Any], role: object) -> str:
@@ -199,20 +199,31 @@ _IMAGES = {"image": ("image", "url", "path"), "image_url": ("image_url",), "inpu
 
 def _wrong_image(part: dict[str, Any]) -> str | None:
     """Why a part with an image cannot be used: nothing that it says is ignored."""
-    kind = part["type"]
-    fields = {key: value for key, value in part.items() if key != "type" and value is not None}
+    fields = _fields(part)
+    kind = fields.pop("type")
     given = [key for key in _IMAGES[kind] if key in fields]
     if len(given) > 1:
         return f"got {given[1]} beside {given[0]} in a part of type '{kind}'; give one of them"
     if not given and kind != "image":
         return f"got no image_url in a part of type '{kind}'"
-    for key in given:
-        nested = fields.pop(key)
-        if key == "image_url" and isinstance(nested, dict):
-            fields |= {name: value for name, value in nested.items() if value is not None}
-            nested = fields.pop("url", None)
-        if not isinstance(nested, str | bytes | dict):
-            return f"got {name_type(nested)} for the image of a part of type '{kind}'; expected a path or a URL"
+    if given:
+        source = _take_source(fields, given[0])
+        if not isinstance(source, str | bytes | dict):
+            return f"got {name_type(source)} for the image of a part of type '{kind}'; expected a path or a URL"
+    return _wrong_options(kind, fields)
+
+
+def _take_source(fields: dict[str, Any], key: str) -> object:
+    """Remove the source of an image from the fields of its part. The others of a mapping in `image_url` join them."""
+    source = fields.pop(key)
+    if key != "image_url" or not isinstance(source, dict):
+        return source
+    fields |= _fields(source)
+    return fields.pop("url", None)
+
+
+def _wrong_options(kind: str, fields: dict[str, Any]) -> str | None:
+    """Why a part of this type cannot have these fields beside the source of its image."""
     if fields.pop("detail", "auto") != "auto":
         return f"got a part of type '{kind}' with a detail that is not auto; models get the whole image: leave it out"
     if fields:
@@ -220,8 +231,16 @@ def _wrong_image(part: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_text(part: Mapping[str, Any]) -> bool:
-    return bool(part["type"] == "text")
+def _read_content(content: Any) -> Any:
+    """Valid content, with its parts in one form."""
+    return [_read_part(part) for part in content] if isinstance(content, list) else content
+
+
+def _read_part(part: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A valid part in one form: text as a mapping, and an image as `_image_part` makes it."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return part if part["type"] == "text" else _image_part(part)
 
 
 def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,6 +249,14 @@ def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
     if part["type"] != "image" and isinstance(source, dict):
         source = source["url"]
     return {"type": "image"} if source is None else {"type": "image", "source": source}
+
+
+def _read_calls(calls: object) -> list[object] | str:
+    """The tool calls of a message, one or a list, as chat templates expect them; or the reason why they are invalid."""
+    try:
+        return [_with_arguments(call) for call in (calls if isinstance(calls, list) else [calls])]
+    except (ValueError, RecursionError) as error:
+        return shorten(f"got arguments of a tool call that are no JSON mapping: {error}", 300)
 
 
 def _with_arguments(call: object) -> object:

@@ -5,7 +5,7 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
@@ -93,14 +93,8 @@ class Renderer:
         self._column = spec.prompt_column
         cut = None if tokenizer is None else TextCutter(tokenizer).cut
         # By the field that has the template: of each message, or of the prompt.
-        self._templates: dict[str, RowTemplate] = {}
+        self._templates = {field: RowTemplate(text, field, cut) for field, text in _texts(where)}
         self._images = ImageColumns(where) if where.has_images else None
-        for number, message in enumerate(where.messages or ()):
-            for field, text in _texts_of(number, message):
-                self._templates[field] = RowTemplate(text, field, cut)
-        if where.messages is None and where.prompt_template is not None:
-            field = "input.prompt_template"
-            self._templates[field] = RowTemplate(where.prompt_template, field, cut)
         named = self._template_columns() if self._templates else self._plain_columns()
         self.named_columns = (*named, *where.image_columns)
         self._is_chat = where.is_chat
@@ -152,8 +146,12 @@ class Renderer:
         messages = self.messages(row)
         if isinstance(messages, RowError):
             return messages
+        return self._chat_text(messages, row.values)
+
+    def _chat_text(self, messages: Sequence[Message], values: Mapping[str, object]) -> str | RowError:
+        """The text of a conversation by the chat template, with the row's tools."""
         assert self._chat is not None, "a conversation needs the tokenizer's chat template"
-        options = self._tools(row.values)
+        options = self._tools(values)
         text = options if isinstance(options, RowError) else self._chat.render(messages, **options)
         return text if isinstance(text, RowError) else check_text(text)
 
@@ -170,11 +168,9 @@ class Renderer:
         placed = messages if isinstance(messages, RowError) else place_images(messages, own)
         if isinstance(placed, RowError):
             return placed
-        assert self._chat is not None
-        options = self._tools(row.values)
-        text = options if isinstance(options, RowError) else self._chat.render(placed[0], **options)
-        text = text if isinstance(text, RowError) else check_text(text)
-        return text if isinstance(text, RowError) else TextWithImages(text, placed[1])
+        with_places, sources = placed
+        text = self._chat_text(with_places, row.values)
+        return text if isinstance(text, RowError) else TextWithImages(text, sources)
 
     def placeholders(self, tokenizer: Any) -> Placeholders | None:
         """The tokens that stand for images; None in a job without images, or without a chat template that shows them.
@@ -232,14 +228,18 @@ class Renderer:
             if isinstance(value, RowError):
                 return value
             return read_messages(value, f"column '{column}'", takes_images=self._images is not None)
-        if self._input.messages is None:
-            text = self._text(values)
-            if text == "":
-                text = check_text(text)
-            return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
+        if self._input.messages is not None:
+            return self._filled(self._input.messages, values)
+        text = self._text(values)
+        if text == "":
+            text = check_text(text)
+        return text if isinstance(text, RowError) else [{"role": "user", "content": text}]
+
+    def _filled(self, specs: Sequence[MessageSpec], values: Mapping[str, object]) -> list[Message] | RowError:
+        """The messages of the spec with the values of a row in their templates."""
         messages: list[Message] = []
         templates = iter(self._templates.values())
-        for number, message in enumerate(self._input.messages):
+        for number, message in enumerate(specs):
             texts: list[str] = []
             for template in itertools.islice(templates, len(_texts_of(number, message))):
                 text = template.fill(values)
@@ -283,6 +283,15 @@ class Renderer:
             else:
                 return value
         return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of token ids")
+
+
+def _texts(where: InputSpec) -> Iterator[tuple[str, str]]:
+    """Pairs of a field and the template in it: of each message, or of the prompt."""
+    if where.messages is not None:
+        for number, message in enumerate(where.messages):
+            yield from _texts_of(number, message)
+    elif where.prompt_template is not None:
+        yield "input.prompt_template", where.prompt_template
 
 
 def _texts_of(number: int, message: MessageSpec) -> list[tuple[str, str]]:

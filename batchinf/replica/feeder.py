@@ -376,6 +376,10 @@ class Feeder(threading.Thread):
         prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
         if self.images is not None:
             self.images.expect(prompts)
+        self._put_requests(opened, prompts, max_model_len)
+
+    def _put_requests(self, opened: OpenLease, prompts: Iterable[Prompt], max_model_len: int) -> None:
+        """Put the requests of these prompts into the queue, several at once."""
         ready: list[tuple[PendingRequest, int]] = []
         for prompt in prompts:
             ready += self._expand(opened, prompt, max_model_len)
@@ -397,24 +401,43 @@ class Feeder(threading.Thread):
         rows = dict(zip(in_source.tolist(), read, strict=True))
         return [rows[i] for i in range(len(row_index))]
 
-    def _expand(self, opened: OpenLease, prompt: Prompt, max_model_len: int) -> Iterator[tuple[PendingRequest, int]]:
+    def _expand(self, opened: OpenLease, prompt: Prompt, max_model_len: int) -> Iterable[tuple[PendingRequest, int]]:
         """The requests that a row still has to run, with their sizes in bytes."""
-        of_row = None
-        if prompt.error is None and prompt.row_index in self._condemned:
-            of_row = RowError("engine_death", self._condemned[prompt.row_index])
-        requests = None
-        rendered = None
-        if prompt.image_sources and prompt.error is None and of_row is None:
-            made = self._with_images(prompt, opened.image_digests)
-            if made is None or opened.is_given_back:
-                return
-            if rendered := made[1]:
-                prompt = made[0]
-            else:  # as many error results as there would have been requests: some of these may be stored already
-                requests = [(made[0], request) for _, request in self.task.requests(prompt, max_model_len)]
-                of_row = made[0].error
-        of_row = of_row or prompt.error
-        requests = requests or self.task.requests(prompt, max_model_len)
+        error = prompt.error
+        if error is None and prompt.row_index in self._condemned:
+            error = RowError("engine_death", self._condemned[prompt.row_index])
+        if error is None and prompt.image_sources:
+            return self._expand_images(opened, prompt, max_model_len)
+        return self._unfinished(opened, prompt, self.task.requests(prompt, max_model_len), error)
+
+    def _expand_images(
+        self, opened: OpenLease, prompt: Prompt, max_model_len: int
+    ) -> Iterable[tuple[PendingRequest, int]]:
+        """As `_expand`, with the images of the row. Empty if the lease is given back meanwhile, or the feeder ends."""
+        made = self._with_images(prompt, opened.image_digests)
+        if made is None or opened.is_given_back:
+            return ()
+        with_images, rendered = made
+        if rendered is not None:
+            requests = self.task.requests(with_images, max_model_len)
+            return self._unfinished(opened, with_images, requests, None, rendered=rendered)
+        # As many error results as there would have been requests: some of these may be stored already.
+        requests = [(with_images, request) for _, request in self.task.requests(prompt, max_model_len)]
+        return self._unfinished(opened, with_images, requests, with_images.error)
+
+    def _unfinished(
+        self,
+        opened: OpenLease,
+        prompt: Prompt,
+        requests: Sequence[tuple[Prompt, Request]],
+        of_row: RowError | None,
+        *,
+        rendered: RenderedPrompt | None = None,
+    ) -> Iterator[tuple[PendingRequest, int]]:
+        """Those of a row's requests that have no result yet, with their sizes in bytes. Stores errors as results.
+
+        requests: see `Task.requests`. of_row: the error that all requests of the row get.
+        """
         number = len(requests)
         failed = []
         image_bytes = 0 if rendered is None else rendered.num_bytes

@@ -43,9 +43,7 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     if input.parts is not None:
         return one_format(files := list(input.parts()), input), files
     path = os.path.expanduser(input.path)
-    is_plain = os.path.isfile(path) or os.path.isdir(path)
-    # The files in /proc and /dev/fd are others for each process. /dev/shm is a folder like any other.
-    if path.startswith(("/dev/fd/", "/dev/std", "/proc/")) or (os.path.exists(path) and not is_plain):
+    if _is_device(path):
         raise InputError(
             f"{input.path} is a pipe or a device; a job reads its input more than once, so write the rows to a file"
         )
@@ -62,6 +60,13 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
             f"{near_path(path)}"
         )
     return one_format(files, input), files
+
+
+def _is_device(path: str) -> bool:
+    """Whether this is a pipe or a device, which can be read once."""
+    is_plain = os.path.isfile(path) or os.path.isdir(path)
+    # The files in /proc and /dev/fd are others for each process. /dev/shm is a folder like any other.
+    return path.startswith(("/dev/fd/", "/dev/std", "/proc/")) or (os.path.exists(path) and not is_plain)
 
 
 def folder_of(path: str) -> str | None:

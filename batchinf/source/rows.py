@@ -100,10 +100,7 @@ def _of_files(
 ) -> "Source":
     cache.make()
     digests = ReadDigests(cache)
-    versions = load_versions(cache, taken[-1]) if taken else None
-    if versions is None and len(set(taken)) > 1:
-        path = cache.path(record_name(taken[-1]))
-        raise InputError(f"{path} is gone or damaged; it says where each row is, so restore it")
+    versions = _known_versions(cache, taken)
     if versions is None:
         format, files = _find(input)
         scanner = Scanner(format, cache, digests)
@@ -117,6 +114,15 @@ def _of_files(
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
     return _assembled(scanner, versions, scanned, named=input.named)
+
+
+def _known_versions(cache: Folder, taken: Sequence[str]) -> list[InputVersion] | None:
+    """The versions that a job has; None if a scan finds the same rows again. Raises InputError if it would not."""
+    versions = load_versions(cache, taken[-1]) if taken else None
+    if versions is None and len(set(taken)) > 1:
+        path = cache.path(record_name(taken[-1]))
+        raise InputError(f"{path} is gone or damaged; it says where each row is, so restore it")
+    return versions
 
 
 def first_rows(input: InputLocation) -> Sequence[Mapping[str, object]] | None:

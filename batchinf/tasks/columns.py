@@ -79,23 +79,35 @@ def _image_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
 
 
 def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str, pa.Array]:
-    # A row's samples share one Prompt. Its ids are converted only once, which costs 20 ns a token.
-    arrays = {id(prompt): np.array(prompt.token_ids, np.int32) for prompt in {id(p): p for p in prompts}.values()}
-    ids = [arrays[id(prompt)] for prompt in prompts]
+    ids = _id_arrays(prompts)
     columns = {
         "row_index": pa.array([prompt.row_index for prompt in prompts], pa.int64()),
-        "prompt_hash": pa.array(
-            [prompt_hash(own, prompt.image_digests or ()) for own, prompt in zip(ids, prompts, strict=True)], pa.int64()
-        ),
+        "prompt_hash": pa.array(_prompt_hashes(prompts, ids), pa.int64()),
         "num_prompt_tokens": pa.array([len(prompt.token_ids) or None for prompt in prompts], pa.int32()),
         encoder.SECOND_BOS_COLUMN: pa.array([prompt.has_second_bos for prompt in prompts], pa.bool_()),
         "prompt_truncated": pa.array([p.is_truncated if p.token_ids else None for p in prompts], pa.bool_()),
         "request": pa.array([prompt.request for prompt in prompts], pa.string()),
     }
-    if include_prompt:
-        columns["prompt"] = strings([prompt.text for prompt in prompts])
-        columns["prompt_token_ids"] = id_lists([array if len(array) else None for array in ids])
-    return columns
+    return columns | (_texts_and_ids(prompts, ids) if include_prompt else {})
+
+
+def _id_arrays(prompts: Sequence[Prompt]) -> list[IntArray]:
+    """The token ids of each prompt."""
+    # A row's samples share one Prompt. Its ids are converted only once, which costs 20 ns a token.
+    arrays = {id(prompt): np.array(prompt.token_ids, np.int32) for prompt in {id(p): p for p in prompts}.values()}
+    return [arrays[id(prompt)] for prompt in prompts]
+
+
+def _texts_and_ids(prompts: Sequence[Prompt], ids: Sequence[IntArray]) -> dict[str, pa.Array]:
+    """The columns of `output.include_prompt`."""
+    return {
+        "prompt": strings([prompt.text for prompt in prompts]),
+        "prompt_token_ids": id_lists([array if len(array) else None for array in ids]),
+    }
+
+
+def _prompt_hashes(prompts: Sequence[Prompt], ids: Sequence[IntArray]) -> list[int | None]:
+    return [prompt_hash(own, prompt.image_digests or ()) for own, prompt in zip(ids, prompts, strict=True)]
 
 
 def prompt_hash(token_ids: IntArray, image_digests: Sequence[str] = ()) -> int | None:

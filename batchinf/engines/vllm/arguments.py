@@ -115,38 +115,65 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     """EngineArgs by name: those of the spec, and batchinf's choice for others."""
     spec, config = task.spec, _config(model_path)
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
-    given |= spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
-    given |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
-    # A structure begins after the thinking, and a budget ends it.
-    if spec.may_have_structures or spec.sampling.may_have("thinking_token_budget"):
-        given["reasoning_parser"] = spec.model.reasoning_parser
-    given["logprobs_mode"] = task.logprobs_mode
-    chosen = {"seed": 0, "disable_log_stats": False} | (
-        _cpu_defaults(spec, derive_max_model_len(config)) if current_platform.is_cpu() else {}
-    )
-    if task.vocabulary_rows is not None:
-        chosen |= {"max_logprobs": -1, "worker_extension_cls": WORKER}
-    has_steps_in_flight = spec.parallel.pipeline_parallel_size != 1 or bool(spec.engine.get("speculative_config"))
-    if has_steps_in_flight and not PREEMPTS_IN_FLIGHT:
-        chosen["async_scheduling"] = False
-    if not task.reads_prefix_cache:  # filling it takes up to half of the scheduler's Python
-        chosen["enable_prefix_caching"] = False
-    if wants_late_mask(task) or scored_ks(task):
-        chosen["worker_extension_cls"] = WORKER
-    if spec.input.has_images:
-        chosen |= image_arguments(spec)
-    elif current_platform.is_cuda():
-        chosen["worker_cls"] = _DECODING_WORKER if task.draws_tokens else _PROMPT_WORKER
-    chosen |= task.default_batch_limits(
-        vocab_size_of(config),
-        None if current_platform.is_cpu() else current_platform.get_device_total_memory(),
-    )
+    given |= _spec_arguments(spec) | {"logprobs_mode": task.logprobs_mode}
+    chosen = {"seed": 0, "disable_log_stats": False} | _device_arguments(task, config) | _scheduling_arguments(task)
+    chosen |= _worker_arguments(task)
     known = EngineArgs.__dataclass_fields__  # names differ between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
-    wanted = max(spec.sampling.logprobs or 0, spec.sampling.prompt_logprobs or 0, len(spec.sampling.logprob_token_ids))
-    if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < wanted:
-        arguments["max_logprobs"] = wanted
+    num_logprobs = _most_logprobs(spec.sampling)
+    if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < num_logprobs:
+        arguments["max_logprobs"] = num_logprobs
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _spec_arguments(spec: JobSpec) -> dict[str, Any]:
+    """The arguments that fields of the spec name."""
+    arguments = spec.model.model_dump(include={"dtype", "quantization", "load_format", "trust_remote_code"})
+    arguments |= spec.parallel.model_dump(include={"tensor_parallel_size", "pipeline_parallel_size"})
+    # A structure begins after the thinking, and a budget ends it.
+    if spec.may_have_structures or spec.sampling.may_have("thinking_token_budget"):
+        arguments["reasoning_parser"] = spec.model.reasoning_parser
+    return arguments
+
+
+def _device_arguments(task: Task, config: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that depend on the device and its memory. config: of the model."""
+    vocab_size = vocab_size_of(config)
+    if current_platform.is_cpu():
+        defaults = _cpu_defaults(task.spec, derive_max_model_len(config))
+        return defaults | task.default_batch_limits(vocab_size, None)
+    return task.default_batch_limits(vocab_size, current_platform.get_device_total_memory())
+
+
+def _scheduling_arguments(task: Task) -> dict[str, Any]:
+    """What the scheduler leaves out: steps in flight, if it cannot preempt them, and prefixes that no request reads."""
+    spec = task.spec
+    arguments = {}
+    has_steps_in_flight = spec.parallel.pipeline_parallel_size != 1 or bool(spec.engine.get("speculative_config"))
+    if has_steps_in_flight and not PREEMPTS_IN_FLIGHT:
+        arguments["async_scheduling"] = False
+    if not task.reads_prefix_cache:  # filling it takes up to half of the scheduler's Python
+        arguments["enable_prefix_caching"] = False
+    return arguments
+
+
+def _worker_arguments(task: Task) -> dict[str, Any]:
+    """The workers of a task, and the extension that it needs in them."""
+    arguments: dict[str, Any] = {}
+    if task.vocabulary_rows is not None:
+        arguments["max_logprobs"] = -1
+    if task.vocabulary_rows is not None or wants_late_mask(task) or scored_ks(task):
+        arguments["worker_extension_cls"] = WORKER
+    if task.spec.input.has_images:
+        arguments |= image_arguments(task.spec)
+    elif current_platform.is_cuda():
+        arguments["worker_cls"] = _DECODING_WORKER if task.draws_tokens else _PROMPT_WORKER
+    return arguments
+
+
+def _most_logprobs(sampling: SamplingSpec) -> int:
+    """The most logprobs of one token that the job's sampling asks for."""
+    return max(sampling.logprobs or 0, sampling.prompt_logprobs or 0, len(sampling.logprob_token_ids))
 
 
 def engine_args(arguments: dict[str, Any]) -> EngineArgs:

@@ -14,7 +14,7 @@ import platform
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,17 @@ def _device_turn() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def _install(engine: Any, task: Task) -> None:
+    """Put our own code for the rows and logprobs of a task into the workers. Says which of it this vLLM cannot take."""
+    rows = task.vocabulary_rows
+    if rows is not None and not install_rows(engine, rows):
+        print("rows of logits come in vLLM's own order, which is slower", flush=True)
+    if ks := scored_ks(task):
+        if not install_scores(engine, ks):
+            print("vLLM's own code takes the logprobs, which is slower or needs more memory", flush=True)
+        join_results(engine)
+
+
 class VllmEngine:
     """One vLLM engine, driven by its own `LLMEngine.step` loop. Implements `engines.protocol.Engine`."""
 
@@ -125,7 +136,8 @@ class VllmEngine:
     ) -> None:
         """ray_group: see `Launch`."""
         environment = _environment()  # before vLLM adds its own
-        self._task, spec, rows = task, task.spec, task.vocabulary_rows
+        self._task = task
+        spec = task.spec
         arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
         self._stats = _Stats()
@@ -136,15 +148,7 @@ class VllmEngine:
 
             start = functools.partial(engine_on_hosts, ray_group)
             arguments["distributed_executor_backend"] = "ray"
-        try:
-            with _device_turn():
-                self._engine: Any = start(
-                    self._engine_args(arguments),
-                    usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
-                    stat_loggers=[lambda *_: self._stats],
-                )
-        except Exception as error:
-            raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
+        self._engine: Any = self._start(start, arguments)
         if spec.input.has_images:
             check_takes_images(self._engine)
             if current_platform.is_cuda():
@@ -154,12 +158,7 @@ class VllmEngine:
             from batchinf.engines.vllm.structured_output.structures import tell_parser
 
             self._tell_parser = tell_parser(self._engine)
-        if rows is not None and not install_rows(self._engine, rows):
-            print("rows of logits come in vLLM's own order, which is slower", flush=True)
-        if ks := scored_ks(task):
-            if not install_scores(self._engine, ks):
-                print("vLLM's own code takes the logprobs, which is slower or needs more memory", flush=True)
-            join_results(self._engine)
+        _install(self._engine, task)
         self._lacks_raw = wants_late_mask(task) and not install_late_mask(self._engine)
         self._stats.replace_others(self._engine)
         self._request_error = ""  # vLLM's words of the latest request that ended with `error`
@@ -182,6 +181,18 @@ class VllmEngine:
         self._finds_thinking = getattr(getattr(self._engine.vllm_config, "reasoning_config", None), "enabled", False)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
+
+    def _start(self, start: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """vLLM's engine, as `start` makes it. Raises EngineStartError."""
+        try:
+            with _device_turn():
+                return start(
+                    self._engine_args(arguments),
+                    usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
+                    stat_loggers=[lambda *_: self._stats],
+                )
+        except Exception as error:
+            raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
 
     def _hear_errors(self) -> None:
         """Keep vLLM's words of a request's own error: 0.33 has them in the core's output and drops them offline."""

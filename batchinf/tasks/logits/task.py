@@ -86,20 +86,22 @@ def with_positions(prompt: Prompt, column: str, value: object) -> Prompt:
     return replace(prompt, positions=tuple(position % num_tokens for position in value))
 
 
-def with_token_ids(prompt: Prompt, logits: LogitsSpec, value: object) -> Prompt:
+def with_token_ids(prompt: Prompt, logits: LogitsSpec, value: Any) -> Prompt:
     """The prompt with the ids in `value`, or with the error why they are none.
 
     value: `logits.num_token_ids` ids for all positions, or a list of that many for each position.
     """
     is_nested = isinstance(value, list | tuple) and any(isinstance(item, list | tuple) for item in value)
-    lists = value if is_nested else [value]
-    assert isinstance(lists, list | tuple)
-    message = next((message for ids in lists if (message := _objection(logits, ids))), None)
-    if is_nested and message is None:
-        message = _wrong_number_of_lists(prompt, logits.positions, len(lists))
+    message = _wrong_lists(prompt, logits, value) if is_nested else _objection(logits, value)
     if message is not None:
         return _failed(prompt, f"{message}, in column '{logits.token_ids_column}'", "invalid_token_ids")
-    return replace(prompt, value_token_ids=tuple(tuple(ids) for ids in lists))
+    return replace(prompt, value_token_ids=tuple(map(tuple, value if is_nested else [value])))
+
+
+def _wrong_lists(prompt: Prompt, logits: LogitsSpec, lists: Sequence[object]) -> str | None:
+    """Why these are no lists of ids, one for each position; None if they are."""
+    message = next((message for ids in lists if (message := _objection(logits, ids))), None)
+    return message or _wrong_number_of_lists(prompt, logits.positions, len(lists))
 
 
 def _objection(logits: LogitsSpec, ids: object) -> str | None:
@@ -277,11 +279,16 @@ class Logits(Task):
             "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
             "positions": id_lists([None if c is None else _positions(c) for c in completions]),
             self._logits.values: vector_lists(values, self._dtype, self._vector),
+            **self._ids_column(completions),
         }
-        if self._ids_vector is not None:
-            ids = [None if c is None else _value_token_ids(c) for c in completions]
-            columns[VALUE_TOKEN_IDS] = vector_lists(ids, INT32, self._ids_vector)
         return self.result_batch(results, columns)
+
+    def _ids_column(self, completions: Sequence[Completion | None]) -> dict[str, pa.Array]:
+        """The column of the ids that belong to the vectors; empty if they are the same for all rows."""
+        if self._ids_vector is None:
+            return {}
+        ids = [None if c is None else _value_token_ids(c) for c in completions]
+        return {VALUE_TOKEN_IDS: vector_lists(ids, INT32, self._ids_vector)}
 
     def parquet_options(self, schema: pa.Schema) -> dict[str, Any]:
         """See `Task`. The rows are stored plain and uncompressed: zstd hardly shrinks them and halves the speed. DuckDB

@@ -320,19 +320,22 @@ class ScorePrompts(PromptBuilder):
         pieces = enumerate(windows(ids, self._prefix, most, overlap))
         return _Scored(ids, tuple(Span(piece, start, 0 if place else num_bytes) for place, (piece, start) in pieces))
 
+    def _wrong_ids(self, spans: Sequence[Span], num_images: int) -> RowError | None:
+        """The error of spans with ids outside the vocabulary, or without one place for each image."""
+        low = min(min(span.token_ids) for span in spans)
+        high = max(max(span.token_ids) for span in spans)
+        error = self.outside_vocabulary(low, high)
+        if error is not None or not num_images:
+            return error
+        return next(filter(None, (self.misplaced(span.token_ids, num_images) for span in spans)), None)
+
     def _prompt(self, draft: _Draft, scored: _Scored | RowError) -> Prompt:
         index = draft.row.row_index
         text = draft.context if draft.context is not None else draft.targets[0]
         kept = text if self._keeps_text and isinstance(text, str) else None
         if isinstance(scored, RowError):
             return Prompt(index, [], kept, scored)
-        low = min(min(span.token_ids) for span in scored.spans)
-        high = max(max(span.token_ids) for span in scored.spans)
-        error = self.outside_vocabulary(low, high)
-        if error is None and draft.images:
-            errors = (self.misplaced(span.token_ids, len(draft.images)) for span in scored.spans)
-            error = next(filter(None, errors), None)
-        if error is not None:
+        if (error := self._wrong_ids(scored.spans, len(draft.images))) is not None:
             return Prompt(index, [], kept, error)
         # A row is scored without its answer, too: only the accuracy needs that.
         answer = draft.answer
