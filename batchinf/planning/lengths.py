@@ -262,7 +262,7 @@ class _Requests:
 
     def add_largest(self, prompt: Prompt) -> None:
         """Only the length of its requests counts: another row stands for it in the means."""
-        self.longest = max(self.longest, *(len(ids) + output for ids, output in self._requests_of(prompt)))
+        self.longest = max([self.longest, *(len(ids) + output for ids, output in self._requests_of(prompt))])
 
     def row_bytes(self) -> int:
         """Estimate for an output row. If all outputs are choices, none is longer than the longest of them."""

@@ -56,6 +56,13 @@ def test_tensor_parallelism_crosses_hosts_only_if_no_host_is_large_enough() -> N
     assert (len(group.bundles), group.strategy, group.nodes) == (4, "PACK", None)
     with pytest.raises(SpecError, match="asks for 5 CPU, 5 GPU"):
         num_replicas(spec_of(tensor=5), nodes)
+    # Their GPUs are free and their processors are not.
+    full = [Node(name, name, {"GPU": 2, "CPU": 8}, {"GPU": 2, "CPU": 0}) for name in "ab"]
+    assert Demand.of(spec_of(tensor=4), full).count(full) == 0
+    with pytest.raises(SpecError, match="no room for a replica now"):
+        num_replicas(spec_of(tensor=4), full)
+    # All nodes are gone.
+    assert num_replicas(spec_of(tensor=4), [], nodes) == 1
 
 
 def test_without_gpus_each_node_with_a_processor_has_one_replica() -> None:

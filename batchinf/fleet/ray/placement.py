@@ -82,10 +82,10 @@ class Demand:
             return Group((whole,), "STRICT_PACK")
         if not self.has_gpus or self.is_small(nodes):
             return None
-        if self.tensor > max(node.total.get(GPU, 0) for node in nodes):
+        if self.tensor > max((node.total.get(GPU, 0) for node in nodes), default=0):
             # No host holds a stage. Ray spreads the devices over as few hosts as possible.
-            has_room = sum(node.free.get(GPU, 0) for node in nodes) >= self.degree
-            return Group((self.bundle(1), *[_RANK] * (self.degree - 1)), "PACK") if has_room else None
+            spread = Group((self.bundle(1), *[_RANK] * (self.degree - 1)), "PACK")
+            return None if _after(nodes, spread) is None else spread
         return self._pinned_group(nodes)
 
     def _pinned_group(self, nodes: Sequence[Node]) -> Group | None:
@@ -114,8 +114,8 @@ class Demand:
         if not self.has_gpus and most is None:
             return sum(_fits(self.bundle(1), node.free) for node in nodes)
         number = 0
-        left = list(nodes)
-        while (most is None or number < most) and (group := self.group(left)) is not None:
+        left: Sequence[Node] | None = nodes
+        while left is not None and (most is None or number < most) and (group := self.group(left)) is not None:
             number += 1
             left = _after(left, group)
         return number
@@ -204,12 +204,13 @@ def _less(free: Resources, taken: Resources) -> dict[str, float]:
     return {name: amount - taken.get(name, 0.0) for name, amount in free.items()}
 
 
-def _after(nodes: Sequence[Node], group: Group) -> list[Node]:
-    """The nodes after Ray has placed a group in the best way."""
+def _after(nodes: Sequence[Node], group: Group) -> list[Node] | None:
+    """The nodes after Ray has placed a group in the best way; None if a bundle has no place."""
     places: list[Any] = list(group.nodes or [None] * len(group.bundles))
     left = {node.id: node for node in nodes}
     for bundle, place in zip(group.bundles, places, strict=True):
         chosen = left[place] if place else next((node for node in left.values() if _fits(bundle, node.free)), None)
-        if chosen is not None:
-            left[chosen.id] = replace(chosen, free=_less(chosen.free, bundle))
+        if chosen is None:
+            return None
+        left[chosen.id] = replace(chosen, free=_less(chosen.free, bundle))
     return list(left.values())
