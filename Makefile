@@ -106,7 +106,7 @@ test: check
 # A file's tests run in one process, as many share an engine or a job; tests/conftest.py has the order of the files.
 # One that fails is run once more and must pass then, and is named at the end: many race real processes, signals and
 # disks against each other on a machine that may have others at work.
-PYTEST = $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --reruns 1 -rR --rerun-show-tracebacks
 
 check: lint
 	$(PYTEST) -m 'not slow and not slurm' $(ARGS)
@@ -116,7 +116,7 @@ test-slow: install browser
 
 test-slurm: install
 	$(VENV)/bin/python tests/slurm/cluster.py --install
-	$(VENV)/bin/python -m pytest --reruns 1 -rR tests/slurm $(ARGS)
+	$(VENV)/bin/python -m pytest --reruns 1 -rR --rerun-show-tracebacks tests/slurm $(ARGS)
 
 # The tests of `batchinf report` open it in a browser. Without one they are skipped.
 browser:
