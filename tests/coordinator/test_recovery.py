@@ -42,8 +42,8 @@ STRIKES = [
 POINTS = (
     "feeder.begin:2",
     "feeder.read:3",
-    "worker.store:9",
-    "writer.store:4",
+    "worker.store:3",
+    "writer.store:1",  # how many more there are in one process depends on the time
     "writer.tick:2",
     "writer.close:1",
     "writer.closed:1",
