@@ -97,7 +97,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
 
 
 def _input_job(job: Job) -> InputJob | None:
-    """The job whose output is the input. Raises InputError if its output is not what was read."""
+    """The job in `input.job`; None without one. Raises InputError if its output has changed since it was read."""
     if (out := job.spec.input.job) is None:
         return None
     other = input_job(out)

@@ -319,7 +319,7 @@ def _range(start: int, num_rows: int) -> pa.Array:
 
 
 def _content(row: Row) -> object:
-    """What is compared of two rows: equal for equal values, whatever their types."""
+    """The values of a row, for comparison: two rows with equal values of different types are equal."""
     if row.error is not None:
         return None
     texts = {name: canonical(value) for name, value in row.values.items()}

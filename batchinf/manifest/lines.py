@@ -77,7 +77,7 @@ class Retry:
     stop_row: Count
     """Rows from here on came into the job later, and do not belong to the retry."""
     repair: Repair | None = None
-    """Where it takes rows from; None: all are those of the input."""
+    """The file that replaces some input rows from this retry on; None: it was given none."""
 
     def __str__(self) -> str:
         changes = "".join(f", {name} {value}" for name, value in self.overrides.items())

@@ -1,9 +1,10 @@
 """What tensor-parallel ranks divide, and which degrees vLLM accepts. `plan`, `auto` and the check of a spec use it.
 
-The rules are those of vLLM 0.32: `verify_with_parallel_config` (config/model.py), `QKVParallelLinear`,
+This module follows vLLM 0.32: `verify_with_parallel_config` (config/model.py), `QKVParallelLinear`,
 `VocabParallelEmbedding`, `MambaMixer2`, and the checks of quantized weights: `validate_fp8_block_shape` and
 `validate_fp8_block_shape_moe` (quantization/utils/fp8_utils.py), `verify_group_size_divides_partition`. vLLM 0.32 also
-cuts the blocks of FP8 experts smaller, on slower kernels; older versions refuse that. So it is not offered.
+cuts the blocks of FP8 experts smaller, on slower kernels; older versions refuse them. So `plan` and
+`auto` leave these degrees out.
 """
 
 from collections.abc import Iterator, Mapping

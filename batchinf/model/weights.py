@@ -188,9 +188,9 @@ def _compressed(section: Mapping[str, Any]) -> Quantization:
 class PaddedExperts:
     """Experts in MXFP4, whose matrices vLLM pads on each rank to the tiles of its kernels.
 
-    The tiles are those of Marlin and of FlashInfer's TRT-LLM kernels, by
-    `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's layers/fused_moe/oracle/mxfp4.py. gpt-oss-120b takes
-    65.97 GiB so (vllm#23278). The Triton kernels on Hopper pad less: 64.38 GiB (vllm#33155).
+    Marlin and FlashInfer's TRT-LLM kernels have these tiles. The rule is
+    `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's layers/fused_moe/oracle/mxfp4.py. gpt-oss-120b then
+    takes 65.97 GiB (vllm#23278). The Triton kernels on Hopper pad less: 64.38 GiB (vllm#33155).
     """
 
     hidden: int

@@ -185,7 +185,7 @@ class RayBackend:
                 replica.tick(live, lacking.get(replica.incarnation, ""))
 
     def _lacking(self, live: frozenset[str]) -> dict[str, str]:
-        """The incarnations that no node can hold while the others run, each with what is short."""
+        """Which incarnations have no room on any node beside the others, and which resource each of them lacks."""
         replicas = [replica for replica in self._live() if not replica.has_ended()]
         if all(replica.is_up for replica in replicas):
             return {}

@@ -37,7 +37,7 @@ class LogitsChanges(VectorChanges):
         return columns
 
     def _counts_of(self, rows: pa.RecordBatch, a: Ragged, b: Ragged) -> Int64Array:
-        """See `VectorChanges`. Raises OutputError if the numbers of a row are those of other tokens."""
+        """See `VectorChanges`. Raises OutputError if the two jobs store other tokens for a row."""
         counts = super()._counts_of(rows, a, b)
         if VALUE_TOKEN_IDS in self.columns:
             ids_a, ids_b = (to_ragged(column) for column in both_columns(rows, VALUE_TOKEN_IDS))
