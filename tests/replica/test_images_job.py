@@ -70,6 +70,31 @@ def test_killed_and_resumed_has_the_rows_of_one_never_hurt(
     assert jobs.rows_of(tmp_path / "job" / "out") == unhurt
 
 
+def test_a_folder_of_pictures_is_an_input(tmp_path: pathlib.Path) -> None:
+    content = [{"type": "image", "column": "path"}, {"type": "text", "text": "{{ folder }}?"}]
+    folder = tmp_path / "job" / "pictures"
+    where = {"path": str(folder), "id_column": "path", "messages": [{"role": "user", "content": content}],
+             "where": "path NOT LIKE '%square%'"}  # fmt: skip
+    path = spec_of(tmp_path / "job", input=where, sampling={"max_tokens": 8}, output={"keep_columns": ["num_bytes"]})
+    jobs.finish(path)
+    before = jobs.rows_of(tmp_path / "job" / "out")
+    names = sorted(picture.name for picture in folder.iterdir() if "square" not in picture.name)
+    assert [row["id"] for row in before] == names
+    assert [row["num_bytes"] for row in before] == [(folder / name).stat().st_size for name in names]
+    digests = [[hashlib.sha256((folder / name).read_bytes()).hexdigest()] for name in names]
+    assert [row["image_digests"] for row in before] == digests
+    shutil.copy(PICTURES / "red-circle.png", folder / "a.png")
+    refused = jobs.run("run", path, is_refused=True)
+    assert "1 file is new: a.png; use --extend" in refused.stderr
+    jobs.finish(path, "--extend")
+    after = jobs.rows_of(tmp_path / "job" / "out")
+    assert after[:-1] == before
+    assert (after[-1]["id"], after[-1]["row_index"]) == ("a.png", 12)
+    shutil.copy(PICTURES / "red-square.png", folder / "blue-circle.png")
+    refused = jobs.run("run", path, "--retry", "row_index = 0", is_refused=True)
+    assert "1 file is changed: blue-circle.png" in refused.stderr
+
+
 def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
     model = shutil.copytree(VISION, tmp_path / "model")
     path = spec_of(tmp_path / "job", [{"id": "row", "photo": "pictures/red-circle.png"}], model=str(model))
