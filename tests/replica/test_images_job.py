@@ -54,6 +54,9 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert of_row["row-5"]["image_digests"] == []
     assert of_row["row-6"]["image_digests"] == digests[:2]
     assert (of_row["row-7"]["image_digests"], of_row["row-7"]["error_type"]) == (None, "image_not_found")
+    facts = ("image_formats", "image_widths", "image_heights")
+    assert [of_row["row-6"][name] for name in facts] == [["PNG"] * 2, [96] * 2, [64] * 2]
+    assert [of_row["row-7"][name] for name in facts] == [None] * 3
     assert sum(row["error_type"] is not None for row in unhurt) == 2
     # Other pictures of the same size make other prompts.
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
