@@ -121,9 +121,7 @@ def result_of(
     )
 
 
-def test_a_placeholder_in_a_text_takes_no_image(
-    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]
-) -> None:
+def test_a_placeholder_in_a_text_takes_no_image(tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]) -> None:
     (tmp_path / "a.png").write_bytes(rows[1].pictures[0])
     chats = [[{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": "a.png"}]}]
              for text in ("A <image> is here: ", "Here: ")]  # fmt: skip
