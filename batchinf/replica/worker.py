@@ -30,6 +30,7 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.calls import Calls
@@ -465,7 +466,11 @@ class Pipeline:
 
     def _image_prompts(self) -> ImagePrompts | None:
         where = self._spec.input
-        return None if where.images is None else ImagePrompts(where.images, base_folder=folder_of(where.path))
+        if where.images is None:
+            return None
+        # A retry fetches images again, so that it notices those that have changed.
+        cache = Folder(self.folder.path(f"{IMAGES_FOLDER}/{self._retry}"))
+        return ImagePrompts(where.images, base_folder=folder_of(where.path), cache_folder=cache)
 
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
         return functools.partial(self.task.prompt_builder, self.tokenizer, vocab_size, self.begun_at)

@@ -269,7 +269,10 @@ def pictures_of(form: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict[str
 
 @pytest.mark.parametrize(
     "form",
-    ["a folder", "paths", "lists", "data URLs", "bytes", "feature", "URLs", "parts", "bare parts", "batch"],
+    [
+        *("a folder", "lists", "feature", "URLs", "batch"),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("paths", "data URLs", "bytes", "parts", "bare parts")),
+    ],
 )
 def test_images_are_found(form: str, tmp_path: pathlib.Path) -> None:
     data, expected = pictures_of(form, tmp_path)
