@@ -65,9 +65,7 @@ class LoadedImage:
 class ImageLoader:
     """Loads images as rows give them. Threads may share it."""
 
-    def __init__(
-        self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None
-    ) -> None:
+    def __init__(self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None) -> None:
         """base_folder: the input's folder, in which relative paths begin; None if the input has no folder here.
 
         cache_folder: for images of URLs. Without it, they are kept in memory for a short time.

@@ -36,9 +36,7 @@ _ROWS_AHEAD = 4
 class ImagePrompts:
     """Prompts with placeholders → prompts with the tokens of their images. For one thread."""
 
-    def __init__(
-        self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None
-    ) -> None:
+    def __init__(self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None) -> None:
         """base_folder, cache_folder: see `ImageLoader`."""
         self._max_per_row = settings.max_per_row
         self._loader = ImageLoader(settings, base_folder=base_folder, cache_folder=cache_folder)
