@@ -34,8 +34,8 @@ _NOT_HIDDEN = 0.25
 # Several engines on a device take longer by this factor than the peaks' shares say: they take turns, and the small
 # kernels, which the Python of one engine hides, add up.
 _TURNS = 1.4
-# A step that makes tokens takes longer by this factor in a pipeline, whose stages wait for each other. Measured with two
-# stages: 1.10 and 1.31 for 8B, 1.54 for 70B (benchmarks/RESULTS.md, benchmarks/history/vllm-0.26.md).
+# A step that makes tokens takes longer by this factor in a pipeline: its stages wait for each other. Measured with two:
+# 1.10 and 1.31 for 8B, 1.54 for 70B (benchmarks/RESULTS.md, benchmarks/history/vllm-0.26.md).
 _STAGES_WAIT = 1.3
 # Memory that the logprobs of a prompt's token read and write, for each entry of the vocabulary, in one pass.
 _LOGPROB_BYTES = 8
