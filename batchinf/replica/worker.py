@@ -22,6 +22,7 @@ from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
+from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import part_name, retry_of
@@ -39,7 +40,6 @@ from batchinf.replica.images import ImagePrompts, stored_digests
 from batchinf.replica.messages import Event, InFlightRequest, Progress
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
-from batchinf.source.find import folder_of
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import STRUCTURE_FIELDS
@@ -470,7 +470,7 @@ class Pipeline:
             return None
         # A retry fetches images again, so that it notices those that have changed.
         cache = Folder(self.folder.path(f"{IMAGES_FOLDER}/{self._retry}"))
-        return ImagePrompts(where.images, base_folder=folder_of(where.path), cache_folder=cache)
+        return ImagePrompts(where.images, base_folder=image_folder(where), cache_folder=cache)
 
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
         return functools.partial(self.task.prompt_builder, self.tokenizer, vocab_size, self.begun_at)
