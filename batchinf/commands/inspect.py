@@ -25,10 +25,13 @@ from batchinf.job.job import begun_at, max_model_len
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.records import Prompt
+from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
+from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import ShownColumns
 from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.image_reference import ReferenceProcessor
 from batchinf.tasks.registry import stored_task, task_of
 from batchinf.tasks.verification import TOKEN_COLUMNS
 
@@ -267,11 +270,14 @@ def _built_prompt(results: Results, position: int, tokenizer: Any) -> Prompt:
         builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
         [source_row] = job.source.read(position, position + 1, builder.columns)
         [prompt] = builder.build([source_row], max_model_len(job))
+        if prompt.image_sources and job.spec.input.images is not None:
+            images = ImagePrompts(job.spec.input.images, base_folder=folder_of(job.spec.input.path))
+            render = ReferenceProcessor(job.spec, job.model, begun_at(job, state)).render
+            prompt, _ = images.made(prompt, render, {})
+            if prompt.error is not None:
+                raise UserError(f"the prompt has images that cannot be loaded: {prompt.error.error_message}")
     if prompt.error is not None and not prompt.token_ids:
         raise UserError("no prompt was run; the error below says why")
-    if prompt.image_sources:
-        raise UserError("the prompt has images, and only an engine makes their tokens; output.include_prompt stores "
-                        "prompts")  # fmt: skip
     return prompt
 
 
@@ -279,7 +285,8 @@ def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> N
     """Raise UserError if the prompts of samples are not those of the run."""
     for part, sample in zip(parts, rows, strict=True):
         is_known = part.error is None and sample["prompt_hash"] is not None  # an error row may have none
-        if is_known and prompt_hash(np.asarray(part.token_ids, np.int32)) != sample["prompt_hash"]:
+        hashed = prompt_hash(np.asarray(part.token_ids, np.int32), part.image_digests or ())
+        if is_known and hashed != sample["prompt_hash"]:
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )
