@@ -275,6 +275,9 @@ def _prompts(job: Job, state: State, rows: Sequence[StoredRow]) -> dict[int, tup
         rendered = None
         if prompt.image_sources:
             prompt, rendered = images.made(prompt, render, known)
+            if prompt.error is not None:
+                message = prompt.error.error_message
+                raise DriftError(f"row {prompt.row_index}: {message}; put back the image with which the job ran")
         prompts[prompt.row_index] = prompt, None if rendered is None else rendered.for_ids
     images.stop()
     return prompts

@@ -15,12 +15,14 @@ from pictures import MAX_MODEL_LEN, VISION, Row, mappings_in_parquet, png, promp
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from batchinf.base.errors import RequestRefused
+from batchinf.base.errors import RequestRefused, UserError
+from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.image_reference import ReferenceProcessor
 from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
@@ -187,6 +189,23 @@ def test_spare_placeholders_that_only_the_engine_knows(engine: VllmEngine) -> No
         with pytest.raises(RequestRefused) as refusal:
             engine.render(wrong, [picture])
         assert refusal.value.error.error_type == "image_placeholder"
+
+
+def test_transformers_makes_the_same_prompts_as_the_engine(
+    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]
+) -> None:
+    """`verify` and `inspect` make prompts without an engine."""
+    spec = spec_of(mappings_in_parquet(tmp_path, rows), sampling=SAMPLING)
+    reference = ReferenceProcessor(spec, resolve(spec.model, has_images=True), None)
+    tokenizer = load_tokenizer(str(VISION), False)
+    for row in rows:
+        pictures = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in row.pictures]
+        ids = tokenizer(row.text)["input_ids"]
+        made, expected = (each.render(ids, pictures) for each in (reference, engine))
+        assert made.token_ids == expected.token_ids
+        assert made.image_positions.tolist() == expected.image_positions.tolist()
+    with pytest.raises(UserError, match="the prompt has 1 place for 2 images"):
+        reference.render(tokenizer("one <image>")["input_ids"], [Image.new("RGB", (60, 40))] * 2)
 
 
 def test_samples_share_one_rendered_prompt(

@@ -12,6 +12,9 @@ from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_li
 import batchinf
 import jobs
 from batchinf.base.errors import DriftError
+from batchinf.commands.inspect import inspect_row
+from batchinf.commands.verify import verify_job
+from batchinf.spec.file import read_spec
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
 ASK = [{"role": "user", "content": [{"type": "text", "text": "{{ id }}: "}, {"type": "image", "column": "photo"}]}]
@@ -185,6 +188,39 @@ def test_each_form_of_images_gives_the_same_rows_on_vllm(tmp_path: pathlib.Path)
     assert len(found[0]) == 10
     for rows in found[1:]:
         assert_same(rows, found[0])
+
+
+@pytest.mark.slow
+def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    rows = ten_rows()
+    where = paths_in_lines(tmp_path, rows)
+    sampling = {"max_tokens": 6, "temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
+    path = of_vllm(tmp_path / "job", {"apply_chat_template": False, **where}, sampling=sampling,
+                   output={"keep_columns": []})  # fmt: skip
+    jobs.finish(path)
+    found = verify_job(read_spec(path))
+    assert (found.verdict, found.num_rows) == ("within", 10)
+    assert max(deviations.worst for deviations in found.deviations.values()) < 1e-5
+    # Positions of images have no logprobs, and are not counted as missing.
+    logprobs = [row["prompt_logprobs"] for row in jobs.rows_of(tmp_path / "job" / "out")]
+    assert found.deviations["prompt"].num_positions == sum(len(row) - row.count(None) for row in logprobs) > 100
+    report = inspect_row(str(tmp_path / "job" / "out"), "5")
+    assert report.prompt_note == ""
+    assert report.prompt is not None
+    pieces = [piece.text for piece in report.prompt]
+    assert pieces.count("<image><image><image><image>") == 10
+    assert [picture.name for picture in report.pictures] == ["pictures/5-0.png", "pictures/5-1.png"]
+    # With another picture, neither of them goes on; nor without it.
+    picture = tmp_path / "pictures" / "5-1.png"
+    shutil.copy(tmp_path / "pictures" / "4-0.png", picture)
+    with pytest.raises(DriftError, match=r"row 5: image 2 \('pictures/5-1.png'\) has changed"):
+        verify_job(read_spec(path))
+    assert "the input has changed" in inspect_row(str(tmp_path / "job" / "out"), "5").prompt_note
+    picture.unlink()
+    with pytest.raises(DriftError, match=r"row 5: image 2: 'pictures/5-1\.png' does not exist; put back"):
+        verify_job(read_spec(path))
+    assert "'pictures/5-1.png' does not exist" in inspect_row(str(tmp_path / "job" / "out"), "5").prompt_note
 
 
 @pytest.mark.slow
