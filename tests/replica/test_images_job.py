@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
+from run_batch_lines import answered, by_batchinf, by_vllm
 
 import batchinf
 import jobs
@@ -188,6 +189,35 @@ def test_each_form_of_images_gives_the_same_rows_on_vllm(tmp_path: pathlib.Path)
     assert len(found[0]) == 10
     for rows in found[1:]:
         assert_same(rows, found[0])
+
+
+@pytest.mark.slow
+def test_a_batch_file_has_the_answers_of_vllm(tmp_path: pathlib.Path) -> None:
+    """`vllm run-batch` and `batchinf run-batch` over one file."""
+    pytest.importorskip("vllm")
+    lines = []
+    for number, row in enumerate(ten_rows()):
+        images = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in row.pictures]
+        content = [{"type": "text", "text": f"Look {number}: "}, *images, {"type": "text", "text": "What is it?"}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0,
+                "logprobs": True, "top_logprobs": 2}  # fmt: skip
+        lines.append({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body})
+    broken = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    lines.append({**lines[0], "custom_id": "broken", "body": {"messages": [{"role": "user", "content": broken}]}})
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    flags = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512")
+    answers, expected = (by(path, VISION, *flags) for by in (by_batchinf, by_vllm))
+    assert answers["broken"]["error"]["code"] == "image_broken"
+    assert expected["broken"]["response"]["status_code"] == 400
+    found, theirs = answered(answers), answered(expected)
+    assert found.keys() == theirs.keys() == {str(number) for number in range(10)}
+    for name, body in found.items():
+        [choice] = body["choices"]
+        [other] = theirs[name]["choices"]
+        assert choice["message"]["content"] == other["message"]["content"]
+        assert body["usage"].items() <= theirs[name]["usage"].items()
+        logprobs, others = ([token["logprob"] for token in of["logprobs"]["content"]] for of in (choice, other))
+        assert np.allclose(logprobs, others, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
