@@ -1,12 +1,16 @@
 """Whole jobs with images: killed, resumed and retried, with pictures that change meanwhile."""
 
 import hashlib
+import json
 import pathlib
 import shutil
 from typing import Any
 
 import numpy as np
 import pytest
+import stores
+import yaml
+from adapters import make_adapter
 from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
 from run_batch_lines import answered, by_batchinf, by_vllm
 
@@ -72,6 +76,49 @@ def test_killed_and_resumed_has_the_rows_of_one_never_hurt(
     assert killed.returncode != 0
     jobs.finish(path)
     assert jobs.rows_of(tmp_path / "job" / "out") == unhurt
+
+
+def rows_by_position(out: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of all slices, as `jobs.rows_of` gives those of a job."""
+    table = batchinf.open(out).table().drop_columns(["attempts"])
+    return table.sort_by([("row_index", "ascending"), ("sample_index", "ascending")]).to_pylist()
+
+
+def test_slices_in_the_order_of_prefixes(tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]) -> None:
+    path = spec_of(tmp_path / "job")
+    for number in range(2):
+        jobs.finish(path, "--slice", f"{number}/2", "--set", "input.order=prefix")
+    assert rows_by_position(tmp_path / "job" / "out") == unhurt
+
+
+def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]) -> None:
+    output = {"path": url, "work_dir": str(tmp_path / "work"), "keep_columns": [], "rows_per_shard": 16}
+    path = spec_of(tmp_path / "job", output=output)
+    assert jobs.run("run", path, faults="mirror.after_part:2=kill", **store.environment).returncode == -9
+    shutil.rmtree(tmp_path / "work")
+    jobs.finish(path, **store.environment)
+    assert stores.rows(url) == unhurt
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"task": "rerank", "input": {"messages": None, "query_column": "id", "document_column": "id", "images": {}}},
+         "task rerank, whose queries and documents are texts"),
+        ({"task": "reward"}, "task reward, which takes no images yet"),
+        ({"task": "classify", "pooling": {"labels": ["a", "b"]}}, "has no classification head"),
+        ({"task": "logits", "logits": {"positions": {"column": "id"}}}, "logits.positions: got a column in a job with"),
+    ],
+)  # fmt: skip
+def test_tasks_that_take_no_images_here(sections: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
+    path = spec_of(tmp_path / "job", sampling=None)
+    spec = yaml.safe_load(path.read_text())
+    where = {**spec["input"], **sections.get("input", {})}
+    path.write_text(yaml.safe_dump({**spec, **sections, "input": where}))
+    refused = jobs.run("run", path, is_refused=True)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
 
 
 def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
@@ -218,6 +265,35 @@ def test_a_batch_file_has_the_answers_of_vllm(tmp_path: pathlib.Path) -> None:
         assert body["usage"].items() <= theirs[name]["usage"].items()
         logprobs, others = ([token["logprob"] for token in of["logprobs"]["content"]] for of in (choice, other))
         assert np.allclose(logprobs, others, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_and_hidden_states_equal_transformers(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    layers = tuple(f"model.text_model.layers.{number}" for number in range(2))
+    widths = {"self_attn.q_proj": (64, 128), "mlp.down_proj": (128, 64)}
+    adapters = {
+        name: str(make_adapter(tmp_path / name, seed, modules=tuple(widths), layers=layers, widths=widths))
+        for seed, name in enumerate("ab")
+    }
+    where = paths_in_lines(tmp_path, ten_rows()[:6])
+    lines = [json.loads(line) for line in pathlib.Path(where["path"]).read_text().splitlines()]
+    names = ["a", "b", None] * 2
+    write_lines(pathlib.Path(where["path"]), [{**row, "adapter": name} for row, name in zip(lines, names, strict=True)])
+    where["apply_chat_template"] = False
+    model = {"name": str(VISION), "dtype": "float32", "lora": adapters}
+    jobs_of = {
+        "lora": {"model": model, "input": {"id_column": None, "adapter_column": "adapter", **where}},
+        "states": {"task": "hidden_states", "pooling": {"positions": "all"}, "sampling": None},
+    }
+    for name, sections in jobs_of.items():
+        path = of_vllm(tmp_path / name, where, output={"keep_columns": []}, **sections)
+        jobs.finish(path)
+        found = verify_job(read_spec(path))
+        assert (found.verdict, found.num_rows) == ("within", 6)
+        assert max(deviations.worst for deviations in found.deviations.values()) < 1e-5
+    lines_of = {row["row_index"]: row["token_ids"] for row in jobs.rows_of(tmp_path / "lora" / "out")}
+    assert len(set(map(tuple, lines_of.values()))) == 6
 
 
 @pytest.mark.slow
