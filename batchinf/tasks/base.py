@@ -111,8 +111,6 @@ class Task(abc.ABC):
     """The URLs of the lines of OpenAI batch files that it runs; empty: it runs no such file."""
     takes_images: ClassVar[bool] = False
     """Whether its prompts may have images."""
-    why_no_images: ClassVar[str] = "which takes no images yet"
-    """For error messages of a task that takes none."""
     row_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of a row's results with names that other tasks use for those of tokens."""
     comparison: ClassVar[Comparison | None] = None
@@ -167,7 +165,7 @@ class Task(abc.ABC):
         """Raise SpecError if the job has images and the task takes none. Called before an engine starts."""
         if self.spec.input.has_images and not self.takes_images:
             field = next((field for field, _ in self.spec.input.image_columns), "input.images")
-            raise SpecError(f"{field}: got it with task {self.name}, {self.why_no_images}: leave it out")
+            raise SpecError(f"{field}: got it with task {self.name}, which takes no images yet: leave it out")
 
     def describe(self) -> str:
         """A line that tells users what is stored of each row; empty if the task's name and the sampling say enough."""

@@ -104,7 +104,7 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
     ("sections", "message"),
     [
         ({"task": "rerank", "input": {"messages": None, "query_column": "id", "document_column": "id", "images": {}}},
-         "task rerank, whose queries and documents are texts"),
+         "input.query_column: got it in a job with images; only a prompt has them"),
         ({"task": "reward"}, "task reward, which takes no images yet"),
         ({"task": "classify", "pooling": {"labels": ["a", "b"]}}, "has no classification head"),
         ({"task": "logits", "logits": {"positions": {"column": "id"}}}, "logits.positions: got a column in a job with"),

@@ -49,7 +49,6 @@ class Rerank(Pooled):
     """
 
     name = "rerank"
-    why_no_images = "whose queries and documents are texts"
     comparison = RerankChanges
     batch_urls = (RERANK_URL, SCORE_URL)
     pooling_tasks = ("classify",)
