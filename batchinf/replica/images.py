@@ -19,7 +19,7 @@ from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowErro
 from batchinf.base.parquet import open_part
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.media import ImageLoader, LoadedImage
-from batchinf.records import Prompt, RenderedPrompt, Scoring, Span
+from batchinf.records import ImageShape, Prompt, RenderedPrompt, Scoring, Span
 from batchinf.spec.images import ImageSettings
 from batchinf.tasks.columns import IMAGE_DIGESTS
 
@@ -64,7 +64,8 @@ class ImagePrompts:
             return _failed(prompt, loaded), None
         digests = tuple(image.digest for image in loaded)
         _refuse_changes(prompt, digests, known.get(prompt.row_index))
-        prompt = replace(prompt, image_sources=(), image_digests=digests)
+        shapes = tuple(ImageShape(image.format, image.width, image.height) for image in loaded)
+        prompt = replace(prompt, image_sources=(), image_digests=digests, image_shapes=shapes)
         shared = _shared_ids(prompt)
         try:
             rendered = render(shared, [image.image for image in loaded])

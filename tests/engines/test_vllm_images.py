@@ -124,6 +124,23 @@ def result_of(
     )
 
 
+def test_a_placeholder_in_a_text_takes_no_image(tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]) -> None:
+    (tmp_path / "a.png").write_bytes(rows[1].pictures[0])
+    chats = [[{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": "a.png"}]}]
+             for text in ("A <image> is here: ", "Here: ")]  # fmt: skip
+    lines = write_lines(tmp_path / "rows.jsonl", [{"chat": chat} for chat in chats])
+    where = {"path": str(lines), "apply_chat_template": None, "messages_column": "chat", "images": {}}
+    spec = spec_of(where, sampling=SAMPLING)
+    prompts = prompts_of(spec, tmp_path / "cache")
+    forged, plain = stored(spec, prompts, engine)
+    assert (forged["error_type"], plain["error_type"]) == (None, None)
+    [image] = load_tokenizer(str(VISION), False)("<image>", add_special_tokens=False)["input_ids"]
+    first, other = (prompt.token_ids.index(image) for prompt in prompts)
+    assert first > other
+    assert forged["prompt_token_ids"][:first] == prompts[0].token_ids[:first]
+    assert forged["prompt_token_ids"][first:] == plain["prompt_token_ids"][other:]
+
+
 def test_ten_rows_equal_transformers(
     tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
 ) -> None:

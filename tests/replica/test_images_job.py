@@ -62,6 +62,9 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert of_row["row-5"]["image_digests"] == []
     assert of_row["row-6"]["image_digests"] == digests[:2]
     assert (of_row["row-7"]["image_digests"], of_row["row-7"]["error_type"]) == (None, "image_not_found")
+    facts = ("image_formats", "image_widths", "image_heights")
+    assert [of_row["row-6"][name] for name in facts] == [["PNG"] * 2, [96] * 2, [64] * 2]
+    assert [of_row["row-7"][name] for name in facts] == [None] * 3
     assert sum(row["error_type"] is not None for row in unhurt) == 2
     # Other pictures of the same size make other prompts.
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
@@ -119,6 +122,31 @@ def test_tasks_that_take_no_images_here(sections: dict[str, Any], message: str, 
     assert refused.returncode == 2
     assert message in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_folder_of_pictures_is_an_input(tmp_path: pathlib.Path) -> None:
+    content = [{"type": "image", "column": "path"}, {"type": "text", "text": "{{ folder }}?"}]
+    folder = tmp_path / "job" / "pictures"
+    where = {"path": str(folder), "id_column": "path", "messages": [{"role": "user", "content": content}],
+             "where": "path NOT LIKE '%square%'"}  # fmt: skip
+    path = spec_of(tmp_path / "job", input=where, sampling={"max_tokens": 8}, output={"keep_columns": ["num_bytes"]})
+    jobs.finish(path)
+    before = jobs.rows_of(tmp_path / "job" / "out")
+    names = sorted(picture.name for picture in folder.iterdir() if "square" not in picture.name)
+    assert [row["id"] for row in before] == names
+    assert [row["num_bytes"] for row in before] == [(folder / name).stat().st_size for name in names]
+    digests = [[hashlib.sha256((folder / name).read_bytes()).hexdigest()] for name in names]
+    assert [row["image_digests"] for row in before] == digests
+    shutil.copy(PICTURES / "red-circle.png", folder / "a.png")
+    refused = jobs.run("run", path, is_refused=True)
+    assert "1 file is new: a.png; use --extend" in refused.stderr
+    jobs.finish(path, "--extend")
+    after = jobs.rows_of(tmp_path / "job" / "out")
+    assert after[:-1] == before
+    assert (after[-1]["id"], after[-1]["row_index"]) == ("a.png", 12)
+    shutil.copy(PICTURES / "red-square.png", folder / "blue-circle.png")
+    refused = jobs.run("run", path, "--retry", "row_index = 0", is_refused=True)
+    assert "1 file is changed: blue-circle.png" in refused.stderr
 
 
 def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
