@@ -102,6 +102,15 @@ def test_error_rows_and_rows_without_images(out: pathlib.Path) -> None:
     assert loaded.data_url is not None
 
 
+def test_head_has_formats_and_sizes(out: pathlib.Path) -> None:
+    lines = jobs.run("head", out, COLUMNS="140").stdout.splitlines()
+    [of_two] = [line for line in lines if line.startswith("shown")]
+    assert "PNG 900 × 600 and 1 more" in of_two
+    assert not any("×" in line for line in lines if line.startswith(("none", "wrong")))
+    narrow = jobs.run("head", out, COLUMNS="40").stdout
+    assert "image_formats" in narrow or "PNG" in narrow
+
+
 def test_the_report_shows_the_pictures_of_its_sample_rows(out: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = report_page(str(out))
     groups = page.count('<td class="text">')
