@@ -22,6 +22,7 @@ from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import choice_name, list_names, one_line, plain, plain_line
 from batchinf.commands.screen import cell
 from batchinf.job.begun import open_begun
+from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.pictures import Picture, Pictures
 from batchinf.manifest.versions import stored_spec
@@ -29,7 +30,6 @@ from batchinf.prompts.encoder import show, token_texts
 from batchinf.records import Prompt
 from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
-from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import ShownColumns
 from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
@@ -309,7 +309,7 @@ def _with_images(built: BuiltAgain) -> Prompt:
     if spec.scripted is not None:
         raise UserError("the prompt has images, and the scripted engine made their tokens; output.include_prompt "
                         "stores prompts")  # fmt: skip
-    images = ImagePrompts(spec.input.images, base_folder=folder_of(spec.input.path))
+    images = ImagePrompts(spec.input.images, base_folder=image_folder(spec.input))
     prompt, _ = images.made(prompt, ReferenceProcessor(spec, built.job.model, built.begun_at).render, {})
     if prompt.error is not None:
         raise UserError(f"the prompt has images that cannot be loaded: {prompt.error.error_message}")

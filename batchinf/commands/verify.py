@@ -10,12 +10,12 @@ from batchinf.base.errors import DriftError, UserError, VerificationFailed
 from batchinf.base.parquet import open_part
 from batchinf.job.begun import open_begun
 from batchinf.job.drift import check_drift
+from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.manifest.state import State
 from batchinf.records import Prompt
 from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
-from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
 from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
@@ -268,7 +268,7 @@ def _prompts(job: Job, state: State, rows: Sequence[StoredRow]) -> dict[int, tup
     # Digests that changed stop here, with the name of the image.
     known = {row.values["row_index"]: row.values[IMAGE_DIGESTS] for row in rows}
     render = ReferenceProcessor(job.spec, job.model, begun_at(job, state)).render
-    images = ImagePrompts(job.spec.input.images, base_folder=folder_of(job.spec.input.path))
+    images = ImagePrompts(job.spec.input.images, base_folder=image_folder(job.spec.input))
     images.expect(built)
     prompts: dict[int, tuple[Prompt, ModelInputs | None]] = {}
     for prompt in built:

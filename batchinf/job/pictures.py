@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from batchinf.base.errors import ImageError
 from batchinf.base.places import shown_url
 from batchinf.base.text import clip, size_text
+from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job
 from batchinf.prompts.images import ImageSource
 from batchinf.prompts.media import ImageLoader, LoadedImage
-from batchinf.source.find import folder_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -57,7 +57,7 @@ class Pictures:
         """has_copies: make small copies. fetches: load images of URLs too, from the hosts that the spec names."""
         settings = job.spec.input.images
         assert settings is not None
-        self._loader = ImageLoader(settings, base_folder=folder_of(job.spec.input.path))
+        self._loader = ImageLoader(settings, base_folder=image_folder(job.spec.input))
         self._has_copies = has_copies
         self._fetches = fetches
         self._bytes_left = _MOST_BYTES

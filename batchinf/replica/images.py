@@ -17,6 +17,9 @@ import pyarrow as pa
 
 from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowError
 from batchinf.base.parquet import open_part
+from batchinf.base.places import is_http, shown_url
+from batchinf.base.storage import Folder
+from batchinf.base.text import clip
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.media import ImageLoader, LoadedImage
 from batchinf.records import ImageShape, Prompt, RenderedPrompt, Scoring, Span
@@ -33,10 +36,10 @@ _ROWS_AHEAD = 4
 class ImagePrompts:
     """Prompts with placeholders → prompts with the tokens of their images. For one thread."""
 
-    def __init__(self, settings: ImageSettings, *, base_folder: str | None) -> None:
-        """base_folder: see `ImageLoader`."""
+    def __init__(self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None) -> None:
+        """base_folder, cache_folder: see `ImageLoader`."""
         self._max_per_row = settings.max_per_row
-        self._loader = ImageLoader(settings, base_folder=base_folder)
+        self._loader = ImageLoader(settings, base_folder=base_folder, cache_folder=cache_folder)
         self._threads = ThreadPoolExecutor(_ROWS_AHEAD, thread_name_prefix="images")
         self._next: deque[Prompt] = deque()
         self._loading: dict[int, Future[list[LoadedImage] | RowError]] = {}
@@ -101,7 +104,8 @@ def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: Sequence[str]
     places = [place for place, (new, old) in enumerate(zip(digests, known, strict=False)) if new != old]
     which = f"image {places[0] + 1}" if places else "the list of images"
     source = prompt.image_sources[places[0]] if places else None
-    named = f" ('{source[:200]}')" if isinstance(source, str) and not source.startswith("data:") else ""
+    is_named = isinstance(source, str) and not source.startswith("data:")
+    named = f" ('{clip(shown_url(str(source)) if is_http(str(source)) else str(source), 200)}')" if is_named else ""
     raise DriftError(
         f"row {prompt.row_index}: {which}{named} has changed since the job ran the row; its results would be of two "
         "images: put the old one back, or start a new job with another output.path"

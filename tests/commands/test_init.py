@@ -221,6 +221,9 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
     ] == {"choice": ["no", "yes"]}
 
 
+MORE = ("paths", "data URLs", "bytes", "parts", "bare parts")
+
+
 def picture_files(folder: pathlib.Path) -> pathlib.Path:
     """A folder with a picture of each label in a folder of its own."""
     for label, name in itertools.product(("red", "blue"), ("circle", "square")):
@@ -269,7 +272,10 @@ def pictures_of(form: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict[str
 
 @pytest.mark.parametrize(
     "form",
-    ["a folder", "paths", "lists", "data URLs", "bytes", "feature", "URLs", "parts", "bare parts", "batch"],
+    [
+        *("a folder", "lists", "feature", "URLs", "batch"),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in MORE),
+    ],
 )
 def test_images_are_found(form: str, tmp_path: pathlib.Path) -> None:
     data, expected = pictures_of(form, tmp_path)

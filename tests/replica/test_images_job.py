@@ -7,6 +7,8 @@ import shutil
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import stores
 import yaml
@@ -147,6 +149,48 @@ def test_a_folder_of_pictures_is_an_input(tmp_path: pathlib.Path) -> None:
     shutil.copy(PICTURES / "red-square.png", folder / "blue-circle.png")
     refused = jobs.run("run", path, "--retry", "row_index = 0", is_refused=True)
     assert "1 file is changed: blue-circle.png" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_chain_of_jobs_keeps_its_images(tmp_path: pathlib.Path) -> None:
+    """Paths and bytes of kept columns are the images of the next job. Bytes are copied only if they are kept."""
+    names = sorted(path.name for path in PICTURES.iterdir())[:2]
+    contents = [(PICTURES / name).read_bytes() for name in names]
+    feature = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    of_hub = pa.array([{"bytes": data, "path": "gone.png"} for data in contents], feature)
+    paths = [f"pictures/{name}" for name in names]
+    first = spec_of(tmp_path / "first", sampling={"max_tokens": 4},
+                    input={"path": str(tmp_path / "first" / "rows.parquet"), "id_column": None,
+                           "images_column": "photo", "messages_column": "chat"},
+                    output={"keep_columns": ["path", "photo"]})  # fmt: skip
+    chat = [{"role": "user", "content": "What?"}]
+    columns = {"path": paths, "photo": of_hub, "other": of_hub, "chat": [chat] * 2}
+    pq.write_table(pa.table(columns), tmp_path / "first" / "rows.parquet")
+    jobs.finish(first)
+    rows = jobs.rows_of(tmp_path / "first" / "out")
+    digests = [[hashlib.sha256(data).hexdigest()] for data in contents]
+    assert [row["image_digests"] for row in rows] == digests
+    assert [row["photo"]["bytes"] for row in rows] == contents
+    assert "other" not in rows[0]
+    for column in ("path", "photo"):
+        where = {"path": None, "job": str(tmp_path / "first" / "out"), "id_column": None, "images_column": column,
+                 "prompt_template": "<image> {{ text }}", "messages": None}  # fmt: skip
+        again = spec_of(tmp_path / column, input=where, sampling={"max_tokens": 4})
+        jobs.finish(again)
+        assert [row["image_digests"] for row in jobs.rows_of(tmp_path / column / "out")] == digests
+
+
+def test_repaired_rows_have_their_own_images(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": "a", "photo": "pictures/red-circle.png"}, {"id": "b", "photo": "pictures/gone.png"}]
+    path = spec_of(tmp_path / "job", rows)
+    jobs.finish(path)
+    # Relative to the folder of the input, wherever the file with the repairs is.
+    (tmp_path / "elsewhere").mkdir()
+    fixed = write_lines(tmp_path / "elsewhere" / "fixed.jsonl", [{"id": "b", "photo": "pictures/blue-circle.png"}])
+    jobs.finish(path, "--retry", "errors", "--input", str(fixed))
+    after = {row["id"]: row for row in jobs.rows_of(tmp_path / "job" / "out")}
+    assert after["b"]["error_type"] is None
+    assert after["b"]["image_digests"] == [hashlib.sha256((PICTURES / "blue-circle.png").read_bytes()).hexdigest()]
 
 
 def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
