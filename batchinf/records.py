@@ -59,6 +59,8 @@ class Scoring:
     """Index of the right choice; None if it is unknown."""
     answer_error: str | None = None
     """Why the row's own value is no choice."""
+    neutral: tuple[Span, ...] = ()
+    """The same choices after the neutral context; empty if the job has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +375,8 @@ class Request:
     """Place of the first token of type 1, the second of two texts; None: all tokens have type 0."""
     rendered: Any = None
     """The engine's own form of a prompt with images, with their tensors; None: the ids are the whole prompt."""
+    is_shared: bool = False
+    """Many rows may have the same request. A replica runs it once and gives its result to all of them."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -278,7 +278,7 @@ class _Requests:
         parts = tuple(dataclasses.replace(part, sampling=sampling) for part in prompt.parts)
         row = dataclasses.replace(prompt, sampling=sampling, parts=parts)
         for part, request in self._task.requests(row, self._length):
-            if part.error is not None:
+            if part.error is not None or request.is_shared:  # a shared request runs once, not for each row
                 continue
             ids = request.prompt_token_ids
             most = LIKELY_TOKENS if self.is_assumed else request.max_tokens
