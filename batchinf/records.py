@@ -95,9 +95,9 @@ class ExpectedSpeed:
 class Bottleneck:
     """What limited a run, by its telemetry."""
 
-    kind: Literal["memory", "sequences", "input", "processor", "compute"]
-    """The memory for the cache, `max_num_seqs`, the input and the tokenizer, the engine's own work on the processor, or
-    the arithmetic of the devices."""
+    kind: Literal["memory", "sequences", "input", "images", "processor", "compute"]
+    """The memory for the cache, `max_num_seqs`, the input and the tokenizer, the images, the engine's own work on the
+    processor, or the arithmetic of the devices."""
     share: Share
     """Of the time."""
     reason: JsonText
