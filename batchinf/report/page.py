@@ -91,6 +91,7 @@ def _facts(out: str) -> dict[str, Any]:
         {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
     )
     rows = row_figures(look)
+    replicas = _replicas(history)
     return {
         "title": clip(os.path.basename(os.path.normpath(out)), 80),
         "folder": clip(out if look.is_bucket else os.path.abspath(out), 300),
@@ -102,10 +103,11 @@ def _facts(out: str) -> dict[str, Any]:
         "cards": _cards(report, totals, history, rows),
         "count_lines": list(TASKS[totals.task].count_lines(totals.num_rows_committed, totals.task_counts)),
         "timeline": history,
-        "replicas": _replicas(history),
+        "replicas": replicas,
         "runs": [run for job, state in begun if (run := _run_speed(job, state)) is not None],
-        "phases": PHASES,
+        "phases": [phase for phase in PHASES if any(seconds[phase] for _, seconds, _ in replicas)],
         "rows": rows,
+        "numbers": [figure for figure in (*rows.tokens, *rows.numbers) if figure.num_values],
         "sample_groups": sample_groups,
         "spec": _spec_text(begun[0][0].folder),
         "platforms": _platforms([state for _, state in begun]),
