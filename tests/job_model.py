@@ -810,7 +810,7 @@ class JobModel(RuleBasedStateMachine):
                 is_needed = False
         if ended.code == 2:
             ended = self._run(*extend)
-        if is_needed and group == FILES_RECORD:  # no run has read it yet; one that begins a slice anew would be refused
+        if is_needed and group in (FILES_RECORD, "repairs"):  # no run has read it yet; a later one would be refused
             path.write_bytes(content)
         self.totals = {self.on_disk}
         self._check_done()
