@@ -218,7 +218,7 @@ def _venv_with_a_slot_on_the_second_node(venv: pathlib.Path) -> pathlib.Path:
     (venv / "bin" / "activate").write_text(f"export PATH={venv}/bin:{sys.prefix}/bin:$PATH\n")
     (venv / "bin" / "ray").write_text(
         "#!/bin/bash\n"
-        """case " $* " in *" start "*" --address"*) set -- "$@" --resources '{"slot": 1}' ;; esac\n"""
+        """case " $* " in *" --address="*) set -- "$@" --resources '{"slot": 1}' ;; esac\n"""
         f'exec {sys.prefix}/bin/ray "$@"\n'
     )
     (venv / "bin" / "ray").chmod(0o755)
