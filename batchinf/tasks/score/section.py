@@ -71,8 +71,6 @@ def _check_section(spec: JobSpec) -> None:
                         "choices would store their context again and again: leave it out", "score.store")  # fmt: skip
         if not spec.output.include_token_logprobs:
             raise wrong("got all with output.include_token_logprobs false; leave out one of them", "score.store")
-        if spec.input.has_images:
-            raise wrong("got all in a job with images, which have no logprobs: leave it out", "score.store")
     if score.neutral is not None and not has_choices(spec.input):
         raise wrong("got it without choices; it compares the choices of a row: leave it out", "score.neutral")
     if score.neutral is not None and spec.input.has_images:
