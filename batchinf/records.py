@@ -59,6 +59,8 @@ class Scoring:
     """Index of the right choice; None if it is unknown."""
     answer_error: str | None = None
     """Why the row's own value is no choice."""
+    neutral: tuple[Span, ...] = ()
+    """The same choices after the neutral context; empty if the job has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,9 @@ class ExpectedSpeed:
 class Bottleneck:
     """What limited a run, by its telemetry."""
 
-    kind: Literal["memory", "sequences", "input", "processor", "compute"]
-    """The memory for the cache, `max_num_seqs`, the input and the tokenizer, the engine's own work on the processor, or
-    the arithmetic of the devices."""
+    kind: Literal["memory", "sequences", "input", "images", "processor", "compute"]
+    """The memory for the cache, `max_num_seqs`, the input and the tokenizer, the images, the engine's own work on the
+    processor, or the arithmetic of the devices."""
     share: Share
     """Of the time."""
     reason: JsonText
@@ -387,6 +389,8 @@ class Request:
     """Place of the first token of type 1, the second of two texts; None: all tokens have type 0."""
     rendered: Any = None
     """The engine's own form of a prompt with images, with their tensors; None: the ids are the whole prompt."""
+    is_shared: bool = False
+    """Many rows may have the same request. A replica runs it once and gives its result to all of them."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -6,12 +6,15 @@ import pathlib
 import numpy as np
 
 from batchinf.base.text import size_text
+from batchinf.job.choice_lengths import ChoiceLengths, task_of_length
 from batchinf.job.job import Job, carried_columns
 from batchinf.manifest.state import State
 from batchinf.output.counts import row_bytes
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards
+from batchinf.spec.sampling import STRUCTURE_FIELDS
+from batchinf.tasks.base import LIKELY_TOKENS
 
 # Input rows whose kept columns are measured.
 _NUM_MEASURED = 64
@@ -135,7 +138,11 @@ def _estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows:
 
 def bytes_per_row(job: Job) -> float:
     """Estimated size in Parquet of all output rows of one input row."""
-    return job.task.estimated_bytes_per_row() * mean_samples(job) / job.task.num_rows_per_input
+    choices = ChoiceLengths(job)
+    most = choices.bound(None, job.spec.sampling.max_tokens or LIKELY_TOKENS)
+    has_own = any(field in job.spec.sampling.columns for field in STRUCTURE_FIELDS)  # rows with other structures
+    task = task_of_length(job, most) if choices.are_all and not has_own else job.task
+    return task.estimated_bytes_per_row() * mean_samples(job) / job.task.num_rows_per_input
 
 
 def mean_samples(job: Job) -> float:
