@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
+import xxhash
 
 import jobs
 
@@ -80,6 +81,9 @@ class Proxy:
     def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
         self.fault = fault
         self.seen: list[tuple[str, str]] = []
+        self.num_open = 0
+        """Requests that are not answered yet."""
+        self._counting = threading.Lock()
         self._port = server()
         proxy = self
 
@@ -90,7 +94,8 @@ class Proxy:
                 pass
 
             def handle_any(self) -> None:
-                proxy._handle(self)
+                with proxy._counted():
+                    proxy._handle(self)
 
             do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = handle_any  # noqa: N815
 
@@ -113,6 +118,16 @@ class Proxy:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._counting:
+            self.num_open += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.num_open -= 1
 
     def _handle(self, request: http.server.BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
@@ -263,7 +278,17 @@ def num_journalled(url: str) -> int:
 
 def committed(url: str) -> set[str]:
     """The names of the parts that the commits name."""
-    return {f"part-{line['shard']:06d}.parquet" for line in lines(url) if line["kind"] == "part"}
+    return {*commits_of_parts(url)}
+
+
+def commits_of_parts(url: str) -> dict[str, dict[str, Any]]:
+    """The last committed line of each part, by the name of the part."""
+    return {f"part-{line['shard']:06d}.parquet": line for line in lines(url) if line["kind"] == "part"}
+
+
+def digests(url: str) -> dict[str, str]:
+    """The digests of all parts that are there, by name, as commits have them."""
+    return {name: xxhash.xxh3_128_hexdigest(read(url, f"parts/{name}")) for name in names(url, "parts")}
 
 
 def spec_of(folder: pathlib.Path, url: str, **sections: Any) -> pathlib.Path:
