@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -81,6 +82,8 @@ class Proxy:
     def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
         self.fault = fault
         self.seen: list[tuple[str, str]] = []
+        self.num_bytes: Counter[str] = Counter()
+        """Bytes of the answers, by the path of the object."""
         self.num_open = 0
         """Requests that are not answered yet."""
         self._counting = threading.Lock()
@@ -154,6 +157,8 @@ class Proxy:
                 content = response.read()
         finally:
             connection.close()
+        with self._counting:
+            self.num_bytes[path.partition("?")[0]] += len(content)
         if fault == "drop":
             request.close_connection = True
         elif fault == "500 after":

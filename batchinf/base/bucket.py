@@ -100,6 +100,29 @@ class Bucket:
         """An object; None if it is absent."""
         return self._try(lambda: self._read(name), name)
 
+    def get_range(self, name: str, first: int, stop: int) -> Object | None:
+        """The bytes `first` to `stop` of an object, with its ETag; None if it is absent or shorter than `first`."""
+
+        def attempt() -> Object | None:
+            try:
+                found = self._obstore.get(self._large, name, options={"range": (first, stop)})
+                return Object(bytes(found.bytes()), str(found.meta["e_tag"]))
+            except FileNotFoundError as error:
+                if _remedy(error):
+                    raise
+                return None
+            except Exception as error:
+                if _BEHIND.search(str(error)):
+                    return None
+                raise
+
+        return self._try(attempt, name)
+
+    def get_ranges(self, name: str, ranges: Iterable[tuple[int, int]]) -> Iterator[Object | None]:
+        """Several ranges of one object, all at a time; see `get_range`."""
+        begun = [_on_thread(functools.partial(self.get_range, name, first, stop)) for first, stop in ranges]
+        yield from (future.result() for future in begun)
+
     def get_all(self, names: Iterable[str]) -> Iterator[Object | None]:
         """Objects in the order of their names, several at a time."""
         ordered = list(names)
@@ -359,7 +382,7 @@ def _store(url: str, longest_s: int) -> Any:
     import obstore.store as stores
 
     scheme, bucket, prefix = bucket_and_prefix(url)
-    options = {**_options(longest_s), "retry_config": {"max_retries": 0}, "prefix": prefix}
+    options = {**_options(longest_s), "retry_config": {"max_retries": 0}, "prefix": prefix or None}
     match scheme:
         case "s3":
             return stores.S3Store(bucket, **options, **_s3_endpoint(), **_aws_credentials())
@@ -411,6 +434,7 @@ def _aws_credentials() -> dict[str, Any]:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+_BEHIND = re.compile("InvalidRange|status code: 416")
 _NOT_ALLOWED = ("PermissionDeniedError", "UnauthenticatedError")
 _EXPIRED = re.compile("ExpiredToken|TokenRefreshRequired|RequestExpired|InvalidAccessKeyId|SignatureDoesNotMatch")
 _FULL = re.compile("QuotaExceeded|InsufficientStorage|507 |EntityTooLarge")

@@ -57,6 +57,12 @@ class RemoteFile(InputFile):
         """The stamp as it is now; `stamp` may be as old as the listing."""
         return _stamp(self._fresh_info())
 
+    @property
+    def object_etag(self) -> str:
+        """See `InputFile`. Only of what obstore reads, because `ranges` reads by it, too."""
+        is_of_store = type(self.system).__module__.startswith("obstore")
+        return str(self.info.get("e_tag") or "").strip('"') if is_of_store else ""
+
     def _fresh_info(self) -> Mapping[str, Any]:
         with _input_errors(self.path):
             self.system.invalidate_cache()

@@ -4,16 +4,19 @@ import gzip
 import io
 import json
 import pathlib
+import random
 import shutil
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
 import stores
 
 import jobs
-from batchinf.base.errors import InputError
+from batchinf.base.errors import DriftError, InputError
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
 
@@ -72,6 +75,89 @@ def test_what_cannot_be_read_is_one_line(
     with pytest.raises(InputError, match=words) as raised:
         open_source(InputLocation(url + path), tmp_path)
     assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+def prompts_with_pictures(*, is_swapped: bool = False) -> bytes:
+    """The sample prompts as Parquet, with a column of 2 MB that no job reads. All values have one footer.
+
+    is_swapped: the texts of two rows of the same length are exchanged.
+    """
+    table = pyarrow.json.read_json(jobs.prompts())
+    texts = table.column("prompt").to_pylist()
+    if is_swapped:
+        first, second = next((i, j) for i in range(20) for j in range(i) if len(texts[i]) == len(texts[j]))
+        texts[first], texts[second] = texts[second], texts[first]
+    table = table.set_column(table.column_names.index("prompt"), "prompt", pa.array(texts))
+    pictures = random.Random(1).randbytes(9000 * table.num_rows)
+    column = pa.array([pictures[9000 * row : 9000 * (row + 1)] for row in range(table.num_rows)])
+    buffer = io.BytesIO()
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(table.append_column("picture", column), buffer, row_group_size=20, **plain)
+    return buffer.getvalue()
+
+
+def num_bytes_read(store: stores.Proxy, url: str) -> int:
+    return sum(size for path, size in store.num_bytes.items() if f"{url.rpartition('/')[2]}/in/" in path)
+
+
+def test_of_parquet_only_the_columns_and_rows_of_the_job_are_read(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    data = prompts_with_pictures()
+    put(f"{url}/in/a.parquet", data)
+    spec = stores.spec_of(tmp_path, f"{url}/out", input={"path": f"{url}/in/*.parquet"})
+    done = jobs.finish(spec, "--slice", "0/2", **store.environment)
+    assert "of the input: the columns and rows that run" in done.stderr
+    half = num_bytes_read(store, url)
+    jobs.finish(spec, "--slice", "1/2", **store.environment)
+    both = num_bytes_read(store, url)
+    assert [*stores.rows(f"{url}/out/slice-0"), *stores.rows(f"{url}/out/slice-1")] == list(jobs.unhurt())
+    # Footers have up to 64 KiB; the second slice finds this one in the folder that slices share.
+    assert 0 < half < 0.06 * len(data) and both < 0.09 * len(data)
+    # Replicas read only what the coordinator has fetched: there is one request for each column and row group.
+    store.seen.clear()
+    jobs.finish(spec, "--slice", "0/2", "--retry", "row_index < 30", **store.environment)
+    assert num_bytes_read(store, url) == both
+
+
+def test_a_changed_object_with_the_same_footer_is_noticed_on_another_machine(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    data = prompts_with_pictures()
+    swapped = prompts_with_pictures(is_swapped=True)
+    assert len(swapped) == len(data) and swapped[-10_000:] == data[-10_000:] and swapped != data
+    put(f"{url}/in/a.parquet", data)
+    spec = stores.spec_of(tmp_path, f"{url}/out", input={"path": f"{url}/in/*.parquet"})
+    assert jobs.run("run", spec, faults="chain.after_commit:6=kill", **store.environment).returncode == -9
+    shutil.rmtree(tmp_path / "work")
+    put(f"{url}/in/a.parquet", swapped)
+    refused = jobs.run("run", spec, **store.environment)
+    assert refused.returncode == 2 and "1 file is changed: a.parquet" in refused.stderr, refused.stderr
+    put(f"{url}/in/a.parquet", data)
+    jobs.finish(spec, **store.environment)
+    assert stores.rows(f"{url}/out") == list(jobs.unhurt())
+
+
+def test_ranges_of_a_changed_object_are_not_mixed(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    put(f"{url}/in/a.parquet", prompts_with_pictures())
+    source = open_source(InputLocation(f"{url}/in/a.parquet"), tmp_path)
+    before = source.read(0, 5, ["prompt"])
+    # A range that is damaged in the cache is read again.
+    [kept] = [path for path in (tmp_path / "ranges").glob("*/*") if path.is_file()]
+    kept.write_bytes(kept.read_bytes()[:-9] + bytes(9))
+    source.close()
+    again = open_source(InputLocation(f"{url}/in/a.parquet"), tmp_path, [source.fingerprint])
+    assert again.read(0, 5, ["prompt"]) == before
+    # What was fetched is not asked for again, and what a retry of other rows needs is known.
+    for file, spans in again.unfetched([np.arange(100)], ["prompt"]):
+        file.fetch(spans)
+    assert not again.unfetched([np.arange(100)], ["prompt"]) and again.unfetched([np.arange(100, 101)], ["prompt"])
+    store.seen.clear()
+    assert len(again.read(0, 100, ["prompt"])) == 100 and not store.seen
+    put(f"{url}/in/a.parquet", prompts_with_pictures(is_swapped=True))
+    with pytest.raises(DriftError, match="has changed since the job first read it"):
+        again.read(100, 105, ["prompt"])
+    again.close()
 
 
 def test_a_job_from_a_bucket_into_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
