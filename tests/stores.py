@@ -5,6 +5,7 @@ import contextlib
 import functools
 import http.client
 import http.server
+import io
 import json
 import os
 import pathlib
@@ -22,6 +23,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
+import pyarrow.json
+import pyarrow.parquet as pq
 import xxhash
 
 import jobs
@@ -75,8 +78,8 @@ def _ask(port: int, method: str, path: str) -> int:
 class Proxy:
     """Forwards requests to the server, and fails some of them.
 
-    fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, or a status, perhaps with
-    a code, such as `403` or `400 ExpiredToken`; "" for none.
+    fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, `delay` with seconds, or
+    a status, perhaps with a code, such as `403` or `400 ExpiredToken`; "" for none.
     """
 
     def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
@@ -143,6 +146,8 @@ class Proxy:
             return
         if fault == "slow":
             time.sleep(0.3)
+        elif fault.startswith("delay "):
+            time.sleep(float(fault.partition(" ")[2]))
         elif fault[:1].isdecimal() and fault != "500 after":
             status, _, code = fault.partition(" ")
             _answer(request, int(status), f"<Error><Code>{code or 'Injected'}</Code></Error>".encode())
@@ -226,6 +231,31 @@ def names(url: str, folder: str = "") -> dict[str, int]:
 def read(url: str, name: str) -> bytes:
     with file_system().open_input_stream(f"{url.removeprefix('s3://')}/{name}") as file:
         return bytes(file.read())
+
+
+def put(url: str, data: bytes) -> None:
+    """Write an object."""
+    with file_system().open_output_stream(url.removeprefix("s3://"), compression=None) as file:
+        file.write(data)
+
+
+def prompts_with_pictures(*, is_swapped: bool = False) -> bytes:
+    """The sample prompts as Parquet, with a column of 2 MB that no job reads. All values have one footer.
+
+    is_swapped: the texts of two rows of the same length are exchanged.
+    """
+    table = pyarrow.json.read_json(jobs.prompts())
+    texts = table.column("prompt").to_pylist()
+    if is_swapped:
+        first, second = next((i, j) for i in range(20) for j in range(i) if len(texts[i]) == len(texts[j]))
+        texts[first], texts[second] = texts[second], texts[first]
+    table = table.set_column(table.column_names.index("prompt"), "prompt", pa.array(texts))
+    pictures = random.Random(1).randbytes(9000 * table.num_rows)
+    column = pa.array([pictures[9000 * row : 9000 * (row + 1)] for row in range(table.num_rows)])
+    buffer = io.BytesIO()
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(table.append_column("picture", column), buffer, row_group_size=20, **plain)
+    return buffer.getvalue()
 
 
 def table(url: str) -> pa.Table:

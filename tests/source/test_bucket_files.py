@@ -4,13 +4,11 @@ import gzip
 import io
 import json
 import pathlib
-import random
 import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
 import stores
@@ -22,11 +20,6 @@ from batchinf.source.rows import open_source
 
 pytestmark = [pytest.mark.fewer_rows, pytest.mark.usefixtures("store_of_this_process")]
 ROWS = [{"x": number, "text": f"row {number} ä"} for number in range(50)]
-
-
-def put(url: str, data: bytes) -> None:
-    with stores.file_system().open_output_stream(url.removeprefix("s3://"), compression=None) as file:
-        file.write(data)
 
 
 def content(ending: str) -> bytes:
@@ -44,7 +37,7 @@ def content(ending: str) -> bytes:
 @pytest.mark.parametrize("glob", ["/in/*", "/in", "/in/b.{}"])
 def test_each_format_is_read(ending: str, glob: str, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     for name in ("a", "b"):
-        put(f"{url}/in/{name}.{ending}", content(ending))
+        stores.put(f"{url}/in/{name}.{ending}", content(ending))
     source = open_source(InputLocation(url + glob.format(ending)), tmp_path)
     expected = ROWS if "b." in glob else ROWS * 2
     assert [dict(row.values) for row in source.read(0, source.num_rows)] == expected
@@ -77,25 +70,6 @@ def test_what_cannot_be_read_is_one_line(
     assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
 
 
-def prompts_with_pictures(*, is_swapped: bool = False) -> bytes:
-    """The sample prompts as Parquet, with a column of 2 MB that no job reads. All values have one footer.
-
-    is_swapped: the texts of two rows of the same length are exchanged.
-    """
-    table = pyarrow.json.read_json(jobs.prompts())
-    texts = table.column("prompt").to_pylist()
-    if is_swapped:
-        first, second = next((i, j) for i in range(20) for j in range(i) if len(texts[i]) == len(texts[j]))
-        texts[first], texts[second] = texts[second], texts[first]
-    table = table.set_column(table.column_names.index("prompt"), "prompt", pa.array(texts))
-    pictures = random.Random(1).randbytes(9000 * table.num_rows)
-    column = pa.array([pictures[9000 * row : 9000 * (row + 1)] for row in range(table.num_rows)])
-    buffer = io.BytesIO()
-    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    pq.write_table(table.append_column("picture", column), buffer, row_group_size=20, **plain)
-    return buffer.getvalue()
-
-
 def num_bytes_read(store: stores.Proxy, url: str) -> int:
     return sum(size for path, size in store.num_bytes.items() if f"{url.rpartition('/')[2]}/in/" in path)
 
@@ -103,8 +77,8 @@ def num_bytes_read(store: stores.Proxy, url: str) -> int:
 def test_of_parquet_only_the_columns_and_rows_of_the_job_are_read(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
-    data = prompts_with_pictures()
-    put(f"{url}/in/a.parquet", data)
+    data = stores.prompts_with_pictures()
+    stores.put(f"{url}/in/a.parquet", data)
     spec = stores.spec_of(tmp_path, f"{url}/out", input={"path": f"{url}/in/*.parquet"})
     done = jobs.finish(spec, "--slice", "0/2", **store.environment)
     assert "of the input: the columns and rows that run" in done.stderr
@@ -123,23 +97,23 @@ def test_of_parquet_only_the_columns_and_rows_of_the_job_are_read(
 def test_a_changed_object_with_the_same_footer_is_noticed_on_another_machine(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path
 ) -> None:
-    data = prompts_with_pictures()
-    swapped = prompts_with_pictures(is_swapped=True)
+    data = stores.prompts_with_pictures()
+    swapped = stores.prompts_with_pictures(is_swapped=True)
     assert len(swapped) == len(data) and swapped[-10_000:] == data[-10_000:] and swapped != data
-    put(f"{url}/in/a.parquet", data)
+    stores.put(f"{url}/in/a.parquet", data)
     spec = stores.spec_of(tmp_path, f"{url}/out", input={"path": f"{url}/in/*.parquet"})
     assert jobs.run("run", spec, faults="chain.after_commit:6=kill", **store.environment).returncode == -9
     shutil.rmtree(tmp_path / "work")
-    put(f"{url}/in/a.parquet", swapped)
+    stores.put(f"{url}/in/a.parquet", swapped)
     refused = jobs.run("run", spec, **store.environment)
     assert refused.returncode == 2 and "1 file is changed: a.parquet" in refused.stderr, refused.stderr
-    put(f"{url}/in/a.parquet", data)
+    stores.put(f"{url}/in/a.parquet", data)
     jobs.finish(spec, **store.environment)
     assert stores.rows(f"{url}/out") == list(jobs.unhurt())
 
 
 def test_ranges_of_a_changed_object_are_not_mixed(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
-    put(f"{url}/in/a.parquet", prompts_with_pictures())
+    stores.put(f"{url}/in/a.parquet", stores.prompts_with_pictures())
     source = open_source(InputLocation(f"{url}/in/a.parquet"), tmp_path)
     before = source.read(0, 5, ["prompt"])
     # A range that is damaged in the cache is read again.
@@ -154,7 +128,12 @@ def test_ranges_of_a_changed_object_are_not_mixed(url: str, store: stores.Proxy,
     assert not again.unfetched([np.arange(100)], ["prompt"]) and again.unfetched([np.arange(100, 101)], ["prompt"])
     store.seen.clear()
     assert len(again.read(0, 100, ["prompt"])) == 100 and not store.seen
-    put(f"{url}/in/a.parquet", prompts_with_pictures(is_swapped=True))
+    store.fault = lambda method, path: "400 ExpiredToken"
+    with pytest.raises(InputError, match="check that the key is right, has not expired") as raised:
+        again.read(100, 105, ["prompt"])
+    assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+    store.fault = lambda method, path: ""
+    stores.put(f"{url}/in/a.parquet", stores.prompts_with_pictures(is_swapped=True))
     with pytest.raises(DriftError, match="has changed since the job first read it"):
         again.read(100, 105, ["prompt"])
     again.close()
@@ -162,15 +141,15 @@ def test_ranges_of_a_changed_object_are_not_mixed(url: str, store: stores.Proxy,
 
 def test_a_job_from_a_bucket_into_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     lines = jobs.prompts().read_bytes().splitlines(keepends=True)
-    put(f"{url}/in/a.jsonl", b"".join(lines[:100]))
-    put(f"{url}/in/b.jsonl", b"".join(lines[100:]))
+    stores.put(f"{url}/in/a.jsonl", b"".join(lines[:100]))
+    stores.put(f"{url}/in/b.jsonl", b"".join(lines[100:]))
     spec = stores.spec_of(tmp_path, f"{url}/out", input={"path": f"{url}/in/*.jsonl"})
     assert jobs.run("run", spec, faults="chain.after_commit:9=kill", **store.environment).returncode == -9
     shutil.rmtree(tmp_path / "work")
     # An object that has changed is noticed on another machine, which has no copy of it.
-    put(f"{url}/in/b.jsonl", b"".join(lines[101:]))
+    stores.put(f"{url}/in/b.jsonl", b"".join(lines[101:]))
     refused = jobs.run("run", spec, **store.environment)
     assert refused.returncode == 2 and "input" in refused.stderr, refused.stderr
-    put(f"{url}/in/b.jsonl", b"".join(lines[100:]))
+    stores.put(f"{url}/in/b.jsonl", b"".join(lines[100:]))
     jobs.finish(spec, **store.environment)
     assert stores.rows(f"{url}/out") == list(jobs.unhurt())
