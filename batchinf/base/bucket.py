@@ -87,7 +87,10 @@ class Bucket:
         self.is_stopped: Callable[[], bool] = lambda: False
         """Asked while a request is waited for; it then ends as if the patience were over."""
         self.failing_since: float | None = None
-        """Monotonic, in seconds; None while the store answers."""
+        """Monotonic, in seconds; None while the store answers. Only requests of small objects end it: the others wait
+        for an hour, so they may succeed on a store that is too slow for a heartbeat."""
+        self.on_failure: Callable[[], object] = lambda: None
+        """Called after an attempt has failed, in the thread that waits."""
         self.failure = ""
 
     def at(self, name: str) -> "Bucket":
@@ -116,7 +119,7 @@ class Bucket:
                     return None
                 raise
 
-        return self._try(attempt, name)
+        return self._try(attempt, name, is_large=True)
 
     def get_ranges(self, name: str, ranges: Iterable[tuple[int, int]]) -> Iterator[Object | None]:
         """Several ranges of one object, all at a time; see `get_range`."""
@@ -168,6 +171,11 @@ class Bucket:
         """Delete objects; one that is absent is passed over."""
         for name in names:
             self._try(functools.partial(self._delete, name), name)
+
+    def move(self, name: str, to: str) -> None:
+        """Give an object another name. The store copies it; there are both names for a moment."""
+        self._try(lambda: self._obstore.copy(self._large, name, to), name, is_large=True)
+        self.delete([name])
 
     def list(self, folder: str, after: str = "") -> list[Listed]:
         """The objects in a folder, sorted by name. after: only those whose names come later."""
@@ -222,7 +230,7 @@ class Bucket:
                     return there
             return None
 
-        return self._try(attempt, name)
+        return self._try(attempt, name, is_large=True)
 
     def write(self, name: str, path: pathlib.Path) -> None:
         """Write an object from a file of any size, in parts; the last writer wins. It is there when it is whole."""
@@ -231,7 +239,7 @@ class Bucket:
         def attempt() -> None:
             self._obstore.put(self._large, name, path, chunk_size=part_bytes, max_concurrency=_NUM_PARTS_AT_ONCE)
 
-        self._try(attempt, name)
+        self._try(attempt, name, is_large=True)
 
     def download(self, name: str, path: pathlib.Path) -> str | None:
         """Read an object into a new file; returns its ETag, or None if it is absent."""
@@ -247,7 +255,7 @@ class Bucket:
                     file.write(piece)
             return self._etag_of(found.meta)
 
-        return self._try(attempt, name)
+        return self._try(attempt, name, is_large=True)
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
@@ -313,7 +321,9 @@ class Bucket:
         with contextlib.suppress(FileNotFoundError):
             self._obstore.delete(self._small, name)
 
-    def _try(self, attempt: Callable[[], _T], name: str, patience_s: float | None = None) -> _T:
+    def _try(
+        self, attempt: Callable[[], _T], name: str, patience_s: float | None = None, *, is_large: bool = False
+    ) -> _T:
         """The result of `attempt`, which is tried again after an error until the patience is over."""
         patience_s = self.patience_s if patience_s is None else patience_s
         began = time.monotonic()
@@ -331,13 +341,15 @@ class Bucket:
                     ) from error
                 self.failure = one_line(cause)
                 self.failing_since = self.failing_since or time.monotonic()
+                self.on_failure()
             else:
-                self.failing_since = None
+                if not is_large:
+                    self.failing_since = None
                 return result
             if self.is_stopped() or time.monotonic() - began + pause_s > patience_s:
                 raise StoreError(
                     f"{self.url}/{name}: the store has not taken a request for "
-                    f"{time.monotonic() - self.failing_since:.0f} s: {self.failure}; nothing is lost: run the same "
+                    f"{time.monotonic() - began:.0f} s: {self.failure}; nothing is lost: run the same "
                     "command again when it answers"
                 )
             time.sleep(random.random() * pause_s)
