@@ -284,11 +284,11 @@ def test_reading_commands(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     assert not [path for method, path in store.seen if path.endswith(".parquet")]
 
 
-@pytest.mark.parametrize("command", ["check --repair", "report", "slurm --nodes 2", "tune", "run ray"])
+@pytest.mark.parametrize("command", ["report", "slurm --nodes 2", "tune", "run ray"])
 def test_commands_that_do_not_work_with_a_bucket(command: str, url: str, tmp_path: pathlib.Path) -> None:
     name, *more = command.split()
     spec = stores.spec_of(tmp_path, url, **({"backend": "ray"} if more == ["ray"] else {}))
-    target = url if name in ("check", "report") else spec
+    target = url if name == "report" else spec
     more = [] if more == ["ray"] else more
     refused = jobs.run(name, target, *more, AWS_ENDPOINT_URL="http://127.0.0.1:1")
     assert refused.returncode == 2
