@@ -140,6 +140,22 @@ def test_parquet_is_read_by_ranges(url: str, store: dict[str, str], tmp_path: pa
     source.close()
 
 
+def test_a_job_in_a_bucket_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    """On a stand-in for the hub's gateway: an S3 server below a folder, which answers GET with another place."""
+    name = uuid.uuid4().hex[:12]
+    url = f"hf://buckets/{stores.NAMESPACE}/{stores.BUCKET}/{name}"
+    with stores.proxy() as gateway:
+        environment = {**stores.KEYS, "BATCHINF_HF_GATEWAY": gateway.url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        spec = stores.spec_of(tmp_path, url)
+        assert jobs.run("run", spec, faults="mirror.after_bundle:2=kill", **environment).returncode == -9
+        shutil.rmtree(tmp_path / "work")
+        jobs.finish(spec, **environment)
+        assert stores.rows(f"s3://{stores.BUCKET}/{name}") == list(jobs.unhurt())
+        jobs.finish(spec, "--retry", "row_index = 3", **environment)
+        assert jobs.run("check", url, "--deep", **environment).returncode == 0
+    assert stores.rows(f"s3://{stores.BUCKET}/{name}") == list(jobs.unhurt())
+
+
 def test_a_container_that_is_missing(store: dict[str, str], tmp_path: pathlib.Path) -> None:
     if store["SCHEME"] == "gs":
         pytest.skip("the stub knows no buckets")

@@ -400,7 +400,7 @@ def _store(url: str, longest_s: int) -> Any:
             return stores.S3Store(bucket, **options, **_s3_endpoint(), **_aws_credentials())
         case "hub":
             namespace, name = bucket.split("/")
-            endpoint = f"https://s3.hf.co/{namespace}"
+            endpoint = f"{_hub_gateway()}/{namespace}"
             return stores.S3Store(name, endpoint=endpoint, region="us-east-1", **options, **_aws_credentials())
         case "gs":
             return stores.GCSStore(bucket, **options)
@@ -414,6 +414,10 @@ def file_system(scheme: str) -> Any:
 
     own = {"config": _s3_endpoint(), **_aws_credentials()} if scheme == "s3" else {}
     return FsspecStore(scheme, **_options(_LONG_S), **own)  # type: ignore[call-overload]
+
+
+def _hub_gateway() -> str:
+    return os.environ.get("BATCHINF_HF_GATEWAY", "https://s3.hf.co").rstrip("/")
 
 
 def _options(longest_s: int) -> dict[str, Any]:
