@@ -127,6 +127,17 @@ def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     return one_format(files, input), files
 
 
+def objects_in(url: str) -> list[InputFile]:
+    """The objects in a folder of a bucket, with their names there. Raises InputError if they cannot be listed."""
+    with _input_errors(url):
+        system, path = _connect(url)
+        found = system.find(path, detail=True)
+    return [
+        RemoteFile(_name(path, place), system.unstrip_protocol(place), system=system, place=place, info=info)
+        for place, info in sorted(found.items())
+    ]
+
+
 _HIDDEN = re.compile(r"(^|/)[._]")
 
 

@@ -195,7 +195,7 @@ def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | No
 
 
 def _find(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
-    return find_remote(input) if is_url(input.path) else find_files(input)
+    return find_remote(input) if is_url(input.path) and input.parts is None else find_files(input)
 
 
 def _asked(input: InputLocation) -> dict[str, object]:
@@ -208,8 +208,9 @@ def _again(
     """The files of these versions, and of a new version if `new` is `take`."""
     known = latest_ranges(versions)
     known_format = file_format(versions[-1].format)
-    # The copies of a remote input are what the job began with. The URL is listed again only to find new files.
-    is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
+    # The copies of a remote input are what the job began with. The URL is listed again only to find new files. Those of
+    # another job are found by its manifest.
+    is_copied = is_url(input.path) and input.parts is None and read_record(cache, _ASKED) == _asked(input)
     if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
