@@ -23,6 +23,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinf.fleet.local.devices import visible_devices
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _WAIT_S = 600.0
 _SETTINGS = {
@@ -82,7 +84,8 @@ class Hosts:
         return found
 
     def _add(self, cluster: Any, number: int) -> Any:
-        gpus = ",".join(str(number * self._each + at) for at in range(self._each))
+        first = number * self._each
+        gpus = ",".join(visible_devices()[first : first + self._each])
         return cluster.add_node(num_cpus=self._each, num_gpus=self._each, env_vars={"CUDA_VISIBLE_DEVICES": gpus})
 
     def _replace(self, cluster: Any, node: Any) -> None:

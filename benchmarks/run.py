@@ -277,7 +277,7 @@ class Bench:
         engine = self._engine(step)
         runs = [rival_run(workload, kind, self.out) | {"result": str(result)} for workload, kind, result in wanted]
         path.write_text(json.dumps({"engine": engine, "runs": runs}, indent=1))
-        environment = lane.environment(step.runs[0][0].tensor_parallel_size)
+        environment = lane.environment(step.runs[0][0].num_rival_devices)
         if not visible_devices():
             # On a CPU the engine runs like that of a job: in one process, on the same cores.
             environment |= engine_environment((), len(os.sched_getaffinity(0)))
@@ -374,6 +374,7 @@ def write_spec(
         "sampling": sampling,
         "parallel": {
             "tensor_parallel_size": workload.tensor_parallel_size,
+            "pipeline_parallel_size": workload.pipeline_parallel_size,
             "data_parallel_size": workload.data_parallel_size,
             **workload.job_parallel,
         },

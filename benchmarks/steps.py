@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def table(steps: npt.NDArray[np.float64]) -> list[str]:
-    """Lines for a run. steps: float64 [n, 3]: seconds, tokens, requests.
+    """Lines for a run. steps: float64 [n, ≥ 3]: seconds, tokens, requests.
 
     The warm-up ends with an empty step, which vLLM makes because it schedules ahead of the device.
     """

@@ -66,6 +66,7 @@ class Workload:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     max_model_len: int = 2048
     max_num_seqs: int = 1024
@@ -106,6 +107,7 @@ class Workload:
             "dtype": self.dtype,
             "quantization": self.quantization,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
             **({"runner": "pooling", "convert": pools} if pools else {}),
             **({"enable_lora": True, "max_lora_rank": self.lora_rank} if self.lora_rank else {}),
             **self.engine,
@@ -114,7 +116,12 @@ class Workload:
     @property
     def num_devices(self) -> int:
         """Devices that the job uses."""
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.num_rival_devices * self.data_parallel_size
+
+    @property
+    def num_rival_devices(self) -> int:
+        """Devices that a rival uses, which is one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def model_name(self) -> str:
@@ -350,6 +357,8 @@ WORKLOADS = {
             },
         ),
         Workload("tp2", logprobs=5, tensor_parallel_size=2, h200={"batchinf": 19315, "ceiling": 19862}),
+        Workload("tp2-fp8", logprobs=5, tensor_parallel_size=2, quantization="fp8", **_BARE),
+        Workload("pp2", logprobs=5, pipeline_parallel_size=2, **_BARE),
         Workload("dp2", logprobs=5, data_parallel_size=2, num_rows=16384, rivals=(), h200={"batchinf": 23476}),
         Workload("seventy-one", num_rows=3072, rivals=(), h200={"batchinf": 5980}, **_SEVENTY),
         Workload("seventy", num_rows=6144, data_parallel_size=2, rivals=(), h200={"batchinf": 11729}, **_SEVENTY),

@@ -12,7 +12,9 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.records import InputJob
 from batchinf.source.files import InputFile
+from batchinf.source.find import folder_of
 from batchinf.source.remote import objects_in
+from batchinf.spec.input import InputSpec
 
 
 def committed_parts(out: str, *, must_be_done: bool = True) -> list[InputFile]:
@@ -55,6 +57,23 @@ def input_job(out: str) -> InputJob:
         num_parts=sum(len(state.parts) for _, state in jobs),
         epoch=sum(state.last_epoch for _, state in jobs),
     )
+
+
+def image_folder(where: InputSpec) -> str | None:
+    """The folder in which relative paths of images begin; None if it is not on this host.
+
+    Rows of another job have the paths of its input.
+    """
+    path = where.path
+    job = where.job
+    while job is not None:
+        begun = [] if not is_bucket(job) and not os.path.isdir(os.path.expanduser(job)) else _look(job).begun()
+        if not begun:
+            return None
+        of_job = begun[0][1].header.spec["input"]
+        path = str(of_job["path"])
+        job = of_job.get("job")
+    return folder_of(path)
 
 
 def _look(out: str) -> Look:

@@ -34,6 +34,9 @@ _NOT_HIDDEN = 0.25
 # Several engines on a device take longer by this factor than the peaks' shares say: they take turns, and the small
 # kernels, which the Python of one engine hides, add up.
 _TURNS = 1.4
+# A step that makes tokens takes longer by this factor in a pipeline: its stages wait for each other. Measured with two:
+# 1.10 and 1.31 for 8B, 1.54 for 70B (benchmarks/RESULTS.md, benchmarks/history/vllm-0.26.md).
+_STAGES_WAIT = 1.3
 # Memory that the logprobs of a prompt's token read and write, for each entry of the vocabulary, in one pass.
 _LOGPROB_BYTES = 8
 _PCIE = 25e9  # bytes a second in one direction, between GPUs without NVLink
@@ -184,6 +187,8 @@ def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: fl
     device_s = sum(parts.values())
     python_s = num_steps * (STEP_S + launch_s) + running * SEQUENCE_S + starts * REQUEST_S
     step_s = max(device_s, python_s) + _NOT_HIDDEN * min(device_s, python_s)
+    if pipeline > 1 and decoded:
+        step_s *= _STAGES_WAIT
     if sharers > 1:  # the device does a step of each in turn, or waits for the Python of all
         device_s *= sharers * _TURNS
         step_s = max(step_s, device_s)

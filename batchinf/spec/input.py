@@ -289,6 +289,9 @@ class InputSpec(Section):
         return self
 
     def _check_images(self) -> None:
+        if self.job is not None and is_bucket(self.job):
+            # Replicas look in the other job for the folder of its images, and have no access to a bucket.
+            raise wrong(f"got {self.job!r} in a job with images; must be a folder of this host: copy it here", "job")
         takes_none = next((form for form in ("text_column", "query_column") if getattr(self, form) is not None), None)
         if takes_none is not None:
             raise wrong("got it in a job with images; only a prompt has them: leave one of them out", takes_none)

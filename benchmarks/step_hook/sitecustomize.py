@@ -3,8 +3,8 @@ folder on their path.
 
 `KERNEL_LOG-kernels-PID.json` counts steps and calls of batchinf's own attention.
 
-Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests. Twenty are written at a time, which costs
-a microsecond a step.
+Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests, requests that waited before the step, and
+those that began in it. Twenty are written at a time, which costs a microsecond a step.
 
 `STEP_TRACE-plain.json.gz` and `STEP_TRACE-stacks.json.gz` are traces of PyTorch's profiler, of STEP_TRACE_STEPS steps
 each, the second one with Python's functions, whose recording slows the steps. They begin with a decoding step, after
@@ -14,6 +14,7 @@ STEP_TRACE_AFTER decoding steps; with STEP_TRACE_PROMPTS, steps that read prompt
 STEP_WITHOUT: names of `PIECES` with commas between them. vLLM's own code does the work of these.
 """
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import json
@@ -83,18 +84,24 @@ def _leave_out(module: ModuleType, name: str, found: Any) -> None:
 
 def _log(module: Any) -> None:
     scheduler = module.Scheduler
-    schedule, lines = scheduler.schedule, []
+    schedule, lines = scheduler.schedule, list[str]()
+
+    def write() -> None:
+        with pathlib.Path(f"{os.environ['STEP_LOG']}-{os.getpid()}.txt").open("a") as file:
+            file.writelines(lines)
+        lines.clear()
 
     def logged(self: Any, *arguments: Any, **named: Any) -> Any:
         began = time.monotonic()
+        num_waiting = len(self.waiting) + len(getattr(self, "skipped_waiting", ()))
         step = schedule(self, *arguments, **named)
-        lines.append(f"{began:.6f} {step.total_num_scheduled_tokens} {len(step.num_scheduled_tokens)}\n")
+        counts = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens), num_waiting
+        lines.append(f"{began:.6f} {' '.join(map(str, counts))} {len(step.scheduled_new_reqs)}\n")
         if len(lines) >= 20 or not step.total_num_scheduled_tokens:
-            with pathlib.Path(f"{os.environ['STEP_LOG']}-{os.getpid()}.txt").open("a") as file:
-                file.writelines(lines)
-            lines.clear()
+            write()
         return step
 
+    atexit.register(lambda: write() if lines else None)  # a process that is killed loses the last lines
     scheduler.schedule = logged
 
 
