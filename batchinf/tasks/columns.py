@@ -73,6 +73,7 @@ def shared_columns(results: Sequence[Result], include_prompt: bool, *, has_image
     }
 
 
+# In the order of `Prompt.image_shapes`.
 _IMAGE_FACTS: Fields = (
     ("image_formats", list_of(pa.string())),
     ("image_widths", list_of(pa.int32())),
@@ -84,8 +85,8 @@ def _image_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
     digests = [None if prompt.image_digests is None else list(prompt.image_digests) for prompt in prompts]
     shapes = [None if prompt.image_digests is None else prompt.image_shapes for prompt in prompts]
     facts = {
-        name: pa.array([None if row is None else [getattr(shape, fact) for shape in row] for row in shapes], type)
-        for (name, type), fact in zip(_IMAGE_FACTS, ("format", "width", "height"), strict=True)
+        name: pa.array([None if row is None else [shape[place] for shape in row] for row in shapes], type)
+        for place, (name, type) in enumerate(_IMAGE_FACTS)
     }
     return {IMAGE_DIGESTS: pa.array(digests, list_of(pa.string())), **facts}
 
