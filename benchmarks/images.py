@@ -154,7 +154,8 @@ class Bench:
         self._rows = make_pictures(args.out, args.rows, (int(width), int(height)))
         self._results = args.out / "results.json"
         found = json.loads(self._results.read_text()) if self._results.exists() else []
-        self._runs = [run for run in found if run["round"] < args.first_round]
+        rounds = range(args.first_round, args.first_round + args.rounds)
+        self._runs = [run for run in found if run["round"] not in rounds or run["way"] not in args.ways.split(",")]
 
     def measure(self, way: str, number: int) -> None:
         """Run one way in its own process."""

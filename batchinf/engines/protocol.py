@@ -21,7 +21,7 @@ class Engine(Protocol):
         """Add a request. Raises RequestRefused, after which the engine runs on, or EngineDeadError."""
 
     def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
-        """Make a prompt with images ready for `add`. Raises RequestRefused. Called on another thread, beside `step`.
+        """Make a prompt with images ready for `add`. Raises RequestRefused. Called on other threads, beside `step`.
 
         token_ids: with one placeholder for each of `images`, which are Pillow's.
         """

@@ -1,7 +1,7 @@
 """Loads the images of prompts and lets the engine make tokens of them, just before their requests are queued.
 
-The feeder uses it, so that the engine's thread does none of it. Decoded images and tensors are large: a few rows are
-decoded ahead, the tensors of one row are made at a time, and the queue counts their bytes.
+The feeder uses it, so that the engine's thread does none of it. Decoded images and tensors are large: only a few rows
+are made ahead, and the queue counts their bytes.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import pathlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,14 @@ from batchinf.tasks.columns import IMAGE_DIGESTS
 # `Engine.render`.
 Render = Callable[[list[int], Sequence[Any]], RenderedPrompt]
 
-# Rows whose images are loaded ahead, one on each thread. At 12 megapixels, a decoded image has 36 MB.
-_ROWS_AHEAD = 4
+# Rows that are made ahead, one on each thread: half as many as cores, and at least two for each process that the spec
+# names. At 12 megapixels, a decoded image has 36 MB.
+_LEAST_AHEAD = 4
+_MOST_AHEAD = 16
+_ROWS_A_PROCESS = 2
+
+# A prompt with the tokens of its images, and its tensors; or with the error why it has none.
+_Made = tuple[Prompt, RenderedPrompt | None]
 
 
 class ImagePrompts:
@@ -40,29 +46,40 @@ class ImagePrompts:
         """base_folder, cache_folder: see `ImageLoader`."""
         self._max_per_row = settings.max_per_row
         self._loader = ImageLoader(settings, base_folder=base_folder, cache_folder=cache_folder)
-        self._threads = ThreadPoolExecutor(_ROWS_AHEAD, thread_name_prefix="images")
+        by_cores = min(_MOST_AHEAD, len(os.sched_getaffinity(0)) // 2)
+        self._rows_ahead = max(_LEAST_AHEAD, by_cores, _ROWS_A_PROCESS * (settings.processes or 0))
+        self._threads = ThreadPoolExecutor(self._rows_ahead, thread_name_prefix="images")
         self._next: deque[Prompt] = deque()
-        self._loading: dict[int, Future[list[LoadedImage] | RowError]] = {}
+        self._making: dict[int, Future[_Made]] = {}
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Load the images of these prompts ahead of `made`, from the first call of that on."""
-        for loading in self._loading.values():
-            loading.cancel()
-        self._loading.clear()
+        """Make these prompts ahead of `made`, from the first call of that on. They are of one lease."""
+        for making in self._making.values():
+            making.cancel()
+        self._making.clear()
         self._next = deque(prompt for prompt in prompts if prompt.image_sources and prompt.error is None)
 
     def stop(self) -> None:
-        """Load nothing more ahead."""
+        """Make nothing more ahead."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def made(
-        self, prompt: Prompt, render: Render, known: Mapping[int, Sequence[str]]
-    ) -> tuple[Prompt, RenderedPrompt | None]:
-        """The prompt with the tokens of its images, and its tensors; or with the error why it has none.
+    def made(self, prompt: Prompt, render: Render, known: Mapping[int, Sequence[str]]) -> _Made:
+        """See `_Made`. known: digests of the images of rows of the lease that have results already.
 
-        known: digests of the images of rows that have results already. Raises DriftError if an image has changed.
+        Raises DriftError if an image has changed.
         """
-        loaded = self._loaded(prompt)
+        while self._next and len(self._making) < self._rows_ahead:
+            following = self._next.popleft()
+            with contextlib.suppress(RuntimeError):  # stopped meanwhile
+                self._making[following.row_index] = self._threads.submit(self._make, following, render, known)
+        making = self._making.pop(prompt.row_index, None)
+        with contextlib.suppress(CancelledError):
+            if making is not None:
+                return making.result()
+        return self._make(prompt, render, known)
+
+    def _make(self, prompt: Prompt, render: Render, known: Mapping[int, Sequence[str]]) -> _Made:
+        loaded = self._load(prompt)
         if isinstance(loaded, RowError):
             return _failed(prompt, loaded), None
         digests = tuple(image.digest for image in loaded)
@@ -75,14 +92,6 @@ class ImagePrompts:
         except RequestRefused as refusal:
             return _failed(prompt, refusal.error), None
         return _expanded(prompt, len(shared), rendered), rendered
-
-    def _loaded(self, prompt: Prompt) -> list[LoadedImage] | RowError:
-        while self._next and len(self._loading) < _ROWS_AHEAD:
-            following = self._next.popleft()
-            with contextlib.suppress(RuntimeError):  # stopped meanwhile
-                self._loading[following.row_index] = self._threads.submit(self._load, following)
-        loading = self._loading.pop(prompt.row_index, None)
-        return self._load(prompt) if loading is None or loading.cancelled() else loading.result()
 
     def _load(self, prompt: Prompt) -> list[LoadedImage] | RowError:
         sources = prompt.image_sources

@@ -1,4 +1,4 @@
-"""Prompts with images for vLLM: its own processor makes tensors of them, on the thread that calls `render`.
+"""Prompts with images for vLLM: its arguments, and the check of what its processor has made. See `rendering.py`.
 
 Tested with vLLM 0.32.0.
 """
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from batchinf.base.errors import EngineStartError, RequestRefused, RowError
-from batchinf.base.text import counted, describe_error, shorten
+from batchinf.base.text import counted
 from batchinf.records import RenderedPrompt
 from batchinf.spec.job import JobSpec
 
-_KIND = "image"
+KIND = "image"
 
 
 def image_arguments(spec: JobSpec) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def image_arguments(spec: JobSpec) -> dict[str, Any]:
     request was dropped could not run.
     """
     assert spec.input.images is not None
-    limits = {_KIND: spec.input.images.max_per_row, "video": 0, "audio": 0}
+    limits = {KIND: spec.input.images.max_per_row, "video": 0, "audio": 0}
     return {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
 
 
@@ -34,18 +34,12 @@ def check_takes_images(engine: Any) -> None:
         raise EngineStartError("the job has images, but vLLM runs this model without them: give another model")
 
 
-def render(engine: Any, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
-    """The prompt with all tokens of its images. Raises RequestRefused.
+def checked(made: Any, num_images: int) -> RenderedPrompt:
+    """The prompt with all tokens of its images. Raises RequestRefused if it has not one place for each image.
 
-    token_ids: with one placeholder for each of `images`, which are Pillow's.
+    made: by vLLM's renderer.
     """
-    prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {_KIND: list(images)}}
-    try:
-        [made] = engine.renderer.render_cmpl([prompt])
-    except Exception as error:  # processors raise errors of all types, AssertionError too
-        words = shorten(describe_error(error), 300)
-        raise RequestRefused(RowError("image_refused", f"the model's processor refused the images: {words}")) from error
-    places = made["mm_placeholders"].get(_KIND, ())
+    places = made["mm_placeholders"].get(KIND, ())
     expanded: list[int] = list(made["prompt_token_ids"])
     ids = np.array(expanded, np.int64)
     is_in_place = np.zeros(len(ids), np.bool_)
@@ -56,16 +50,16 @@ def render(engine: Any, token_ids: list[int], images: Sequence[Any]) -> Rendered
         is_image[span] = True if place.is_embed is None else np.asarray(place.is_embed, np.bool_)
     # vLLM leaves a spare placeholder as a plain token, and expands one that is expanded already once more.
     is_spare = np.isin(ids, np.unique(ids[is_image])) & ~is_in_place
-    if len(places) != len(images) or is_spare.any():
+    if len(places) != num_images or is_spare.any():
         spare = f", and {counted(int(is_spare.sum()), 'token')} of images outside of them" if is_spare.any() else ""
-        got = f"{counted(len(places), 'place')} for {counted(len(images), 'image')}{spare}"
+        got = f"{counted(len(places), 'place')} for {counted(num_images, 'image')}{spare}"
         raise RequestRefused(RowError("image_placeholder", f"the prompt has {got}; expected one for each image"))
 
     def for_ids(longer: list[int]) -> dict[str, Any]:
         return {**made, "prompt_token_ids": longer}
 
     positions = np.flatnonzero(is_image).astype(np.int32)
-    return RenderedPrompt(expanded, positions, _num_bytes(made["mm_kwargs"].get(_KIND, ())), for_ids)
+    return RenderedPrompt(expanded, positions, _num_bytes(made["mm_kwargs"].get(KIND, ())), for_ids)
 
 
 def _num_bytes(items: Sequence[Any]) -> int:
