@@ -96,8 +96,7 @@ class Bottleneck:
     """What limited a run, by its telemetry."""
 
     kind: Literal["memory", "sequences", "input", "images", "processor", "compute"]
-    """The memory for the cache, `max_num_seqs`, the input and the tokenizer, the images, the engine's own work on the
-    processor, or the arithmetic of the devices."""
+    """Memory for the cache, `max_num_seqs`, input and tokenizer, images, the engine's own work, or the devices."""
     share: Share
     """Of the time."""
     reason: JsonText
@@ -171,8 +170,7 @@ class Extent:
     first_row: Count
     stop_row: Count
     positions: JsonText | None = None
-    """Digest of the file with the chosen rows in the order in which they run; None if all were chosen and run by
-    position."""
+    """Digest of the file with the chosen rows in run order; None if all were chosen and run by position."""
 
 
 @dataclass(frozen=True, slots=True)
