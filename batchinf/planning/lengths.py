@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
-from batchinf.job.choice_lengths import ChoiceLengths, task_of_length
 from batchinf.job.choose import choose
+from batchinf.job.disk_space import ChoiceLengths, task_of_length
 from batchinf.job.job import Job, max_model_len
 from batchinf.job.open import location_of, open_job
 from batchinf.job.ordering import prefix_key, shared_in_order
