@@ -135,8 +135,8 @@ class Score(Task):
         shared = len(spans[0].token_ids) - spans[0].start - 1
         return (
             f"each choice has its own request, because it begins with {counted(shared, 'token')} that all choices "
-            "share, such as white space from the end of the context. If the context ends with other text, one request may "
-            "score all choices: docs/how-to/label.md shows how"
+            "share, such as white space from the end of the context. If the context ends with other text, one "
+            "request may score all choices: docs/how-to/label.md shows how"
         )
 
     def _request(self, spans: Sequence[Span], row: int, is_shared: bool) -> Request:
