@@ -300,12 +300,26 @@ class Prompt:
     """Where its images come from; `token_ids` then have one placeholder for each. Empty once they are loaded."""
     image_digests: tuple[str, ...] | None = None
     """SHA-256 of each image's bytes; None until they are loaded."""
+    image_shapes: "tuple[ImageShape, ...]" = ()
+    """Of each image with a digest."""
     image_positions: IntArray | None = None
     """The positions in `token_ids` at which the model sees images and no tokens."""
 
     def part_of(self, request_index: int) -> "Prompt":
         """The part that has this request; the prompt itself if it has no parts."""
         return next((part for part in reversed(self.parts) if part.first_request <= request_index), self)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageShape:
+    """The format and the size of a loaded image."""
+
+    format: str
+    """Pillow's name, such as `JPEG`."""
+    width: int
+    """Pixels of the upright image."""
+    height: int
+    """Pixels of the upright image."""
 
 
 @dataclass(frozen=True, slots=True)

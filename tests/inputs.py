@@ -174,6 +174,17 @@ def make_saved_dict(folder: pathlib.Path) -> tuple[str, Records]:
     return str(folder / "saved"), list(records(90, 1))
 
 
+def make_images(folder: pathlib.Path) -> tuple[str, Records]:
+    expected = Records()
+    for number in range(60):
+        name = f"{'abc'[number // 20]}/{number:02d}.{'JPG' if number % 2 else 'png'}"
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"a picture is loaded later" * number)
+        expected.append({"path": name, "folder": name[0], "num_bytes": 25 * number})
+    (folder / "README.md").write_text("not data")
+    return str(folder), expected
+
+
 FORMATS: dict[str, Make] = {
     "jsonl": make_jsonl,
     "jsonl folder": make_jsonl_folder,
@@ -182,6 +193,7 @@ FORMATS: dict[str, Make] = {
     "csv": make_csv,
     "parquet": make_parquet,
     "arrow": make_arrow,
+    "images": make_images,
     "saved": make_saved,
     "saved dict": make_saved_dict,
 }

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
@@ -40,6 +41,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from crashes import SIGNALS, Ended, Strike, Warm
+from pictures import VISION, data_url, png
 
 import jobs
 from batchinf.base.slices import FILES_RECORD
@@ -49,6 +51,8 @@ DISK_FAULTS = ("ENOSPC", "EIO", "EROFS")
 KILLS = ("everything", "power cut", "replica", "engine", "coordinator")
 RETRY = {"sampling.max_tokens": 7}
 PREDICATES = ("errors", "true", "row_index % 3 = 0", "id < 'row-09'")
+PHOTOS = [data_url(png(np.full((8, 8 + n, 3), 40 * n))) for n in range(4)]
+LOOK = [{"role": "user", "content": [{"type": "text", "text": "{{ prompt }}"}, {"type": "image", "column": "photo"}]}]
 # Shapes of jobs: what is merged over the spec, the kind of file, and the number of slices.
 SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
     "plain": ({"parallel": {"data_parallel_size": 2}}, ".jsonl", 0),
@@ -57,6 +61,11 @@ SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
     "parquet": ({"output": {"rows_per_shard": 4}, "sampling": {"logprobs": 1}}, ".parquet", 0),
     "ordered": ({"input": {"order": "prefix", "where": "language <> 'fr'"}}, ".jsonl", 0),
     "slices": ({}, ".jsonl", 2),
+    "pictures": (
+        {"model": str(VISION), "input": {"messages": LOOK}, "sampling": {"n": 2, "temperature": 0.8}},
+        ".jsonl",
+        0,
+    ),
 }
 # Files of the output without which a job may be refused; the error says which one to put back or to delete.
 NEEDED = ("manifest", "cut.json", "files.json", "source", "selection", "retry")
@@ -101,7 +110,13 @@ def all_rows() -> list[Row]:
     """The input's rows, of which some have no valid prompt."""
     prompts = ["" if n % 13 == 5 else f"Say {n * 7 % 31}." + " More." * (n % 4) for n in range(MOST_ROWS)]
     return [
-        {"id": f"row-{n:02d}", "prompt": prompt, "language": ("en", "de", "fr")[n % 3], "samples": 1 + n * 5 % 4}
+        {
+            "id": f"row-{n:02d}",
+            "prompt": prompt,
+            "language": ("en", "de", "fr")[n % 3],
+            "samples": 1 + n * 5 % 4,
+            "photo": "gone.png" if n % 7 == 3 else PHOTOS[n % 4],
+        }
         for n, prompt in enumerate(prompts)
     ]
 
@@ -235,7 +250,7 @@ def spec_of(folder: pathlib.Path, out: pathlib.Path, path: pathlib.Path, more: d
         "drain_timeout_s": 0.5,
     }
     for name, section in more.items():
-        base[name] = {**base[name], **section}
+        base[name] = {**base[name], **section} if isinstance(section, dict) else section
     return jobs.spec_of(folder, **base)
 
 

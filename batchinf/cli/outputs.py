@@ -152,7 +152,7 @@ def _inspect(
             f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {shlex.quote(out)} ROW"
         )
     [named] = given
-    report = inspect_row(out, named)
+    report = inspect_row(out, named, has_copies=html is not None)
     if as_json:
         print_report(report, (), as_json)
         return

@@ -31,9 +31,11 @@ from batchinf.output.journal import Journal
 from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.tasks.base import ShownColumns
+from batchinf.tasks.columns import IMAGE_FACTS
 from batchinf.tasks.registry import task_of
 
 CONFIDENCE = "confidence"
+_IMAGES = "images"
 _SHARDS_TO_LOOK_AT = 1000
 _OF_ERRORS = ("error_type", "error_message")
 _TITLES = {"finish_reason": "finish", "num_output_tokens": "tokens"}
@@ -190,7 +192,7 @@ def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table
 
     columns: those that the user named; empty: those that say most.
     """
-    head = head if columns else _with_confidence(head)
+    head = head if columns else _with_images(_with_confidence(head))
     names = _names(head, columns)
     titles = {name: cell(name if columns else _title(head, name)) for name in names}
     shown = [{name: _shown(head, name, row, columns) for name in names} for row in head.rows]
@@ -230,9 +232,28 @@ def _with_confidence(head: Head) -> Head:
     return replace(head, rows=rows)
 
 
+def _with_images(head: Head) -> Head:
+    """With a column of the formats and sizes of each row's images, if the rows have any. It counts as a kept one."""
+    shown = [_images_text(*(row.get(name) or () for name, _ in IMAGE_FACTS)) for row in head.rows]
+    if not any(shown) or _IMAGES in head.columns:
+        return head
+    rows = tuple({**row, _IMAGES: text} for row, text in zip(head.rows, shown, strict=True))
+    return replace(head, rows=rows, kept=(*head.kept, _IMAGES))
+
+
+def _images_text(formats: Sequence[str], widths: Sequence[int], heights: Sequence[int]) -> str | None:
+    """`PNG 96 × 64`, and the number of others; None without images."""
+    if not formats:
+        return None
+    more = f" and {len(formats) - 1} more" if len(formats) > 1 else ""
+    return f"{formats[0]} {widths[0]:,} × {heights[0]:,}{more}"
+
+
 def _remarks(head: Head, left_out: Sequence[str]) -> Iterator[str]:
     if left_out:
-        yield f"no room for {list_names(left_out)}: see --columns and --json"
+        facts = [name for name, _ in IMAGE_FACTS]
+        named = [column for name in left_out for column in (facts if name == _IMAGES else [name])]
+        yield f"no room for {list_names(named)}: see --columns and --json"
     if head.num_rows is None:
         yield f"{counted(len(head.rows), 'row')} shown; the job is not done"
     elif len(head.rows) < head.num_rows:

@@ -10,18 +10,26 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
-from batchinf.base.errors import ModelError, UserError
+from batchinf.base.errors import ImageError, ModelError, UserError
+from batchinf.base.places import is_http
 from batchinf.base.storage import reason
 from batchinf.base.text import list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
+from batchinf.prompts.chat import IMAGE_PARTS
+from batchinf.prompts.images import ImageSource, sources_of
+from batchinf.prompts.media import ImageLoader
 from batchinf.source.files import InputLocation
+from batchinf.source.find import folder_of
+from batchinf.source.formats.images import NUM_BYTES, PATH, Images
 from batchinf.source.formats.lines import OpenAIBatch
-from batchinf.source.rows import Row, Source, open_source
+from batchinf.source.rows import Row, Source, format_of, open_source
 from batchinf.source.types import is_text
+from batchinf.spec.images import ImageSettings
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
 
@@ -38,6 +46,7 @@ _DOCUMENT = "document passage text_2 context text content"
 _CONTINUATIONS = "continuation completion response chosen target output answer"
 _OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
+_IMAGES_LOOKED_AT = 8  # values of a column that may have images
 _MOST_LABELS = 12
 _MOST_LABEL_CHARS = 40
 _MOST_ID_CHARS = 40
@@ -52,7 +61,7 @@ _DEFAULT_LABELS = ("positive", "negative", "neutral")
 def look_at(path: str, labels: Sequence[str] = ()) -> Data:
     """What the input's columns are for, by their names and the first 1,000 rows. labels: those that the user gives.
 
-    Raises InputError if the input cannot be read, UserError if no column has text.
+    Raises InputError if the input cannot be read, UserError if no column has text or images.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(InputLocation(path), pathlib.Path(scratch))
@@ -61,12 +70,24 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
 
 
 def _readable_rows(path: str, source: Source) -> list[Row]:
-    """Among the first rows. Raises UserError if there are rows and none can be read."""
-    rows = source.read(0, min(_LOOKED_AT, source.num_rows))
+    """Among the first rows. Raises UserError if there are rows and none can be read.
+
+    Columns with bytes, which may be images of megabytes, are there in a few rows only.
+    """
+    plain = [field.name for field in source.schema if not _has_bytes(field.type)]
+    num_rows = min(_LOOKED_AT, source.num_rows)
+    num_whole = num_rows if len(plain) == len(source.schema) else min(_IMAGES_LOOKED_AT, num_rows)
+    rows = [*source.read(0, num_whole), *source.read(num_whole, num_rows, plain)]
     readable = [row for row in rows if row.error is None]
     if rows and not readable:
         raise UserError(f"{path}: no row can be read; the first: {rows[0].error}")
     return readable
+
+
+def _has_bytes(type: pa.DataType) -> bool:
+    """Whether values of this type have bytes, at any depth."""
+    children = [type.field(place).type for place in range(type.num_fields)]
+    return pa.types.is_binary(type) or pa.types.is_large_binary(type) or any(map(_has_bytes, children))
 
 
 def _check_separated(path: str, names: Sequence[str]) -> None:
@@ -147,24 +168,80 @@ class _Columns:
         return all(answer in _as_list(texts) for answer, texts in pairs if None not in (answer, texts))
 
 
+class _Images:
+    """The columns that have images."""
+
+    def __init__(self, path: str, columns: _Columns) -> None:
+        self._values = columns.values
+        self._loader = ImageLoader(ImageSettings(), base_folder=folder_of(path))
+        self.names = [name for name in columns.types if self._has_images(name)]
+        sources = [source for name in self.names for value in self._values[name] for source in _images_in(value)]
+        urls = [source for source in sources if isinstance(source, str) and is_http(source)]
+        self.hosts = tuple(dict.fromkeys(filter(None, map(_host, urls))))
+        rows = [sum(len(_images_in(row.values.get(name))) for name in self.names) for row in columns.rows]
+        self.most = max(rows, default=0)
+        self.are_in_parts = any(_has_parts(value) for row in columns.rows for value in row.values.values())
+
+    def _has_images(self, name: str) -> bool:
+        sources = [source for value in self._values[name][:_IMAGES_LOOKED_AT] for source in _images_in(value)]
+        return any(map(self._is_image, sources[:_IMAGES_LOOKED_AT]))
+
+    def _is_image(self, source: ImageSource) -> bool:
+        if isinstance(source, str) and is_http(source):
+            return source.partition("?")[0].lower().endswith(Images.endings)
+        try:
+            self._loader.load(source)
+        except ImageError:
+            return False
+        return True
+
+
+def _images_in(value: object) -> list[ImageSource]:
+    sources = sources_of(value, "")
+    return sources if isinstance(sources, list) else []
+
+
+def _host(url: str) -> str | None:
+    """The host of a URL, as `input.images.hosts` takes it; None for a URL that is wrong."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        return parts.hostname if parts.port is None else f"{parts.hostname}:{parts.port}"
+    return None
+
+
+def _has_parts(value: object) -> bool:
+    """Whether a conversation, or a line of a batch file, has parts that are images."""
+    if isinstance(value, str) and '"image' in value:
+        value = _as_list(value)
+    if isinstance(value, dict):
+        return value.get("type") in IMAGE_PARTS or any(map(_has_parts, value.values()))
+    return isinstance(value, list) and any(map(_has_parts, value))
+
+
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     columns = _Columns.of(path, source)
     names = tuple(columns.types)
-    texts = columns.texts()
-    ids = columns.named_ids()
+    images = _Images(path, columns)
+    is_folder = format_of(InputLocation(path)) == Images.name
+    texts = [name for name in columns.texts() if name not in images.names]
+    ids = [PATH] if is_folder else columns.named_ids()
     choices = columns.choices()
     free = [name for name in texts if name not in (*ids, choices)]
     messages = _first(columns.lists(), _MESSAGES)
-    text = _first(free, _TEXTS) or max(free, key=columns.mean_length, default=messages)
-    if text is None:
-        raise UserError(f"{path} has no column of text; it has {', '.join(names)}")
+    # Beside images, other columns may be about them: labels, names.
+    longest = None if images.names else max(free, key=columns.mean_length, default=None)
+    text = _first(free, _TEXTS) or longest or messages
+    if text is None and not images.names:
+        raise UserError(f"{path} has no column of text or images; it has {', '.join(names)}")
     of_labels = [name for name in free if name != text and _are_labels(columns.values[name])]
     labelled = None if labels else _first(of_labels, _LABELS) or next(iter(of_labels), None)
     repeated: str | None = None
     if not ids:
-        ids, repeated = _unique(columns, {*texts, *columns.integers()} - {text})
+        ids, repeated = _unique(columns, {*texts, *images.names, *columns.integers()} - {text or ""})
     is_batch = set(OpenAIBatch.columns) <= set(names)
-    not_kept = {text, choices, *ids, *columns.lists()}
+    not_kept = {text, choices, *ids, *columns.lists(), *(name for name in names if _has_bytes(columns.types[name]))}
+    if is_folder:
+        not_kept.add(NUM_BYTES)
     short = [name for name in names if name not in not_kept and columns.mean_length(name) <= _MOST_KEPT_CHARS]
     if not labels:
         labels = _DEFAULT_LABELS if labelled is None else sorted(map(str, set(columns.values[labelled])))
@@ -182,10 +259,14 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         choices=choices,
         answer=_answer(columns, free, choices),
         query=query,
+        images=tuple(images.names),
+        image_hosts=images.hosts,
+        most_images=images.most,
+        has_image_parts=images.are_in_parts,
         documents=_first([name for name in names if columns.are_text_lists(name)], _DOCUMENTS),
         document=_first([name for name in free if name != query], _DOCUMENT),
         continuation=_first([name for name in free if name != text or messages is not None], _CONTINUATIONS),
-        kept=() if is_batch else (*([text] if text in texts else []), *short[:_MOST_KEPT]),
+        kept=() if is_batch else (*([text] if text is not None and text in texts else []), *short[:_MOST_KEPT]),
         is_batch=is_batch,
     )
 
@@ -255,8 +336,13 @@ def has_chat_template(model: str) -> bool | None:
 
 def written_lines(path: str, data: Data, purpose: str) -> list[str]:
     """What the spec in `path` reads, for the user."""
-    text = "an OpenAI batch file" if data.is_batch else f"text from the column {data.text!r}"
-    lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {text}"]
+    read = [f"text from the column {data.text!r}"] if data.text is not None else []
+    read += [f"images from the column {column!r}" for column in data.images]
+    from_ = "an OpenAI batch file" if data.is_batch else ", ".join(read)
+    lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {from_}"]
+    if data.image_hosts:
+        lines.append(f"images are fetched from {list_names(data.image_hosts)}, the hosts of the first rows; see "
+                     f"input.images.hosts in {path}")  # fmt: skip
     if purpose == "label":
         source = "" if data.labelled is None else f", the words of the column {data.labelled!r}"
         lines.append(f"labels: {', '.join(data.labels)}{source}; change them in {path} if they are not yours")

@@ -1,10 +1,11 @@
 """`batchinf inspect`: one row whole, with its prompt and its tokens decoded by the job's own tokenizer."""
 
+import functools
 import itertools
 import json
 import math
 import pathlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +22,18 @@ from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import choice_name, list_names, one_line, plain, plain_line
 from batchinf.commands.screen import cell
 from batchinf.job.begun import open_begun
-from batchinf.job.job import begun_at, max_model_len
+from batchinf.job.input_job import image_folder
+from batchinf.job.job import Job, begun_at, max_model_len
+from batchinf.job.pictures import Picture, Pictures
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.records import Prompt
+from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.tasks.base import ShownColumns
-from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
+from batchinf.tasks.image_reference import ReferenceProcessor
 from batchinf.tasks.registry import stored_task, task_of
 from batchinf.tasks.verification import TOKEN_COLUMNS
 
@@ -39,6 +44,8 @@ _OF_CHOICE = "choice_"  # begins the names of columns with an item for each choi
 # Texts that are longer are cut in the terminal; the page has them whole.
 _MOST_CHARS = 10_000
 _MOST_TOKENS = 500
+# From so many on, equal special tokens are counted. An image has hundreds.
+_REPEATED = 8
 # Least probability → colour in the terminal. A likely token has none.
 _COLOURS = ((0.9, ""), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "bold red"))
 
@@ -136,19 +143,38 @@ class InspectReport:
     prompt: tuple[PromptPiece, ...] | None
     prompt_note: str
     """Why the prompt cannot be shown; empty if it is."""
+    pictures: tuple[Picture, ...]
+    """The images of the row, as they are now."""
+    pictures_note: str
+    """Why they cannot be shown; empty if they are, or if the job has no images."""
     samples: tuple[InspectedSample, ...]
 
 
-def inspect_row(out: str, name: str) -> InspectReport:
-    """The row with this id or, if no id matches, at this position. Raises UserError if it is not finished."""
+@dataclass(frozen=True, slots=True)
+class BuiltAgain:
+    """Prompts that were made again from the input."""
+
+    job: Job
+    begun_at: str | None
+    """See `ChatTemplate`."""
+    prompts: list[Prompt]
+    """Their images are not loaded."""
+
+
+def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectReport:
+    """The row with this id or, if no id matches, at this position. Raises UserError if it is not finished.
+
+    has_copies: make small copies of the row's images, for a page.
+    """
     results = Results(out)
     found = _find(results, name)
     rows = [row for row in found if row["row_index"] == found[0]["row_index"]]
     tokenizer = results.tokenizer()
+    again = functools.cache(lambda: build_again(results, [found[0]["row_index"]]))
     prompt = None
     note = ""
     try:
-        ids = _prompt_ids(results, rows, tokenizer)
+        ids = _prompt_ids(rows, again)
         rows = [{**row, "prompt_token_ids": own} for row, own in zip(rows, ids, strict=True)]
         if any(own != ids[0] for own in ids):
             note = "the row has several; they are with the samples"
@@ -158,6 +184,7 @@ def inspect_row(out: str, name: str) -> InspectReport:
         note = one_line(error)
     task = stored_task(results.spec)
     row_columns = task.row_columns
+    pictures, pictures_note = _pictures(results, rows[0], again, has_copies=has_copies)
     shown = task_of(stored_spec(results.spec)).shown_columns
     return InspectReport(
         folder=out,
@@ -165,6 +192,8 @@ def inspect_row(out: str, name: str) -> InspectReport:
         same_id=tuple(dict.fromkeys(row["row_index"] for row in found[len(rows) :])),
         prompt=prompt,
         prompt_note=note,
+        pictures=pictures,
+        pictures_note=pictures_note,
         samples=tuple(
             replace(
                 _sample(tokenizer, row, results.spec["sampling"]["stop"], row_columns, has_own=prompt is None),
@@ -247,11 +276,11 @@ def _rows_in(path: pathlib.Path, key: str, values: pa.Array) -> Iterator[dict[st
                 yield from readable_rows(file.read_row_group(group).filter(matches))
 
 
-def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[list[int]]:
+def _prompt_ids(rows: Sequence[Mapping[str, Any]], again: Callable[[], BuiltAgain]) -> list[list[int]]:
     """The token ids of each sample's prompt, stored or made again. Raises UserError."""
     if any(row.get("prompt_token_ids") is not None for row in rows):
         return [list(row["prompt_token_ids"] or ()) for row in rows]
-    prompt = _built_prompt(results, rows[0]["row_index"], tokenizer)
+    prompt = _with_images(again())
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)
@@ -260,26 +289,54 @@ def _prompt_ids(results: Results, rows: Sequence[Mapping[str, Any]], tokenizer: 
     return [part.token_ids for part in parts]
 
 
-def _built_prompt(results: Results, position: int, tokenizer: Any) -> Prompt:
-    """The prompt of an input row, made again. Raises UserError if it has no tokens."""
+def build_again(results: Results, positions: Sequence[int]) -> BuiltAgain:
+    """The prompts of the input rows at these ascending positions. Raises BatchinfError."""
     file = SpecFile(stored_spec(results.spec), {"": results.folder}, results.folder)
     with open_begun(file, results.root) as (job, state):
-        builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
-        [source_row] = job.source.read(position, position + 1, builder.columns)
-        [prompt] = builder.build([source_row], max_model_len(job))
+        builder = job.prompt_builder(state)
+        rows = job.source.read_rows(np.asarray(positions, np.int64), builder.columns)
+        return BuiltAgain(job, begun_at(job, state), builder.build(rows, max_model_len(job)))
+
+
+def _with_images(built: BuiltAgain) -> Prompt:
+    """The only prompt with the tokens of its images. Raises UserError if it has no tokens."""
+    [prompt] = built.prompts
     if prompt.error is not None and not prompt.token_ids:
         raise UserError("no prompt was run; the error below says why")
-    if prompt.image_sources:
-        raise UserError("the prompt has images, and only an engine makes their tokens; output.include_prompt stores "
-                        "prompts")  # fmt: skip
+    spec = built.job.spec
+    if not prompt.image_sources or spec.input.images is None:
+        return prompt
+    if spec.scripted is not None:
+        raise UserError("the prompt has images, and the scripted engine made their tokens; output.include_prompt "
+                        "stores prompts")  # fmt: skip
+    images = ImagePrompts(spec.input.images, base_folder=image_folder(spec.input))
+    prompt, _ = images.made(prompt, ReferenceProcessor(spec, built.job.model, built.begun_at).render, {})
+    if prompt.error is not None:
+        raise UserError(f"the prompt has images that cannot be loaded: {prompt.error.error_message}")
     return prompt
+
+
+def _pictures(
+    results: Results, row: Mapping[str, Any], again: Callable[[], BuiltAgain], *, has_copies: bool
+) -> tuple[tuple[Picture, ...], str]:
+    """The images of a row, and why they are not shown."""
+    if results.spec["input"].get("images") is None:  # absent in jobs of older versions
+        return (), ""
+    try:
+        built = again()
+    except BatchinfError as error:
+        return (), one_line(error)
+    [prompt] = built.prompts
+    pictures = Pictures(built.job, has_copies=has_copies, fetches=True)
+    return pictures.of(prompt.image_sources, row.get(IMAGE_DIGESTS)), ""
 
 
 def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if the prompts of samples are not those of the run."""
     for part, sample in zip(parts, rows, strict=True):
         is_known = part.error is None and sample["prompt_hash"] is not None  # an error row may have none
-        if is_known and prompt_hash(np.asarray(part.token_ids, np.int32)) != sample["prompt_hash"]:
+        hashed = prompt_hash(np.asarray(part.token_ids, np.int32), part.image_digests or ())
+        if is_known and hashed != sample["prompt_hash"]:
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )
@@ -288,8 +345,13 @@ def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> N
 def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:
     special = set(tokenizer.all_special_ids)
     for is_special, run in itertools.groupby(token_ids, special.__contains__):
-        for ids in ([token_id] for token_id in run) if is_special else (list(run),):
-            yield PromptPiece(show(tokenizer, ids), is_special)
+        if not is_special:
+            yield PromptPiece(show(tokenizer, list(run)), is_special)
+            continue
+        for token_id, same in itertools.groupby(run):
+            text = show(tokenizer, [token_id])
+            number = len(list(same))
+            yield PromptPiece(text * number if number < _REPEATED else f"{text} × {number:,} ", is_special)
 
 
 def _stopped_by(tokenizer: Any, row: Mapping[str, Any], stop: Sequence[str]) -> str | None:
@@ -338,10 +400,27 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
         for piece in report.prompt:
             prompt.append(plain(piece.text), "bold cyan" if piece.is_special else "")
         yield _cut(prompt)
+    yield from _picture_items(report)
     for number, sample in enumerate(report.samples):
         yield Text()
         yield _title(sample.title if len(report.samples) == 1 else f"sample {number}")
         yield from _sample_items(sample)
+
+
+def _picture_items(report: InspectReport) -> Iterator[RenderableType]:
+    """A table of the images of the row."""
+    if not report.pictures and not report.pictures_note:
+        return
+    yield Text()
+    yield _title("images")
+    if report.pictures_note:
+        yield Text(f"not shown: {plain_line(report.pictures_note)}", "dim")
+        return
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for picture in report.pictures:
+        about = Text(picture.about) if picture.about else Text(plain_line(picture.note), "red")
+        table.add_row(Text(plain_line(picture.name)), about, Text(picture.short_digest, "dim"))
+    yield table
 
 
 def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
@@ -362,14 +441,15 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
 
 
 def _token_items(title: str, tokens: Sequence[Token]) -> Iterator[RenderableType]:
-    """A table of tokens, if their logprobs are known."""
+    """A table of tokens, if their logprobs are known. Tokens of images have none, and are left out."""
     if all(token.logprob is None for token in tokens):
         return
+    placed = [(place, token) for place, token in enumerate(tokens) if token.logprob is not None or not place]
     yield Text()
     yield _title(title)
-    yield _token_table(tokens)
-    if len(tokens) > _MOST_TOKENS:
-        yield Text(f"… and {len(tokens) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
+    yield _token_table(placed[:_MOST_TOKENS])
+    if len(placed) > _MOST_TOKENS:
+        yield Text(f"… and {len(placed) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
 
 
 def _coloured(text: str, tokens: Sequence[Token]) -> Text:
@@ -435,11 +515,12 @@ def _token_cells(token: Token) -> tuple[Text, str, str]:
     return Text(token_text(token.text), _colour(token)), logprob, rank
 
 
-def _token_table(tokens: Sequence[Token]) -> Table:
+def _token_table(tokens: Sequence[tuple[int, Token]]) -> Table:
+    """tokens: each with its place."""
     table = _table("token", ["#", "token", "logprob", "rank"])
-    if any(token.alternatives for token in tokens[:_MOST_TOKENS]):
+    if any(token.alternatives for _, token in tokens):
         table.add_column(_ALTERNATIVES)
-    for place, token in enumerate(tokens[:_MOST_TOKENS]):
+    for place, token in tokens:
         table.add_row(str(place), *_token_cells(token), *([_alternatives(token)] if len(table.columns) > 4 else []))
     return table
 

@@ -12,13 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.base.errors import UserError
+from batchinf.base.errors import BatchinfError, UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.engines.installed import engine_argument_names
 from batchinf.export.files import Files, check_target, local_stem
+from batchinf.model.identity import resolve
+from batchinf.prompts.chat import ChatTemplate
+from batchinf.prompts.encoder import load_tokenizer
+from batchinf.prompts.images import Placeholders
 from batchinf.prompts.openai.lines import CHAT_URL, RERANK_URL, url_of
 from batchinf.source.formats.lines import OpenAIBatch
-from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE
+from batchinf.spec.images import ImageSettings
+from batchinf.spec.job import ENGINE_ARGUMENTS_ELSEWHERE, JobSpec
 from batchinf.tasks.registry import task_of_url
 
 # vLLM's short flags.
@@ -30,6 +35,9 @@ _FIELDS = {
     "seed": "sampling.seed",
     "tool_call_parser": "model.tool_parser",
 }
+# Flags of vLLM's server → fields of `input.images`.
+_OF_IMAGES = {"allowed_local_media_path": "folders", "allowed_media_domains": "hosts"}
+_IMAGE_PARTS = ("image_url", "input_image")
 # Flags without effect here, each with its reason. The user is told.
 _WITHOUT_EFFECT = {
     "output_tmp_dir": "the results are in the job's folder until the end",
@@ -95,6 +103,7 @@ def batch_run(
     if (task or _first_task(input_file)) in (None, task_of_url(CHAT_URL)):
         asked = asked_by_lines(input_file)
         spec |= {section: {**asked[section], **spec[section]} for section in asked}
+        _add_images(spec, most_images(input_file))
     output = ExportRequest(to="openai-batch", path=output_file, overwrites=True, splits_errors=False)
     return BatchRun(spec=spec, folder=folder, output=output, notes=tuple(notes))
 
@@ -146,6 +155,29 @@ def write_answers(run: BatchRun, *, has_rows: bool) -> Exported:
     return Exported(num_rows=0, files=tuple(files.written), notes=())
 
 
+def _add_images(spec: dict[str, Any], most: int) -> None:
+    """Let the job load images if lines have some and the model takes them. most: of one line.
+
+    Without, a line with an image is an error row and the others run, as with vLLM.
+    """
+    flags = spec["input"].get("images")
+    if not most or (flags is None and not _takes_images(spec)):
+        return
+    spec["input"]["images"] = {"max_per_row": max(most, ImageSettings().max_per_row), **(flags or {})}
+
+
+def _takes_images(spec: Mapping[str, Any]) -> bool:
+    """Whether the model's chat template shows images. Anything wrong with the model is found when the job starts."""
+    try:
+        checked = JobSpec.model_validate({**spec, "input": {**spec["input"], "images": {}}})
+        model = resolve(checked.model, has_images=True)
+        tokenizer = load_tokenizer(model.tokenizer, checked.model.trust_remote_code)
+        Placeholders(ChatTemplate(checked.input, tokenizer, None), tokenizer)
+    except (BatchinfError, ValueError):
+        return False
+    return True
+
+
 def _put(spec: dict[str, Any], name: str, value: Any) -> None:
     """Write a flag's value into the spec. Raises UserError for a flag that is not known."""
     if name == "chat_template":
@@ -155,6 +187,16 @@ def _put(spec: dict[str, Any], name: str, value: Any) -> None:
         spec["input"]["chat_template"] = {"file": value} if is_file else value
         return
     if name == "response_role" and value == "assistant":
+        return
+    if (field := _OF_IMAGES.get(name)) is not None:
+        spec["input"].setdefault("images", {})[field] = value if isinstance(value, list) else [value]
+        return
+    if name == "limit_mm_per_prompt":
+        limit = value.get("image") if isinstance(value, dict) else value
+        limit = limit.get("count") if isinstance(limit, dict) else limit
+        if not isinstance(limit, int) or limit < 1:
+            raise UserError(f'--limit-mm-per-prompt: got {value}; must have a number of images, such as {{"image": 2}}')
+        spec["input"].setdefault("images", {})["max_per_row"] = limit
         return
     if (field := _FIELDS.get(name)) is not None:
         section, _, key = field.partition(".")
@@ -257,6 +299,22 @@ def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
     return {"sampling": most, "output": {"include_prompt": echoes}}
 
 
+def most_images(path: str) -> int:
+    """The most images of one line of a batch file; 0 for a file that is not on this host."""
+    return max((_num_images(body) for body in _bodies(path)), default=0)
+
+
+def _num_images(body: Mapping[str, Any]) -> int:
+    messages = [message for field in ("messages", "input") for message in _items(body.get(field))]
+    parts = [part for message in messages for part in _items(message.get("content"))]
+    return sum(part.get("type") in _IMAGE_PARTS for part in parts)
+
+
+def _items(value: object) -> list[dict[str, Any]]:
+    """The mappings in a list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def _logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """What a line asks for, in the spec's fields; values of any type."""
     number = body.get("logprobs")
@@ -272,7 +330,7 @@ def _bodies(path: str) -> Iterator[dict[str, Any]]:
         return
     with open(path, "rb") as file:
         for line in file:
-            if b"logprobs" in line or b"echo" in line:
+            if any(name in line for name in (b"logprobs", b"echo", b"image")):
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     body = json.loads(line)["body"]  # the job makes an error row of a line without one
                     if isinstance(body, dict):

@@ -10,15 +10,25 @@ from batchinf.base.errors import DriftError, UserError, VerificationFailed
 from batchinf.base.parquet import open_part
 from batchinf.job.begun import open_begun
 from batchinf.job.drift import check_drift
-from batchinf.job.job import Job, max_model_len
+from batchinf.job.input_job import image_folder
+from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.manifest.state import State
 from batchinf.records import Prompt
+from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import fingerprint
-from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
 from batchinf.tasks.deviations import LogprobDeviations, VectorDeviations, table_lines
-from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors, Verification
+from batchinf.tasks.image_reference import ReferenceProcessor
+from batchinf.tasks.verification import (
+    ModelInputs,
+    ReferenceWanted,
+    StoredLogprobs,
+    StoredRow,
+    StoredVectors,
+    Verification,
+)
 
 if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
@@ -122,15 +132,14 @@ def verify_job(
         _check_drift(job, state)
         if job.task.verification is None:
             raise UserError(f"task {job.task.name} cannot be verified")
-        if job.spec.input.has_images:
-            raise UserError("a job with images cannot be verified yet: give the output of a job without images")
         verification = job.task.verification(job.spec)
         _check(job, verification, results)
         places = choose_places(results, num_rows, seed)
         rows = read_rows(results, places, verification)
-        prompts = _prompts(job, state, sorted({row.values["row_index"] for row in rows}))
+        prompts = _prompts(job, state, rows)
     for row in rows:
-        _check_prompt(prompts[row.values["row_index"]].part_of(row.values["sample_index"]), row.values)
+        prompt, _ = prompts[row.values["row_index"]]
+        _check_prompt(prompt.part_of(row.values["sample_index"]), row.values)
     pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
     wanted = ReferenceWanted(
         model=job.model,
@@ -145,14 +154,14 @@ def verify_job(
     deviations: dict[str, LogprobDeviations | VectorDeviations] = {}
     worst: list[RowDeviation] = []
     # Rows of one adapter together, because merging an adapter takes long.
-    for row in sorted(rows, key=lambda row: prompts[row.values["row_index"]].adapter or ""):
-        prompt = prompts[row.values["row_index"]]
+    for row in sorted(rows, key=lambda row: prompts[row.values["row_index"]][0].adapter or ""):
+        prompt, inputs = prompts[row.values["row_index"]]
         of_row = [
             RowDeviation(
                 row_index=row.values["row_index"],
                 sample_index=row.values["sample_index"],
                 kind=stored.kind,
-                **_add(deviations, stored, reference, adapter=prompt.adapter),
+                **_add(deviations, replace(stored, rendered=inputs), reference, adapter=prompt.adapter),
             )
             for stored in verification.stored(row, prompt, [each for _, each in job.task.requests(prompt, length)])
         ]
@@ -224,7 +233,7 @@ def choose_places(results: Results, num_rows: int, seed: int) -> list[int]:
 
 def read_rows(results: Results, places: Sequence[int], verification: Verification) -> list[StoredRow]:
     """The rows at these ascending places, with the small columns. Reads only row groups with such rows."""
-    names = ("row_index", "sample_index", "prompt_hash", *verification.columns)
+    names = ("row_index", "sample_index", "prompt_hash", IMAGE_DIGESTS, *verification.columns)
     columns = [name for name in names if name in results.schema.names]
     rows: list[StoredRow] = []
     start = 0
@@ -249,14 +258,33 @@ def read_rows(results: Results, places: Sequence[int], verification: Verificatio
     return rows
 
 
-def _prompts(job: Job, state: State, positions: Sequence[int]) -> dict[int, Prompt]:
+def _prompts(job: Job, state: State, rows: Sequence[StoredRow]) -> dict[int, tuple[Prompt, ModelInputs | None]]:
+    """The prompts of these rows by their positions, each with what the reference needs of its images."""
     builder = job.prompt_builder(state)
-    read = job.source.read_rows(np.asarray(positions, np.int64), builder.columns)
-    return {prompt.row_index: prompt for prompt in builder.build(read, max_model_len(job))}
+    positions = sorted({row.values["row_index"] for row in rows})
+    built = builder.build(job.source.read_rows(np.asarray(positions, np.int64), builder.columns), max_model_len(job))
+    if job.spec.input.images is None:
+        return {prompt.row_index: (prompt, None) for prompt in built}
+    # Digests that changed stop here, with the name of the image.
+    known = {row.values["row_index"]: row.values[IMAGE_DIGESTS] for row in rows}
+    render = ReferenceProcessor(job.spec, job.model, begun_at(job, state)).render
+    images = ImagePrompts(job.spec.input.images, base_folder=image_folder(job.spec.input))
+    images.expect(built)
+    prompts: dict[int, tuple[Prompt, ModelInputs | None]] = {}
+    for prompt in built:
+        rendered = None
+        if prompt.image_sources:
+            prompt, rendered = images.made(prompt, render, known)
+            if prompt.error is not None:
+                message = prompt.error.error_message
+                raise DriftError(f"row {prompt.row_index}: {message}; put back the image with which the job ran")
+        prompts[prompt.row_index] = prompt, None if rendered is None else rendered.for_ids
+    images.stop()
+    return prompts
 
 
 def _check_prompt(prompt: Prompt, row: dict[str, Any]) -> None:
-    if prompt_hash(np.asarray(prompt.token_ids, np.int32)) != row["prompt_hash"]:
+    if prompt_hash(np.asarray(prompt.token_ids, np.int32), prompt.image_digests or ()) != row["prompt_hash"]:
         why = f" ({prompt.error.error_message})" if prompt.error is not None else ""
         raise DriftError(
             f"row {row['row_index']} has other prompt tokens now than in the run{why}: the template, the tokenizer or "

@@ -22,6 +22,7 @@ from batchinf.output.mirror import Mirror
 from batchinf.output.parts import verify_part
 from batchinf.output.proof import changed_parts, job_of
 from batchinf.output.replace import replaces
+from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
 from batchinf.schedule.positions import REPAIR_FOLDERS, RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
@@ -110,7 +111,7 @@ def has_leftovers(folder: Folder) -> bool:
     """
     if not is_free(folder):
         return False
-    in_progress = any(folder.list(name) for name in _IN_PROGRESS)
+    in_progress = folder.exists(IMAGES_FOLDER) or any(folder.list(name) for name in _IN_PROGRESS)
     return bool(in_progress or folder.list("", LOCK) or any(folder.half_written(name) for name in _own(folder)))
 
 
@@ -120,6 +121,7 @@ def tidy(folder: Folder) -> None:
     for name in _IN_PROGRESS:
         shutil.rmtree(folder.path(name), ignore_errors=True)
         folder.make(name)
+    shutil.rmtree(folder.path(IMAGES_FOLDER), ignore_errors=True)
 
 
 def _check_parts(state: State, manifest: Manifest, lost: list[int]) -> list[int]:

@@ -10,6 +10,8 @@ from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_jobs
 from batchinf.records import InputJob
 from batchinf.source.files import InputFile
+from batchinf.source.find import folder_of
+from batchinf.spec.input import InputSpec
 
 
 def committed_parts(out: str, *, must_be_done: bool = True) -> list[InputFile]:
@@ -41,6 +43,23 @@ def input_job(out: str) -> InputJob:
         num_parts=sum(len(state.parts) for _, state in jobs),
         epoch=sum(state.last_epoch for _, state in jobs),
     )
+
+
+def image_folder(where: InputSpec) -> str | None:
+    """The folder in which relative paths of images begin; None if it is not on this host.
+
+    Rows of another job have the paths of its input.
+    """
+    path = where.path
+    job = where.job
+    while job is not None:
+        begun = [state for _, state in read_jobs(os.path.expanduser(job)) if state is not None]
+        if not begun:
+            return None
+        of_job = begun[0].header.spec["input"]
+        path = str(of_job["path"])
+        job = of_job.get("job")
+    return folder_of(path)
 
 
 def _jobs(out: str, *, must_be_done: bool) -> Sequence[tuple[JobFolder, State]]:

@@ -40,6 +40,7 @@ from batchinf.manifest.names import TELEMETRY_FOLDER, parse_part_name, part_name
 from batchinf.manifest.state import State, read_beginning, read_state
 from batchinf.output.journal import place_of
 from batchinf.output.ticks import next_upload_at
+from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
 from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, positions_name, read_positions
 
@@ -102,7 +103,7 @@ class Mirror:
         self.chain.read()
         self.chain.restore(self._folder)
         if _job_id(self._folder) != before:
-            for name in ("staging", "journal", RUN_FOLDER, RETRY_FOLDER):
+            for name in ("staging", "journal", IMAGES_FOLDER, RUN_FOLDER, RETRY_FOLDER):
                 shutil.rmtree(self._folder.path(name), ignore_errors=True)
         if not self.chain.commits and self._bucket.list("parts"):
             raise OutputError(

@@ -40,13 +40,14 @@ class PromptBuilder:
         self._sampling = RowSampling(spec.sampling)
         self._adapter = RowAdapter(spec)
         self._of_rows = [of_rows for of_rows in (self._adapter, self._sampling) if of_rows.is_set]
+        self._placeholders = self._renderer.placeholders(tokenizer)
         self._batch: BatchPrompts | None = None
         if spec.input.is_batch_file:
-            self._batch = BatchPrompts(spec, tokenizer, begun_at, has_samples=has_samples)
+            self._batch = BatchPrompts(spec, tokenizer, begun_at, has_samples=has_samples,
+                                       placeholders=self._placeholders)  # fmt: skip
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
-        self._placeholders = self._renderer.placeholders(tokenizer)
         self._has_images = spec.input.has_images
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
@@ -177,10 +178,12 @@ class PromptBuilder:
         return Draft(None, tools) if isinstance(tools, RowError) else replace(draft, tools=tools)
 
     def _image_draft(self, row: Row, max_model_len: int | None) -> "Draft":
-        prompt = self._renderer.render_images(row)
+        prompt = self._renderer.render_images(row, self._placeholders)
         if isinstance(prompt, RowError):
             return Draft(None, prompt)
-        if isinstance(prompt.text, str):
+        if isinstance(prompt.text, str) and prompt.token_ids is not None:
+            draft = Draft(prompt.text, prompt.token_ids)
+        elif isinstance(prompt.text, str):
             draft = self._text_draft(prompt.text, self._encoder, max_model_len)
         else:
             draft = Draft(None, prompt.text)
@@ -203,13 +206,13 @@ class PromptBuilder:
 
     def _line_draft(self, request: BatchRequest, sampling: SamplingSpec, max_model_len: int | None) -> "Draft":
         """A draft of one prompt of a line."""
-        if request.text is None:
-            draft = Draft(None, request.token_ids)
+        if request.token_ids is not None:
+            draft = Draft(request.text, request.token_ids)
         else:
             encoder = self._chat_encoder if request.is_chat else self._encoder
             # A text that is cut is not too long.
             most = None if request.truncation is not None else max_model_len
-            draft = self._text_draft(check_text(request.text), encoder, most)
+            draft = self._text_draft(check_text(request.text or ""), encoder, most)
         return replace(
             draft,
             sampling=sampling,

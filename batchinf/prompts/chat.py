@@ -182,10 +182,10 @@ def _wrong_part(part: object, *, takes_images: bool) -> str | None:
     if not isinstance(part, dict):
         return f"got {name_type(part)} for a part of content; expected {{type: text, text: …}}"
     kind = part.get("type")
-    if kind in _IMAGES:
+    if kind in IMAGE_PARTS:
         return _wrong_image(part) if takes_images else f"got a part of type {kind!r}; {_NO_IMAGES}"
     if kind != "text":
-        kinds = ", ".join(map(repr, ("text", *_IMAGES))) if takes_images else "'text'"
+        kinds = ", ".join(map(repr, ("text", *IMAGE_PARTS))) if takes_images else "'text'"
         return shorten(f"got a part of type {kind!r}; only parts of type {kinds} are supported", 200)
     if not isinstance(part.get("text"), str):
         return f"got {name_type(part.get('text'))} for the text of a part; expected text"
@@ -194,14 +194,14 @@ def _wrong_part(part: object, *, takes_images: bool) -> str | None:
 
 _NO_IMAGES = "only parts of type 'text' are supported, unless the spec has input.images"
 # Types of parts with an image → the keys that may have its source. Without any of them, a column has it.
-_IMAGES = {"image": ("image", "url", "path"), "image_url": ("image_url",), "input_image": ("image_url",)}
+IMAGE_PARTS = {"image": ("image", "url", "path"), "image_url": ("image_url",), "input_image": ("image_url",)}
 
 
 def _wrong_image(part: dict[str, Any]) -> str | None:
     """Why a part with an image cannot be used: nothing that it says is ignored."""
     fields = _fields(part)
     kind = fields.pop("type")
-    given = [key for key in _IMAGES[kind] if key in fields]
+    given = [key for key in IMAGE_PARTS[kind] if key in fields]
     if len(given) > 1:
         return f"got {given[1]} beside {given[0]} in a part of type '{kind}'; give one of them"
     if not given and kind != "image":
@@ -245,7 +245,7 @@ def _read_part(part: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A part with an image in one form."""
-    source = next((part[key] for key in _IMAGES[part["type"]] if part.get(key) is not None), None)
+    source = next((part[key] for key in IMAGE_PARTS[part["type"]] if part.get(key) is not None), None)
     if part["type"] != "image" and isinstance(source, dict):
         source = source["url"]
     return {"type": "image"} if source is None else {"type": "image", "source": source}

@@ -23,6 +23,7 @@ from yarl import URL
 from batchinf.base.errors import ImageError
 from batchinf.base.places import shown_url
 from batchinf.base.text import clip, counted, one_line
+from batchinf.prompts.url_cache import UrlCache
 from batchinf.spec.images import ImageSettings
 from batchinf.version import __version__
 
@@ -115,8 +116,9 @@ class _CheckedResolver(aiohttp.ThreadedResolver):
 class Downloads:
     """Fetches images. Threads may share it; the requests run on the thread of fsspec's event loop."""
 
-    def __init__(self, settings: ImageSettings) -> None:
+    def __init__(self, settings: ImageSettings, cache: UrlCache | None = None) -> None:
         self._settings = settings
+        self._cache = cache
         self._hosts = AllowedHosts(settings.hosts)
         self._loop = get_loop()
         # The rest is used on the thread of the loop alone.
@@ -126,8 +128,18 @@ class Downloads:
         self._num_kept_bytes = 0
 
     def fetch(self, url: str) -> bytes:
-        """The bytes of an image. What was fetched a short time ago is not fetched again. Raises ImageError."""
-        return asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
+        """The bytes of an image. What is in the cache is not fetched. Raises ImageError."""
+        name = f"'{clip(shown_url(url), 200)}'"
+        try:
+            self._check_host(URL(url), name)  # before the cache: an earlier run may have allowed more hosts
+        except ValueError:
+            raise ImageError("image_not_found", f"{name} is no valid URL") from None
+        data = None if self._cache is None else self._cache.get(url)
+        if data is None:
+            data = asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
+            if self._cache is not None:
+                self._cache.put(url, data)
+        return data
 
     async def _fetch_once(self, url: str) -> bytes:
         if url in self._kept:
@@ -153,12 +165,8 @@ class Downloads:
         name = f"'{clip(shown_url(url), 200)}'"
         timeout_s = self._settings.timeout_s
         try:
-            parsed = URL(url)
-        except ValueError:
-            raise ImageError("image_not_found", f"{name} is no valid URL") from None
-        try:
             async with asyncio.timeout(timeout_s):
-                return await self._with_retries(parsed, name)
+                return await self._with_retries(URL(url), name)
         except TimeoutError:
             raise ImageError("image_timeout", f"{name} was not fetched in {timeout_s:g} s (input.images.timeout_s)"
                              ) from None  # fmt: skip

@@ -1,14 +1,17 @@
 """The images of a prompt before they are loaded: in columns, in parts of conversations, and their places in the ids."""
 
+import functools
 import json
+import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import counted, name_type, shorten
 from batchinf.prompts.chat import ChatTemplate, Message
+from batchinf.prompts.encoder import Encoder
 from batchinf.spec.input import InputSpec
 
 WRONG_PLACES = "image_placeholder"  # the error type of a prompt that has not one place for each image
@@ -50,6 +53,8 @@ class TextWithImages:
 
     text: str | list[int]
     sources: tuple[ImageSource, ...]
+    token_ids: list[int] | None = None
+    """Of a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
 
 
 class ImageColumns:
@@ -133,11 +138,34 @@ def _with_bare_images(message: Message) -> Message:
     return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
 
 
+def _texts_of(messages: Sequence[Message]) -> Iterable[str]:
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part["text"] for part in content or () if part["type"] == "text")
+
+
+def _with_texts(message: Message, change: Callable[[str], str]) -> Message:
+    """The message with its texts changed."""
+    content = message["content"]
+    if isinstance(content, list):
+        return {**message, "content": [
+            {**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content
+        ]}  # fmt: skip
+    return {**message, "content": change(content)} if isinstance(content, str) else message
+
+
+def _renamed(token_id: int) -> str:
+    return f"\uf8f2{token_id}\uf8f3"
+
+
 class Placeholders:
     """The tokens by which a model's chat template marks the place of an image, and the check that each image has one.
 
     The engine puts an image into the first place that it finds. So a placeholder that a row's text spells would take
-    the image, and the real place would stay empty.
+    the image, and the real place would stay empty. In a conversation such a text is encoded as text.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
@@ -150,9 +178,63 @@ class Placeholders:
         ids = tokenizer(mark, add_special_tokens=False, verbose=False)["input_ids"]
         self._tokenizer = tokenizer
         self._in_mark = Counter(token_id for token_id in ids if token_id in added)
+        self._spelled = {token_id: str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in self._in_mark}
+        # No row can have these texts: they differ in each process.
+        self._hidden = {spelled: f"\uf8f0{secrets.token_hex(8)}\uf8f1" for spelled in self._spelled.values()}
         if not self._in_mark:
             raise SpecError(f"input.images: the chat template shows an image as {shorten(repr(mark), 80)}, which is no "
                             "token of its own in the tokenizer; such models are not supported yet")  # fmt: skip
+
+    def as_text(
+        self, messages: Sequence[Message], render: Callable[[list[Message]], str | RowError]
+    ) -> list[int] | None:
+        """The ids of a conversation in which texts spell a placeholder: of tokens that make this text.
+
+        None if no text does so, or if the tokenizer has no such ids. render: applies the chat template.
+        """
+        if not any(spelled in text for text in _texts_of(messages) for spelled in self._hidden):
+            return None
+        if self._encoder is None:
+            return None
+        rendered = render([_with_texts(message, self._hide) for message in messages])
+        if isinstance(rendered, RowError):
+            return None
+        for token_id, spelled in self._spelled.items():
+            rendered = rendered.replace(spelled, _renamed(token_id))
+        for spelled, hidden in self._hidden.items():
+            rendered = rendered.replace(hidden, spelled)
+        ids = self._encoder.encode_one(rendered)
+        return None if isinstance(ids, RowError) else ids
+
+    def _hide(self, text: str) -> str:
+        for spelled, hidden in self._hidden.items():
+            text = text.replace(spelled, hidden)
+        return text
+
+    @functools.cached_property
+    def _encoder(self) -> Encoder | None:
+        """Encodes with other names for the placeholders; None if the tokenizer cannot be changed so."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        config = json.loads(backend.to_str())
+        names = {spelled: _renamed(token_id) for token_id, spelled in self._spelled.items()}
+        for added in config["added_tokens"]:
+            added["content"] = names.get(added["content"], added["content"])
+        vocabulary = config["model"].get("vocab")
+        if isinstance(vocabulary, dict):
+            config["model"]["vocab"] = {names.get(token, token): token_id for token, token_id in vocabulary.items()}
+        try:
+            renamed = Tokenizer.from_str(json.dumps(config))
+        except Exception:  # tokenizers raises nothing more exact
+            return None
+        ids = {token_id: added.content for token_id, added in renamed.get_added_tokens_decoder().items()}
+        if ids != {added["id"]: added["content"] for added in config["added_tokens"]}:
+            return None
+        return Encoder(PreTrainedTokenizerFast(tokenizer_object=renamed), adds_special_tokens=False)
 
     def objection(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
         """Why these ids do not have exactly one place for each image."""

@@ -21,6 +21,7 @@ from urllib.parse import unquote_to_bytes
 
 from batchinf.base.errors import ImageError
 from batchinf.base.places import shown_url
+from batchinf.base.storage import Folder
 from batchinf.base.text import clip, error_message, name_type
 from batchinf.spec.images import ImageSettings
 
@@ -64,9 +65,13 @@ class LoadedImage:
 class ImageLoader:
     """Loads images as rows give them. Threads may share it."""
 
-    def __init__(self, settings: ImageSettings, *, base_folder: str | None) -> None:
-        """base_folder: the input's folder, in which relative paths begin; None if the input has no folder here."""
+    def __init__(self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None) -> None:
+        """base_folder: the input's folder, in which relative paths begin; None if the input has no folder here.
+
+        cache_folder: for images of URLs. Without it, they are kept in memory for a short time.
+        """
         self._settings = settings
+        self._cache_folder = cache_folder if settings.cache_bytes else None
         self._base_folder = None if base_folder is None else os.path.realpath(base_folder)
         folders = (*settings.folders, *([] if base_folder is None else [base_folder]))
         self._lock = threading.Lock()
@@ -104,8 +109,11 @@ class ImageLoader:
         with self._lock:
             if self._downloads is None:
                 from batchinf.prompts.downloads import Downloads
+                from batchinf.prompts.url_cache import UrlCache
 
-                self._downloads = Downloads(self._settings)
+                folder = self._cache_folder
+                cache = None if folder is None else UrlCache(folder, self._settings.cache_bytes)
+                self._downloads = Downloads(self._settings, cache)
         return self._downloads.fetch(url)
 
     def _bytes_of_data_url(self, url: str) -> bytes:

@@ -155,8 +155,11 @@ class Renderer:
         text = options if isinstance(options, RowError) else self._chat.render(messages, **options)
         return text if isinstance(text, RowError) else check_text(text)
 
-    def render_images(self, row: Row) -> TextWithImages | RowError:
-        """As `render`, or the ids of a column, with the images of the row. For a job with images."""
+    def render_images(self, row: Row, placeholders: Placeholders | None) -> TextWithImages | RowError:
+        """As `render`, or the ids of a column, with the images of the row. For a job with images.
+
+        placeholders: see `Renderer.placeholders`.
+        """
         assert self._images is not None
         own: list[ImageSource] | RowError = [] if row.error is not None else self._images.read(row.values)
         if isinstance(own, RowError):
@@ -170,7 +173,12 @@ class Renderer:
             return placed
         with_places, sources = placed
         text = self._chat_text(with_places, row.values)
-        return text if isinstance(text, RowError) else TextWithImages(text, sources)
+        if isinstance(text, RowError):
+            return text
+        if not sources or placeholders is None:
+            return TextWithImages(text, sources)
+        ids = placeholders.as_text(with_places, lambda messages: self._chat_text(messages, row.values))
+        return TextWithImages(text, sources, ids)
 
     def placeholders(self, tokenizer: Any) -> Placeholders | None:
         """The tokens that stand for images; None in a job without images, or without a chat template that shows them.

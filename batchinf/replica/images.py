@@ -17,9 +17,12 @@ import pyarrow as pa
 
 from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowError
 from batchinf.base.parquet import open_part
+from batchinf.base.places import is_http, shown_url
+from batchinf.base.storage import Folder
+from batchinf.base.text import clip
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.media import ImageLoader, LoadedImage
-from batchinf.records import Prompt, RenderedPrompt, Scoring, Span
+from batchinf.records import ImageShape, Prompt, RenderedPrompt, Scoring, Span
 from batchinf.spec.images import ImageSettings
 from batchinf.tasks.columns import IMAGE_DIGESTS
 
@@ -39,10 +42,10 @@ _Made = tuple[Prompt, RenderedPrompt | None]
 class ImagePrompts:
     """Prompts with placeholders → prompts with the tokens of their images. For one thread."""
 
-    def __init__(self, settings: ImageSettings, *, base_folder: str | None) -> None:
-        """base_folder: see `ImageLoader`."""
+    def __init__(self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None) -> None:
+        """base_folder, cache_folder: see `ImageLoader`."""
         self._max_per_row = settings.max_per_row
-        self._loader = ImageLoader(settings, base_folder=base_folder)
+        self._loader = ImageLoader(settings, base_folder=base_folder, cache_folder=cache_folder)
         by_cores = min(_MOST_AHEAD, len(os.sched_getaffinity(0)) // 2)
         self._rows_ahead = max(_LEAST_AHEAD, by_cores, _ROWS_A_PROCESS * (settings.processes or 0))
         self._threads = ThreadPoolExecutor(self._rows_ahead, thread_name_prefix="images")
@@ -81,7 +84,8 @@ class ImagePrompts:
             return _failed(prompt, loaded), None
         digests = tuple(image.digest for image in loaded)
         _refuse_changes(prompt, digests, known.get(prompt.row_index))
-        prompt = replace(prompt, image_sources=(), image_digests=digests)
+        shapes = tuple(ImageShape(image.format, image.width, image.height) for image in loaded)
+        prompt = replace(prompt, image_sources=(), image_digests=digests, image_shapes=shapes)
         shared = _shared_ids(prompt)
         try:
             rendered = render(shared, [image.image for image in loaded])
@@ -109,7 +113,8 @@ def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: Sequence[str]
     places = [place for place, (new, old) in enumerate(zip(digests, known, strict=False)) if new != old]
     which = f"image {places[0] + 1}" if places else "the list of images"
     source = prompt.image_sources[places[0]] if places else None
-    named = f" ('{source[:200]}')" if isinstance(source, str) and not source.startswith("data:") else ""
+    is_named = isinstance(source, str) and not source.startswith("data:")
+    named = f" ('{clip(shown_url(str(source)) if is_http(str(source)) else str(source), 200)}')" if is_named else ""
     raise DriftError(
         f"row {prompt.row_index}: {which}{named} has changed since the job ran the row; its results would be of two "
         "images: put the old one back, or start a new job with another output.path"

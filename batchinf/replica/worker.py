@@ -22,6 +22,7 @@ from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
 from batchinf.base.storage import Folder
 from batchinf.engines.protocol import Engine
+from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import part_name, retry_of
@@ -30,6 +31,7 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
 from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.calls import Calls
@@ -38,7 +40,6 @@ from batchinf.replica.images import ImagePrompts, stored_digests
 from batchinf.replica.messages import Event, InFlightRequest, Progress
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
-from batchinf.source.find import folder_of
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import STRUCTURE_FIELDS
@@ -465,7 +466,11 @@ class Pipeline:
 
     def _image_prompts(self) -> ImagePrompts | None:
         where = self._spec.input
-        return None if where.images is None else ImagePrompts(where.images, base_folder=folder_of(where.path))
+        if where.images is None:
+            return None
+        # A retry fetches images again, so that it notices those that have changed.
+        cache = Folder(self.folder.path(f"{IMAGES_FOLDER}/{self._retry}"))
+        return ImagePrompts(where.images, base_folder=image_folder(where), cache_folder=cache)
 
     def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
         return functools.partial(self.task.prompt_builder, self.tokenizer, vocab_size, self.begun_at)

@@ -9,21 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.base.errors import OutputError, UserError
+from batchinf.base.errors import BatchinfError, OutputError, UserError
 from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
-from batchinf.base.text import clip, counted, duration, short_count, size_text, time_taken
+from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken
+from batchinf.commands.inspect import build_again
 from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.fleet.status import read_looks
+from batchinf.job.pictures import Picture, Pictures
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.report import charts
 from batchinf.report.html import markdown_template, template
 from batchinf.report.rows import RowFigures, row_figures
-from batchinf.report.samples import sample_groups
+from batchinf.report.samples import Samples, sample_groups
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
+from batchinf.results import Results
 from batchinf.tasks.registry import TASKS
 from batchinf.version import __version__
 
@@ -32,6 +35,8 @@ REPORT_FILE = "report.html"
 _MARKS = {"html": PAGE_MARK, "md": b"<!-- batchinf report -->"}
 _SPEC_CHARS = 100_000
 _LINE_CHARS = 400
+# Of each sample row.
+_PICTURES_OF_ROW = 4
 _SETTINGS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "attention_backend", "kv_cache_size_tokens")
 
 
@@ -69,7 +74,9 @@ class Card:
 
 def report_page(out: str) -> str:
     """The page as HTML."""
-    return template("page.html").render(**_facts(out), phase_colors=charts.PHASE_COLORS, charts=charts)
+    facts = _facts(out)
+    pictures = _pictures(out, facts["rows"].samples)
+    return template("page.html").render(**facts, pictures=pictures, phase_colors=charts.PHASE_COLORS, charts=charts)
 
 
 def report_markdown(out: str) -> str:
@@ -112,6 +119,20 @@ def _facts(out: str) -> dict[str, Any]:
         "duration": duration,
         "clip": clip,
     }
+
+
+def _pictures(out: str, shown: Samples) -> dict[int, tuple[Picture, ...]]:
+    """The images of the sample rows, by the rows' positions. Empty if the input cannot be read any more."""
+    digests = {row.row_index: row.image_digests[:_PICTURES_OF_ROW] for row in shown.rows if row.image_digests}
+    if not digests:
+        return {}
+    try:
+        built = build_again(Results(out), sorted(digests))
+    except BatchinfError as error:
+        note = f"not shown: {one_line(error)}"
+        return {row: tuple(Picture("image", digest, note=note) for digest in of_row) for row, of_row in digests.items()}
+    pictures = Pictures(built.job, has_copies=True, fetches=False)
+    return {row.row_index: pictures.of(row.image_sources, digests[row.row_index]) for row in built.prompts}
 
 
 def _state(report: StatusReport) -> str:

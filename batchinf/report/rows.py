@@ -31,6 +31,7 @@ from batchinf.output.journal import Journal, list_shards
 from batchinf.report.samples import CHOICE_PROBABILITY, Confusion, Samples, confusion, samples
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
+from batchinf.tasks.columns import IMAGE_DIGESTS
 from batchinf.tasks.registry import task_of
 
 _SETTINGS = {"memory_limit": "1GB", "preserve_insertion_order": "false"}
@@ -196,12 +197,15 @@ class _Rows:
             files = [glob.escape(absolute(path)) for path in self._paths]
             self._connection.read_parquet(files, union_by_name=True).create_view("parts")
             columns = ", ".join(map(_quoted, self._types))
+            if IMAGE_DIGESTS in self._lists:
+                columns += f", {IMAGE_DIGESTS}"
+                self._own_columns.add(IMAGE_DIGESTS)
             if "choice_logprob_sums" in self._lists:
                 columns += f", {CHOICE_PROBABILITY} AS choice_probability"
                 self._own_columns.add("choice_probability")
             selects.append(f"SELECT {columns} FROM parts")
         if self._journalled:
-            names = [name for name in self._types if name in self._journalled[0].column_names]
+            names = [n for n in (*self._types, IMAGE_DIGESTS) if n in self._journalled[0].column_names]
             self._connection.register("journalled", pa.concat_tables([t.select(names) for t in self._journalled]))
             selects.append(f"SELECT {', '.join(map(_quoted, names))} FROM journalled")
         nothing = "SELECT NULL AS error_type WHERE false"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinf.base.text import choice_name, clip
+from batchinf.tasks.columns import IMAGE_DIGESTS
 
 _EACH = 3
 _CHARS = 300
@@ -43,6 +44,8 @@ class SampleRow:
     """Empty if the job does not store prompts."""
     output: str
     """Its text, its label or its best choice; empty if the task has none of them."""
+    image_digests: tuple[str, ...] = ()
+    """Of its images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Confusion:
 
 
 def samples(query: Query, columns: Collection[str], choices: Sequence[str]) -> Samples:
-    """Some rows of the view `output`. columns: those that it has, beside those of lists."""
+    """Some rows of the view `output`. columns: those that it has, beside those of lists other than of digests."""
     if not {"row_index", "error_type"} <= set(columns):
         return Samples((), "")
     quality, by = _quality(columns)
@@ -88,9 +91,10 @@ def samples(query: Query, columns: Collection[str], choices: Sequence[str]) -> S
                 id=clip(id_ or "", _ID_CHARS),
                 prompt=clip(prompt or "", _CHARS),
                 output=clip(_output(output, text, answer, choices), _CHARS),
+                image_digests=tuple(digests or ()),
             )
             for kind, order in orders.items()
-            for row_index, value, id_, prompt, text, answer in query(f"{rows} {order} LIMIT {limits[kind]}")
+            for row_index, value, id_, prompt, text, answer, digests in query(f"{rows} {order} LIMIT {limits[kind]}")
         ),
         by if num_known else "",
     )
@@ -104,10 +108,10 @@ def _quality(columns: Collection[str]) -> tuple[str, str]:
 def _rows_sql(columns: Collection[str], quality: str, output: str) -> str:
     """The query for all rows without an error. Columns that the output lacks are null."""
     answer = "answer" if output == "best" and "answer" in columns else "NULL"
-    id_, prompt = (name if name in columns else "NULL" for name in ("id", "prompt"))
+    id_, prompt, digests = (name if name in columns else "NULL" for name in ("id", "prompt", IMAGE_DIGESTS))
     return (
         f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({prompt}::VARCHAR, 2000), "
-        f"left({output}::VARCHAR, 2000), {answer} FROM output WHERE error_type IS NULL"
+        f"left({output}::VARCHAR, 2000), {answer}, {digests} FROM output WHERE error_type IS NULL"
     )
 
 

@@ -191,7 +191,7 @@ class Scratch:
 
     def __init__(self, cache: Folder, file: InputFile, format: str) -> None:
         self._cache = cache
-        self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode())
+        self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode(errors="surrogateescape"))
         self._files: dict[str, IO[bytes]] = {}
         self.fetched: tuple[ReadRange, ...] = ()  # the whole of a remote file
 

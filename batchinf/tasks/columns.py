@@ -73,9 +73,22 @@ def shared_columns(results: Sequence[Result], include_prompt: bool, *, has_image
     }
 
 
+# Formats, widths and heights of images, in jobs that began with these columns.
+IMAGE_FACTS: Fields = (
+    ("image_formats", list_of(pa.string())),
+    ("image_widths", list_of(pa.int32())),
+    ("image_heights", list_of(pa.int32())),
+)
+
+
 def _image_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
     digests = [None if prompt.image_digests is None else list(prompt.image_digests) for prompt in prompts]
-    return {IMAGE_DIGESTS: pa.array(digests, list_of(pa.string()))}
+    shapes = [None if prompt.image_digests is None else prompt.image_shapes for prompt in prompts]
+    facts = {
+        name: pa.array([None if row is None else [getattr(shape, fact) for shape in row] for row in shapes], type)
+        for (name, type), fact in zip(IMAGE_FACTS, ("format", "width", "height"), strict=True)
+    }
+    return {IMAGE_DIGESTS: pa.array(digests, list_of(pa.string())), **facts}
 
 
 def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str, pa.Array]:
@@ -278,7 +291,7 @@ def result_schema(spec: JobSpec, task_fields: Fields, *, may_truncate: bool | No
         ("num_requests", pa.int32()),
         ("prompt_hash", pa.int64()),
         *([("request", pa.string())] if spec.input.is_batch_file else []),
-        *([(IMAGE_DIGESTS, list_of(pa.string()))] if spec.input.has_images else []),
+        *([(IMAGE_DIGESTS, list_of(pa.string())), *IMAGE_FACTS] if spec.input.has_images else []),
         *(prompt if spec.output.include_prompt else []),
         *task_fields,
         ("num_prompt_tokens", pa.int32()),

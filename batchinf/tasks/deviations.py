@@ -87,7 +87,12 @@ class LogprobDeviations(Deviations):
         Returns the place of the worst token in its prompt or output, from 0, and its deviation, which is infinite if a
         value is missing.
         """
-        numbers = stored.values.astype(np.float64)
+        read = np.arange(len(stored.values)) if stored.is_unread is None else np.flatnonzero(~stored.is_unread)
+        if not len(read):
+            return stored.first, 0.0
+        tokens = stored.tokens[read]
+        values = values[read]
+        numbers = stored.values[read].astype(np.float64)
         is_nan = np.isnan(numbers)
         deltas = np.abs(delta(numbers, values))
         deltas[is_nan] = np.inf
@@ -96,14 +101,14 @@ class LogprobDeviations(Deviations):
             known_top = deltas[:, 1:][~is_nan[:, 1:]]
             self.max_abs_delta_top = max(self.max_abs_delta_top, float(known_top.max(initial=0.0)))
             self.num_ranked += len(numbers)
-            self.num_agreeing += int((stored.tokens[:, 1] == best).sum())
+            self.num_agreeing += int((tokens[:, 1] == best[read]).sum())
         if numbers.shape[1] > 2:
             self._correlate(numbers[:, 1 : _MOST_RANKED + 1], values[:, 1 : _MOST_RANKED + 1])
         else:
             self._correlate(numbers[None, :, 0], values[None, :, 0])
         worst = deltas.max(axis=1)
         place = int(worst.argmax())
-        return place + (stored.first if stored.kind == "prompt" else 0), float(worst[place])
+        return int(read[place]) + (stored.first if stored.kind == "prompt" else 0), float(worst[place])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -40,7 +40,9 @@ class Reference:
     """A model of transformers, by default a causal language model."""
 
     auto = "AutoModelForCausalLM"
-    """The class that loads it."""
+    """The class that loads it, if the job has no images."""
+    auto_of_images = "AutoModelForImageTextToText"
+    """The class that loads it in a job with images."""
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
         """spec: resolved. Raises UserError if transformers cannot load the model."""
@@ -54,7 +56,8 @@ class Reference:
         self.description = f"transformers {transformers.__version__} in {wanted.dtype} on {wanted.device}"
         try:
             # Eager attention has the plainest arithmetic.
-            loaded, info = getattr(transformers, self.auto).from_pretrained(
+            auto = self.auto_of_images if spec.input.has_images else self.auto
+            loaded, info = getattr(transformers, auto).from_pretrained(
                 model.path,
                 revision=model.commit if not pathlib.Path(model.path).is_dir() else None,
                 dtype=getattr(torch, wanted.dtype),
@@ -75,11 +78,10 @@ class Reference:
         """Logprobs of the tokens whose logprobs are stored, by teacher forcing."""
         self.merge(adapter)
         num_positions = len(stored.tokens)
-        ids = torch.tensor([stored.token_ids[: stored.first + num_positions - 1]], device=self._device)
         values = []
         best = []
         with torch.inference_mode():
-            logits = self.logits(ids, num_positions)
+            logits = self.logits(stored, stored.first + num_positions - 1, num_positions)
             for start in range(0, num_positions, _POSITIONS_AT_ONCE):
                 positions = slice(start, start + _POSITIONS_AT_ONCE)
                 rows = self._values(logits[positions])
@@ -99,9 +101,8 @@ class Reference:
         width = stored.values.shape[1]
         first = int(positions.min())
         last = int(positions.max())
-        sequence = torch.tensor([stored.token_ids[: last + 1]], device=self._device)
         with torch.inference_mode():
-            logits = self.logits(sequence, last + 1 - first)
+            logits = self.logits(stored, last + 1, last + 1 - first)
             if stored.vocabulary is None:
                 check_width(width, min(width, logits.shape[1]))
                 vocabulary = None
@@ -118,14 +119,28 @@ class Reference:
         """Logits of some positions, or their log-softmax if that is wanted, in float32."""
         return logits.float() if self._are_logits else logits.float().log_softmax(-1)
 
-    def logits(self, ids: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """[num_positions, vocab_size], for the last positions."""
+    def logits(self, stored: StoredLogprobs | StoredVectors, stop: int, num_positions: int) -> torch.Tensor:
+        """[num_positions, vocab_size], for the last of the first `stop` positions of a sequence."""
+        # A sequence with images runs whole: its end may be a part of an image.
+        end = stop if stored.rendered is None else len(stored.token_ids)
+        inputs = self.inputs(stored.token_ids[:end], stored)
+        num_kept = num_positions + end - stop
         try:
-            output = self._model(input_ids=ids, use_cache=False, logits_to_keep=num_positions)
+            output = self._model(**inputs, use_cache=False, logits_to_keep=num_kept)
         except TypeError:  # a model's own code may not have logits_to_keep
-            output = self._model(input_ids=ids, use_cache=False)
-        logits: torch.Tensor = output.logits[0, -num_positions:]
+            output = self._model(**inputs, use_cache=False)
+        logits: torch.Tensor = output.logits[0, -num_kept:][:num_positions]
         return logits
+
+    def inputs(self, token_ids: list[int], stored: StoredLogprobs | StoredVectors) -> dict[str, Any]:
+        """The arguments of the model: a sequence, with its images."""
+        of_images = {} if stored.rendered is None else stored.rendered(token_ids)
+        weights = self._model.dtype
+        tensors = {
+            name: tensor.to(self._device, weights if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in of_images.items()
+        }
+        return {"input_ids": torch.tensor([token_ids], device=self._device), **tensors}
 
     def merge(self, name: str | None) -> None:
         """Add this adapter to the weights. Weights that the previous adapter changed are restored, bit by bit."""

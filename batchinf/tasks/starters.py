@@ -4,10 +4,11 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinf.base.errors import UserError
 from batchinf.prompts.templates import column_call
+from batchinf.spec.images import ImageSettings
 
 _PLAIN = re.compile(r"(?:\.{0,2}/)?[A-Za-z_][\w/.-]*", re.ASCII)
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}  # of YAML 1.1 too, for other readers
@@ -27,8 +28,8 @@ class Data:
     """As in the spec."""
     num_rows: int
     columns: tuple[str, ...]
-    text: str
-    """The column with the text or question of a row."""
+    text: str | None
+    """The column with the text or question of a row. None only if there are images."""
     id: str | None
     """One with a value of its own in each row."""
     repeated_id: str | None
@@ -44,7 +45,7 @@ class Data:
     """The right one of them, or its place."""
     continuation: str | None
     """What follows the text."""
-    query: str
+    query: str | None
     """What documents are ranked for."""
     documents: str | None
     """Lists of them."""
@@ -54,11 +55,25 @@ class Data:
     """The text, and short columns."""
     is_batch: bool = False
     """Whether the input is an OpenAI batch file."""
+    images: tuple[str, ...] = ()
+    """Columns with images."""
+    image_hosts: tuple[str, ...] = ()
+    """Of their URLs."""
+    most_images: int = 0
+    """Of a row."""
+    has_image_parts: bool = False
+    """Whether conversations or lines of a batch file have parts that are images."""
+
+    @property
+    def text_column(self) -> str:
+        """The column with the text, of an input without images."""
+        assert self.text is not None
+        return self.text
 
     @property
     def has_only_messages(self) -> bool:
         """Whether the text of a row is its conversation, as no column has text."""
-        return self.text == self.messages
+        return self.messages is not None and self.text == self.messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +96,11 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "embed or to score documents; write --for generate, --for embed or --for rerank, or make a file with the "
             "texts in a column"
         )
+    if purpose not in _OF_IMAGES:
+        data = replace(data, images=(), has_image_parts=False)
+        if data.text is None:
+            allowed = f"{', '.join(_OF_IMAGES[:-1])} or {_OF_IMAGES[-1]}"
+            raise UserError(f"--for: got {purpose}, but {data.path} has images and no text; write --for {allowed}")
     what, asked, section = PURPOSES[purpose](data, wanted)
     why_no_id = f"; {data.repeated_id}" if data.repeated_id else ""
     shown = ", ".join(map(_yaml, data.columns[:12])) + (", …" if len(data.columns) > 12 else "")
@@ -98,6 +118,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             f"  # {data.num_rows:,} rows with the columns {shown}",
             f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}{why_no_id}",
             *asked,
+            *_image_settings(data),
             "  # limit: 100    try the first rows only; a larger limit and `run --extend` go on from there",
             "",
             *([*section, ""] if section else []),
@@ -109,6 +130,9 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
     )
 
 
+_OF_IMAGES = ("label", "generate", "score", "embed")  # purposes with images in prompts
+_FEW_IMAGES = ImageSettings().max_per_row
+
 _ID = "# the output calls it `id`, for merges and `inspect`"
 
 # What the spec does, lines of the section `input`, and those of the section between `input` and `output`.
@@ -116,7 +140,7 @@ _Starter = tuple[str, Sequence[str], Sequence[str]]
 
 
 def _label(data: Data, wanted: StarterWanted) -> _Starter:
-    words = f"Which label fits the text? Answer with one of: {', '.join(data.labels)}."
+    words = f"{_which_label(data)} Answer with one of: {', '.join(data.labels)}."
     labels = ", ".join(map(_yaml, data.labels))
     sampling = (
         "sampling:",
@@ -127,6 +151,10 @@ def _label(data: Data, wanted: StarterWanted) -> _Starter:
         f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, or an error row",
     )
     return "Labels each row: the model chooses one of a few words.", _asked(data, wanted, words), sampling
+
+
+def _which_label(data: Data) -> str:
+    return f"Which label fits the {'picture' if data.images else 'text'}?"
 
 
 def _generate(data: Data, wanted: StarterWanted) -> _Starter:
@@ -145,8 +173,10 @@ def _generate(data: Data, wanted: StarterWanted) -> _Starter:
 
 
 def _score(data: Data, wanted: StarterWanted) -> _Starter:
+    if data.images:
+        return _score_images(data, wanted)
     is_chat = data.text in (data.messages, data.continuation)  # no other column has text
-    context = _conversations(data) if is_chat else f"  context_column: {_yaml(data.text)}"
+    context = _conversations(data) if is_chat else f"  context_column: {_yaml(data.text_column)}"
     if data.choices is not None:
         lines = [context, f"  choices_column: {_yaml(data.choices)}"]
         if data.answer is not None:
@@ -161,9 +191,22 @@ def _score(data: Data, wanted: StarterWanted) -> _Starter:
             f"--for: got score, but {data.path} has only conversations, in {data.text!r}; give a column with the text "
             "to score after each, such as 'response', or with the text of each row"
         )
-    lines = [f"  text_column: {_yaml(data.text)}    # all of it is scored; long texts in windows"]
+    lines = [f"  text_column: {_yaml(data.text_column)}    # all of it is scored; long texts in windows"]
     section = ["score: {add_bos_token: false}    # the BOS that a tokenizer puts before a text is not scored"]
     return "Scores each text: logprobs, perplexity and bits per byte.", lines, section
+
+
+def _score_images(data: Data, wanted: StarterWanted) -> _Starter:
+    lines = _asked(data, wanted, _which_label(data))
+    answer = data.labelled
+    if data.choices is not None:
+        lines.append(f"  choices_column: {_yaml(data.choices)}")
+        answer = data.answer
+    else:
+        lines.append(f"  choices: [{', '.join(map(_yaml, data.labels))}]")
+    if answer is not None:
+        lines.append(f"  answer_column: {_yaml(answer)}    # the right choice: its text, or its place from 0")
+    return "Scores the labels of each picture by their logprobs, and finds the best.", lines, ()
 
 
 def _logits(data: Data, wanted: StarterWanted) -> _Starter:
@@ -185,7 +228,9 @@ def _embed(data: Data, wanted: StarterWanted) -> _Starter:
     if data.is_batch:
         asked = ["  format: openai    # a line has its inputs, and may have its own dimensions and encoding_format"]
         return "Embeds the inputs of an OpenAI batch file.", asked, pooling
-    prompt = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text)}"
+    if data.images:
+        return "Stores a vector for each picture.", _asked(data, wanted, ""), pooling
+    prompt = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text_column)}"
     return "Stores a vector for each text.", [prompt], pooling
 
 
@@ -198,7 +243,7 @@ def _rerank(data: Data, wanted: StarterWanted) -> _Starter:
     if data.is_batch:
         asked = ["  format: openai    # a line has its texts, and may have its own top_n"]
         return "Scores and ranks the documents of an OpenAI batch file.", asked, pooling
-    query = f"  query_column: {_yaml(data.query)}"
+    query = f"  query_column: {_yaml(data.query or data.text_column)}"
     if data.documents is not None:
         documents = f"  documents_column: {_yaml(data.documents)}    # a list of texts"
         return "Scores and ranks the documents of each query.", [query, documents], pooling
@@ -222,17 +267,16 @@ PURPOSES: dict[str, Callable[[Data, StarterWanted], _Starter]] = {
 
 
 def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
-    """The prompt: the row's text, after an instruction if there is one."""
+    """The prompt: the row's images and text, after an instruction if there is one."""
     if not instruction and (data.has_only_messages or (data.messages is not None and wanted.is_chat)):
-        return [_conversations(data)]
-    if not (instruction or wanted.is_chat) or not data.text.isprintable():
+        columns = [f"  images_column: [{', '.join(map(_yaml, data.images))}]"] if data.images else []
+        return [_conversations(data), *columns]
+    if data.images:
+        return _asked_of_images(data, wanted, instruction)
+    if not (instruction or wanted.is_chat) or not data.text_column.isprintable():
         turn = ["  add_generation_prompt: true    # each prompt is a user's message in the model's chat template"]
-        return [f"  prompt_column: {_yaml(data.text)}", *(turn if wanted.is_chat else [])]
-    is_name = _NAME.fullmatch(data.text)
-    text = f"{{{{ {data.text if is_name else column_call(data.text)} }}}}"
-    if data.has_only_messages:
-        message = "{{ message.role }}: {{ message.content }}{{ '\\n' }}"
-        text = f"{{% for message in {data.text} %}}{message}{{% endfor %}}"
+        return [f"  prompt_column: {_yaml(data.text_column)}", *(turn if wanted.is_chat else [])]
+    text = _text_of(data)
     if not wanted.is_chat:
         lines = [instruction, "", f"Text: {text}", "", "Label:"]
         return ["  prompt_template: |-    # {{ }} is a column of the row", *(f"    {line}".rstrip() for line in lines)]
@@ -243,6 +287,47 @@ def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
         "      content: |-",
         *(f"        {line}".rstrip() for line in lines),
     ]
+
+
+def _text_of(data: Data) -> str:
+    """A template of the row's text."""
+    name = data.text_column
+    if data.has_only_messages:
+        message = "{{ message.role }}: {{ message.content }}{{ '\\n' }}"
+        return f"{{% for message in {name} %}}{message}{{% endfor %}}"
+    return f"{{{{ {name if _NAME.fullmatch(name) else column_call(name)} }}}}"
+
+
+def _asked_of_images(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
+    if not wanted.is_chat:
+        raise UserError(
+            f"--model: {wanted.model} has no chat template, so the place of an image in its prompts is not known; give "
+            "another model, or write the spec: input.images_column, and input.prompt_template with the model's "
+            "placeholder, see docs/how-to/images.md"
+        )
+    has_text = data.text is not None and not data.has_only_messages
+    lines = [instruction] if instruction or has_text else ["Describe the picture."]
+    if has_text:
+        lines = [*lines, "", f"Text: {_text_of(data)}"] if instruction else [_text_of(data)]
+    return [
+        "  messages:    # a conversation, for the model's chat template; {{ }} is a column of the row",
+        "    - role: user",
+        "      content:",
+        *(f"        - {{type: image, column: {_yaml(column)}}}" for column in data.images),
+        "        - type: text",
+        "          text: |-",
+        *(f"            {line}".rstrip() for line in lines),
+    ]
+
+
+def _image_settings(data: Data) -> list[str]:
+    """The section `input.images`, if the job needs it."""
+    fields = [f"hosts: [{', '.join(map(_yaml, data.image_hosts))}]"] if data.images and data.image_hosts else []
+    if data.images and data.most_images > _FEW_IMAGES:
+        fields.append(f"max_per_row: {data.most_images}")
+    if not fields and (data.images or not data.has_image_parts):
+        return []
+    return [f"  images: {{{', '.join(fields)}}}    # where images may come from: docs/how-to/images.md"]
 
 
 def _conversations(data: Data) -> str:

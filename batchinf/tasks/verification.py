@@ -2,7 +2,7 @@
 
 import abc
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from batchinf.tasks.reference import Reference
 
 TOKEN_COLUMNS = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
+# Makes the arguments of transformers' model, besides the ids, for a sequence with images: see `RenderedPrompt.for_ids`.
+ModelInputs = Callable[[list[int]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,10 @@ class StoredLogprobs:
     """[num_positions, k + 1]: the token at this position, then the k other stored tokens, the likeliest first."""
     values: npt.NDArray[np.float32]
     """[num_positions, k + 1], NaN where nothing is stored."""
+    is_unread: npt.NDArray[np.bool_] | None = None
+    """[num_positions], whether the model saw a part of an image there and no token; None: nowhere."""
+    rendered: ModelInputs | None = None
+    """Of a sequence with images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,8 @@ class StoredVectors:
     """Of a cosine: the other sequence. The number is the cosine of both embeddings."""
     request: Request | None = None
     """The request that gave a number, if it had settings of its own."""
+    rendered: ModelInputs | None = None
+    """Of a sequence with images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +115,32 @@ class ReferenceWanted:
 
 
 def stored_logprobs(
-    row: Mapping[str, Any], kind: str, sequence: list[int], first: int, *, prefix: str = "", num_skipped: int = 0
+    row: Mapping[str, Any],
+    kind: str,
+    sequence: list[int],
+    first: int,
+    *,
+    prefix: str = "",
+    unread: IntArray | None = None,
 ) -> StoredLogprobs:
-    """The logprobs in the columns that begin with `prefix`, without their first `num_skipped` items.
+    """The last logprobs in the columns that begin with `prefix`.
 
-    sequence: ends with the last of their tokens. first: index of their first token in it.
+    sequence: ends with the last of their tokens. first: index of the first of these tokens in it. unread: positions in
+    it of images, which have no logprobs.
     """
-    tokens = np.asarray(sequence[first:], np.int64)[:, None]
-    values = _floats(row[f"{prefix}logprobs"][num_skipped:])[:, None]
+    last = slice(first - len(sequence), None)
+    tokens = np.asarray(sequence[last], np.int64)[:, None]
+    values = _floats(row[f"{prefix}logprobs"][last])[:, None]
+    is_unread = None if unread is None else np.isin(np.arange(first, len(sequence)), unread)
     top_ids = row.get(f"{prefix}top_token_ids")
     top = row.get(f"{prefix}top_logprobs")
     if top_ids is not None and top is not None:
-        tokens = np.concatenate([tokens, np.asarray(top_ids[num_skipped:], np.int64)], axis=1)
-        values = np.concatenate([values, np.stack([_floats(item) for item in top[num_skipped:]])], axis=1)
-    return StoredLogprobs(kind=kind, token_ids=sequence, first=first, tokens=tokens, values=values)
+        k = max(len(ids or ()) for ids in top_ids[last])
+        none = [None] * k
+        others = [ids or [own] * k for ids, [own] in zip(top_ids[last], tokens.tolist(), strict=True)]
+        tokens = np.concatenate([tokens, np.asarray(others, np.int64)], axis=1)
+        values = np.concatenate([values, np.stack([_floats(item or none) for item in top[last]])], axis=1)
+    return StoredLogprobs(kind=kind, token_ids=sequence, first=first, tokens=tokens, values=values, is_unread=is_unread)
 
 
 def _floats(values: Sequence[float | None]) -> npt.NDArray[np.float32]:

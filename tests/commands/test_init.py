@@ -1,17 +1,22 @@
 """`batchinf init`: the specs that it writes are valid, warn of nothing, and use the columns that are meant."""
 
+import base64
 import csv
 import itertools
 import json
 import os
 import pathlib
 import pty
+import shutil
 import subprocess
 import sys
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from pictures import VISION
 
 import batchinf
 import jobs
@@ -19,6 +24,7 @@ from batchinf.base.errors import ModelError, UserError
 from batchinf.commands.init import has_chat_template, look_at
 from batchinf.tasks.starters import PURPOSES, StarterWanted, write_spec
 
+PICTURES = jobs.ROOT / "sample_data" / "pictures"
 QUESTIONS = jobs.ROOT / "sample_data" / "questions.jsonl"
 # The structure of labels is compiled by vLLM itself, whose import takes 10 s of processor time.
 NO_VLLM = {"sampling.structured_outputs": None}
@@ -30,10 +36,12 @@ def rows_file(folder: pathlib.Path, rows: list[dict[str, Any]]) -> pathlib.Path:
     return path
 
 
-def written(purpose: str, data: pathlib.Path, folder: pathlib.Path, *, is_chat: bool = True) -> pathlib.Path:
+def written(
+    purpose: str, data: pathlib.Path, folder: pathlib.Path, *, is_chat: bool = True, model: pathlib.Path = jobs.MODEL
+) -> pathlib.Path:
     """The path of a spec as `init` writes it."""
     path = folder / "job.yaml"
-    wanted = StarterWanted(str(jobs.MODEL), is_chat, str(folder / "out $x"))
+    wanted = StarterWanted(str(model), is_chat, str(folder / "out $x"))
     path.write_text(write_spec(purpose, str(path), look_at(str(data)), wanted))
     return path
 
@@ -211,6 +219,97 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
     assert yaml.safe_load(written("label", tmp_path / "rows.jsonl", tmp_path).read_text())["sampling"][
         "structured_outputs"
     ] == {"choice": ["no", "yes"]}
+
+
+MORE = ("paths", "data URLs", "bytes", "parts", "bare parts")
+
+
+def picture_files(folder: pathlib.Path) -> pathlib.Path:
+    """A folder with a picture of each label in a folder of its own."""
+    for label, name in itertools.product(("red", "blue"), ("circle", "square")):
+        (folder / "pictures" / label).mkdir(parents=True, exist_ok=True)
+        shutil.copy(PICTURES / f"{label}-{name}.png", folder / "pictures" / label / f"a {name}.png")
+    return folder / "pictures"
+
+
+def pictures_of(form: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+    """An input with images, and the fields that say so in the spec."""
+    paths = sorted(picture_files(folder).rglob("*.png"))
+    contents = [path.read_bytes() for path in paths]
+    part = {"type": "image", "column": "photo"}
+    if form == "a folder":
+        return folder / "pictures", {"id_column": "path", "messages": {"type": "image", "column": "path"}}
+    if form in ("bytes", "feature"):
+        of_hub = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        values = contents if form == "bytes" else [{"bytes": data, "path": "gone.png"} for data in contents]
+        photos = pa.array(values, pa.binary() if form == "bytes" else of_hub)
+        pq.write_table(pa.table({"photo": photos, "n": range(4)}), folder / "rows.parquet")
+        return folder / "rows.parquet", {"messages": part}
+    relative = [str(path.relative_to(folder)) for path in paths]
+    photos = {
+        "paths": relative,
+        "lists": [relative, relative[:1], [], [*relative, relative[0]]],
+        "data URLs": [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in contents],
+        "URLs": [f"https://images.example.com/{number}.JPG?size=1" for number in range(4)],
+        "bare parts": relative,
+    }  # fmt: skip
+    if form in photos and form != "bare parts":
+        rows = [{"photo": photo, "n": number} for number, photo in enumerate(photos[form])]
+        more = {"URLs": {"hosts": ["images.example.com"]}, "lists": {"max_per_row": 5}}.get(form)
+        return rows_file(folder, rows), {"messages": part, "images": more}
+    source = {} if form == "bare parts" else {"image": relative[0]}
+    turn = {"role": "user", "content": [{"type": "image", **source}, {"type": "text", "text": "What?"}]}
+    column = {"photo": relative[0]} if form == "bare parts" else {}
+    found = {"messages_column": "messages", "images_column": ["photo"]} if column else {"messages_column": "messages",
+                                                                                         "images": {}}  # fmt: skip
+    if form == "batch":
+        of_openai = [{"type": "image_url", "image_url": {"url": relative[0]}}]
+        body = {"messages": [{"role": "user", "content": of_openai}]}
+        line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+        return rows_file(folder, [{"custom_id": name, **line} for name in "ab"]), {"images": {}}
+    return rows_file(folder, [{"messages": [turn], **column}] * 3), found
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("a folder", "lists", "feature", "URLs", "batch"),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in MORE),
+    ],
+)
+def test_images_are_found(form: str, tmp_path: pathlib.Path) -> None:
+    data, expected = pictures_of(form, tmp_path)
+    path = written("generate", data, tmp_path, model=VISION)
+    where = yaml.safe_load(path.read_text())["input"]
+    for field, value in expected.items():
+        stored = where.get(field)
+        assert (stored[0]["content"][0] if field == "messages" else stored) == value, path.read_text()
+    report = batchinf.validate(path, num_rows=1)
+    assert report.rows[0].error is None
+    assert "<image>" in report.rows[0].text
+
+
+def test_a_folder_of_pictures_with_labels_runs(tmp_path: pathlib.Path) -> None:
+    pictures = picture_files(tmp_path)
+    for purpose in ("label", "score", "embed"):
+        written(purpose, pictures, tmp_path, model=VISION)
+        batchinf.validate(tmp_path / "job.yaml", overrides=NO_VLLM if purpose == "label" else {})
+    done = jobs.run("init", tmp_path / "job.yml", "--for", "score", "--data", pictures, "--model", VISION,
+                    "--out", tmp_path / "out")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "images from the column 'path'" in done.stdout
+    with (tmp_path / "job.yml").open("a") as spec:
+        spec.write("scripted: {}\nparallel: {data_parallel_size: 1}\n")
+    jobs.finish(tmp_path / "job.yml")
+    rows = jobs.rows_of(tmp_path / "out")
+    assert [row["id"] for row in rows] == ["blue/a circle.png", "blue/a square.png", "red/a circle.png",
+                                           "red/a square.png"]  # fmt: skip
+    assert {row["best"] for row in rows} <= {0, 1}
+    assert [row["answer"] for row in rows] == [0, 0, 1, 1]
+    with pytest.raises(UserError, match="has images and no text; write --for label, generate, score or embed"):
+        written("rerank", pictures, tmp_path, model=VISION)
+    with pytest.raises(UserError, match="has no chat template, so the place of an image"):
+        written("label", pictures, tmp_path, model=VISION, is_chat=False)
 
 
 @pytest.mark.parametrize("name", ["a: b", "{{ x }}", 'say "hi" #1', "naïve\u202e", "yes", "\x1b[31m"])

@@ -128,6 +128,28 @@ def test_what_some_lines_need_of_the_whole_job(tmp_path: pathlib.Path) -> None:
     assert asked_by_lines(str(tmp_path / "gone.jsonl")) == none
 
 
+def test_lines_with_images_and_their_flags(tmp_path: pathlib.Path) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}] * 6
+    pictures = write_lines(tmp_path / "in.jsonl", {}, {"messages": [{"role": "user", "content": parts}]})
+
+    def images_of(model: pathlib.Path, *flags: str) -> Any:
+        run = batch_run(str(pictures), str(tmp_path / "out.jsonl"), str(model), flags)
+        return read_spec(run.spec).spec.input.images
+
+    vision = jobs.ROOT / "sample_data" / "tiny-vision"
+    found = images_of(vision)
+    assert (found.max_per_row, found.folders, found.hosts) == (6, (), ())
+    flags = ("--limit-mm-per-prompt", '{"image": 2}', "--allowed-local-media-path", str(tmp_path),
+             "--allowed-media-domains", "a.example.com", "b.example.com")  # fmt: skip
+    found = images_of(vision, *flags)
+    assert (found.max_per_row, found.folders) == (2, (str(tmp_path),))
+    assert found.hosts == ("a.example.com", "b.example.com")
+    # The lines of a model without images are error rows, and the others run.
+    assert images_of(jobs.MODEL) is None
+    with pytest.raises(UserError, match="--limit-mm-per-prompt: got"):
+        images_of(vision, "--limit-mm-per-prompt", '{"image": 0}')
+
+
 def test_killed_and_run_again_it_writes_the_file_of_an_unhurt_run(tmp_path: pathlib.Path) -> None:
     """All but the ids, which have the job's own."""
     lines = write_lines(tmp_path / "in.jsonl", *({"temperature": 1.0, "logprobs": True} for _ in range(NUM_LINES)))

@@ -8,18 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from pictures import MAX_MODEL_LEN, VISION, Row, mappings_in_parquet, png, prompts_of, spec_of, ten_rows, write_lines
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from batchinf.base.errors import RequestRefused
+from batchinf.base.errors import RequestRefused, UserError
+from batchinf.model.identity import resolve
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.image_reference import ReferenceProcessor
 from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
@@ -121,6 +124,23 @@ def result_of(
     )
 
 
+def test_a_placeholder_in_a_text_takes_no_image(tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]) -> None:
+    (tmp_path / "a.png").write_bytes(rows[1].pictures[0])
+    chats = [[{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": "a.png"}]}]
+             for text in ("A <image> is here: ", "Here: ")]  # fmt: skip
+    lines = write_lines(tmp_path / "rows.jsonl", [{"chat": chat} for chat in chats])
+    where = {"path": str(lines), "apply_chat_template": None, "messages_column": "chat", "images": {}}
+    spec = spec_of(where, sampling=SAMPLING)
+    prompts = prompts_of(spec, tmp_path / "cache")
+    forged, plain = stored(spec, prompts, engine)
+    assert (forged["error_type"], plain["error_type"]) == (None, None)
+    [image] = load_tokenizer(str(VISION), False)("<image>", add_special_tokens=False)["input_ids"]
+    first, other = (prompt.token_ids.index(image) for prompt in prompts)
+    assert first > other
+    assert forged["prompt_token_ids"][:first] == prompts[0].token_ids[:first]
+    assert forged["prompt_token_ids"][first:] == plain["prompt_token_ids"][other:]
+
+
 def test_ten_rows_equal_transformers(
     tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
 ) -> None:
@@ -188,6 +208,23 @@ def test_spare_placeholders_that_only_the_engine_knows(engine: VllmEngine) -> No
         assert refusal.value.error.error_type == "image_placeholder"
 
 
+def test_transformers_makes_the_same_prompts_as_the_engine(
+    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]
+) -> None:
+    """`verify` and `inspect` make prompts without an engine."""
+    spec = spec_of(mappings_in_parquet(tmp_path, rows), sampling=SAMPLING)
+    reference = ReferenceProcessor(spec, resolve(spec.model, has_images=True), None)
+    tokenizer = load_tokenizer(str(VISION), False)
+    for row in rows:
+        pictures = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in row.pictures]
+        ids = tokenizer(row.text)["input_ids"]
+        made, expected = (each.render(ids, pictures) for each in (reference, engine))
+        assert made.token_ids == expected.token_ids
+        assert made.image_positions.tolist() == expected.image_positions.tolist()
+    with pytest.raises(UserError, match="the prompt has 1 place for 2 images"):
+        reference.render(tokenizer("one <image>")["input_ids"], [Image.new("RGB", (60, 40))] * 2)
+
+
 def test_samples_share_one_rendered_prompt(
     tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
 ) -> None:
@@ -216,6 +253,54 @@ def test_choices_after_an_image_equal_transformers(
         logprobs = logprobs_of(model, inputs, target)[-len(target) - 1 : -1]
         expected = logprobs[np.arange(len(target)), target]
         assert np.abs(np.array(result["choice_logprobs"][0]) - expected).max() < 1e-5
+
+
+def test_logits_of_rows_with_images_equal_transformers(
+    tmp_path: pathlib.Path, rows: list[Row], processor: Any, model: Any
+) -> None:
+    where = mappings_in_parquet(tmp_path, rows[:4])
+    section = {"values": "logprobs", "dtype": "float32", "vocab_size": model.config.text_config.vocab_size}
+    whole, last = (
+        spec_of(where, task="logits", logits={**section, "positions": which}, sampling={"temperature": 0.0})
+        for which in ("all", "last")
+    )
+    prompts = prompts_of(whole, tmp_path / "cache")
+    for engine in started(VllmEngine, whole):
+        found = stored(whole, prompts, engine), stored(last, prompts, engine)
+    for row, of_all, of_last in zip(rows, *found, strict=False):
+        expected = logprobs_of(model, inputs_of(processor, row), [])
+        for result, first in ((of_all, 0), (of_last, len(expected) - 1)):
+            assert result["error_message"] is None
+            assert result["positions"] == list(range(first, len(expected)))
+            assert np.abs(np.array(result["logprobs"]) - expected[first:]).max() < 1e-5
+
+
+def test_all_tokens_of_a_scored_row_with_images_equal_transformers(
+    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
+) -> None:
+    where = mappings_in_parquet(tmp_path, rows[:3])
+    table = pq.read_table(where["path"])
+    pq.write_table(table.append_column("text", [[" blue and yellow"] * 3]), where["path"])
+    where |= {"prompt_column": "prompt", "continuation_column": "text"}
+    spec = spec_of(where, task="score", score={"store": "all"}, sampling={"prompt_logprobs": 2})
+    found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    for row, result in zip(rows, found, strict=False):
+        inputs = inputs_of(processor, row)
+        target = processor.tokenizer(" blue and yellow", add_special_tokens=False)["input_ids"]
+        logprobs = logprobs_of(model, inputs, target)
+        ids = [*inputs["input_ids"][0].tolist(), *target]
+        assert result["error_message"] is None
+        assert result["token_ids"] == ids
+        assert len(result["logprobs"]) == len(result["top_logprobs"]) == len(ids)
+        for place, token_id in enumerate(ids):
+            values = (result["logprobs"][place], result["ranks"][place], result["top_logprobs"][place])
+            if place == 0 or token_id == processor.image_token_id:
+                assert values == (None, None, None)
+            else:
+                assert abs(logprobs[place - 1, token_id] - values[0]) < 1e-5
+                assert np.abs(np.sort(logprobs[place - 1])[:-3:-1] - values[2]).max() < 1e-5
+        sum_ = logprobs[-len(target) - 1 : -1][np.arange(len(target)), target].sum()
+        assert abs(result["logprob_sum"] - sum_) < 1e-4
 
 
 @pytest.mark.slow

@@ -70,6 +70,26 @@ def test_a_job_on_a_cluster_of_one_node(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+def test_images_on_a_cluster(tmp_path: pathlib.Path) -> None:
+    ask = [{"role": "user", "content": [{"type": "image", "column": "photo"}, {"type": "text", "text": "Which?"}]}]
+    job = {
+        "model": str(jobs.ROOT / "sample_data" / "tiny-vision"),
+        "input": {"path": str(jobs.ROOT / "sample_data" / "pictures.jsonl"), "messages": ask},
+        "sampling": {"max_tokens": 4, "temperature": 1.0, "seed": 1},
+        "output": {"keep_columns": []},
+    }
+    for name in ("here", "cluster"):
+        (tmp_path / name).mkdir()
+    jobs.finish(jobs.spec_of(tmp_path / "here", **job, parallel={"data_parallel_size": 1}))
+    with ray_cluster.running(0, num_cpus=1) as cluster:
+        jobs.finish(jobs.spec_of(tmp_path / "cluster", **job, **cluster.section(resources={}), parallel=None))
+        jobs.wait_until(lambda: not ray_cluster.actors())
+    rows = jobs.rows_of(tmp_path / "cluster" / "out")
+    assert rows == jobs.rows_of(tmp_path / "here" / "out")
+    assert {len(row["image_digests"]) for row in rows} == {1}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "step"),
     [("node", "writer.close:2"), ("actor", "worker.store:3"), ("driver", "writer.close:2")],

@@ -1,7 +1,6 @@
 """Images of rows: odd, broken and hostile ones, paths that must not be read, and servers that must not be trusted."""
 
 import base64
-import contextlib
 import hashlib
 import io
 import os
@@ -10,16 +9,14 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-import urllib.parse
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from PIL import Image
+from picture_server import PICTURE, Server, noise, serving
+from PIL import Image, ImageCms
 from pydantic import ValidationError
 
 from batchinf.base.errors import ImageError
@@ -49,10 +46,6 @@ def left_red(mode: str = "RGB") -> Image.Image:
     image = plain()
     image.paste(BLUE, (4, 0, 8, 6))
     return image.convert(mode)
-
-
-def noise(size: int = 64) -> Image.Image:
-    return Image.frombytes("RGB", (size, size), hashlib.shake_128(b"noise").digest(3 * size * size))
 
 
 def chunk(name: bytes, data: bytes) -> bytes:
@@ -118,6 +111,37 @@ def palette(transparent: bool) -> bytes:
     return encoded(image, **options)
 
 
+def interlaced_png() -> bytes:
+    """Two pixels, of which the second is in the sixth of Adam7's passes."""
+    header = struct.pack(">IIBBBBB", 2, 1, 8, 2, 0, 0, 1)
+    passes = b"".join(b"\0" + bytes(color) for color in (RED, BLUE))
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(passes)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def corner_gif() -> bytes:
+    """The screen is larger than the only frame, which is at its upper left."""
+    data = encoded(plain(size=(4, 3)), "GIF")
+    return data[:6] + struct.pack("<HH", 8, 6) + data[10:]
+
+
+def bmp_from_the_top() -> bytes:
+    """A negative height: the first row is the upper one."""
+    data = encoded(plain(), "BMP")
+    return data[:22] + struct.pack("<i", -6) + data[26:]
+
+
+def lab_profile() -> bytes:
+    """Profiles of colours are passed over, as in vLLM."""
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+
+
+def circular_tiff() -> bytes:
+    """The list of tags is followed by itself."""
+    data = tiff(8, bytes(2))
+    return data[:-4] + data[4:8]
+
+
 def half(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
@@ -134,6 +158,9 @@ ODD: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, int]]
     "JPEG on its head": (lambda: rotated(3), (8, 6), BLUE),
     "PNG on its head": (lambda: rotated(3, "PNG"), (8, 6), BLUE),
     "TIFF on its head": (lambda: rotated(3, "TIFF"), (8, 6), BLUE),
+    "JPEG mirrored": (lambda: rotated(2), (8, 6), BLUE),
+    "JPEG mirrored on its side": (lambda: rotated(5), (6, 8), RED),
+    "JPEG mirrored on its other side": (lambda: rotated(7), (6, 8), BLUE),
     "unknown orientation": (lambda: rotated(9), (8, 6), RED),
     "broken EXIF": (lambda: encoded(plain(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff"), (8, 6), RED),
     "MPO": (lambda: encoded(plain(), "MPO", save_all=True, append_images=[plain(color=BLUE)]), (8, 6), RED),
@@ -152,6 +179,11 @@ ODD: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, int]]
         lambda: png(2, 1, bits=16, color=0, rows=GREY_16, more=chunk(b"tRNS", b"\x80\xff")), (2, 1), WHITE),
     "16-bit RGB PNG": (
         lambda: png(1, 1, bits=16, rows=struct.pack(">BHHH", 0, *(257 * value for value in RED))), (1, 1), RED),
+    "16-bit RGB PNG, half transparent": (
+        lambda: png(1, 1, bits=16, color=6, rows=struct.pack(">BHHHH", 0, *(257 * it for it in (*RED, 128)))),
+        (1, 1), (227, 142, 147)),
+    "interlaced PNG": (interlaced_png, (2, 1), RED),
+    "1-bit PNG": (lambda: png(8, 1, bits=1, color=0, rows=b"\0\x80"), (8, 1), WHITE),
     "16-bit TIFF": (lambda: tiff(16, struct.pack("<HH", 0x80FF, 0)), (2, 1), (128,) * 3),
     "16-bit TIFF, big-endian": (lambda: tiff(16, struct.pack(">HH", 0x80FF, 0), order=">"), (2, 1), (128,) * 3),
     "16-bit TIFF, 0 is white": (lambda: tiff(16, struct.pack("<HH", 0, 9), white_is_zero=True), (2, 1), WHITE),
@@ -159,8 +191,14 @@ ODD: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, int]]
     "TIFF of several pages": (lambda: animated("TIFF"), (8, 6), RED),
     "CMYK TIFF": (lambda: encoded(plain().convert("CMYK"), "TIFF"), (8, 6), RED),
     "animated GIF": (lambda: animated("GIF"), (8, 6), RED),
+    "GIF whose first frame covers a corner": (corner_gif, (8, 6), RED),
     "animated PNG": (lambda: animated("PNG"), (8, 6), RED),
     "animated WebP": (lambda: animated("WEBP"), (8, 6), RED),
+    "TIFF whose tags follow themselves": (circular_tiff, (2, 1), (0, 0, 0)),
+    "TIFF in LZW": (lambda: encoded(plain(), "TIFF", compression="tiff_lzw"), (8, 6), RED),
+    "TIFF in JPEG": (lambda: encoded(plain(size=(16, 16)), "TIFF", compression="jpeg"), (16, 16), RED),
+    "JPEG in CIELAB's profile": (lambda: encoded(plain(), "JPEG", icc_profile=lab_profile()), (8, 6), RED),
+    "BMP from the top": (bmp_from_the_top, (8, 6), RED),
     "BMP": (lambda: encoded(plain(), "BMP"), (8, 6), RED),
     "AVIF": (lambda: encoded(plain(), "AVIF", quality=100), (8, 6), RED),
     "one pixel": (lambda: encoded(plain(size=(1, 1))), (1, 1), RED),
@@ -191,6 +229,14 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "PNG of size 0": (lambda: png(0, 6), "image_broken"),
     "text of a PNG that grows": (
         lambda: png(8, 6, more=chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(8 << 20)))), "image_broken"),
+    "profile of a PNG that grows": (
+        lambda: png(8, 6, more=chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(80 << 20), 9))), "image_broken"),
+    "HEIC": (lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), "image_broken"),
+    "WMF": (lambda: b"\xd7\xcd\xc6\x9a" + bytes(64), "image_broken"),
+    "ZIP": (lambda: b"PK\3\4" + bytes(64), "image_broken"),
+    "PNG with wrong rows": (lambda: png(8, 6, rows=b"\x09" * 150), "image_broken"),
+    "GIF of size 0": (lambda: b"GIF89a" + bytes(7) + b"," + bytes(9) + b"\2\0;", "image_broken"),
+    "TIFF in negative strips": (lambda: tiff(8, b"", width=-1 & 0xFFFFFFFF), "image_too_large"),
     "JPEG of very many scans": (lambda: many_scans(1000), "image_broken"),
     "numbers of 32 bits": (lambda: encoded(plain("I", 70_000), "TIFF"), "image_broken"),
     "floating-point numbers": (lambda: encoded(plain("F", 0.5), "TIFF"), "image_broken"),
@@ -249,7 +295,7 @@ def test_the_pixels_are_those_of_vllm() -> None:
 
 BOMB = """
 import resource, sys, warnings
-from PIL import Image
+from PIL import Image, ImageCms
 from batchinf.base.errors import ImageError
 from batchinf.prompts.media import ImageLoader
 from batchinf.spec.images import ImageSettings
@@ -338,124 +384,6 @@ def test_a_path_that_is_not_allowed_or_no_file_is_an_error(tmp_path: pathlib.Pat
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
-
-PICTURE = encoded(noise())
-
-
-class Server(ThreadingHTTPServer):
-    """A server of images. What it does is the first word of the path."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
-        super().__init__((address, port), Answer)
-        self.asked: list[str] = []
-        self.is_over = threading.Event()
-
-    @property
-    def host(self) -> str:
-        return f"{self.server_address[0]!s}:{self.server_address[1]}"
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}"
-
-    def handle_error(self, *arguments: object) -> None:
-        """Clients close the connection while bytes are sent."""
-
-
-class Answer(BaseHTTPRequestHandler):
-    server: Server
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        """Nothing is printed."""
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        path = urllib.parse.urlsplit(self.path).path
-        word, _, rest = path.strip("/").partition("/")
-        getattr(self, word)(urllib.parse.unquote(rest))
-
-    def give(self, data: bytes, num_bytes: int | None = None, status: int = 200, **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data) if num_bytes is None else num_bytes))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(data)
-        self.close_connection = num_bytes is not None
-
-    def image(self, rest: str) -> None:
-        self.give(PICTURE)
-
-    def status(self, rest: str) -> None:
-        self.give(b"", status=int(rest), Retry_After="0")
-
-    def busy(self, rest: str) -> None:
-        """Busy twice, and then an image."""
-        if self.server.asked.count(self.path) > 2:
-            self.give(PICTURE)
-        else:
-            self.give(b"", status=int(rest), Retry_After="0")
-
-    def wait(self, rest: str) -> None:
-        self.give(b"", status=503, Retry_After=rest)
-
-    def to(self, rest: str) -> None:
-        self.give(b"", status=302, Location=rest)
-
-    def stall(self, rest: str) -> None:
-        self.server.is_over.wait()
-
-    def drip(self, rest: str) -> None:
-        """A byte in a tenth of a second, after the headers or in place of them."""
-        if rest == "body":
-            self.give(b"", len(PICTURE))
-        else:
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-        while not self.server.is_over.wait(0.1):
-            self.wfile.write(b"x")
-
-    def cut(self, rest: str) -> None:
-        self.give(PICTURE[:99], len(PICTURE))
-
-    def long(self, rest: str) -> None:
-        self.give(b"", 10**15)
-
-    def short(self, rest: str) -> None:
-        self.give(PICTURE[:99])
-
-    def more(self, rest: str) -> None:
-        """More bytes than the headers say."""
-        self.give(PICTURE, 99)
-
-    def endless(self, rest: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        while not self.server.is_over.is_set():
-            self.wfile.write(bytes(1 << 16))
-
-    def garbage(self, rest: str) -> None:
-        self.wfile.write(b"SSH-2.0-SECRET\r\n")
-        self.close_connection = True
-
-    def compressed(self, rest: str) -> None:
-        self.give(zlib.compress(bytes(64 << 20)), Content_Encoding="deflate")
-
-
-@contextlib.contextmanager
-def serving(*address: Any) -> Iterator[Server]:
-    with Server(*address) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.is_over.set()
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture

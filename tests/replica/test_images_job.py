@@ -1,17 +1,27 @@
 """Whole jobs with images: killed, resumed and retried, with pictures that change meanwhile."""
 
 import hashlib
+import json
 import pathlib
 import shutil
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import stores
+import yaml
+from adapters import make_adapter
 from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
+from run_batch_lines import answered, by_batchinf, by_vllm
 
 import batchinf
 import jobs
 from batchinf.base.errors import DriftError
+from batchinf.commands.inspect import inspect_row
+from batchinf.commands.verify import verify_job
+from batchinf.spec.file import read_spec
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
 ASK = [{"role": "user", "content": [{"type": "text", "text": "{{ id }}: "}, {"type": "image", "column": "photo"}]}]
@@ -54,6 +64,9 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert of_row["row-5"]["image_digests"] == []
     assert of_row["row-6"]["image_digests"] == digests[:2]
     assert (of_row["row-7"]["image_digests"], of_row["row-7"]["error_type"]) == (None, "image_not_found")
+    facts = ("image_formats", "image_widths", "image_heights")
+    assert [of_row["row-6"][name] for name in facts] == [["PNG"] * 2, [96] * 2, [64] * 2]
+    assert [of_row["row-7"][name] for name in facts] == [None] * 3
     assert sum(row["error_type"] is not None for row in unhurt) == 2
     # Other pictures of the same size make other prompts.
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
@@ -68,6 +81,116 @@ def test_killed_and_resumed_has_the_rows_of_one_never_hurt(
     assert killed.returncode != 0
     jobs.finish(path)
     assert jobs.rows_of(tmp_path / "job" / "out") == unhurt
+
+
+def rows_by_position(out: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of all slices, as `jobs.rows_of` gives those of a job."""
+    table = batchinf.open(out).table().drop_columns(["attempts"])
+    return table.sort_by([("row_index", "ascending"), ("sample_index", "ascending")]).to_pylist()
+
+
+def test_slices_in_the_order_of_prefixes(tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]) -> None:
+    path = spec_of(tmp_path / "job")
+    for number in range(2):
+        jobs.finish(path, "--slice", f"{number}/2", "--set", "input.order=prefix")
+    assert rows_by_position(tmp_path / "job" / "out") == unhurt
+
+
+def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]) -> None:
+    output = {"path": url, "work_dir": str(tmp_path / "work"), "keep_columns": [], "rows_per_shard": 16}
+    path = spec_of(tmp_path / "job", output=output)
+    assert jobs.run("run", path, faults="mirror.after_part:2=kill", **store.environment).returncode == -9
+    shutil.rmtree(tmp_path / "work")
+    jobs.finish(path, **store.environment)
+    assert stores.rows(url) == unhurt
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"task": "rerank", "input": {"messages": None, "query_column": "id", "document_column": "id", "images": {}}},
+         "input.query_column: got it in a job with images; only a prompt has them"),
+        ({"task": "reward"}, "task reward, which takes no images yet"),
+        ({"task": "classify", "pooling": {"labels": ["a", "b"]}}, "has no classification head"),
+        ({"task": "logits", "logits": {"positions": {"column": "id"}}}, "logits.positions: got a column in a job with"),
+    ],
+)  # fmt: skip
+def test_tasks_that_take_no_images_here(sections: dict[str, Any], message: str, tmp_path: pathlib.Path) -> None:
+    path = spec_of(tmp_path / "job", sampling=None)
+    spec = yaml.safe_load(path.read_text())
+    where = {**spec["input"], **sections.get("input", {})}
+    path.write_text(yaml.safe_dump({**spec, **sections, "input": where}))
+    refused = jobs.run("run", path, is_refused=True)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_folder_of_pictures_is_an_input(tmp_path: pathlib.Path) -> None:
+    content = [{"type": "image", "column": "path"}, {"type": "text", "text": "{{ folder }}?"}]
+    folder = tmp_path / "job" / "pictures"
+    where = {"path": str(folder), "id_column": "path", "messages": [{"role": "user", "content": content}],
+             "where": "path NOT LIKE '%square%'"}  # fmt: skip
+    path = spec_of(tmp_path / "job", input=where, sampling={"max_tokens": 8}, output={"keep_columns": ["num_bytes"]})
+    jobs.finish(path)
+    before = jobs.rows_of(tmp_path / "job" / "out")
+    names = sorted(picture.name for picture in folder.iterdir() if "square" not in picture.name)
+    assert [row["id"] for row in before] == names
+    assert [row["num_bytes"] for row in before] == [(folder / name).stat().st_size for name in names]
+    digests = [[hashlib.sha256((folder / name).read_bytes()).hexdigest()] for name in names]
+    assert [row["image_digests"] for row in before] == digests
+    shutil.copy(PICTURES / "red-circle.png", folder / "a.png")
+    refused = jobs.run("run", path, is_refused=True)
+    assert "1 file is new: a.png; use --extend" in refused.stderr
+    jobs.finish(path, "--extend")
+    after = jobs.rows_of(tmp_path / "job" / "out")
+    assert after[:-1] == before
+    assert (after[-1]["id"], after[-1]["row_index"]) == ("a.png", 12)
+    shutil.copy(PICTURES / "red-square.png", folder / "blue-circle.png")
+    refused = jobs.run("run", path, "--retry", "row_index = 0", is_refused=True)
+    assert "1 file is changed: blue-circle.png" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_chain_of_jobs_keeps_its_images(tmp_path: pathlib.Path) -> None:
+    """Paths and bytes of kept columns are the images of the next job. Bytes are copied only if they are kept."""
+    names = sorted(path.name for path in PICTURES.iterdir())[:2]
+    contents = [(PICTURES / name).read_bytes() for name in names]
+    feature = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    of_hub = pa.array([{"bytes": data, "path": "gone.png"} for data in contents], feature)
+    paths = [f"pictures/{name}" for name in names]
+    first = spec_of(tmp_path / "first", sampling={"max_tokens": 4},
+                    input={"path": str(tmp_path / "first" / "rows.parquet"), "id_column": None,
+                           "images_column": "photo", "messages_column": "chat"},
+                    output={"keep_columns": ["path", "photo"]})  # fmt: skip
+    chat = [{"role": "user", "content": "What?"}]
+    columns = {"path": paths, "photo": of_hub, "other": of_hub, "chat": [chat] * 2}
+    pq.write_table(pa.table(columns), tmp_path / "first" / "rows.parquet")
+    jobs.finish(first)
+    rows = jobs.rows_of(tmp_path / "first" / "out")
+    digests = [[hashlib.sha256(data).hexdigest()] for data in contents]
+    assert [row["image_digests"] for row in rows] == digests
+    assert [row["photo"]["bytes"] for row in rows] == contents
+    assert "other" not in rows[0]
+    for column in ("path", "photo"):
+        where = {"path": None, "job": str(tmp_path / "first" / "out"), "id_column": None, "images_column": column,
+                 "prompt_template": "<image> {{ text }}", "messages": None}  # fmt: skip
+        again = spec_of(tmp_path / column, input=where, sampling={"max_tokens": 4})
+        jobs.finish(again)
+        assert [row["image_digests"] for row in jobs.rows_of(tmp_path / column / "out")] == digests
+
+
+def test_repaired_rows_have_their_own_images(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": "a", "photo": "pictures/red-circle.png"}, {"id": "b", "photo": "pictures/gone.png"}]
+    path = spec_of(tmp_path / "job", rows)
+    jobs.finish(path)
+    # Relative to the folder of the input, wherever the file with the repairs is.
+    (tmp_path / "elsewhere").mkdir()
+    fixed = write_lines(tmp_path / "elsewhere" / "fixed.jsonl", [{"id": "b", "photo": "pictures/blue-circle.png"}])
+    jobs.finish(path, "--retry", "errors", "--input", str(fixed))
+    after = {row["id"]: row for row in jobs.rows_of(tmp_path / "job" / "out")}
+    assert after["b"]["error_type"] is None
+    assert after["b"]["image_digests"] == [hashlib.sha256((PICTURES / "blue-circle.png").read_bytes()).hexdigest()]
 
 
 def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
@@ -185,6 +308,97 @@ def test_each_form_of_images_gives_the_same_rows_on_vllm(tmp_path: pathlib.Path)
     assert len(found[0]) == 10
     for rows in found[1:]:
         assert_same(rows, found[0])
+
+
+@pytest.mark.slow
+def test_a_batch_file_has_the_answers_of_vllm(tmp_path: pathlib.Path) -> None:
+    """`vllm run-batch` and `batchinf run-batch` over one file."""
+    pytest.importorskip("vllm")
+    lines = []
+    for number, row in enumerate(ten_rows()):
+        images = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in row.pictures]
+        content = [{"type": "text", "text": f"Look {number}: "}, *images, {"type": "text", "text": "What is it?"}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0,
+                "logprobs": True, "top_logprobs": 2}  # fmt: skip
+        lines.append({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body})
+    broken = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    lines.append({**lines[0], "custom_id": "broken", "body": {"messages": [{"role": "user", "content": broken}]}})
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    flags = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512")
+    answers, expected = (by(path, VISION, *flags) for by in (by_batchinf, by_vllm))
+    assert answers["broken"]["error"]["code"] == "image_broken"
+    assert expected["broken"]["response"]["status_code"] == 400
+    found, theirs = answered(answers), answered(expected)
+    assert found.keys() == theirs.keys() == {str(number) for number in range(10)}
+    for name, body in found.items():
+        [choice] = body["choices"]
+        [other] = theirs[name]["choices"]
+        assert choice["message"]["content"] == other["message"]["content"]
+        assert body["usage"].items() <= theirs[name]["usage"].items()
+        logprobs, others = ([token["logprob"] for token in of["logprobs"]["content"]] for of in (choice, other))
+        assert np.allclose(logprobs, others, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_and_hidden_states_equal_transformers(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    layers = tuple(f"model.text_model.layers.{number}" for number in range(2))
+    widths = {"self_attn.q_proj": (64, 128), "mlp.down_proj": (128, 64)}
+    adapters = {
+        name: str(make_adapter(tmp_path / name, seed, modules=tuple(widths), layers=layers, widths=widths))
+        for seed, name in enumerate("ab")
+    }
+    where = paths_in_lines(tmp_path, ten_rows()[:6])
+    lines = [json.loads(line) for line in pathlib.Path(where["path"]).read_text().splitlines()]
+    names = ["a", "b", None] * 2
+    write_lines(pathlib.Path(where["path"]), [{**row, "adapter": name} for row, name in zip(lines, names, strict=True)])
+    where["apply_chat_template"] = False
+    model = {"name": str(VISION), "dtype": "float32", "lora": adapters}
+    jobs_of = {
+        "lora": {"model": model, "input": {"id_column": None, "adapter_column": "adapter", **where}},
+        "states": {"task": "hidden_states", "pooling": {"positions": "all"}, "sampling": None},
+    }
+    for name, sections in jobs_of.items():
+        path = of_vllm(tmp_path / name, where, output={"keep_columns": []}, **sections)
+        jobs.finish(path)
+        found = verify_job(read_spec(path))
+        assert (found.verdict, found.num_rows) == ("within", 6)
+        assert max(deviations.worst for deviations in found.deviations.values()) < 1e-5
+    lines_of = {row["row_index"]: row["token_ids"] for row in jobs.rows_of(tmp_path / "lora" / "out")}
+    assert len(set(map(tuple, lines_of.values()))) == 6
+
+
+@pytest.mark.slow
+def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    rows = ten_rows()
+    where = paths_in_lines(tmp_path, rows)
+    sampling = {"max_tokens": 6, "temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True}
+    path = of_vllm(tmp_path / "job", {"apply_chat_template": False, **where}, sampling=sampling,
+                   output={"keep_columns": []})  # fmt: skip
+    jobs.finish(path)
+    found = verify_job(read_spec(path))
+    assert (found.verdict, found.num_rows) == ("within", 10)
+    assert max(deviations.worst for deviations in found.deviations.values()) < 1e-5
+    # Positions of images have no logprobs, and are not counted as missing.
+    logprobs = [row["prompt_logprobs"] for row in jobs.rows_of(tmp_path / "job" / "out")]
+    assert found.deviations["prompt"].num_positions == sum(len(row) - row.count(None) for row in logprobs) > 100
+    report = inspect_row(str(tmp_path / "job" / "out"), "5")
+    assert report.prompt_note == ""
+    assert report.prompt is not None
+    pieces = [piece.text for piece in report.prompt]
+    assert pieces.count("<image><image><image><image>") == 10
+    assert [picture.name for picture in report.pictures] == ["pictures/5-0.png", "pictures/5-1.png"]
+    # With another picture, neither of them goes on; nor without it.
+    picture = tmp_path / "pictures" / "5-1.png"
+    shutil.copy(tmp_path / "pictures" / "4-0.png", picture)
+    with pytest.raises(DriftError, match=r"row 5: image 2 \('pictures/5-1.png'\) has changed"):
+        verify_job(read_spec(path))
+    assert "the input has changed" in inspect_row(str(tmp_path / "job" / "out"), "5").prompt_note
+    picture.unlink()
+    with pytest.raises(DriftError, match=r"row 5: image 2: 'pictures/5-1\.png' does not exist; put back"):
+        verify_job(read_spec(path))
+    assert "'pictures/5-1.png' does not exist" in inspect_row(str(tmp_path / "job" / "out"), "5").prompt_note
 
 
 @pytest.mark.slow

@@ -30,9 +30,12 @@ OUTPUT_TOO = {
     "text": "a column of the output, and a kind of message part",
     ".jsonl": "the ending of batchinf's own logs",
     ".parquet": "the ending of a job's parts",
+    "images": "the section input.images, and a column of datasets",
+    ".png": "the ending of a dataset card's plots",
 }
 # The same word for something else, by module.
 ALSO_MEANT = {
+    ("spec/input.py", "images"): "the section input.images",
     ("source/versions.py", ".json"): "the ending of a version's record",
     ("model/files.py", "hf"): "a value of vLLM's load_format",
     ("source/formats/huggingface.py", "arrow"): "a format of the library `datasets`",
@@ -175,7 +178,7 @@ def test_a_new_format_is_named_by_the_spec_and_its_errors(copy: Path, tmp_path: 
     path = spec_of(tmp_path, input={"format": "semicolon"})
     done = run(copy, "run", path)
     assert done.returncode == 2
-    assert "must be one of jsonl, json, openai, parquet, csv, text, semicolons, arrow, hf" in done.stderr
+    assert "must be one of jsonl, json, openai, parquet, csv, text, semicolons, arrow, images, hf" in done.stderr
     assert done.stderr.count("\n") == 1
     path = spec_of(tmp_path, input={"path": "none.yaml", "format": None})
     (copy / "none.yaml").write_text("x: 1")

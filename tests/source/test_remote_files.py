@@ -126,7 +126,7 @@ def test_a_signed_url_to_which_a_server_leads_is_kept_nowhere(served: Served, tm
     assert "SENTINEL" not in str(caught.value)
 
 
-@pytest.mark.parametrize("format", FILES)
+@pytest.mark.parametrize("format", [name for name in FILES if name != "images"])
 def test_every_format_over_http_is_what_the_files_are(
     format: str, served: Served, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +154,12 @@ def test_every_format_over_http_is_what_the_files_are(
             num_rows += found.num_rows
             found.close()
         assert num_rows == len(expected)
+
+
+def test_pictures_behind_a_url_are_refused(served: Served, tmp_path: pathlib.Path) -> None:
+    FORMATS["images"](tmp_path / "web")
+    with pytest.raises(InputError, match="copy them to a folder, or make a file with their URLs in a column"):
+        open_source(InputLocation(f"{served.url}/"), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["file", "memory", "zip", "folder", "glob"])

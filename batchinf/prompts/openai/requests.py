@@ -1,6 +1,7 @@
 """Reads lines of OpenAI batch files: the prompt, as text or token ids, and the sampling parameters."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,7 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
-from batchinf.prompts.images import ImageSource, place_images
+from batchinf.prompts.images import ImageSource, Placeholders, place_images
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, RESPONSES_URL, LineReader, line_of
 from batchinf.prompts.openai.lines import Refused as _Refused
@@ -43,6 +44,7 @@ class BatchRequest:
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     token_ids: list[int] | None = None
+    """Beside a text: its ids, see `TextWithImages.token_ids`."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of SamplingSpec by name, in place of the job's."""
     chat: dict[str, Any] = field(default_factory=dict)
@@ -371,11 +373,20 @@ def _structure(response_format: object) -> dict[str, Any] | None:
 class BatchPrompts:
     """Lines of a batch file → prompts, with the job's chat template and system prompt."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, begun_at: str | None, *, has_samples: bool = True) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        tokenizer: Any,
+        begun_at: str | None,
+        *,
+        has_samples: bool = True,
+        placeholders: Placeholders | None = None,
+    ) -> None:
         """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.
 
-        has_samples: see `BatchReader`.
+        has_samples: see `BatchReader`. placeholders: see `Renderer.placeholders`.
         """
+        self._placeholders = placeholders
         self._reader = BatchReader(spec, has_samples=has_samples)
         self._system_prompt = spec.input.system_prompt
         self._takes_images = spec.input.has_images
@@ -399,10 +410,15 @@ class BatchPrompts:
         if self._takes_images and not isinstance(messages, RowError):
             placed = place_images(messages, ())
             messages, images = (placed, ()) if isinstance(placed, RowError) else placed
-        text = messages if isinstance(messages, RowError) else self._render(request, messages)
+        if isinstance(messages, RowError):
+            return messages
+        text = self._render(request, messages)
         if isinstance(text, RowError):
             return text
-        return replace(request, messages=None, text=text, is_chat=True, images=images)
+        ids = None
+        if images and self._placeholders is not None:
+            ids = self._placeholders.as_text(messages, functools.partial(self._render, request))
+        return replace(request, messages=None, text=text, token_ids=ids, is_chat=True, images=images)
 
     def _render(self, request: BatchRequest, messages: list[Message]) -> str | RowError:
         if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):

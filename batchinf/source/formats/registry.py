@@ -7,6 +7,7 @@ from batchinf.source.formats.arrow import Arrow
 from batchinf.source.formats.base import FileFormat, InputFormat
 from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace
+from batchinf.source.formats.images import Images
 from batchinf.source.formats.json import Json
 from batchinf.source.formats.lines import JsonLines, OpenAIBatch, TextLines
 from batchinf.source.formats.parquet import Parquet
@@ -19,6 +20,7 @@ FORMATS: tuple[InputFormat, ...] = (
     Csv(),
     TextLines(),
     Arrow(),
+    Images(),
     HuggingFace(),
 )
 

@@ -207,6 +207,6 @@ class TextVerification(Verification):
         ids = requests[values["sample_index"]].prompt_token_ids
         if values.get("prompt_logprobs") is not None and len(ids) > 1:
             # The first token has no logprob.
-            yield stored_logprobs(values, "prompt", ids, 1, prefix="prompt_", num_skipped=1)
+            yield stored_logprobs(values, "prompt", ids, 1, prefix="prompt_", unread=prompt.image_positions)
         if values.get("logprobs") is not None and values["token_ids"]:
             yield stored_logprobs(values, "output", [*ids, *values["token_ids"]], len(ids))

@@ -123,6 +123,8 @@ def _objection(logits: LogitsSpec, ids: object) -> str | None:
 def _wrong_number_of_lists(prompt: Prompt, positions: object, num_lists: int) -> str | None:
     if positions == "generated":
         return "got a list of ids for each position; with logits.positions: generated it must be one list for all"
+    if positions == "all" and prompt.image_sources:
+        return "got a list of ids for each position of a prompt with images; it must be one list for all"
     num_positions = {"last": 1, "all": len(prompt.token_ids)}.get(str(positions), len(prompt.positions or ()))
     return None if num_lists == num_positions else f"got {num_lists} lists of ids for {num_positions} positions"
 
@@ -135,6 +137,7 @@ class Logits(Task):
     """See `Task`. The section of a resolved spec has its token ids, or the size of the vocabulary."""
 
     name = "logits"
+    takes_images = True
     comparison = LogitsChanges
     verification = LogitsVerification
     section = SECTION
@@ -174,6 +177,11 @@ class Logits(Task):
     def resolve(self, model: Model) -> JobSpec:
         """See `Task`: the ids of the section's tokens, or the size of the vocabulary."""
         check_token_ids("logits.token_ids", self._logits.token_ids, model)
+        if self._logits.positions_column is not None and self.spec.input.has_images:
+            raise SpecError(
+                "logits.positions: got a column in a job with images, whose tokens nobody can count before the model's "
+                "processor has run; must be last, all or generated"
+            )
         if self._logits.positions_column is not None and self.spec.input.on_overlong != "error":
             raise SpecError(
                 "input.on_overlong: positions in a column count the tokens of the uncut prompt; leave it out"

@@ -244,7 +244,7 @@ class ScoreVerification(Verification):
         columns_of = _of_choices if "choice_logprobs" in row.values else _of_windows
         for span, columns in zip(spans, columns_of(row.values, spans), strict=True):
             first = len(span.token_ids) - len(columns["logprobs"])
-            yield stored_logprobs(columns, "scored", span.token_ids, first)
+            yield stored_logprobs(columns, "scored", span.token_ids, first, unread=prompt.image_positions)
 
 
 def _of_choices(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:

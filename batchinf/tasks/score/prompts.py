@@ -60,6 +60,8 @@ class _Draft:
     """Texts to encode, each with whether the tokenizer adds its special tokens."""
     images: tuple[ImageSource, ...] = ()
     """Of the context."""
+    text: str | None = None
+    """Of a context as ids, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +143,11 @@ class ScorePrompts(PromptBuilder):
         if isinstance(context, RowError):
             return context
         images: tuple[ImageSource, ...] = ()
+        shown: str | None = None
         if isinstance(context, TextWithImages):
             images = context.sources
-            context = context.text
+            shown = context.text if isinstance(context.text, str) else None
+            context = context.token_ids or context.text
         texts = self._targets(row)
         if isinstance(texts, RowError):
             return texts
@@ -156,11 +160,12 @@ class ScorePrompts(PromptBuilder):
             answer=self._answer(row, texts),
             asks=list(self._asks(context, targets)),
             images=images,
+            text=shown,
         )
 
     def _context(self, row: Row) -> str | list[int] | TextWithImages | RowError:
         if self._has_images:
-            return self._renderer.render_images(row)
+            return self._renderer.render_images(row, self._placeholders)
         if self._input.token_ids_column is not None:
             return self._renderer.token_ids(row)
         text = self._renderer.render(row)
@@ -331,7 +336,7 @@ class ScorePrompts(PromptBuilder):
 
     def _prompt(self, draft: _Draft, scored: _Scored | RowError) -> Prompt:
         index = draft.row.row_index
-        text = draft.context if draft.context is not None else draft.targets[0]
+        text = draft.text or (draft.context if draft.context is not None else draft.targets[0])
         kept = text if self._keeps_text and isinstance(text, str) else None
         if isinstance(scored, RowError):
             return Prompt(index, [], kept, scored)

@@ -68,8 +68,6 @@ def _check_section(spec: JobSpec) -> None:
                         "choices would store their context again and again: leave it out", "score.store")  # fmt: skip
         if not spec.output.include_token_logprobs:
             raise wrong("got all with output.include_token_logprobs false; leave out one of them", "score.store")
-        if spec.input.has_images:
-            raise wrong("got all in a job with images, which have no logprobs: leave it out", "score.store")
     if score.window_overlap and spec.input.text_column is None:
         raise wrong(f"got {score.window_overlap} without input.text_column; only a text is scored in windows: "
                     "leave it out", "score.window_overlap")  # fmt: skip

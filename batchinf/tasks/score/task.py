@@ -140,7 +140,8 @@ class Score(Task):
             return []
         if completion.prompt_logprobs is not None:
             span = scoring.spans[result.request_index]
-            return [_span_score(span, completion.prompt_logprobs, stores_all=self._stores_all)]
+            unread = result.prompt.image_positions if self._stores_all else None
+            return [_span_score(span, completion.prompt_logprobs, stores_all=self._stores_all, unread=unread)]
         assert completion.logprobs is not None
         return list(_one_pass_scores(scoring.spans, completion.logprobs))
 
@@ -153,7 +154,8 @@ class Score(Task):
             "is_greedy": pa.array([score.is_greedy for score in scores], pa.bool_()),
         }
         if self._has_tokens:
-            tokens = Tokens([score.stored for score in scores], num_leading=int(self._stores_all))
+            unread = [score.unread for score in scores]
+            tokens = Tokens([score.stored for score in scores], num_leading=int(self._stores_all), unread=unread)
             columns["token_ids"] = id_lists([score.stored_ids for score in scores])
             columns |= logprob_columns("", tokens, self._k, self._logprob_dtype)
             if self._together:
@@ -267,9 +269,11 @@ class _Score:
     stored: TokenLogprobs
     """Logprobs of the tokens to store."""
     stored_ids: IntArray
+    unread: IntArray | None = None
+    """Positions in `stored_ids` of images, whose tokens the model did not read."""
 
 
-def _span_score(span: Span, logprobs: TokenLogprobs, *, stores_all: bool) -> _Score:
+def _span_score(span: Span, logprobs: TokenLogprobs, *, stores_all: bool, unread: IntArray | None) -> _Score:
     """logprobs: of all tokens of the span but the first."""
     scored = slice(span.start - 1, None)
     ids = logprobs.token_ids[scored]
@@ -281,6 +285,7 @@ def _span_score(span: Span, logprobs: TokenLogprobs, *, stores_all: bool) -> _Sc
         is_greedy=bool(np.array_equal(ids[:, 0], ids[:, 1])),
         stored=TokenLogprobs(logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept]),
         stored_ids=np.array(span.token_ids if stores_all else span.token_ids[span.start :], np.int32),
+        unread=unread,
     )
 
 

@@ -22,6 +22,7 @@ class _PooledReference(Reference):
     """A model without the head of a language model."""
 
     auto = "AutoModel"
+    auto_of_images = "AutoModel"
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
         super().__init__(spec, wanted)
@@ -38,12 +39,11 @@ class _PooledReference(Reference):
 
     def _run(self, token_ids: list[int], stored: StoredVectors) -> Any:
         """The model's output for a sequence."""
-        ids = torch.tensor([token_ids], device=self._device)
+        inputs = self.inputs(token_ids, stored)
         start = None if stored.request is None else stored.request.token_type_start
-        types = (
-            {} if start is None else {"token_type_ids": (torch.arange(len(token_ids)) >= start).long()[None].to(ids)}
-        )
-        return self._model(input_ids=ids, output_hidden_states=self._pooling.layers is not None, **types)
+        if start is not None:
+            inputs["token_type_ids"] = (torch.arange(len(token_ids)) >= start).long()[None].to(self._device)
+        return self._model(**inputs, output_hidden_states=self._pooling.layers is not None)
 
     def chosen(self, output: Any, stored: StoredVectors) -> torch.Tensor:
         """The vectors [n, width] from the model's output, in float32."""
@@ -134,6 +134,7 @@ class HeadReference(_PooledReference):
     """A model with a classification head, for `classify` and `reward`."""
 
     auto = "AutoModelForSequenceClassification"
+    auto_of_images = "AutoModelForSequenceClassification"
 
     def __init__(self, spec: JobSpec, wanted: ReferenceWanted) -> None:
         """Raises UserError for settings of vLLM that transformers' heads lack."""

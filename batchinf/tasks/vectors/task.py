@@ -309,6 +309,7 @@ class HiddenStates(Pooled):
     """
 
     name = "hidden_states"
+    takes_images = True
     comparison = HiddenStatesChanges
 
     def __init__(self, spec: JobSpec) -> None:
