@@ -59,6 +59,8 @@ class Scoring:
     """Index of the right choice; None if it is unknown."""
     answer_error: str | None = None
     """Why the row's own value is no choice."""
+    neutral: tuple[Span, ...] = ()
+    """The same choices after the neutral context; empty if the job has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,8 @@ class ExpectedSpeed:
 class Bottleneck:
     """What limited a run, by its telemetry."""
 
-    kind: Literal["memory", "sequences", "input", "processor", "compute"]
-    """The memory for the cache, `max_num_seqs`, the input and the tokenizer, the engine's own work on the processor, or
-    the arithmetic of the devices."""
+    kind: Literal["memory", "sequences", "input", "images", "processor", "compute"]
+    """Memory for the cache, `max_num_seqs`, input and tokenizer, images, the engine's own work, or the devices."""
     share: Share
     """Of the time."""
     reason: JsonText
@@ -169,8 +170,7 @@ class Extent:
     first_row: Count
     stop_row: Count
     positions: JsonText | None = None
-    """Digest of the file with the chosen rows in the order in which they run; None if all were chosen and run by
-    position."""
+    """Digest of the file with the chosen rows in run order; None if all were chosen and run by position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,26 +300,14 @@ class Prompt:
     """Where its images come from; `token_ids` then have one placeholder for each. Empty once they are loaded."""
     image_digests: tuple[str, ...] | None = None
     """SHA-256 of each image's bytes; None until they are loaded."""
-    image_shapes: "tuple[ImageShape, ...]" = ()
-    """Of each image with a digest."""
+    image_shapes: tuple[tuple[str, int, int], ...] = ()
+    """Of each image with a digest: Pillow's name of the format; width and height of the upright image, in pixels."""
     image_positions: IntArray | None = None
     """The positions in `token_ids` at which the model sees images and no tokens."""
 
     def part_of(self, request_index: int) -> "Prompt":
         """The part that has this request; the prompt itself if it has no parts."""
         return next((part for part in reversed(self.parts) if part.first_request <= request_index), self)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageShape:
-    """The format and the size of a loaded image."""
-
-    format: str
-    """Pillow's name, such as `JPEG`."""
-    width: int
-    """Pixels of the upright image."""
-    height: int
-    """Pixels of the upright image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +375,8 @@ class Request:
     """Place of the first token of type 1, the second of two texts; None: all tokens have type 0."""
     rendered: Any = None
     """The engine's own form of a prompt with images, with their tensors; None: the ids are the whole prompt."""
+    is_shared: bool = False
+    """Many rows may have the same request. A replica runs it once and gives its result to all of them."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -2,9 +2,11 @@
 
     python benchmarks/buckets.py --delays 0.005,0.3 --repeat 3
     python benchmarks/buckets.py --replicas 8 --seconds 600 --interval 10 --delays 0
+    python benchmarks/buckets.py --upload 400
 
 The store is the S3 server of the tests, on loopback, behind a proxy that delays each request by `--delays` seconds.
-Engines are scripted, and mostly sleep. The requests are also shown for a day of such a job.
+Engines are scripted, and mostly sleep. All jobs of a round run at the same time, so that they meet the same load of the
+host. The requests are also shown for a day of such a job. `--upload` measures the memory of one upload of so many MB.
 """
 
 import argparse
@@ -16,9 +18,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -36,19 +40,62 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--interval", type=float, default=10.0, help="checkpoint_interval_s")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--upload", type=int, metavar="MB", help="only upload a file of this size")
     args = parser.parse_args()
+    if args.upload:
+        measure_upload(args.upload)
+        return
     delays = [float(text) for text in args.delays.split(",")]
     times: dict[str, list[float]] = {}
+    cases = {"folder": None, **{f"bucket, {delay * 1000:g} ms a request": delay for delay in delays}}
     for _ in range(args.repeat):
-        times.setdefault("folder", []).append(run_job(args, None)[0])
-        for delay in delays:
-            seconds, requests = run_job(args, delay)
-            times.setdefault(f"bucket, {delay * 1000:g} ms a request", []).append(seconds)
-            show_requests(requests, seconds)
-    in_folder = statistics.median(times["folder"])
+        with ThreadPoolExecutor(len(cases)) as pool:
+            begun = {name: pool.submit(run_job, args, delay) for name, delay in cases.items()}
+        for name, job in begun.items():
+            seconds, requests = job.result()
+            times.setdefault(name, []).append(seconds)
+            if requests:
+                show_requests(requests, seconds)
     for name, runs in times.items():
-        median = statistics.median(runs)
-        print(f"{name}: {median:.1f} s of {len(runs)} runs, {in_folder / median:.3f} times the speed of a folder")
+        ratios = [in_folder / seconds for in_folder, seconds in zip(times["folder"], runs, strict=True)]
+        shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+        print(f"{name}: {statistics.median(runs):.1f} s of {len(runs)} runs; speed beside the folder: {shown}")
+
+
+def measure_upload(num_mb: int) -> None:
+    """Upload a file, and show how much memory of its own the process took meanwhile. Pages of the file do not count."""
+    from batchinf.base.bucket import Bucket
+
+    with tempfile.TemporaryDirectory() as name, stores.proxy() as store:
+        os.environ.update(store.environment, AWS_ENDPOINT_URL=f"http://127.0.0.1:{stores.server()}")
+        path = pathlib.Path(name) / "part"
+        with path.open("wb") as file:
+            for _ in range(num_mb):
+                file.write(os.urandom(1 << 20))
+        bucket = Bucket(f"s3://{stores.BUCKET}/{uuid.uuid4().hex}")
+        bucket.probe()  # what a run has done before its first part
+        before = own_mb()
+        most = [before]
+        is_done = threading.Event()
+
+        def look() -> None:
+            while not is_done.wait(0.01):
+                most.append(own_mb())
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        began = time.monotonic()
+        bucket.upload("part", path)
+        seconds = time.monotonic() - began
+        is_done.set()
+        looking.join()
+        print(f"upload of {num_mb} MiB: {seconds:.1f} s, {max(most) - before:.1f} MiB more memory than before")
+
+
+def own_mb() -> float:
+    """MiB of this process's memory that are no pages of files."""
+    [line] = [line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) / 1024
 
 
 def run_job(args: argparse.Namespace, delay: float | None) -> tuple[float, Counter[str]]:

@@ -6,6 +6,9 @@ A job goes through `run`, `--extend` and `--retry`, or runs in two slices. At ra
 paused while another one takes the job over, or is asked to stop. Its work folder is deleted at random. In half of the
 jobs a quarter of all requests to the store fail. Greedy answers of the scripted engine depend on the prompt alone, and
 a retry here changes no setting. So at any moment each row that a reader finds must be that of an unhurt job.
+
+What a reader finds by the glob of the parts is compared with the commits after each strike. All committed parts must be
+there. Any other part must be one that is uploaded before its commit: the commit that comes later must have its bytes.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import jobs
 
 NUM_ROWS = 60
 NUM_MORE = 15
-_MOST_STRIKES = 4  # of one command
+_MOST_STRIKES = 8  # of one command
 RETRY = ("--retry", "row_index % 7 = 3")
 # With the highest passage at which a process is struck.
 STEPS = {
@@ -53,10 +56,13 @@ class World:
         self.chance = random.Random(seed)
         self.url = f"s3://{stores.BUCKET}/model-{uuid.uuid4().hex[:12]}"
         self.counts: Counter[str] = Counter()
+        self.looks: Counter[str] = Counter()
         self._folder = folder
         self._store = store
         self._work = 0
         self._committed: set[str] = set()
+        self._early: dict[str, str] = {}
+        """Digests of parts that were there before their commit, by name."""
         (folder / "data").mkdir()
         write(folder / "data" / "a.jsonl", 0, NUM_ROWS)
         self._store.fault = stores.often(0.25, seed) if self.chance.random() < 0.5 else lambda method, path: ""
@@ -80,6 +86,7 @@ class World:
     def _stage(self, options: tuple[str, ...], steps: dict[str, int], own: str) -> None:
         """Run one command to its end, however often it is struck."""
         self._committed = stores.committed(own)
+        self._early = {}
         for _ in range(_MOST_STRIKES):
             if self._strike(options, steps, own):
                 break
@@ -87,7 +94,10 @@ class World:
         done = jobs.run("run", self._spec(), *options, **self._store.environment)
         expect(done.returncode == 0, f"{options}: {done.stderr}")
         self._look(own)
-        expect({*stores.names(own, "parts")} == stores.committed(own), "there are parts that no commit names")
+        digests = stores.digests(own)
+        commits = stores.commits_of_parts(own)
+        expect(digests == {name: line["digest"] for name, line in commits.items()}, "the parts are not the commits'")
+        self._note_early({name: digests[name] for name in self._early})
         expect(not stores.names(own, "journal"), "segments are left")
         expect(stores.read(own, "lock") == b"free", "the lock is left")
         cache = {"XDG_CACHE_HOME": str(self._folder / "cache")}
@@ -98,7 +108,8 @@ class World:
     def _strike(self, options: tuple[str, ...], steps: dict[str, int], own: str) -> bool:
         """Start the command and strike it. Whether it came to its end."""
         step = self.chance.choice([*steps])
-        point = f"{step}:{self.chance.randint(1, steps[step])}"
+        # Early passages, because a process that goes on has fewer left.
+        point = f"{step}:{min(self.chance.randint(1, steps[step]) for _ in range(2))}"
         way = self.chance.choice(("kill", "kill", "kill", "pause", "stop"))
         marker = self._folder / "held"
         action = "kill" if way == "kill" else f"hold {marker}"
@@ -144,19 +155,34 @@ class World:
         return stores.spec_of(folder, self.url, **quick)
 
     def _look(self, own: str) -> None:
-        """Read as DuckDB's users do: by a pattern of the parts' names."""
-        committed = stores.committed(own)
-        expect(self._committed <= committed, "a commit is gone")
-        self._committed = committed
-        found = {*stores.names(own, "parts")}
-        expect(committed <= found, "a committed part is gone")
-        if not found:
-            return
-        rows = stores.rows_by_duckdb(own)
+        """Read as DuckDB's users do, by a pattern of the parts' names, and compare it with the commits."""
+        # A process that was killed may have sent requests that the store has not applied yet.
+        jobs.wait_until(lambda: not self._store.num_open)
+        commits = stores.commits_of_parts(own)
+        expect(self._committed <= commits.keys(), "a commit is gone")
+        self._committed = {*commits}
+        digests = stores.digests(own)
+        expect(commits.keys() <= digests.keys(), "a committed part is gone")
+        replacements = {line["digest"] for line in stores.lines(own) if line["kind"] == "replacing"}
+        replaced = {digests[name] for name, line in commits.items() if digests[name] != line["digest"]}
+        expect(replaced <= replacements, "a committed part has other bytes")
+        self._note_early({name: digest for name, digest in digests.items() if name not in commits})
+        rows = stores.rows_by_duckdb(own) if digests else []
+        num_early = len(digests) - len(commits)
+        self.looks[
+            "a part or a replacement waits for its commit" if num_early or replaced else "exactly the commits"
+        ] += 1
+        num_committed = sum(line["num_rows"] for line in commits.values())
+        expect(len(rows) > num_committed if num_early else len(rows) == num_committed, "not the rows of the commits")
         places = [row["row_index"] for row in rows]
         expect(len({*places}) == len(places), "a row is there twice")
         whole = {row["row_index"]: row for row in expected(NUM_ROWS + NUM_MORE)}
         expect(all(row == whole[row["row_index"]] for row in rows), "a row is altered")
+
+    def _note_early(self, digests: dict[str, str]) -> None:
+        """Parts before their commit: they stay as they are until then."""
+        changed = [name for name, digest in digests.items() if self._early.setdefault(name, digest) != digest]
+        expect(not changed, f"{changed}: changed before the commit")
 
 
 def expect(is_right: bool, what: str) -> None:
@@ -194,6 +220,7 @@ def expected(num_rows: int) -> Rows:
 def run_model(num_strikes: int, seed: int, say: Callable[[str], None] = lambda line: None) -> Counter[str]:
     """Strike jobs, each with a seed of its own, until there are so many strikes. Raises Broken with the seed."""
     counts: Counter[str] = Counter()
+    looks: Counter[str] = Counter()
     while counts.total() < num_strikes:
         with tempfile.TemporaryDirectory() as name, stores.proxy() as store:
             world = World(seed, pathlib.Path(name), store)
@@ -202,7 +229,8 @@ def run_model(num_strikes: int, seed: int, say: Callable[[str], None] = lambda l
             except Exception as error:
                 raise Broken(f"seed {seed}, {world.url}: {error}") from error
             counts += world.counts
-        say(f"seed {seed}: {counts.total()} of {num_strikes} strikes")
+            looks += world.looks
+        say(f"seed {seed}: {counts.total()} of {num_strikes} strikes; readers found {dict(looks)}")
         seed += 1
     return counts
 

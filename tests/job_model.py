@@ -2,10 +2,11 @@
 
     python tests/job_model.py --kills 10000 --seed 1 [--minutes M] [--real] [--folder KEPT]
 
-A hypothesis state machine runs, extends, retries, repairs and begins a tiny job anew on the scripted engine, and
-strikes while it does so. The fast form strikes at a step of a forked child (tests/crashes.py). The real form kills real
-processes at random times. The rows that must be there come from one unhurt run for each shape of job; row n of the
-input is always row n of the output. Parts are read with pyarrow, and the manifest as plain JSON.
+A hypothesis state machine runs, extends, retries, repairs and begins a tiny job anew on the scripted engine, retries it
+with repaired rows, gives its output to a second job, and strikes while it does so. The fast form strikes at a step of a
+forked child (tests/crashes.py). The real form kills real processes at random times. The rows that must be there come
+from one unhurt run for each shape of job; row n of the input is always row n of the output. Parts are read with
+pyarrow, and the manifest as plain JSON.
 
 The first difference ends the run with exit 1 and keeps the folder. A seed repeats the choices, not the threads' order.
 """
@@ -68,9 +69,13 @@ SHAPES: dict[str, tuple[dict[str, Any], str, int]] = {
     ),
 }
 # Files of the output without which a job may be refused; the error says which one to put back or to delete.
-NEEDED = ("manifest", "cut.json", "files.json", "source", "selection", "retry")
+NEEDED = ("manifest", "cut.json", "files.json", "source", "selection", "retry", "repairs")
 Row = dict[str, Any]
 Key = tuple[int, int]
+# How a row of the output may have come about: with the sampling of a retry, and from a repaired row of the input.
+Variant = tuple[bool, bool]
+PLAIN: Variant = (False, False)
+VARIANTS: tuple[Variant, ...] = (PLAIN, (True, False), (False, True), (True, True))
 
 
 class Difference(Exception):
@@ -119,6 +124,11 @@ def all_rows() -> list[Row]:
         }
         for n, prompt in enumerate(prompts)
     ]
+
+
+def repaired_rows(rows: Iterable[Row]) -> list[Row]:
+    """These rows as a repair has them: none has an error."""
+    return [{**row, "prompt": f"Mended {row['id']}."} for row in rows]
 
 
 def content_of(rows: Sequence[Row], kind: str) -> bytes:
@@ -219,14 +229,15 @@ def catches_stops(pid: int) -> bool:
 
 
 @functools.cache
-def unhurt(runner: Runner, shape: str, is_retried: bool) -> dict[Key, Row]:
-    """The rows of a run that nothing hurts, over all of the input, with the sampling of a retry or without."""
+def unhurt(runner: Runner, shape: str, variant: Variant) -> dict[Key, Row]:
+    """The rows of a run that nothing hurts, over all of the input."""
+    is_retried, is_repaired = variant
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         more, kind, _ = SHAPES[shape]
         (folder / "jobs").mkdir()
         path = folder / f"rows{kind}"
-        path.write_bytes(content_of(all_rows(), kind))
+        path.write_bytes(content_of(repaired_rows(all_rows()) if is_repaired else all_rows(), kind))
         spec = spec_of(folder, folder / "jobs" / "out", path, more)
         overrides = [f"{name}={value}" for name, value in RETRY.items()] if is_retried else []
         ended = runner.run(folder, ["run", str(spec), *(f"--set={override}" for override in overrides)], None)
@@ -342,9 +353,9 @@ class JobModel(RuleBasedStateMachine):
         half = NUM_ROWS // 2
         self._write("a", all_rows()[:half])
         self._write("b", all_rows()[half:NUM_ROWS])
-        # Rows that a retry may have changed, until the job is done: the predicate and the rows.
-        self.retried: dict[str, set[int]] = {}
-        self.has_retried_sampling: dict[int, set[bool]] = {}
+        # Of rows that a retry may have changed: which variants they may be. Other rows are plain.
+        self.variants: dict[int, set[Variant]] = {}
+        self.num_chains = 0
         self.kept: set[Key] = set()
         self.asides: list[tuple[pathlib.Path, str]] = []
         self.num_deaths = 0
@@ -513,19 +524,94 @@ class JobModel(RuleBasedStateMachine):
     @rule(data=st.data(), predicate=st.sampled_from(PREDICATES), has_sampling=st.booleans())
     def retry(self, data: st.DataObject, predicate: str, has_sampling: bool) -> None:
         """Run chosen rows again. Until the job is done, each of them may be the old or the new one."""
-        chosen = self._chosen(predicate)
-        for row in chosen:
-            self.has_retried_sampling.setdefault(row, {False}).add(has_sampling)
-        words = ["--set", *(f"{name}={value}" for name, value in RETRY.items())] if has_sampling else []
+        self._retry(data, predicate, has_sampling, is_repaired=set())
+
+    @precondition(lambda self: self.is_done and not self._may_refuse() and not self.num_slices)
+    @working
+    @rule(data=st.data(), predicate=st.sampled_from(PREDICATES), has_sampling=st.booleans(), is_whole=st.booleans())
+    def retry_with_repaired_rows(self, data: st.DataObject, predicate: str, has_sampling: bool, is_whole: bool) -> None:
+        """As `retry`, with a file that has all or half of the chosen rows, which is deleted after the first start."""
+        chosen = sorted(self._chosen(predicate))
+        is_repaired = chosen if is_whole else chosen[::2]
+        if not is_repaired:
+            return
+        path = self.folder / f"repaired{self.kind}"
+        rows = repaired_rows(row for number, row in enumerate(all_rows()) if number in is_repaired)
+        path.write_bytes(content_of(rows, self.kind))
+        self._retry(data, predicate, has_sampling, set(is_repaired), "--input", str(path))
+
+    def _retry(
+        self, data: st.DataObject, predicate: str, has_sampling: bool, is_repaired: set[int], *words: str
+    ) -> None:
+        """is_repaired: the rows that come from a file."""
+        later = {}
+        for row in self._chosen(predicate):
+            before = self.variants.get(row, {PLAIN})
+            later[row] = {(has_sampling, row in is_repaired or was_repaired) for _, was_repaired in before}
+            self.variants[row] = before | later[row]
+        if has_sampling:
+            words = (*words, "--set", *(f"{name}={value}" for name, value in RETRY.items()))
         for strike in data.draw(self._bursts()):
             if self._run("--retry", predicate, *words, strike=strike).code == 0:
-                for row in chosen:
-                    self.has_retried_sampling[row] = {has_sampling}
+                self.variants |= later
                 self._check_done()
                 break
 
+    @precondition(lambda self: self.is_done and not self._may_refuse())
+    @working
+    @rule(data=st.data(), grows=st.booleans())
+    def chain(self, data: st.DataObject, grows: bool) -> None:
+        """Give the output to a second job, and compare its rows with those of another one that nothing hurts."""
+        self.num_chains += 1
+        spec, out = self._chained("chain")
+        self._strike_chain(data, spec, out)
+        if grows and self.on_disk + 2 <= MOST_ROWS and not self.num_slices:
+            self.num_files += 1
+            self._write(chr(ord("a") + self.num_files - 1), all_rows()[self.on_disk : self.on_disk + 2])
+            self.on_disk += 2
+            if self._run("--extend").code != 0:
+                self._fail("an extension that nothing hurts does not end")
+            self._strike_chain(data, spec, out, "--extend")
+        shutil.rmtree(out)
+
+    def _chained(self, name: str) -> tuple[pathlib.Path, pathlib.Path]:
+        """The spec and the folder of a job over the output."""
+        folder = self.folder / f"{name}-{self.num_chains}"
+        folder.mkdir()
+        spec = json.loads(self.spec.read_text())
+        spec |= {
+            "input": {"job": str(self.out), "id_column": "id", "prompt_column": "text"},
+            "output": {"path": str(folder / "out"), "rows_per_shard": 5, "keep_columns": {"text": "first"}},
+            "sampling": {"temperature": 0.0, "max_tokens": 4},
+        }
+        path = folder / "job.yaml"
+        path.write_text(json.dumps(spec))
+        return path, folder / "out"
+
+    def _strike_chain(self, data: st.DataObject, spec: pathlib.Path, out: pathlib.Path, *words: str) -> None:
+        unhurt_spec, unhurt_out = self._chained(f"unhurt{len(words)}")
+        if self.runner.run(self.folder, ["run", str(unhurt_spec)], None).code != 0:
+            self._fail("a second job that nothing hurts does not end")
+        expected = rows_in([unhurt_out])
+        if len(expected) != len(rows_in(self._folders())):
+            self._fail(f"the second job has {len(expected)} rows")
+        few = st.lists(strikes(self.runner.kinds, self.runner.NUM_STEPS), min_size=1, max_size=4)
+        for strike in [*data.draw(few), None]:
+            ended = self._command("run", str(spec), *words, strike=strike)
+            rows = rows_in([out])
+            if other := [row for row in rows if row not in expected]:
+                self._fail(f"rows of the second job are altered: {other}")
+            if ended.code == 0:
+                break
+        if rows != expected:
+            self._fail(f"the second job has {len(rows)} rows, not {len(expected)}, or in another order")
+        self.figures.changes["second jobs compared"] += 1
+        self.num_deaths = 0
+
     def _chosen(self, predicate: str) -> set[int]:
-        rows = {key[0]: row for key, row in self._expected(False).items()}
+        plain = {key[0]: row for key, row in self._expected(PLAIN).items()}
+        # A row may be of several variants only if it is the same in them.
+        rows = {n: self._first_of(n, next(iter(self.variants.get(n, {PLAIN})))) for n in plain}
         tests = {
             "errors": lambda n, row: row["error_type"] is not None,
             "true": lambda n, row: True,
@@ -581,7 +667,7 @@ class JobModel(RuleBasedStateMachine):
             self.kept = set()
             self.totals = {self.on_disk}
         first = self.on_disk // 2 if self.num_slices else self.on_disk
-        self.has_retried_sampling = {row: kinds for row, kinds in self.has_retried_sampling.items() if row >= first}
+        self.variants = {row: variants for row, variants in self.variants.items() if row >= first}
         self.num_deaths, self.is_done = 0, False
 
     def _digest(self, folder: pathlib.Path) -> str:
@@ -688,7 +774,7 @@ class JobModel(RuleBasedStateMachine):
         group = path.relative_to(self._folder_of(path)).parts[0]
         if group == "lock" or (group.startswith(".tmp-") and group.endswith("-lock")):  # its other name, for a moment
             return  # its holder may live elsewhere: a run waits 60 s for it, and one with no rows left leaves it
-        if group == "manifest" and (self.has_retried_sampling or how == "deleted"):
+        if group == "manifest" and (self.variants or how == "deleted"):
             return  # what a retry or an extension has chosen is in the manifest alone
         content = path.read_bytes()
         self._hurt(path, content, how, place)
@@ -740,7 +826,7 @@ class JobModel(RuleBasedStateMachine):
                 is_needed = False
         if ended.code == 2:
             ended = self._run(*extend)
-        if is_needed and group == FILES_RECORD:  # no run has read it yet; one that begins a slice anew would be refused
+        if is_needed and group in (FILES_RECORD, "repairs"):  # no run has read it yet; a later one would be refused
             path.write_bytes(content)
         self.totals = {self.on_disk}
         self._check_done()
@@ -752,9 +838,17 @@ class JobModel(RuleBasedStateMachine):
 
     # -- comparisons ---------------------------------------------------------------------------------------------------
 
-    def _expected(self, is_retried: bool, total: int | None = None) -> dict[Key, Row]:
+    def _expected(self, variant: Variant, total: int | None = None) -> dict[Key, Row]:
         total = self.on_disk if total is None else total
-        return {key: row for key, row in unhurt(self.runner, self.shape, is_retried).items() if key[0] < total}
+        return {key: row for key, row in unhurt(self.runner, self.shape, variant).items() if key[0] < total}
+
+    def _possible(self) -> set[Variant]:
+        """The variants that rows may be of. Each takes an unhurt run of its own."""
+        return set(VARIANTS) if self.is_damaged else {PLAIN}.union(*self.variants.values())
+
+    def _first_of(self, number: int, variant: Variant) -> Row:
+        """The first output row of a row of the input."""
+        return unhurt(self.runner, self.shape, variant)[number, 0]
 
     def _observe(self) -> dict[Key, Row]:
         """Compare all rows that readers find now. None is altered or doubled, and no committed one has gone."""
@@ -765,13 +859,13 @@ class JobModel(RuleBasedStateMachine):
         keys = Counter((row["row_index"], row["sample_index"]) for row in rows)
         if doubled := [key for key, count in keys.items() if count > 1]:
             self._fail(f"rows doubled: {doubled}")
-        expected = {retried: self._expected(retried) for retried in (False, True)}
+        expected = {variant: self._expected(variant) for variant in self._possible()}
         for row in rows:
             key = row["row_index"], row["sample_index"]
             # A part that was lost runs as at first, and then again as its retries say.
-            kinds = {False, True} if self.is_damaged else self.has_retried_sampling.get(key[0], {False})
-            if not any(row == expected[kind].get(key) for kind in kinds):
-                self._fail(f"row {key} is altered: {row}, not {[expected[kind].get(key) for kind in kinds]}")
+            variants = VARIANTS if self.is_damaged else self.variants.get(key[0], {PLAIN})
+            if not any(row == expected[variant].get(key) for variant in variants):
+                self._fail(f"row {key} is altered: {row}, not {[expected[variant].get(key) for variant in variants]}")
         self.figures.rows += len(rows)
         found = {(row["row_index"], row["sample_index"]): row for row in rows}
         if lost := self.kept - found.keys():
@@ -802,17 +896,26 @@ class JobModel(RuleBasedStateMachine):
         """Compare a finished job: all rows, and nothing left behind."""
         self.is_damaged = False
         found = self._observe()
-        wanted = {total: set(self._expected(False, total)) for total in self.totals}
-        totals = {total for total, keys in wanted.items() if keys == found.keys()}
+        now: dict[int, dict[Key, Row]] = {}
+        for key, row in found.items():
+            now.setdefault(key[0], {})[key] = row
+        wanted = {total: {row for row, _ in self._expected(PLAIN, total)} for total in self.totals}
+        totals = {total for total, numbers in wanted.items() if numbers == now.keys()}
         if not totals:
-            lost = set.intersection(*wanted.values()) - found.keys()
-            self._fail(f"rows lost: {sorted(lost)}; got {len(found)}, not {[len(keys) for keys in wanted.values()]}")
+            lost = set.intersection(*wanted.values()) - now.keys()
+            self._fail(f"rows lost: {sorted(lost)}; got {len(now)}, not {[len(rows) for rows in wanted.values()]}")
         self.totals = totals
-        for row in self.has_retried_sampling:
-            keys = [key for key in found if key[0] == row]
-            plain, retried = ([unhurt(self.runner, self.shape, kind)[key] for key in keys] for kind in (False, True))
-            now = [found[key] for key in keys]
-            self.has_retried_sampling[row] = {kind for kind, rows in ((False, plain), (True, retried)) if rows == now}
+        by_row: dict[Variant, dict[int, dict[Key, Row]]] = {variant: {} for variant in self._possible()}
+        for variant, rows in by_row.items():
+            for key, row in self._expected(variant).items():
+                rows.setdefault(key[0], {})[key] = row
+        for number, rows in now.items():
+            allowed = self.variants.get(number, {PLAIN})
+            same = {variant for variant in allowed if by_row[variant].get(number) == rows}
+            if not same:
+                self._fail(f"row {number} has samples of several variants, or not all: {rows}")
+            if number in self.variants:
+                self.variants[number] = same
         self.num_deaths, self.is_done = 0, True
         # A disk that failed while a finished job was tidied up leaves that to the next run; there is always one.
         for folder in [] if self.has_failing_disk else self._folders():

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import http.client
 import http.server
+import io
 import json
 import os
 import pathlib
@@ -15,16 +16,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
+import pyarrow.json
+import pyarrow.parquet as pq
+import xxhash
 
 import jobs
 
 BUCKET = "jobs"
+NAMESPACE = "user"  # of Hugging Face: the proxy serves its buckets below this folder, as the hub's gateway does
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-key", "AWS_REGION": "us-east-1"}
 # The share of these faults is the same. The last ones leave the request undone.
 FAULTS = ("drop", "500 after", "slow", "500", "503", "409", "429")
@@ -73,13 +79,18 @@ def _ask(port: int, method: str, path: str) -> int:
 class Proxy:
     """Forwards requests to the server, and fails some of them.
 
-    fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, or a status, perhaps with
-    a code, such as `403` or `400 ExpiredToken`; "" for none.
+    fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, `delay` with seconds, or
+    a status, perhaps with a code, such as `403` or `400 ExpiredToken`; "" for none.
     """
 
     def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
         self.fault = fault
         self.seen: list[tuple[str, str]] = []
+        self.num_bytes: Counter[str] = Counter()
+        """Bytes of the answers, by the path of the object."""
+        self.num_open = 0
+        """Requests that are not answered yet."""
+        self._counting = threading.Lock()
         self._port = server()
         proxy = self
 
@@ -90,7 +101,8 @@ class Proxy:
                 pass
 
             def handle_any(self) -> None:
-                proxy._handle(self)
+                with proxy._counted():
+                    proxy._handle(self)
 
             do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = handle_any  # noqa: N815
 
@@ -114,10 +126,28 @@ class Proxy:
         self._server.shutdown()
         self._server.server_close()
 
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._counting:
+            self.num_open += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.num_open -= 1
+
     def _handle(self, request: http.server.BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         method = request.command
         path = request.path
+        if path.startswith(f"/{NAMESPACE}/"):
+            # Hugging Face's gateway answers a GET with the place of the content, on another host, which takes no key.
+            path = path.removeprefix(f"/{NAMESPACE}")
+            if method == "GET" and "list-type" not in path:
+                place = f"http://localhost:{self._server.server_address[1]}{path}"
+                _answer(request, 302, b"", {"Location": place})
+                return
+            assert "Authorization" in request.headers and not any("x-amz-meta" in name for name in request.headers)
         self.seen.append((method, path))
         fault = self.fault(method, path)
         if fault == "absent":
@@ -125,6 +155,8 @@ class Proxy:
             return
         if fault == "slow":
             time.sleep(0.3)
+        elif fault.startswith("delay "):
+            time.sleep(float(fault.partition(" ")[2]))
         elif fault[:1].isdecimal() and fault != "500 after":
             status, _, code = fault.partition(" ")
             _answer(request, int(status), f"<Error><Code>{code or 'Injected'}</Code></Error>".encode())
@@ -139,6 +171,8 @@ class Proxy:
                 content = response.read()
         finally:
             connection.close()
+        with self._counting:
+            self.num_bytes[path.partition("?")[0]] += len(content)
         if fault == "drop":
             request.close_connection = True
         elif fault == "500 after":
@@ -208,6 +242,31 @@ def read(url: str, name: str) -> bytes:
         return bytes(file.read())
 
 
+def put(url: str, data: bytes) -> None:
+    """Write an object."""
+    with file_system().open_output_stream(url.removeprefix("s3://"), compression=None) as file:
+        file.write(data)
+
+
+def prompts_with_pictures(*, is_swapped: bool = False) -> bytes:
+    """The sample prompts as Parquet, with a column of 2 MB that no job reads. All values have one footer.
+
+    is_swapped: the texts of two rows of the same length are exchanged.
+    """
+    table = pyarrow.json.read_json(jobs.prompts())
+    texts = table.column("prompt").to_pylist()
+    if is_swapped:
+        first, second = next((i, j) for i in range(20) for j in range(i) if len(texts[i]) == len(texts[j]))
+        texts[first], texts[second] = texts[second], texts[first]
+    table = table.set_column(table.column_names.index("prompt"), "prompt", pa.array(texts))
+    pictures = random.Random(1).randbytes(9000 * table.num_rows)
+    column = pa.array([pictures[9000 * row : 9000 * (row + 1)] for row in range(table.num_rows)])
+    buffer = io.BytesIO()
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(table.append_column("picture", column), buffer, row_group_size=20, **plain)
+    return buffer.getvalue()
+
+
 def table(url: str) -> pa.Table:
     """All rows that a reader finds below `parts/`, in order."""
     found = ds.dataset(f"{url.removeprefix('s3://')}/parts", filesystem=file_system(), format="parquet").to_table()
@@ -263,7 +322,17 @@ def num_journalled(url: str) -> int:
 
 def committed(url: str) -> set[str]:
     """The names of the parts that the commits name."""
-    return {f"part-{line['shard']:06d}.parquet" for line in lines(url) if line["kind"] == "part"}
+    return {*commits_of_parts(url)}
+
+
+def commits_of_parts(url: str) -> dict[str, dict[str, Any]]:
+    """The last committed line of each part, by the name of the part."""
+    return {f"part-{line['shard']:06d}.parquet": line for line in lines(url) if line["kind"] == "part"}
+
+
+def digests(url: str) -> dict[str, str]:
+    """The digests of all parts that are there, by name, as commits have them."""
+    return {name: xxhash.xxh3_128_hexdigest(read(url, f"parts/{name}")) for name in names(url, "parts")}
 
 
 def spec_of(folder: pathlib.Path, url: str, **sections: Any) -> pathlib.Path:

@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import random
 import shutil
 import threading
 import uuid
@@ -16,6 +17,8 @@ import stores
 
 import jobs
 from batchinf.base.bucket import Bucket
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import open_source
 
 pytestmark = [pytest.mark.fewer_rows]
 needs_azurite = pytest.mark.skipif(
@@ -123,6 +126,34 @@ def test_an_input_is_read(url: str, store: dict[str, str], tmp_path: pathlib.Pat
     spec = stores.spec_of(tmp_path, f"{url}/out", input={"path": f"{url}/in/*.jsonl"})
     jobs.finish(spec, **store)
     assert rows(f"{url}/out") == list(jobs.unhurt())
+
+
+def test_parquet_is_read_by_ranges(url: str, store: dict[str, str], tmp_path: pathlib.Path) -> None:
+    table = pa.table({"x": range(1000), "text": [f"row {row}" for row in range(1000)]})
+    pictures = pa.array([random.Random(row).randbytes(2000) for row in range(1000)])
+    pq.write_table(table.append_column("picture", pictures), tmp_path / "a.parquet", row_group_size=100)
+    Bucket(url).write("in/a.parquet", tmp_path / "a.parquet")
+    source = open_source(InputLocation(f"{url}/in/a.parquet"), tmp_path / "cache")
+    assert [row.values for row in source.read(150, 400, ["x", "text"])] == table.slice(150, 250).to_pylist()
+    num_kept = sum(path.stat().st_size for path in (tmp_path / "cache" / "ranges").rglob("*") if path.is_file())
+    assert 0 < num_kept < 20_000
+    source.close()
+
+
+def test_a_job_in_a_bucket_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    """On a stand-in for the hub's gateway: an S3 server below a folder, which answers GET with another place."""
+    name = uuid.uuid4().hex[:12]
+    url = f"hf://buckets/{stores.NAMESPACE}/{stores.BUCKET}/{name}"
+    with stores.proxy() as gateway:
+        environment = {**stores.KEYS, "BATCHINF_HF_GATEWAY": gateway.url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        spec = stores.spec_of(tmp_path, url)
+        assert jobs.run("run", spec, faults="mirror.after_bundle:2=kill", **environment).returncode == -9
+        shutil.rmtree(tmp_path / "work")
+        jobs.finish(spec, **environment)
+        assert stores.rows(f"s3://{stores.BUCKET}/{name}") == list(jobs.unhurt())
+        jobs.finish(spec, "--retry", "row_index = 3", **environment)
+        assert jobs.run("check", url, "--deep", **environment).returncode == 0
+    assert stores.rows(f"s3://{stores.BUCKET}/{name}") == list(jobs.unhurt())
 
 
 def test_a_container_that_is_missing(store: dict[str, str], tmp_path: pathlib.Path) -> None:

@@ -145,6 +145,12 @@ WRONG = [
            "input": {"context_column": "prompt", "continuation_column": "language"}},
           "job.yaml:12:3: score.window_overlap: got 5 without input.text_column; only a text is scored in windows: "
           "leave it out"),
+    Wrong("neutral values without choices", {**SCORE, "score": {"neutral": {"prompt": ""}},
+           "input": {"context_column": "prompt", "continuation_column": "language"}},
+          "job.yaml:12:3: score.neutral: got it without choices; it compares the choices of a row: leave it out"),
+    Wrong("a neutral value of no column of the context", {**SCORE, "score": {"neutral": {"language": ""}},
+           "input": {"context_column": "prompt", "choices": ["a", "b"]}},
+          "job.yaml:14:3: score.neutral: got 'language', which the context does not read; it reads: prompt"),
     Wrong("all of a text", {**SCORE, "input": {"text_column": "prompt"}, "score": {"store": "all"}},
           "job.yaml:11:3: score.store: got all without input.continuation_column; all tokens of a text are stored "
           "anyway, and choices would store their context again and again: leave it out"),

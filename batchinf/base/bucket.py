@@ -87,7 +87,10 @@ class Bucket:
         self.is_stopped: Callable[[], bool] = lambda: False
         """Asked while a request is waited for; it then ends as if the patience were over."""
         self.failing_since: float | None = None
-        """Monotonic, in seconds; None while the store answers."""
+        """Monotonic, in seconds; None while the store answers. Only requests of small objects end it: the others wait
+        for an hour, so they may succeed on a store that is too slow for a heartbeat."""
+        self.on_failure: Callable[[], object] = lambda: None
+        """Called after an attempt has failed, in the thread that waits."""
         self.failure = ""
 
     def at(self, name: str) -> "Bucket":
@@ -99,6 +102,29 @@ class Bucket:
     def get(self, name: str) -> Object | None:
         """An object; None if it is absent."""
         return self._try(lambda: self._read(name), name)
+
+    def get_range(self, name: str, first: int, stop: int) -> Object | None:
+        """The bytes `first` to `stop` of an object, with its ETag; None if it is absent or shorter than `first`."""
+
+        def attempt() -> Object | None:
+            try:
+                found = self._obstore.get(self._large, name, options={"range": (first, stop)})
+                return Object(bytes(found.bytes()), str(found.meta["e_tag"]))
+            except FileNotFoundError as error:
+                if _remedy(error):
+                    raise
+                return None
+            except Exception as error:
+                if _BEHIND.search(str(error)):
+                    return None
+                raise
+
+        return self._try(attempt, name, is_large=True)
+
+    def get_ranges(self, name: str, ranges: Iterable[tuple[int, int]]) -> Iterator[Object | None]:
+        """Several ranges of one object, all at a time; see `get_range`."""
+        begun = [_on_thread(functools.partial(self.get_range, name, first, stop)) for first, stop in ranges]
+        yield from (future.result() for future in begun)
 
     def get_all(self, names: Iterable[str]) -> Iterator[Object | None]:
         """Objects in the order of their names, several at a time."""
@@ -145,6 +171,11 @@ class Bucket:
         """Delete objects; one that is absent is passed over."""
         for name in names:
             self._try(functools.partial(self._delete, name), name)
+
+    def move(self, name: str, to: str) -> None:
+        """Give an object another name. The store copies it; there are both names for a moment."""
+        self._try(lambda: self._obstore.copy(self._large, name, to), name, is_large=True)
+        self.delete([name])
 
     def list(self, folder: str, after: str = "") -> list[Listed]:
         """The objects in a folder, sorted by name. after: only those whose names come later."""
@@ -199,7 +230,7 @@ class Bucket:
                     return there
             return None
 
-        return self._try(attempt, name)
+        return self._try(attempt, name, is_large=True)
 
     def write(self, name: str, path: pathlib.Path) -> None:
         """Write an object from a file of any size, in parts; the last writer wins. It is there when it is whole."""
@@ -208,7 +239,7 @@ class Bucket:
         def attempt() -> None:
             self._obstore.put(self._large, name, path, chunk_size=part_bytes, max_concurrency=_NUM_PARTS_AT_ONCE)
 
-        self._try(attempt, name)
+        self._try(attempt, name, is_large=True)
 
     def download(self, name: str, path: pathlib.Path) -> str | None:
         """Read an object into a new file; returns its ETag, or None if it is absent."""
@@ -224,7 +255,7 @@ class Bucket:
                     file.write(piece)
             return self._etag_of(found.meta)
 
-        return self._try(attempt, name)
+        return self._try(attempt, name, is_large=True)
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +321,9 @@ class Bucket:
         with contextlib.suppress(FileNotFoundError):
             self._obstore.delete(self._small, name)
 
-    def _try(self, attempt: Callable[[], _T], name: str, patience_s: float | None = None) -> _T:
+    def _try(
+        self, attempt: Callable[[], _T], name: str, patience_s: float | None = None, *, is_large: bool = False
+    ) -> _T:
         """The result of `attempt`, which is tried again after an error until the patience is over."""
         patience_s = self.patience_s if patience_s is None else patience_s
         began = time.monotonic()
@@ -308,13 +341,15 @@ class Bucket:
                     ) from error
                 self.failure = one_line(cause)
                 self.failing_since = self.failing_since or time.monotonic()
+                self.on_failure()
             else:
-                self.failing_since = None
+                if not is_large:
+                    self.failing_since = None
                 return result
             if self.is_stopped() or time.monotonic() - began + pause_s > patience_s:
                 raise StoreError(
                     f"{self.url}/{name}: the store has not taken a request for "
-                    f"{time.monotonic() - self.failing_since:.0f} s: {self.failure}; nothing is lost: run the same "
+                    f"{time.monotonic() - began:.0f} s: {self.failure}; nothing is lost: run the same "
                     "command again when it answers"
                 )
             time.sleep(random.random() * pause_s)
@@ -359,13 +394,13 @@ def _store(url: str, longest_s: int) -> Any:
     import obstore.store as stores
 
     scheme, bucket, prefix = bucket_and_prefix(url)
-    options = {**_options(longest_s), "retry_config": {"max_retries": 0}, "prefix": prefix}
+    options = {**_options(longest_s), "retry_config": {"max_retries": 0}, "prefix": prefix or None}
     match scheme:
         case "s3":
             return stores.S3Store(bucket, **options, **_s3_endpoint(), **_aws_credentials())
         case "hub":
             namespace, name = bucket.split("/")
-            endpoint = f"https://s3.hf.co/{namespace}"
+            endpoint = f"{_hub_gateway()}/{namespace}"
             return stores.S3Store(name, endpoint=endpoint, region="us-east-1", **options, **_aws_credentials())
         case "gs":
             return stores.GCSStore(bucket, **options)
@@ -379,6 +414,10 @@ def file_system(scheme: str) -> Any:
 
     own = {"config": _s3_endpoint(), **_aws_credentials()} if scheme == "s3" else {}
     return FsspecStore(scheme, **_options(_LONG_S), **own)  # type: ignore[call-overload]
+
+
+def _hub_gateway() -> str:
+    return os.environ.get("BATCHINF_HF_GATEWAY", "https://s3.hf.co").rstrip("/")
 
 
 def _options(longest_s: int) -> dict[str, Any]:
@@ -411,6 +450,7 @@ def _aws_credentials() -> dict[str, Any]:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+_BEHIND = re.compile("InvalidRange|status code: 416")
 _NOT_ALLOWED = ("PermissionDeniedError", "UnauthenticatedError")
 _EXPIRED = re.compile("ExpiredToken|TokenRefreshRequired|RequestExpired|InvalidAccessKeyId|SignatureDoesNotMatch")
 _FULL = re.compile("QuotaExceeded|InsufficientStorage|507 |EntityTooLarge")

@@ -17,6 +17,7 @@ _ELSEWHERE = re.compile(r"\s*[\w+.@:-]+[\w+.@-]:+/")
 _BUCKET = re.compile(
     r"(?P<scheme>s3|gs|az)://(?P<bucket>[^/]+)/(?P<prefix>.+)|hf://buckets/(?P<hub>[^/]+/[^/]+)/(?P<path>.+)"
 )
+_OBJECT = re.compile(r"(?P<root>(?:s3|gs|az)://[^/]+)/(?P<name>.+)")
 _URL_OF_BUCKET = re.compile(r"\s*(?:s3|gs|az|hf)://")
 # The folders of caches, of this package and of the libraries that it uses.
 _CACHE_FOLDERS = (
@@ -68,12 +69,20 @@ def bucket_problem(url: str) -> str | None:
 
 
 def bucket_and_prefix(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix of a URL that `bucket_problem` has passed."""
+    """Scheme, bucket and prefix of a URL that `bucket_problem` has passed, or of a whole bucket."""
     match = _BUCKET.fullmatch(url)
-    assert match is not None
+    if match is None:  # a whole bucket, as `split_bucket_url` gives it
+        scheme, _, bucket = url.partition("://")
+        return scheme, bucket, ""
     if match["hub"]:
         return "hub", match["hub"], match["path"]
     return match["scheme"], match["bucket"], match["prefix"]
+
+
+def split_bucket_url(url: str) -> tuple[str, str] | None:
+    """The URL of the bucket of an object, and the object's name in it; None for a URL that is none of a bucket."""
+    match = _OBJECT.fullmatch(url)
+    return None if match is None else (match["root"], match["name"])
 
 
 def check_is_here(path: str | os.PathLike[str], name: str, instead: str) -> None:

@@ -198,12 +198,8 @@ def _check(
     from batchinf.commands.check import check_job
     from batchinf.commands.check_bucket import check_bucket
 
-    if repair and is_bucket(out):
-        raise UserError(
-            f"--repair: moves files of a folder, and {out} is in a bucket: run the job again, which makes missing "
-            "parts; delete an object that check names as damaged before"
-        )
-    report = check_bucket(out, is_deep=deep) if is_bucket(out) else check_job(out, is_deep=deep, repair=repair)
+    check = check_bucket if is_bucket(out) else check_job
+    report = check(out, is_deep=deep, repair=repair)
     print_report(report, report.lines(), as_json)
     report.raise_if_wrong()
 

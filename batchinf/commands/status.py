@@ -12,7 +12,7 @@ from typing import Literal
 from batchinf.base.slices import JobFolder, read_cut
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
-from batchinf.fleet.speed_text import expected_line, speed_lines
+from batchinf.fleet.speed_text import expected_line, speed_lines, tokens_text
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import Look
@@ -49,7 +49,9 @@ class JobTotals:
     num_starts: int
     """Number of epochs."""
     device_s: float
-    """Device time of replicas that have ended."""
+    """Time of replicas that have ended, times their GPUs."""
+    has_devices: bool
+    """Whether replicas had GPUs."""
     num_rows: int
     """Output rows of the whole job."""
     is_estimate: bool
@@ -82,13 +84,12 @@ class JobTotals:
         """num_journalled: finished requests that the journal keeps beside the parts."""
         yield (
             f"model {self.model}, task {self.task}, begun {self.begun_at}, {counted(self.num_starts, 'start')}, "
-            f"{duration(self.device_s)} of device time in ended replicas"
+            f"{duration(self.device_s)} of {'GPU' if self.has_devices else 'replica'} time in replicas that have ended"
         )
         yield (
             f"committed: {self.num_rows_committed:,} of {self.all_rows} output rows in "
             f"{self.num_parts_committed:,} of {self.num_parts:,} parts, {self.num_errors:,} errors, "
-            f"{size_text(self.num_bytes)}, {short_count(self.num_prompt_tokens)} prompt and "
-            f"{short_count(self.num_output_tokens)} output tokens"
+            f"{size_text(self.num_bytes)}, {tokens_text(self.num_prompt_tokens, self.num_output_tokens)}"
         )
         if num_journalled:
             yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
@@ -439,6 +440,7 @@ def _totals(states: Sequence[State], num_inputs: int) -> JobTotals:
         begun_at=first.header.created_at,
         num_starts=sum(state.last_epoch for state in states),
         device_s=sum(state.device_s for state in states),
+        has_devices=any(state.has_devices for state in states),
         num_rows=task.expected_rows(num_inputs, num_done=counts.num_rows, num_inputs_done=num_committed),
         is_estimate=task.rows_vary and num_committed < num_inputs,
         num_rows_committed=counts.num_rows,

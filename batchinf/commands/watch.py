@@ -100,19 +100,21 @@ _NARROW = 92
 def _replicas(jobs: list[tuple[str | None, JobStatus]], width: int) -> Table:
     table = Table(box=None, padding=(0, 2 if width >= _NARROW + 20 else 1, 0, 0))
     hits = "hits" if width < _NARROW else "prefix hits"
-    for name in (*"replica state GPU memory load power running waiting cache".split(), hits, "restarts"):
+    has_devices = any(replica.devices for _, progress in jobs for replica in progress.replicas)
+    of_devices = ("GPU", "memory", "load", "power") if has_devices else ()
+    for name in ("replica", "state", *of_devices, "running", "waiting", "cache", hits, "restarts"):
         is_text = name in ("replica", "state", "GPU")
         # Only the name of a GPU is cut if the table does not fit.
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "GPU")
     for slice_, progress in jobs:
-        looks = {look.device: look for look in progress.devices}
+        looks = {look.device: look for look in progress.devices} if has_devices else None
         for replica in progress.replicas:
             _add_rows(table, slice_, replica, looks)
     return table
 
 
-def _add_rows(table: Table, slice_: str | None, replica: ReplicaStatus, looks: dict[str, DeviceLook]) -> None:
-    """A row for each device of a replica; the first one has the figures of the engine."""
+def _add_rows(table: Table, slice_: str | None, replica: ReplicaStatus, looks: dict[str, DeviceLook] | None) -> None:
+    """A row for each device of a replica; the first one has the figures of the engine. looks: None without devices."""
     name = f"{replica.replica}" if slice_ is None else f"{slice_}: {replica.replica}"
     state = {"running": "up", "restarting": "restarting", "given up": "given up", "ended": "ended"}
     word = state.get(replica.state, "starting")
@@ -125,6 +127,9 @@ def _add_rows(table: Table, slice_: str | None, replica: ReplicaStatus, looks: d
         f"{replica.restarts:,}",
     ]
     state_cell = Text(word, _STYLES.get(word, "red"))
+    if looks is None:
+        table.add_row(name, state_cell, *engine)
+        return
     devices = replica.devices or ("–",)
     table.add_row(name, state_cell, *_device_cells(devices[0], looks), *engine)
     for device in devices[1:]:

@@ -158,7 +158,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
         num_parts=len(state.parts),
         num_bytes=state.num_bytes,
         device_s=state.device_s,
-        has_gpus=_has_devices(state),
+        has_gpus=state.has_devices,
         was_done=was_done,
         speed=None if was_done else state.speed,
         errors=tuple(commonest(folder, state, most=None)) if counts.num_errors else (),
@@ -251,10 +251,6 @@ def _prompt(job: Job, builder: PromptBuilder, row_index: int) -> str:
 # -- the forecast ------------------------------------------------------------------------------------------------------
 
 
-def _has_devices(state: State) -> bool:
-    return any(event.fields.get("devices") for event in state.events if event.name == "replica_started")
-
-
 def forecast(state: State) -> list[str]:
     """Lines that forecast the cost of all rows, if `input.sample` or `limit` made a finished job smaller.
 
@@ -269,7 +265,7 @@ def forecast(state: State) -> list[str]:
     num_all, whose = _all_rows(state, where, event.fields["num_input_rows"])
     factor = num_all / num_run
     run_s = max(0.0, state.device_s - _idle_s(state))
-    device = "GPU" if _has_devices(state) else "replica"
+    device = "GPU" if state.has_devices else "replica"
     batch = _num_at_once(state)
     is_small = state.counts.num_rows < batch
     lines = [

@@ -24,7 +24,7 @@ from batchinf.coordinator.fresh import move_job_aside
 from batchinf.coordinator.recovery import has_leftovers, judge_by, tidy
 from batchinf.coordinator.repair import repair_file
 from batchinf.coordinator.retry import UnfinishedRetry, as_begun, begin_retry, next_retry
-from batchinf.coordinator.start import Epoch, open_checked, start
+from batchinf.coordinator.start import Epoch, fetch_input, open_checked, start
 from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
@@ -49,6 +49,7 @@ from batchinf.schedule.shards import total_rows
 from batchinf.source.repairs import keep_copy
 from batchinf.spec.file import SpecFile
 
+_ROWS_AT_ONCE = 1 << 16
 _REPORT_BYTES = 256 << 20  # of parts that are fetched from a bucket for the closing lines
 FOLDERS = ("manifest", "parts", "staging", "journal", "logs")
 
@@ -317,6 +318,7 @@ def _run_retries(epoch: Epoch) -> None:
         num_shards = int((unfinished.num_chosen > 0).sum())
         say(f"{retry}: {counted(num_rows, 'input row')} in {counted(num_shards, 'shard')} to run again")
         fleet = epoch.replicas.launcher.fleet(state.header.job_id, unfinished.job.spec, retry.number)
+        fetch_input(unfinished.job, state, unfinished.chosen.pieces(_ROWS_AT_ONCE), say)
         fleet.give_work(work_of(unfinished.job, state, retry))
         try:
             _run_shards(epoch, unfinished.job, state, fleet, unfinished=unfinished)

@@ -26,7 +26,7 @@ from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
 from batchinf.schedule.positions import REPAIR_FOLDERS, RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
-from batchinf.source.repairs import REPAIRS_FOLDER
+from batchinf.source.repairs import REPAIRS_FOLDER, scan_folder
 
 _IN_PROGRESS = ("staging", "journal")  # empty when the job is done
 _OWN = (
@@ -101,7 +101,8 @@ def _sweep(folder: Folder) -> None:
 
 def _own(folder: Folder) -> list[str]:
     """The folders in which a killed process may have left half of a file."""
-    return [*_OWN, *(f"{REPAIRS_FOLDER}/{name}" for name in folder.list(REPAIRS_FOLDER))]
+    copies = [f"{REPAIRS_FOLDER}/{name}" for name in folder.list(REPAIRS_FOLDER)]
+    return [*_OWN, *copies, *(scan_folder(copy) for copy in copies)]
 
 
 def has_leftovers(folder: Folder) -> bool:

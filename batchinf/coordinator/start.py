@@ -8,13 +8,15 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from batchinf.base import faults
 from batchinf.base.storage import Folder
-from batchinf.base.text import counted, describe_error
+from batchinf.base.text import counted, describe_error, size_text
 from batchinf.coordinator.begin import begin_job, check_extended, extend_job, new_job_id
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.identity import IdentityGate
@@ -34,7 +36,7 @@ from batchinf.job.choose import Say
 from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.drift import check_drift
-from batchinf.job.job import Job, PreparedJob
+from batchinf.job.job import Job, PreparedJob, carried_columns
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import open_input, placing
 from batchinf.job.sample import refuse_hopeless
@@ -50,9 +52,10 @@ from batchinf.output.mirror import Mirror
 from batchinf.planning.lengths import shared_share
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
-from batchinf.schedule.positions import Choice
+from batchinf.records import Int64Array
+from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.predicate import Predicate
-from batchinf.schedule.shards import total_rows
+from batchinf.schedule.shards import shard_at, total_rows
 
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
@@ -145,6 +148,11 @@ def start(
         if state.committed.all():
             replicas.end(manifest)  # the recovery adopted all parts that were missing
         else:
+            open_shards = np.flatnonzero(~state.committed).tolist()
+            order = RunOrder(job.folder, state.extents)
+            fetch_input(
+                job, state, (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards), display.say
+            )
             replicas.fleet.give_work(work_of(job, state, None))
             _warn(job, display.say)  # the replicas open the input meanwhile
             _note_expected(job, state, replicas.launcher, manifest, say=display.say)
@@ -247,6 +255,23 @@ def _await(check: StructuresCheck, fleet: Fleet, num_rows: int, display: Progres
                 display.show(JobStatus("starting", num_rows, replicas=replicas))
         for line in check.lines():
             display.say(line)
+
+
+def fetch_input(job: Job, state: State, pieces: Iterable[Int64Array], say: Say) -> None:
+    """Fetch what replicas will read of an input in a store and the cache lacks, so that they need no key.
+
+    pieces: positions of the rows.
+    """
+    if not job.source.ranged:
+        return
+    columns = [*job.prompt_builder(state).columns, *carried_columns(job.spec)]
+    unfetched = job.source.unfetched(pieces, columns)
+    num_bytes = sum(stop - first for _, spans in unfetched for first, stop in spans)
+    if num_bytes:
+        whole = sum(file.stamp()[0] for file, _ in unfetched)
+        say(f"fetching {size_text(num_bytes)} of {size_text(whole)} of the input: the columns and rows that run")
+    for file, spans in unfetched:
+        file.fetch(spans)
 
 
 # -- with the manifest -------------------------------------------------------------------------------------------------

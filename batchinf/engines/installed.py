@@ -224,7 +224,7 @@ class StructuresCheck:
         unknown = "not looked at, as vLLM is not installed here"
         if structure is not None:
             obeys = "" if spec.scripted is None else "; the scripted engine does not obey them"
-            compiled = f"compiled by {backend}" if is_here else "valid in every vLLM" if _is_sure(spec) else unknown
+            compiled = f"compiled by {backend}" if is_here else "valid" if _is_sure(spec) else unknown
             yield f"structured outputs: {', '.join(structure)}, {compiled}{obeys}"
             if left_out:
                 yield f"structured outputs: {_only_checked(left_out)}"

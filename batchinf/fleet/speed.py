@@ -106,7 +106,7 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
         num_gpus=num_gpus,
         cache_tokens=min((engine.cache_tokens for engine in engines.values() if engine.cache_tokens), default=None),
         expected=state.expected_speed,
-        bottleneck=bottleneck(looks, engines, num_gpus),
+        bottleneck=bottleneck(looks, engines, num_gpus, has_images=bool(state.header.spec["input"].get("images"))),
         replicas=shares(looks, len(started), work_s),
     )
 
@@ -183,17 +183,22 @@ class StartedEngine:
         )
 
 
-Kind = Literal["memory", "sequences", "input", "processor", "compute"]
+Kind = Literal["memory", "sequences", "input", "images", "processor", "compute"]
 
 
 def bottleneck(
-    looks: Sequence[Mapping[str, Any]], engines: Mapping[int, StartedEngine], num_gpus: int
+    looks: Sequence[Mapping[str, Any]],
+    engines: Mapping[int, StartedEngine],
+    num_gpus: int,
+    *,
+    has_images: bool = False,
 ) -> Bottleneck | None:
     """What limited the engines for most of the time in which all had rows; None if that time is too short to say.
 
     The rules, in this order. memory: the cache is full and fewer than `max_num_seqs` sequences run. sequences:
-    `max_num_seqs` run and half of the cache is empty. input: the engine has room and no row is ready. processor: none
-    of these, and the GPUs are idle for 15 % of the time or more. compute: none of these.
+    `max_num_seqs` run and half of the cache is empty. input: the engine has room and no row is ready; images: the same
+    in a job whose rows have images, because rendering them takes far longer than reading the rest. processor: none of
+    these, and the GPUs are idle for 15 % of the time or more. compute: none of these.
     """
     shares: dict[Kind, float] = {}
     times: set[float] = set()
@@ -213,6 +218,8 @@ def bottleneck(
     if kind == "compute" and busy and (share_busy := sum(busy) / len(busy)) < _BUSY:
         kind = "processor"
         share = 1 - share_busy
+    if kind == "input" and has_images:
+        kind = "images"
     engine = next(iter(engines.values()))
     reason = _REASONS[kind].format(share=share, most=engine.max_num_seqs)
     return Bottleneck(kind, round(share, 3), reason, _change(kind, engine, num_gpus, len(engines)))
@@ -261,6 +268,8 @@ _REASONS: dict[Kind, str] = {
     "sequences": "for {share:.0%} of the time all {most:,} sequences ran, and half of the cache or more was empty",
     "input": "for {share:.0%} of the time the engine had room, and no row was ready: it waited for the input or the "
     "tokenizer",
+    "images": "for {share:.0%} of the time the engine had room, and no row was ready: it waited for images that are "
+    "loaded and rendered on the processor",
     "processor": "the engine had enough rows and enough cache, and the GPUs ran nothing for {share:.0%} of the time",
     "compute": "the engine had enough rows and enough cache, so it waited for arithmetic",
 }
@@ -272,6 +281,8 @@ def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) 
         return f"engine.max_num_seqs {2 * engine.max_num_seqs}"
     if kind == "input":
         return "more processor cores, or token ids made before (input.token_ids_column)"
+    if kind == "images":
+        return "more processor cores or more replicas, which render at the same time, or smaller images"
     if kind == "processor":
         if engine.num_devices == 1:
             return f"parallel.replicas_per_device {max(1, num_engines // max(1, num_gpus)) + 1}, or batchinf tune"

@@ -9,6 +9,7 @@ _NAMES = {
     "memory": "the cache",
     "sequences": "max_num_seqs",
     "input": "the input",
+    "images": "the images",
     "processor": "the engine's Python",
     "compute": "compute",
 }

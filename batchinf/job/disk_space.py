@@ -9,9 +9,12 @@ from batchinf.base.text import size_text
 from batchinf.job.job import Job, carried_columns
 from batchinf.manifest.state import State
 from batchinf.output.counts import row_bytes
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards
+from batchinf.spec.sampling import STRUCTURE_FIELDS, SamplingSpec
+from batchinf.tasks.base import LIKELY_TOKENS, Task
 
 # Input rows whose kept columns are measured.
 _NUM_MEASURED = 64
@@ -135,7 +138,11 @@ def _estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows:
 
 def bytes_per_row(job: Job) -> float:
     """Estimated size in Parquet of all output rows of one input row."""
-    return job.task.estimated_bytes_per_row() * mean_samples(job) / job.task.num_rows_per_input
+    choices = ChoiceLengths(job)
+    most = choices.bound(None, job.spec.sampling.max_tokens or LIKELY_TOKENS)
+    has_own = any(field in job.spec.sampling.columns for field in STRUCTURE_FIELDS)  # rows with other structures
+    task = task_of_length(job, most) if choices.are_all and not has_own else job.task
+    return task.estimated_bytes_per_row() * mean_samples(job) / job.task.num_rows_per_input
 
 
 def mean_samples(job: Job) -> float:
@@ -165,3 +172,37 @@ def _kept_bytes(job: Job) -> int:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+class ChoiceLengths:
+    """Bounds the lengths of outputs that can only be one of their choices (`structured_outputs.choice`)."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tokens: dict[tuple[str, ...], int] = {}
+        self.are_all = job.task.draws_tokens
+        """Whether all outputs so far were bounded."""
+
+    def bound(self, sampling: SamplingSpec | None, output: int) -> int:
+        """Of an output of at most so many tokens: the tokens of its longest choice and of the end, if that is less.
+
+        sampling: the row's own; None: the job's.
+        """
+        structure = (sampling or self._job.spec.sampling).structured_outputs or {}
+        choices = structure.get("choice")
+        # A reasoning parser leaves the reasoning before the choice free.
+        if not choices or not self._job.task.draws_tokens or self._job.spec.model.reasoning_parser is not None:
+            self.are_all = False
+            return output
+        texts = tuple(choices)
+        if texts not in self._tokens:
+            model = self._job.model
+            tokenizer = load_tokenizer(model.tokenizer, self._job.spec.model.trust_remote_code)
+            self._tokens[texts] = 1 + max(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return min(output, self._tokens[texts])
+
+
+def task_of_length(job: Job, max_tokens: int) -> Task:
+    """The job's task with outputs of at most so many tokens, for estimates of its size."""
+    sampling = job.spec.sampling.model_copy(update={"max_tokens": max_tokens})
+    return job.task.over(job.spec.model_copy(update={"sampling": sampling}))

@@ -2,38 +2,52 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from batchinf.base.errors import InputError, SpecError
+from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, read_cut
-from batchinf.manifest.lock import not_begun_message
+from batchinf.manifest.look import Look
 from batchinf.manifest.names import part_name
-from batchinf.manifest.state import State, read_jobs
+from batchinf.manifest.state import State
 from batchinf.records import InputJob
 from batchinf.source.files import InputFile
 from batchinf.source.find import folder_of
+from batchinf.source.remote import objects_in
 from batchinf.spec.input import InputSpec
 
 
 def committed_parts(out: str, *, must_be_done: bool = True) -> list[InputFile]:
-    """The committed parts of the job in a folder, or of all its slices, in the order of their rows.
+    """The committed parts of the job in a folder or a bucket, or of all its slices, in the order of their rows.
 
     must_be_done: raise SpecError unless all of its rows are done. Also raises InputError for a part that is gone.
     """
     files = []
-    for job, state in _jobs(out, must_be_done=must_be_done):
-        folder = "" if job.slice is None else f"{job.folder.root.name}/"
-        for shard, part in sorted(state.parts.items()):
-            name = f"parts/{part_name(shard)}"
-            path = os.path.abspath(job.folder.path(name))
-            if must_be_done and (not os.path.exists(path) or os.path.getsize(path) != part.num_bytes):
-                raise InputError(f"{path} is gone or altered; run the job in {out} again, which makes it again")
-            files.append(InputFile(f"{folder}{name}", path))
+    look = _look(out)
+    for job, state in _jobs(look, must_be_done=must_be_done):
+        slice_folder = "" if job.slice is None else f"{job.folder.root.name}/"
+        parts = {f"parts/{part_name(shard)}": part for shard, part in sorted(state.parts.items())}
+        found = _found(look, job, list(parts))
+        for name, part in parts.items():
+            file = found.get(name)
+            if file is None or (must_be_done and file.stamp()[0] != part.num_bytes):
+                where = f"{look.named(job)}/{name}"
+                raise InputError(f"{where} is gone or altered; run the job in {out} again, which makes it again")
+            files.append(replace(file, name=f"{slice_folder}{name}"))
     return files
 
 
+def _found(look: Look, job: JobFolder, names: Sequence[str]) -> dict[str, InputFile]:
+    """Those of these files of a job that are there."""
+    if look.is_bucket:
+        return {f"parts/{file.name}": file for file in objects_in(f"{look.named(job)}/parts")} if names else {}
+    paths = {name: os.path.abspath(job.folder.path(name)) for name in names}
+    return {name: InputFile(name, path) for name, path in paths.items() if os.path.exists(path)}
+
+
 def input_job(out: str) -> InputJob:
-    """The job in a folder, as it is now. Raises SpecError unless it is done."""
-    jobs = _jobs(out, must_be_done=True)
+    """The job in a folder or a bucket, as it is now. Raises SpecError unless it is done."""
+    jobs = _jobs(_look(out), must_be_done=True)
     first = jobs[0][1].header
     return InputJob(
         path=out,
@@ -53,29 +67,33 @@ def image_folder(where: InputSpec) -> str | None:
     path = where.path
     job = where.job
     while job is not None:
-        begun = [state for _, state in read_jobs(os.path.expanduser(job)) if state is not None]
+        begun = [] if not is_bucket(job) and not os.path.isdir(os.path.expanduser(job)) else _look(job).begun()
         if not begun:
             return None
-        of_job = begun[0].header.spec["input"]
+        of_job = begun[0][1].header.spec["input"]
         path = str(of_job["path"])
         job = of_job.get("job")
     return folder_of(path)
 
 
-def _jobs(out: str, *, must_be_done: bool) -> Sequence[tuple[JobFolder, State]]:
-    """The job in a folder, or all its slices in row order, each with its state."""
-    out = os.path.expanduser(out)
-    if not os.path.isdir(out):
+def _look(out: str) -> Look:
+    out = out if is_bucket(out) else os.path.expanduser(out)
+    if not is_bucket(out) and not os.path.isdir(out):
         raise SpecError(f"input.job: {out} does not exist; must be the output folder of a job")
-    jobs = [*read_jobs(out)]
-    begun = [(job, state) for job, state in jobs if state is not None]
+    return Look(out)
+
+
+def _jobs(look: Look, *, must_be_done: bool) -> Sequence[tuple[JobFolder, State]]:
+    """The job, or all its slices in row order, each with its state."""
+    begun = look.begun()
     if not begun:
-        raise SpecError(f"input.job: {not_begun_message(out)}")
-    cut = read_cut(out)
+        raise SpecError(f"input.job: {look.nothing()}")
+    cut = read_cut(look.root)
     num_missing = (1 if cut is None else cut.num_slices) - sum(state.is_done for _, state in begun)
     if must_be_done and num_missing:
         what = "it" if cut is None else f"{num_missing:,} of its {cut.num_slices:,} slices"
         raise SpecError(
-            f"input.job: the job in {out} is not done, and its other rows would be missing: run {what} to the end first"
+            f"input.job: the job in {look.out} is not done, and its other rows would be missing: run {what} to the end "
+            "first"
         )
     return begun

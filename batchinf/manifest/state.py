@@ -142,6 +142,11 @@ class State:
         return self.done is not None
 
     @property
+    def has_devices(self) -> bool:
+        """Whether replicas had GPUs, by the starts that the manifest still records."""
+        return any(event.fields.get("devices") for event in self.events if event.name == "replica_started")
+
+    @property
     def running_replicas(self) -> tuple[StartedReplica, ...]:
         """Incarnations with a `replica_started` event and no `replica_ended` event."""
         return tuple(self._running.values())

@@ -81,6 +81,7 @@ class Mirror:
         """Bytes by shard: parts that are not uploaded yet."""
         self._error: OutputError | None = None
         self._is_closed = threading.Event()
+        self._owner: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
         self._ticking = threading.Lock()
         self._sent: set[str] = set()
@@ -230,7 +231,9 @@ class Mirror:
     # -- while the job runs --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads that upload."""
+        """Start the threads that upload. Warnings come from the calling thread alone."""
+        self._owner = threading.current_thread()
+        self._bucket.on_failure = self._note_failure
         works = [self._upload_parts] * _NUM_UPLOADS + [self._keep_ticking]
         self._threads = [threading.Thread(target=work, name="mirror", daemon=True) for work in works]
         for thread in self._threads:
@@ -319,6 +322,11 @@ class Mirror:
             else:
                 say(f"warning: {self.url} is slower than the engines: {waiting}; no new rows begin until it has them")
         return is_held_back
+
+    def _note_failure(self) -> None:
+        """A commit waits for the store, and the coordinator with it: say so meanwhile."""
+        if threading.current_thread() is self._owner:
+            self.held_back(self._say)
 
     def left_line(self) -> str:
         """What only this host has when the run ends; empty if the bucket has all."""

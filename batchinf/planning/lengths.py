@@ -15,6 +15,7 @@ import pyarrow as pa
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.storage import Folder
 from batchinf.job.choose import choose
+from batchinf.job.disk_space import ChoiceLengths, task_of_length
 from batchinf.job.job import Job, max_model_len
 from batchinf.job.open import location_of, open_job
 from batchinf.job.ordering import prefix_key, shared_in_order
@@ -225,7 +226,7 @@ class _Requests:
         self._job = job
         self._task = job.task.over(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
         self._length = length
-        self._choices = _Choices(job)
+        self._choices = ChoiceLengths(job)
         self._built: list[Prompt] = []
         self._shared: Sequence[int] | None = None
         """The ids with which all prompts so far begin."""
@@ -257,7 +258,7 @@ class _Requests:
             self._shared = ids if self._shared is None else self._shared[: _num_equal(self._shared, ids)]
             self.longest = max(self.longest, len(ids) + output)
             self.prompts += [min(self._length, round(len(ids) * ratio)) for ratio in ratios]
-            self.outputs += [self._choices.bound(prompt, output)] * len(ratios)
+            self.outputs += [self._choices.bound(prompt.sampling, output)] * len(ratios)
             self.number += _num_samples(prompt, self._job) * len(ratios)
 
     def add_largest(self, prompt: Prompt) -> None:
@@ -268,8 +269,7 @@ class _Requests:
         """Estimate for an output row. If all outputs are choices, none is longer than the longest of them."""
         task = self._job.task
         if self.are_choices and self.outputs:
-            bounded = self._job.spec.sampling.model_copy(update={"max_tokens": max(self.outputs)})
-            task = task.over(self._job.spec.model_copy(update={"sampling": bounded}))
+            task = task_of_length(self._job, max(self.outputs))
         return task.estimated_bytes_per_row(self._built if task.sizes_by_prompts else None)
 
     def _requests_of(self, prompt: Prompt) -> Iterator[tuple[Sequence[int], int]]:
@@ -278,36 +278,11 @@ class _Requests:
         parts = tuple(dataclasses.replace(part, sampling=sampling) for part in prompt.parts)
         row = dataclasses.replace(prompt, sampling=sampling, parts=parts)
         for part, request in self._task.requests(row, self._length):
-            if part.error is not None:
+            if part.error is not None or request.is_shared:  # a shared request runs once, not for each row
                 continue
             ids = request.prompt_token_ids
             most = LIKELY_TOKENS if self.is_assumed else request.max_tokens
             yield ids, max(1, min(most, self._length - len(ids)))
-
-
-class _Choices:
-    """Bounds outputs that can only be one of their choices (`structured_outputs.choice`)."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._tokens: dict[tuple[str, ...], int] = {}
-        self.are_all = job.task.draws_tokens
-        """Whether all outputs so far were bounded."""
-
-    def bound(self, prompt: Prompt, output: int) -> int:
-        """Of an output of at most so many tokens: the tokens of its longest choice and of the end, if that is less."""
-        structure = (prompt.sampling or self._job.spec.sampling).structured_outputs or {}
-        choices = structure.get("choice")
-        # A reasoning parser leaves the reasoning before the choice free.
-        if not choices or not self._job.task.draws_tokens or self._job.spec.model.reasoning_parser is not None:
-            self.are_all = False
-            return output
-        texts = tuple(choices)
-        if texts not in self._tokens:
-            model = self._job.model
-            tokenizer = load_tokenizer(model.tokenizer, self._job.spec.model.trust_remote_code)
-            self._tokens[texts] = 1 + max(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return min(output, self._tokens[texts])
 
 
 @dataclass(frozen=True, slots=True)

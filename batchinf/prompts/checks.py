@@ -11,8 +11,9 @@ from batchinf.base.errors import SpecError
 from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
-from batchinf.prompts.chat import GIVEN, own_templates, variables
+from batchinf.prompts.chat import GIVEN, own_templates, read_messages, variables
 from batchinf.prompts.encoder import Encoder, load_tokenizer
+from batchinf.prompts.openai.lines import body_of
 from batchinf.prompts.renderer import Renderer
 from batchinf.source.rows import Row, Source
 from batchinf.spec.input import CHAT_FIELDS, InputSpec
@@ -139,6 +140,7 @@ def prompt_warnings(
             "whose logprobs are asked for; leave it out"
         )
     yield from _conversation_warnings(where)
+    yield from _unread_warnings(spec, model, source)
     if is_text and (warning := _second_bos(spec, model, source)) is not None:
         yield warning
 
@@ -155,6 +157,46 @@ def _conversation_warnings(where: InputSpec) -> Iterator[str]:
             "warning: input.system_prompt is plain text, in which {{ … }} stays as it is; "
             "write a message of the role system under input.messages for a template"
         )
+
+
+def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[str]:
+    """What the first rows give to a chat template that never reads it."""
+    where = spec.input
+    if where.messages_column is None and not where.is_batch_file:
+        return
+    template = own_templates(pathlib.Path(model.tokenizer)).get(where.chat_template or "default", where.chat_template)
+    try:
+        names = variables(template or "") | GIVEN
+    except jinja2.TemplateSyntaxError:
+        return
+    # A template that prints whole messages shows their calls, too.
+    shows_calls = template is None or "tool_calls" in template or "tojson" in template
+    unread: dict[str, int] = {}  # words → the first row
+    column = where.messages_column
+    for row in _first_rows(source, _num_first(spec, source, _LOOKED_AT), ["body" if column is None else column]):
+        messages, options = _conversation_of(row, column)
+        if not shows_calls and isinstance(messages, list) and any("tool_calls" in message for message in messages):
+            unread.setdefault("tool_calls of messages, which the chat template does not show", row.row_index)
+        for name in () if template is None else options:
+            if name not in names:
+                unread.setdefault(f"chat_template_kwargs.{name}, which the chat template never reads", row.row_index)
+    for words, first in unread.items():
+        yield (
+            f"warning: some rows (row {first} first) have {words}, so the model does not see them; give another "
+            "template as input.chat_template, or leave them out"
+        )
+
+
+def _conversation_of(row: Row, column: str | None) -> tuple[object, Iterable[str]]:
+    """The messages of a row, and the names of its own template variables. column: None for a line of a batch file."""
+    try:
+        body = {"messages": row.values.get(column)} if column is not None else body_of(row.values)
+    except (ValueError, RecursionError):
+        return None, ()
+    if not isinstance(body, dict) or body.get("messages") is None:
+        return None, ()
+    options = body.get("chat_template_kwargs")
+    return read_messages(body["messages"], "messages", takes_images=True), options if isinstance(options, dict) else ()
 
 
 class EmptyValues:

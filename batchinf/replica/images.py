@@ -22,7 +22,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import clip
 from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.media import ImageLoader, LoadedImage
-from batchinf.records import ImageShape, Prompt, RenderedPrompt, Scoring, Span
+from batchinf.records import Prompt, RenderedPrompt, Span
 from batchinf.spec.images import ImageSettings
 from batchinf.tasks.columns import IMAGE_DIGESTS
 
@@ -84,7 +84,7 @@ class ImagePrompts:
             return _failed(prompt, loaded), None
         digests = tuple(image.digest for image in loaded)
         _refuse_changes(prompt, digests, known.get(prompt.row_index))
-        shapes = tuple(ImageShape(image.format, image.width, image.height) for image in loaded)
+        shapes = tuple((image.format, image.width, image.height) for image in loaded)
         prompt = replace(prompt, image_sources=(), image_digests=digests, image_shapes=shapes)
         shared = _shared_ids(prompt)
         try:
@@ -164,7 +164,7 @@ def _expanded(prompt: Prompt, num_replaced: int, rendered: RenderedPrompt) -> Pr
     if scoring is not None:
         shift = len(rendered.token_ids) - num_replaced
         spans = (Span(longer(span.token_ids), span.start + shift, span.num_bytes) for span in scoring.spans)
-        scoring = Scoring(tuple(spans), scoring.answer, scoring.answer_error)
+        scoring = replace(scoring, spans=tuple(spans))
     return replace(
         prompt,
         token_ids=longer(prompt.token_ids),

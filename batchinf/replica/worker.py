@@ -10,7 +10,7 @@ import functools
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from mmap import mmap
@@ -131,6 +131,8 @@ _IMAGE_BYTES = 4 << 30
 # Requests kept in the engine for each that it can run at once. 1.2 was measured best.
 _WINDOW = 1.2
 _IDLE_S = 0.05
+# Results of shared requests that are kept. Each has a few tokens.
+_MOST_SHARED = 10_000
 
 
 @dataclass(kw_only=True, eq=False)
@@ -161,6 +163,7 @@ class Worker:
         self._busy_s = 0.0
         self._image_bytes = 0  # of the requests in the engine
         self._num_finished = 0
+        self._shared: dict[Hashable, Completion] = {}
         self._stalled_by_disk_s = 0.0
         self._stalled_since: float | None = None
 
@@ -257,6 +260,12 @@ class Worker:
 
     def _add(self, pending: PendingRequest) -> None:
         request = pending.request
+        known = self._shared.get(_shared_key(request)) if request.is_shared and pending.probe is None else None
+        if known is not None:
+            completion = replace(known, request=request)
+            self._num_finished += 1
+            self.finished.offer_all([(Finished(pending, completion), num_bytes(completion))])
+            return
         # Recorded first, because `add` may kill the engine.
         self._slots[request.key] = self.in_flight.enter(request.row_index)
         try:
@@ -292,6 +301,8 @@ class Worker:
             self.in_flight.leave(self._slots.pop(key))
             if pending.probe is None:
                 items.append((Finished(pending, completion), num_bytes(completion)))
+                if completion.request.is_shared and len(self._shared) < _MOST_SHARED:
+                    self._shared[_shared_key(completion.request)] = completion
             else:
                 pending.probe.set()
         self._num_finished += len(items)
@@ -301,6 +312,11 @@ class Worker:
         error = self.feeder.error or self.writer.error
         if error is not None:
             raise error
+
+
+def _shared_key(request: Request) -> Hashable:
+    """Equal for requests with equal results."""
+    return tuple(request.prompt_token_ids), request.logprob_token_ids, request.adapter
 
 
 def window(max_num_seqs: int) -> int:

@@ -171,7 +171,11 @@ def _colors(field: str, colors: dict[str, str], legend: dict[str, Any] | None) -
 
 def _time_axis(unit: str, width: int) -> dict[str, Any]:
     # With `format`, vega would write ten seconds as 1e+1.
-    return {"title": f"{unit} of work", "tickCount": 5 if width < 400 else 10, "labelExpr": "format(datum.value, '~g')"}
+    return {
+        "title": f"{unit} since the start, without pauses",
+        "tickCount": 5 if width < 400 else 10,
+        "labelExpr": "format(datum.value, '~g')",
+    }
 
 
 def _unit(work_s: float) -> tuple[float, str]:

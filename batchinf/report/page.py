@@ -98,6 +98,7 @@ def _facts(out: str) -> dict[str, Any]:
         {str(job.slice or ""): (functools.partial(read_looks, job.folder), list(state.events)) for job, state in begun}
     )
     rows = row_figures(look)
+    replicas = _replicas(history)
     return {
         "title": clip(os.path.basename(os.path.normpath(out)), 80),
         "folder": clip(out if look.is_bucket else os.path.abspath(out), 300),
@@ -109,10 +110,11 @@ def _facts(out: str) -> dict[str, Any]:
         "cards": _cards(report, totals, history, rows),
         "count_lines": list(TASKS[totals.task].count_lines(totals.num_rows_committed, totals.task_counts)),
         "timeline": history,
-        "replicas": _replicas(history),
+        "replicas": replicas,
         "runs": [run for job, state in begun if (run := _run_speed(job, state)) is not None],
-        "phases": PHASES,
+        "phases": [phase for phase in PHASES if any(seconds[phase] for _, seconds, _ in replicas)],
         "rows": rows,
+        "numbers": [figure for figure in (*rows.tokens, *rows.numbers) if figure.num_values],
         "sample_groups": sample_groups,
         "spec": _spec_text(begun[0][0].folder),
         "platforms": _platforms([state for _, state in begun]),
@@ -148,13 +150,14 @@ def _cards(report: StatusReport, totals: JobTotals, history: Timeline | None, ro
     num_errors = max(totals.num_errors, sum(group.num_rows for group in rows.errors))
     tokens = {"output": totals.num_output_tokens, "prompt": totals.num_prompt_tokens}
     parts = f"{totals.num_parts_committed:,} of {totals.num_parts:,} parts"
+    device_time = "GPU time" if totals.has_devices else "replica time"
     cards = [
         Card("output rows", f"{num_rows:,}", f"of {totals.num_rows:,} ({num_rows / max(1, totals.num_rows):.1%})"),
         Card("errors", f"{num_errors:,}", f"{num_errors / max(1, num_rows):.2%} of these rows"),
         # Before the first part is committed, both are 0.
         *(Card(f"{kind} tokens", short_count(num), f"{num:,} in parts") for kind, num in tokens.items() if num),
         *(_speed_cards(report, totals, history) if history is not None else ()),
-        Card("device time", duration(totals.device_s), "of replicas that have ended"),
+        Card(device_time, duration(totals.device_s), "of replicas that have ended"),
         Card("output", size_text(totals.num_bytes), parts),
     ]
     figures = TASKS[totals.task].count_figures(totals.num_rows_committed, totals.task_counts)
@@ -210,7 +213,7 @@ class RunSpeed:
 _RATES = {
     "prompt_tokens_per_s": "prompt tokens/s",
     "output_tokens_per_s": "output tokens/s",
-    "work_s": "seconds of work",
+    "work_s": "seconds of the engines",
     "cache_tokens": "tokens of cache",
 }
 

@@ -72,6 +72,10 @@ class Histogram:
     """NaN and infinities."""
     quantiles: tuple[tuple[str, float], ...] = ()
 
+    @property
+    def num_values(self) -> int:
+        return sum(each.num for each in self.bins) + self.num_below + self.num_above + self.num_not_finite
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -70,11 +70,14 @@ class FileEntry:
     artifacts: Mapping[str, Artifact]
     """By role: `offsets` and `blanks` (int64, see `formats/lines.py`), `digests` (also there), `lines` (a
     decompressed copy), `rows` (an Arrow spool), `batches` (int64, first row of each Arrow batch, then the row count),
-    `content` (a copy of a remote file), `columns` (those beyond the first 4,096; see `further_line`)."""
+    `content` (a copy of a remote file), `footer` (a sparse one, see `ranges`), `columns` (those beyond the first 4,096;
+    see `further_line`)."""
     num_bytes: int
     """See `FileFindings`."""
     content: int
     """The number under which `ReadDigests` knows the content."""
+    etag: str = ""
+    """Of an object in a store, if `hash` does not cover its content."""
 
     @property
     def stamp(self) -> Stamp:
@@ -194,6 +197,7 @@ class Scratch:
         self._key = xxhash.xxh3_64_hexdigest(f"{CACHE_VERSION} {format} {file.name}".encode(errors="surrogateescape"))
         self._files: dict[str, IO[bytes]] = {}
         self.fetched: tuple[ReadRange, ...] = ()  # the whole of a remote file
+        self.etag = ""  # of an object of which only the end was fetched
 
     def __enter__(self) -> "Scratch":
         return self
@@ -224,6 +228,24 @@ class Scratch:
         copy.flush()
         self.fetched = ((0, copy.tell(), digest.intdigest()),)
         return InputFile(file.name, os.fspath(self._cache.path(self._temporary("content"))))
+
+    def fetch_end(self, file: InputFile, end: bytes, etag: str) -> InputFile:
+        """A sparse file with the size of a remote file and its last bytes; it has the role `footer`.
+
+        etag: of the object with this end.
+        """
+        self.etag = etag
+        copy = self.create("footer")
+        copy.seek(file.stamp()[0] - len(end))
+        copy.write(end)
+        copy.flush()
+        return InputFile(file.name, os.fspath(self._cache.path(self._temporary("footer"))))
+
+    def drop(self, role: str) -> None:
+        """Delete a new file."""
+        self.etag = ""
+        self._files.pop(role).close()
+        self._cache.delete(self._temporary(role))
 
     def publish(self, content_hash: str, ranges: Sequence[ReadRange] = ()) -> dict[str, Artifact]:
         """Make the non-empty files durable. Their names have a hash of the input's content, so they never change.

@@ -142,15 +142,15 @@ class ReadDigests:
                     return False
         return True
 
-    def is_same(self, content: int, path: str) -> bool:
+    def is_same(self, content: int, file: InputFile) -> bool:
         """Whether a file has all ranges that were read of this content."""
         with self._lock:
             self._load()
             known = sorted(self._known[content].items())
         if not known:
             return True
-        with open(path, "rb", buffering=0) as file:
-            return all(_digest(file, offset, num_bytes) == digest for (offset, num_bytes), digest in known)
+        with file.reader() as opened:
+            return all(_digest(opened, offset, num_bytes) == digest for (offset, num_bytes), digest in known)
 
     def has(self, content: int) -> bool:
         """Whether ranges of this content were read."""
@@ -230,9 +230,9 @@ def _check(record: np.void) -> int:
 
 def _digest(file: IO[bytes], offset: int, num_bytes: int) -> int:
     digest = xxhash.xxh3_64()
-    while num_bytes and (block := os.pread(file.fileno(), min(num_bytes, BLOCK_BYTES), offset)):
+    file.seek(offset)
+    while num_bytes and (block := file.read(min(num_bytes, BLOCK_BYTES))):
         digest.update(block)
-        offset += len(block)
         num_bytes -= len(block)
     return digest.intdigest()
 
@@ -248,7 +248,7 @@ class DigestedFile(io.FileIO):
 
     def read(self, num_bytes: int | None = -1) -> bytes:
         start = self.tell()
-        data = super().read(num_bytes) or b""
+        data = self._bytes(num_bytes)
         end = start + len(data)
         digest = xxhash.xxh3_64()
         if self._joins and start in self._ranges:
@@ -257,6 +257,9 @@ class DigestedFile(io.FileIO):
         if end > start:
             self._ranges[end] = start, digest
         return data
+
+    def _bytes(self, num_bytes: int | None) -> bytes:
+        return super().read(num_bytes) or b""
 
     def taken(self) -> tuple[ReadRange, ...]:
         """The ranges that were read since the last call."""

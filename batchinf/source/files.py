@@ -79,6 +79,14 @@ class InputFile:
     is_remote: ClassVar[bool] = False
     """Whether its content has to be fetched. Such a file is read once, from beginning to end."""
 
+    is_ranged: ClassVar[bool] = False
+    """Whether the cache has only some ranges of its content; see `ranges`."""
+
+    @property
+    def object_etag(self) -> str:
+        """Of an object in a store, by its listing; else empty."""
+        return ""
+
     def stamp(self) -> Stamp:
         """Three numbers. If all are unchanged, the content is unchanged."""
         return stamp(self.path)
@@ -86,6 +94,10 @@ class InputFile:
     def settled_stamp(self) -> Stamp:
         """The stamp as it is now; see the function."""
         return settled_stamp(self.path)
+
+    def reader(self) -> io.FileIO:
+        """The file's bytes, without a buffer, from any place."""
+        return open(self.path, "rb", buffering=0)
 
     def open(self) -> io.BufferedReader:
         """The file's bytes. Raises InputError if it cannot be read."""

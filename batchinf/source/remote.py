@@ -57,6 +57,12 @@ class RemoteFile(InputFile):
         """The stamp as it is now; `stamp` may be as old as the listing."""
         return _stamp(self._fresh_info())
 
+    @property
+    def object_etag(self) -> str:
+        """See `InputFile`. Only of what obstore reads, because `ranges` reads by it, too."""
+        is_of_store = type(self.system).__module__.startswith("obstore")
+        return str(self.info.get("e_tag") or "").strip('"') if is_of_store else ""
+
     def _fresh_info(self) -> Mapping[str, Any]:
         with _input_errors(self.path):
             self.system.invalidate_cache()
@@ -119,6 +125,17 @@ def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
         url = system.unstrip_protocol(place) + (f"::{chain}" if chain else "")
         files.append(RemoteFile(name, url, system=system, place=place, info=listing[place]))
     return one_format(files, input), files
+
+
+def objects_in(url: str) -> list[InputFile]:
+    """The objects in a folder of a bucket, with their names there. Raises InputError if they cannot be listed."""
+    with _input_errors(url):
+        system, path = _connect(url)
+        found = system.find(path, detail=True)
+    return [
+        RemoteFile(_name(path, place), system.unstrip_protocol(place), system=system, place=place, info=info)
+        for place, info in sorted(found.items())
+    ]
 
 
 _HIDDEN = re.compile(r"(^|/)[._]")

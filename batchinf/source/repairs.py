@@ -94,7 +94,12 @@ def own_columns(folder: Folder, digest: str, name: str) -> list[str]:
 
 
 def _scan(folder: Folder, digest: str) -> pathlib.Path:
-    return folder.path(f"{REPAIRS_FOLDER}/{digest}/scan")
+    return folder.path(scan_folder(f"{REPAIRS_FOLDER}/{digest}"))
+
+
+def scan_folder(copy: str) -> str:
+    """The folder with the results of the scan of a copy, in the folder of the copy."""
+    return f"{copy}/scan"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from batchinf.source.folders import FolderReader, chosen_values, folder_values
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
 from batchinf.source.formats.huggingface import HuggingFace, open_dataset
 from batchinf.source.formats.registry import file_format, format_by_ending
+from batchinf.source.ranges import RangedFile, Span
 from batchinf.source.remote import find_remote, is_url
 from batchinf.source.scan import Scanner
 from batchinf.source.types import Lost, remark_of, settled_schema
@@ -194,7 +195,7 @@ def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | No
 
 
 def _find(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
-    return find_remote(input) if is_url(input.path) else find_files(input)
+    return find_remote(input) if is_url(input.path) and input.parts is None else find_files(input)
 
 
 def _asked(input: InputLocation) -> dict[str, object]:
@@ -207,8 +208,9 @@ def _again(
     """The files of these versions, and of a new version if `new` is `take`."""
     known = latest_ranges(versions)
     known_format = file_format(versions[-1].format)
-    # The copies of a remote input are what the job began with. The URL is listed again only to find new files.
-    is_copied = is_url(input.path) and read_record(cache, _ASKED) == _asked(input)
+    # The copies of a remote input are what the job began with. The URL is listed again only to find new files. Those of
+    # another job are found by its manifest.
+    is_copied = is_url(input.path) and input.parts is None and read_record(cache, _ASKED) == _asked(input)
     if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
@@ -245,14 +247,18 @@ def _assembled(
     further = _named_columns(scanner, named, scanned)
     schemas = [_replaced(schema_of(version.schema), further) for version in versions]
     _cover(scanner, scanned)
-    openers = []
+    openers: list[Callable[[], Reader]] = []
     runs = []
+    ranged: dict[int, RangedFile] = {}
     stops: dict[str, int] = {}
     for version, schema in zip(versions, schemas, strict=True):
         for added in version.added:
             file, entry = scanned[added.file]
+            local = scanner.local_copy(file, entry)
+            if isinstance(local, RangedFile) and "rows" not in entry.artifacts:
+                ranged[len(openers)] = local
             source_file = SourceFile(
-                scanner.local_copy(file, entry),
+                local,
                 entry,
                 schema=schemas[-1],
                 read_types=schema,
@@ -265,6 +271,7 @@ def _assembled(
     fingerprints = [version.fingerprint for version in versions]
     source = Source(openers, runs, schemas, fingerprints, digests=digests)
     source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
+    source.ranged = ranged
     source.remarks = _remarks(scanned.values())
     return source
 
@@ -322,6 +329,8 @@ class Source:
     """Of each version with those before it; `fingerprint` is the last."""
     empty_files: tuple[str, ...] = ()
     """Names of the files without rows."""
+    ranged: Mapping[int, RangedFile] = {}
+    """Files in a store of which the cache has only some ranges, by the numbers of their openers."""
     remarks: Mapping[str, Sequence[str]] = {}
     """How files are read that decide it by their own beginning, in words, each with the names of such files."""
 
@@ -402,6 +411,24 @@ class Source:
             self._readers[i] = self._openers[i]()
         self._readers.move_to_end(i)
         return self._readers[i]
+
+    def unfetched(
+        self, pieces: Iterable[npt.NDArray[np.int64]], columns: Sequence[str]
+    ) -> list[tuple[RangedFile, list[Span]]]:
+        """The ranges of files in a store that the cache lacks, with these columns of these rows.
+
+        pieces: positions of rows, int64.
+        """
+        stops = {number: file.stops() for number, file in self.ranged.items()}
+        groups: dict[int, set[int]] = {number: set() for number in stops}
+        for positions in pieces:
+            numbers = np.searchsorted(self._firsts, positions, "right") - 1
+            for number in np.unique(numbers).tolist():
+                if number in stops:
+                    rows = positions[numbers == number] - self._firsts[number] + self._offsets[number]
+                    groups[number].update(np.unique(np.searchsorted(stops[number], rows, "right")).tolist())
+        found = [(file, file.missing(groups[number], columns)) for number, file in self.ranged.items()]
+        return [(file, spans) for file, spans in found if spans]
 
     def keep_digests(self) -> None:
         """Make the digests of all that was read durable. Call it before anything durable is made of the rows.

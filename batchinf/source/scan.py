@@ -13,6 +13,7 @@ from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, lo
 from batchinf.source.digests import ReadDigests, Watch, changed
 from batchinf.source.files import InputFile, open_bytes
 from batchinf.source.formats.base import FileFormat
+from batchinf.source.ranges import RangedFile, footer_of
 from batchinf.source.remote import UNKNOWN
 from batchinf.source.types import refuse_twins
 
@@ -118,6 +119,7 @@ class Scanner:
             artifacts=artifacts,
             num_bytes=findings.num_bytes,
             content=content,
+            etag="" if self.format.hashes_all else scratch.etag or file.object_etag,
         )
 
     def spooled(self, file: InputFile, entry: FileEntry) -> FileEntry:
@@ -149,13 +151,25 @@ class Scanner:
 
     def local_copy(self, file: InputFile, entry: FileEntry) -> InputFile:
         """The cache's copy of a remote file if the scan kept one, else the file."""
+        if (footer := entry.artifacts.get("footer")) is not None:
+            return RangedFile(file.name, str(self.cache.path(footer.name)), entry.path, entry.etag, self.cache)
         copy = entry.artifacts.get("content")
         return file if copy is None else InputFile(file.name, str(self.cache.path(copy.name)))
 
     def _local(self, file: InputFile, scratch: Scratch) -> InputFile:
-        """The file, or a copy of a remote file if its format is not scanned from beginning to end."""
+        """The file, or a copy of a remote file if its format is not scanned from beginning to end.
+
+        The copy is sparse if the store gives ranges of the file and the format needs only some of them.
+        """
         if not file.is_remote or self.format.is_scanned_in_order:
             return file
+        end = footer_of(file) if file.object_etag and self.format.is_read_by_ranges else None
+        if end is not None:
+            copy = scratch.fetch_end(file, end.data, end.etag)
+            self.format.refuse_crashing([copy])
+            if self.format.has_quick_rows(copy):
+                return copy
+            scratch.drop("footer")
         copy = scratch.fetch(file)
         self.format.refuse_crashing([copy])
         return copy

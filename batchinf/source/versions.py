@@ -51,6 +51,8 @@ class FileRange:
     first_row: int
     stop_row: int
     """The number of rows of the whole content."""
+    etag: str = ""
+    """Of an object in a store, if `hash` does not cover its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,11 @@ class FileComparison:
             for name in sorted(alike, key=lambda name: name != old.name):
                 file, entry = self.free[name]
                 is_same = entry.content == old.content
-                if not is_same and (not by_name or digests.has(old.content)):
-                    is_same = digests.is_same(old.content, self.scanner.local_copy(file, entry).path)
+                if digests.has(old.content):
+                    is_same = is_same or digests.is_same(old.content, self.scanner.local_copy(file, entry))
+                elif not by_name and not is_same:
+                    # Nothing was read of it here. Another machine may have read an object, whose ETag then counts.
+                    is_same = not old.etag or entry.etag in ("", old.etag)
                 if is_same:
                     self.unchanged[old.file] = self.free.pop(name)[0], replace(entry, content=old.content)
                     break
@@ -358,6 +363,7 @@ def _added(number: int, file: InputFile, entry: FileEntry, first_row: int) -> Fi
         num_bytes=entry.num_bytes,
         first_row=first_row,
         stop_row=entry.num_rows,
+        etag=entry.etag,
     )
 
 

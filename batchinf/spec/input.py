@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from batchinf.base.places import bucket_problem, elsewhere, is_bucket
 from batchinf.source.files import CsvDialect
 from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace
@@ -75,6 +76,16 @@ def _has_images(message: object) -> bool:
 _JobFolder = Annotated[Path, on_this_host("copy the job's output folder to this host, and give the copy")]
 
 
+def _folder_or_bucket(path: str) -> str:
+    if is_bucket(path) and not path.startswith("hf:"):
+        problem = bucket_problem(path)
+    else:
+        problem = elsewhere(path, "give a folder of this host, or s3://…, gs://… or az://…")
+    if problem is not None:
+        raise wrong(problem)
+    return path
+
+
 class ExcludeSpec(Section):
     """Rows that earlier jobs have done."""
 
@@ -136,8 +147,9 @@ class InputSpec(Section):
     path: Annotated[Path, RUNTIME]
     """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content.
     Not with `job`."""
-    job: Annotated[_JobFolder | None, RUNTIME] = None
-    """The output folder of a job that is done, instead of `path`: its output rows are the rows, with all columns."""
+    job: Annotated[Annotated[Path, AfterValidator(_folder_or_bucket)] | None, RUNTIME] = None
+    """The output folder of a job that is done, instead of `path`, also in a bucket, such as `s3://bucket/first`: its
+    output rows are the rows, with all columns."""
     format: Annotated[FormatName | None, RUNTIME] = None
     """Default: from the name's ending. `openai` is JSONL of OpenAI's batch API, also recognised by its lines."""
     csv: Annotated[CsvSpec | None, IDENTITY] = None
@@ -277,6 +289,9 @@ class InputSpec(Section):
         return self
 
     def _check_images(self) -> None:
+        if self.job is not None and is_bucket(self.job):
+            # Replicas look in the other job for the folder of its images, and have no access to a bucket.
+            raise wrong(f"got {self.job!r} in a job with images; must be a folder of this host: copy it here", "job")
         takes_none = next((form for form in ("text_column", "query_column") if getattr(self, form) is not None), None)
         if takes_none is not None:
             raise wrong("got it in a job with images; only a prompt has them: leave one of them out", takes_none)

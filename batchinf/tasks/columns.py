@@ -73,7 +73,7 @@ def shared_columns(results: Sequence[Result], include_prompt: bool, *, has_image
     }
 
 
-# Formats, widths and heights of images, in jobs that began with these columns.
+# Formats, widths and heights of images, in jobs that began with these columns, in the order of `Prompt.image_shapes`.
 IMAGE_FACTS: Fields = (
     ("image_formats", list_of(pa.string())),
     ("image_widths", list_of(pa.int32())),
@@ -85,8 +85,8 @@ def _image_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
     digests = [None if prompt.image_digests is None else list(prompt.image_digests) for prompt in prompts]
     shapes = [None if prompt.image_digests is None else prompt.image_shapes for prompt in prompts]
     facts = {
-        name: pa.array([None if row is None else [getattr(shape, fact) for shape in row] for row in shapes], type)
-        for (name, type), fact in zip(IMAGE_FACTS, ("format", "width", "height"), strict=True)
+        name: pa.array([None if row is None else [shape[place] for shape in row] for row in shapes], type)
+        for place, (name, type) in enumerate(IMAGE_FACTS)
     }
     return {IMAGE_DIGESTS: pa.array(digests, list_of(pa.string())), **facts}
 

@@ -12,6 +12,7 @@ import pytest
 import stores
 
 import jobs
+from batchinf.manifest.lock import Holder
 
 pytestmark = [pytest.mark.fewer_rows]
 
@@ -72,11 +73,19 @@ def test_damage_is_found(url: str, environment: dict[str, str], tmp_path: pathli
         found = sorted((finding["file"], finding["problem"]) for finding in job["findings"])
         assert found == sorted([*((name, "part_damaged") for name in damaged), (stranger, "foreign_file")])
     # The remedies that the lines name make the job whole again.
-    details = {finding["file"]: finding["detail"] for finding in job["findings"]}
-    for name in need_deep:
-        assert "delete it from the bucket" in details[name]
-    for name in (*need_deep, stranger):
-        stores.file_system().delete_file(f"{url.removeprefix('s3://')}/{name}")
+    assert {finding["file"] for finding in job["findings"] if finding["needs_repair"]} == need_deep
+    stores.file_system().delete_file(f"{url.removeprefix('s3://')}/{stranger}")
+    _put(url, "lock", Holder.this_process().encode())
+    refused = jobs.run("check", url, "--deep", "--repair", **environment)
+    assert refused.returncode == 2 and "is being run by pid" in refused.stderr, refused.stderr
+    assert altered in {f"parts/{name}" for name in stores.names(url, "parts")}
+    _put(url, "lock", b"free")
+    broken = stores.read(url, altered)
+    [job] = _check(url, "--deep", "--repair", code=2, **environment)["jobs"]
+    moved = {finding["file"]: finding["moved_to"] for finding in job["findings"]}
+    assert moved == {missing: None, **{name: name.replace("parts", "damaged") for name in (cut, altered, swapped)}}
+    assert stores.read(url, moved[altered]) == broken and stores.read(url, "lock") == b"free"
+    assert not {cut, altered, swapped} & {f"parts/{name}" for name in stores.names(url, "parts")}
     jobs.finish(spec, **environment)
     assert _check(url, "--deep", code=0, **environment)["is_whole"]
     assert stores.rows(url) == list(jobs.unhurt())

@@ -1,6 +1,7 @@
 """Jobs whose output is in a bucket, on a real S3 server: killed, moved to an empty machine, raced, and cut off."""
 
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -149,6 +150,18 @@ def test_a_paused_holder_wakes_up(url: str, store: stores.Proxy, tmp_path: pathl
     assert "was already done" in jobs.finish(tmp_path / "a" / "job.yaml", **store.environment).stdout
 
 
+def test_a_wall_clock_that_jumps(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    # No decision reads the wall clock: not that about a lock, a heartbeat, a bundle or a part.
+    jumping = {**store.environment, "QUICK_START_CLOCK": "7200"}
+    spec = stores.spec_of(tmp_path, url, **SLOW)
+    assert jobs.run("run", spec, faults="mirror.after_bundle:2=kill", **jumping).returncode == -9
+    shutil.rmtree(tmp_path / "work")
+    jobs.finish(spec, **jumping)
+    hours = {line["at"][11:13] for line in stores.lines(url) if "at" in line}
+    assert len(hours) > 1, "the clock did not jump"
+    _is_whole(url)
+
+
 def test_two_at_once(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -188,6 +201,22 @@ def test_a_store_that_is_absent_for_some_time(url: str, store: stores.Proxy, tmp
     assert "Debug source" not in ended.stderr and "secret-of-the-key" not in ended.stderr
     store.fault = lambda method, path: ""
     jobs.finish(spec, **store.environment)
+    _is_whole(url)
+
+
+def test_a_store_that_is_slow_for_some_time(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    # Each answer takes a third of the time after which the job would end if there were none. SLOW_STORE_S: of all.
+    slow_s = float(os.environ.get("SLOW_STORE_S", "4"))
+    since: list[float] = []
+
+    def fault(method: str, path: str) -> str:
+        if "/commits/000000006" in path:
+            since.append(time.monotonic())
+        return f"delay {slow_s / 6}" if since and time.monotonic() - since[0] < slow_s else ""
+
+    store.fault = fault
+    done = jobs.finish(stores.spec_of(tmp_path, url, output={"store_timeout_s": slow_s / 2}), **store.environment)
+    assert time.monotonic() - since[0] > slow_s / 6 and "the store has not taken" not in done.stderr
     _is_whole(url)
 
 
@@ -255,11 +284,11 @@ def test_reading_commands(url: str, store: stores.Proxy, tmp_path: pathlib.Path)
     assert not [path for method, path in store.seen if path.endswith(".parquet")]
 
 
-@pytest.mark.parametrize("command", ["check --repair", "report", "slurm --nodes 2", "tune", "run ray"])
+@pytest.mark.parametrize("command", ["report", "slurm --nodes 2", "tune", "run ray"])
 def test_commands_that_do_not_work_with_a_bucket(command: str, url: str, tmp_path: pathlib.Path) -> None:
     name, *more = command.split()
     spec = stores.spec_of(tmp_path, url, **({"backend": "ray"} if more == ["ray"] else {}))
-    target = url if name in ("check", "report") else spec
+    target = url if name == "report" else spec
     more = [] if more == ["ray"] else more
     refused = jobs.run(name, target, *more, AWS_ENDPOINT_URL="http://127.0.0.1:1")
     assert refused.returncode == 2
@@ -331,6 +360,9 @@ def test_real_vllm_on_another_machine(url: str, store: stores.Proxy, tmp_path: p
     vllm |= {"input": {"limit": 60}, "output": {"rows_per_shard": 15}, "sampling": {"ignore_eos": True}}
     (tmp_path / "local").mkdir()
     jobs.finish(jobs.spec_of(tmp_path / "local", **vllm))
+    # The input is in the bucket, too, and is read by ranges.
+    stores.put(f"{url}/in/a.parquet", stores.prompts_with_pictures())
+    vllm["input"] = {"limit": 60, "path": f"{url}/in/*.parquet"}
     spec = stores.spec_of(tmp_path, url, **vllm)
     process = jobs.start("run", spec, faults=f"engine.step:150=hold {tmp_path / 'held'}", **store.environment)
     jobs.wait_until(lambda: process.poll() is not None or _is_part_way(url), 240)

@@ -180,6 +180,33 @@ def test_choices_are_the_harness_s(vllm_engine: "VllmEngine", harness: Any, choi
         assert together[0]["num_prompt_tokens"] < apart[0]["num_prompt_tokens"] / 3
 
 
+@pytest.mark.parametrize("choices", [[" a", " the", ".", " and"], [" a fox", " the", "."]])
+@pytest.mark.parametrize("neutral", ["", "N/A"])
+def test_mutual_information_is_the_harness_s(
+    vllm_engine: "VllmEngine", harness: Any, choices: list[str], neutral: str
+) -> None:
+    """log P(choice | context) - log P(choice | neutral context); with "" the harness's `acc_mutual_info`."""
+    contexts = ["Once upon a time there was", "He saw", "The end", "One day", "of", "\n"]
+    rows = [{"c": context, "choices": choices, "a": 0} for context in contexts]
+    input = {"context_column": "c", "choices_column": "choices", "answer_column": "a"}
+    scored = score(vllm_engine, rows, input, score={"neutral": {"c": neutral}})
+    plain = score(vllm_engine, rows, input)
+    num_tokens = np.array(scored[0]["choice_num_tokens"])
+    sums_after = lambda context: np.array(  # noqa: E731
+        [logprob for logprob, _ in ask(harness, "loglikelihood", [(context, each) for each in choices])]
+    )
+    expected = sums_after(neutral)
+    for row, plain_row, context in zip(scored, plain, contexts, strict=True):
+        assert np.all(np.abs(np.array(row["choice_neutral_logprob_sums"]) - expected) < 1e-3 * num_tokens)
+        assert row["best_pmi"] == np.argmax(sums_after(context) - expected)
+        others = {name: value for name, value in row.items() if "neutral" not in name and name != "best_pmi"}
+        np.testing.assert_allclose(others.pop("choice_logprob_sums"), plain_row.pop("choice_logprob_sums"), atol=1e-3)
+        assert {name: others[name] for name in ("best", "answer", "num_prompt_tokens", "choice_token_ids")} == {
+            name: plain_row[name] for name in ("best", "answer", "num_prompt_tokens", "choice_token_ids")
+        }
+    assert any(row["best_pmi"] != row["best"] for row in scored)
+
+
 def test_a_conversation_is_the_context(vllm_engine: "VllmEngine", harness: Any) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     [row] = score(vllm_engine, [{"m": messages, "t": "Once upon a time"}],

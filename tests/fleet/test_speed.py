@@ -85,6 +85,8 @@ def test_a_gpu_that_is_idle_beside_full_queues_waits_for_python() -> None:
     assert busy.kind == "compute"
     starved = looks(utilization=20, num_running=40, num_waiting=0, num_ready=0)
     assert (hungry := bottleneck(starved, engines(), 1)) is not None and hungry.kind == "input"
+    seen = bottleneck(starved, engines(), 1, has_images=True)
+    assert seen is not None and seen.kind == "images" and "rendered" in seen.reason
     speed = Speed(10.0, 5.0, 1.0, 0.0, 1, None, None, found)
     assert "limited by the engine's Python: " in "\n".join(speed_lines(speed))
 

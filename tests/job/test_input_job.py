@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import stores
 
 import batchinf
 import jobs
@@ -133,3 +134,26 @@ def test_on_vllm_a_job_as_input_is_like_its_rows_in_a_file(tmp_path: pathlib.Pat
         found.append(jobs.rows_of(tmp_path / f"second{len(found)}"))
     assert found[0] == found[1]
     assert [row["id"] for row in found[0]] == ["a0", "a1", "a3"]
+
+
+def test_the_first_job_may_be_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    write_rows(tmp_path, "a", ["One", "Two", None, "Four", "Five"])
+    first = json.loads(first_in(tmp_path).read_text())
+    first["output"] |= {"path": f"{url}/first", "work_dir": str(tmp_path / "work")}
+    spec_of_first = tmp_path / "first.yaml"
+    spec_of_first.write_text(json.dumps(first))
+    second = second_in(tmp_path, job=f"{url}/first")
+    too_early = jobs.run("run", second, **store.environment)
+    assert too_early.returncode == 2 and f"input.job: {url}/first holds no job that has begun" in too_early.stderr
+    jobs.finish(spec_of_first, **store.environment)
+    jobs.finish(second, **store.environment)
+    write_rows(tmp_path, "b", ["Six", "Seven"])
+    jobs.finish(spec_of_first, "--extend", **store.environment)
+    refused = jobs.run("run", second, **store.environment)
+    assert refused.returncode == 2 and "1 file is new: parts/part-000003.parquet; use --extend" in refused.stderr
+    jobs.finish(second, "--extend", **store.environment)
+    good = [row for row in stores.rows(f"{url}/first") if row["error_type"] is None]
+    found = [(row["id"], row["answer"], row["place"]) for row in jobs.rows_of(tmp_path / "out")]
+    assert found == [(row["id"], row["text"], row["row_index"]) for row in good] and len(found) == 6
+    state = jobs.state_of(tmp_path / "out")
+    assert state.input_job is not None and state.input_job.path == f"{url}/first"

@@ -56,6 +56,32 @@ def test_what_holds_new_rows_back(
     assert not mirror.held_back(said.append)
 
 
+def test_a_commit_that_waits_for_the_store_says_so(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    folder = Folder(tmp_path / "work")
+    bucket = Bucket(url)
+    mirror = Mirror(bucket, folder, Folder(tmp_path / "source"), interval_s=10.0, say=said.append)
+    mirror.restore()
+    monkeypatch.setattr(mirrors, "_ABSENT_S", 0.0)
+    (tmp_path / "part").write_bytes(b"part")
+    mirror.start()
+
+    def fault(method: str, path: str) -> str:
+        # The store takes parts all the time, and the commit after the warning.
+        return "" if said or "/parts/" in path else "503"
+
+    store.fault = fault
+    try:
+        assert bucket.upload("parts/a", tmp_path / "part") is None
+        mirror.chain.commit(1, b"{}\n")
+        assert len(said) == 1 and "has not answered for" in said[0]
+        assert not mirror.held_back(said.append) and "answers again" in said[1]
+    finally:
+        mirror.close()
+
+
 def test_a_job_waits_for_a_slow_store(
     url: str, store: stores.Proxy, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

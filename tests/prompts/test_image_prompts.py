@@ -274,8 +274,8 @@ def test_models_and_tasks_without_images_are_refused_before_a_start(tmp_path: pa
     assert "takes no images: its config has no vision_config" in refusal(tmp_path)
     said = refusal(tmp_path, model=str(VISION), more={"chat_template": "{{ messages[0].content[1].text }}"})
     assert "the chat template does not show parts of type image" in said
-    said = refusal(tmp_path, model=str(VISION), task="logits", sampling=None, output={"keep_columns": []})
-    assert "got it with task logits, which takes no images yet" in said
+    said = refusal(tmp_path, model=str(VISION), task="reward", sampling=None, output={"keep_columns": []})
+    assert "got it with task reward, which takes no images yet" in said
 
 
 def test_a_prompt_hash_depends_on_the_images() -> None:

@@ -229,3 +229,32 @@ def test_why_a_column_may_be_missing(names: list[str], said: str | None, tmp_pat
     with pytest.raises(SpecError) as refused:
         check_columns(inside, names, ())
     assert ("q=… is a folder of the path itself" in str(refused.value)) == (said is None)
+
+
+CALLS = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "w", "arguments": "{}"}}]},
+    {"role": "tool", "content": "Rain"},
+]
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("more", "num"),
+    [("", 2), ("{{ messages | tojson }}", 1), ("{% if mood %}{{ messages[1].tool_calls }}{% endif %}", 0)],
+)
+@pytest.mark.parametrize("is_batch_file", [False, True])
+def test_what_a_chat_template_never_reads(more: str, num: int, is_batch_file: bool, tmp_path: pathlib.Path) -> None:
+    """Calls of tools, and variables of a line's own."""
+    row: dict[str, Any] = {"messages": CALLS}
+    if is_batch_file:
+        body = {**row, "max_tokens": 2, "chat_template_kwargs": {"mood": "calm"}}
+        row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    where = {"format": "openai"} if is_batch_file else {"messages_column": "messages"}
+    where |= {"path": str(tmp_path / "rows.jsonl"), "id_column": None, "chat_template": PLAIN + more}
+    job = open_job(read_spec(jobs.spec_of(tmp_path, input=where, output={"keep_columns": []}, sampling=None)))
+    with contextlib.closing(job.source):
+        warnings = list(job.task.prompt_warnings(job.model, job.source))
+    assert len(warnings) == (num if is_batch_file else int(num == 2))
+    assert all("some rows (row 0 first) have" in line for line in warnings)

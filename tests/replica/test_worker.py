@@ -352,6 +352,21 @@ def test_a_row_of_several_requests_is_finished_once(bench: Callable[..., Bench],
     assert (progress.num_rows, progress.num_answered, progress.num_output_tokens) == (10, 10, 0)
 
 
+def test_a_request_of_many_rows_runs_once(bench: Callable[..., Bench], tmp_path: pathlib.Path) -> None:
+    """The choices after a neutral context: only rows of the first window run them again."""
+    rows = [{"context": f"Question {index}:", "choices": [" one", " two of"]} for index in range(100)]
+    where = {"context_column": "context", "choices_column": "choices"}
+    one = bench(rows, task="score", input={"path": str(tmp_path / "prompts.jsonl"), **where},
+                score={"neutral": {"context": "N/A"}}, sampling={"temperature": None, "max_tokens": None})  # fmt: skip
+    one.assign((0, 100))
+    one.run(1)
+    sums = [row["choice_neutral_logprob_sums"] for row in one.rows()]
+    assert one.worker.progress().num_rows == 100
+    assert len(sums[0]) == 2 and sums == [sums[0]] * 100
+    assert sum(index >= 2 for _, index in one.engine.added) <= 2 * window(MAX_NUM_SEQS)
+    assert sum(index < 2 for _, index in one.engine.added) == 200
+
+
 def test_bad_rows_never_reach_the_engine(bench: Callable[..., Bench]) -> None:
     rows = [{"prompt": text} for text in ["good", "", None, "x " * 3000]]
     one = bench(rows)

@@ -143,6 +143,8 @@ def test_what_the_page_says(hostile: pathlib.Path) -> None:
     for heading in ("Throughput", "Replicas", "Lengths", "Logprobs and numbers", "Outputs", "Errors", "Environment"):
         assert heading in text
     assert "max_num_seqs: 8" in text
+    # No replica waited for the disk.
+    assert "</span>busy</th>" in hostile.read_text() and "</span>disk</th>" not in hostile.read_text()
     # Throughput and replicas in two widths, two lengths, three of numbers, finish reasons, texts that repeat.
     assert page.tags["svg"] == 2 * 2 + 2 + 3 + 2
     assert page.tags["title"] > 50

@@ -45,8 +45,8 @@ def submit(slurm: cluster.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name, value in {**jobs.quick_start(), "SLURM_CONF": slurm.environment["SLURM_CONF"]}.items():
         monkeypatch.setenv(name, value)
 
-    def submitted(spec: pathlib.Path, *options: str) -> str:
-        done = jobs.run("slurm", spec, "--venv", sys.prefix, "--cpus", "2", *options, "--submit")
+    def submitted(spec: pathlib.Path, *options: str, venv: str = sys.prefix) -> str:
+        done = jobs.run("slurm", spec, "--venv", venv, "--cpus", "2", *options, "--submit")
         assert done.returncode == 0, done.stderr
         [job] = re.findall(r"submitted job (\d+)", done.stdout)
         return str(job)
@@ -189,16 +189,50 @@ def test_a_node_of_ray_that_fails_for_good(slurm: cluster.Cluster, submit: Any, 
     out = tmp_path / "out"
     job = submit(jobs.spec_of(tmp_path, scripted={"step_s": 0.06}, ray={"resources": {"CPU": 2}}), "--nodes", "2")
     jobs.wait_until(lambda: num_committed(out), WAIT_S)
-    of_job = [p for p in psutil.process_iter() if f"/tmp/ray-{job}-" in " ".join(_command(p))]
-    raylets = [p for p in of_job if p.name() == "raylet"]
-    [lost] = [raylet for raylet in raylets if not any("--head" in _command(parent) for parent in raylet.parents())]
-    # First the shell that would start Ray again, as if the host had failed.
-    for process in (*reversed(lost.parents()[:2]), lost):
-        process.kill()
+    _fail_second_node(job)
     assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
     assert "the nodes that are left cannot hold replica" in " ".join(log_of(tmp_path).split())
     assert slurm.state(job, "Restarts") == "0"
     assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+def test_no_node_is_left_that_can_hold_a_replica(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+    """Exit code 75 after `placement_timeout_s`. Slurm queues the job again, and it is finished with both nodes."""
+    out = tmp_path / "out"
+    ray = {"resources": {"slot": 1}, "placement_timeout_s": 5}
+    spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.1}, parallel={"data_parallel_size": 1}, ray=ray)
+    job = submit(spec, "--nodes", "2", venv=str(_venv_with_a_slot_on_the_second_node(tmp_path / "venv")))
+    jobs.wait_until(lambda: num_committed(out), WAIT_S)
+    _fail_second_node(job)
+    assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
+    words = " ".join(log_of(tmp_path).split())
+    assert "stopped: the nodes that are left could hold no replica for 5 s" in words
+    assert "queued again: requeue 1" in words
+    assert slurm.state(job, "Restarts") == "1"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
+def _venv_with_a_slot_on_the_second_node(venv: pathlib.Path) -> pathlib.Path:
+    """The tests' own environment with another `ray`, whose node has a resource `slot` unless it is the head."""
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "activate").write_text(f"export PATH={venv}/bin:{sys.prefix}/bin:$PATH\n")
+    (venv / "bin" / "ray").write_text(
+        "#!/bin/bash\n"
+        """case " $* " in *" --address="*) set -- "$@" --resources '{"slot": 1}' ;; esac\n"""
+        f'exec {sys.prefix}/bin/ray "$@"\n'
+    )
+    (venv / "bin" / "ray").chmod(0o755)
+    return venv
+
+
+def _fail_second_node(job: str) -> None:
+    """Kill Ray's node that is not the head, as if its host had failed."""
+    of_job = [p for p in psutil.process_iter() if f"/tmp/ray-{job}-" in " ".join(_command(p))]
+    raylets = [p for p in of_job if p.name() == "raylet"]
+    [lost] = [raylet for raylet in raylets if not any("--head" in _command(parent) for parent in raylet.parents())]
+    # First the shell that would start Ray again.
+    for process in (*reversed(lost.parents()[:2]), lost):
+        process.kill()
 
 
 def _command(process: psutil.Process) -> list[str]:

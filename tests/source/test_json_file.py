@@ -63,3 +63,13 @@ def test_json_beside_data_is_no_data(tmp_path: pathlib.Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "info.json").write_text('{"rows": 1}')
     assert open_source(InputLocation(str(tmp_path)), tmp_path / "cache").num_rows == 1
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_equal_keys_are_named(name: str, tmp_path: pathlib.Path) -> None:
+    """In an inner object, too, and beside a row that is not JSON. The last value counts, as in `json.loads`."""
+    (tmp_path / name).write_text('{"a": 1}\n{"a": 2, "b": {"k": 1, "k": 2}}\n{"a" 3}\n{"a": 4, "a": 5}\n')
+    source = open_source(InputLocation(str(tmp_path / name)), tmp_path / "cache")
+    with contextlib.closing(source):
+        assert source.remarks == {"row 1 has the key 'k' twice; of equal keys, the last one counts": [name]}
+        assert [row.values.get("a") for row in source.read(0, 4)] == [1, 2, None, 5]

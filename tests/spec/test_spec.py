@@ -406,7 +406,9 @@ def test_a_job_as_input():
         ("format: parquet", "input.format: got it beside job, whose output is read as it is; must be left out"),
     ):
         assert message in refusal(f"model: a/b\ninput: {{job: out/first, {field}}}\noutput: {{path: y}}\n")
-    assert "input.job: " in refusal("model: a/b\ninput: {job: s3://b/first}\noutput: {path: y}\n")
+    assert "input.job: " in refusal("model: a/b\ninput: {job: hf://buckets/a/b/first}\noutput: {path: y}\n")
+    with_images = "model: a/b\ninput: {job: s3://b/first, images_column: a, prompt_column: b}\noutput: {path: y}\n"
+    assert "input.job: got 's3://b/first' in a job with images" in refusal(with_images)
     assert "input.path: missing; must be text" in refusal("model: a/b\ninput: {}\noutput: {path: y}\n")
 
 

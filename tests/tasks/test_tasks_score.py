@@ -166,6 +166,7 @@ def test_killed_and_gone_on_with(tmp_path: pathlib.Path, input: dict[str, str]) 
         spec = jobs.spec_of(folder, task="score", sampling=None, max_error_rate=1.0, checkpoint_interval_s=0.05,
                             input={"path": str(input_of(tmp_path)), **input}, parallel={"data_parallel_size": 1},
                             output={"keep_columns": ["c"], "rows_per_shard": 30},
+                            score={"neutral": {"c": "It was"}} if input is CHOICES else None,
                             scripted={"max_num_seqs": 3, "max_model_len": 12, "step_s": step_s})  # fmt: skip
         if name == "hurt":
             marker = tmp_path / "held"  # amid the first shard

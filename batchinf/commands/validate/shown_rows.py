@@ -12,7 +12,7 @@ from batchinf.base.errors import InputError, RowError
 from batchinf.base.text import counted
 from batchinf.prompts.encoder import show
 from batchinf.prompts.row_sampling import setting
-from batchinf.records import Prompt, Request, Span
+from batchinf.records import Prompt, Request, Scoring, Span
 from batchinf.source.rows import Source
 from batchinf.spec.sampling import SamplingSpec
 
@@ -98,6 +98,8 @@ class ShownRow:
     """None if the task makes no text."""
     scored: tuple[ScoredText, ...] = ()
     """For tasks that score prompts."""
+    neutral: ScoredText | None = None
+    """The first choice after the neutral context; None without one."""
     is_run: bool = True
     """Whether the job runs it."""
     is_named: bool = False
@@ -147,6 +149,9 @@ class ShownRow:
             yield f"    token ids: {_ids(scored.token_ids, _MOST_SCORED_IDS)}"
         if len(shown) < len(self.scored):
             yield f"  … and {len(self.scored) - len(shown):,} more; --row shows them"
+        if self.neutral is not None:
+            neutral = (self.neutral.num_context_tokens, self.neutral.context)
+            yield from _block("neutral context", *neutral, is_whole=self.is_named, from_end=True)
 
 
 def shown_row(
@@ -162,6 +167,7 @@ def shown_row(
     if prompt.error is not None:
         return ShownRow(prompt.row_index, row_id, prompt.error)
     left = None if max_model_len is None else max_model_len - len(prompt.token_ids)
+    scoring = prompt.scoring or Scoring(())
     return ShownRow(
         row_index=prompt.row_index,
         id=row_id,
@@ -171,7 +177,8 @@ def shown_row(
         is_truncated=prompt.is_truncated,
         max_model_len=max_model_len,
         sampling=None if job_sampling is None else _sampling(request, prompt.sampling, job_sampling, left),
-        scored=() if prompt.scoring is None else _scored(prompt.scoring.spans, prompt.scoring.answer, tokenizer),
+        scored=_scored(scoring.spans, scoring.answer, tokenizer),
+        neutral=next(iter(_scored(scoring.neutral[:1], None, tokenizer)), None),
     )
 
 

@@ -72,7 +72,7 @@ FIELDS: tuple[Fields, ...] = (
     _used("SK", "chat_template_kwargs instruction", "variables of `input.chat_template`"),
     _used("RE", "input", "a text, or items of texts, images, calls and reasoning; of embeddings: one or several"),
     _used("R", "instructions", "the system message"),
-    _used("CER", "chat_template_kwargs", "variables of the chat template"),
+    _used("CER", "chat_template_kwargs", "variables of the chat template; a warning names those that it never reads"),
     _used("CE", "add_generation_prompt continue_final_message", "the end of the prompt"),
     _used("C", "documents", "given to the chat template, which must have a variable `documents`"),
     _used("C", "reasoning_effort verbosity", "variables of the chat template"),

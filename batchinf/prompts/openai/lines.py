@@ -45,12 +45,12 @@ def line_of(row: Row) -> dict[str, Any] | RowError:
     if row.error is not None:
         return RowError("unreadable", row.error)
     try:
-        return {**row.values, "body": _body(row.values)}
+        return {**row.values, "body": body_of(row.values)}
     except (ValueError, RecursionError):
         return RowError("unsupported_request", "body: got text that is not JSON; must be a mapping")
 
 
-def _body(values: Mapping[str, object]) -> object:
+def body_of(values: Mapping[str, object]) -> object:
     """The body of a line. The body is JSON text if its column has mixed types. Raises ValueError or RecursionError."""
     body = values.get("body")
     return json.loads(body) if isinstance(body, str) else body
@@ -94,7 +94,7 @@ class LineReader:
         Without a model, vLLM takes its own, too.
         """
         try:
-            body = _body(values)
+            body = body_of(values)
         except (ValueError, RecursionError):
             return None
         model = body.get("model") if isinstance(body, dict) else None

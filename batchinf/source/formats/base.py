@@ -150,6 +150,8 @@ class FileFormat(InputFormat, abc.ABC):
     # Whether the scan reads a file from beginning to end, also if it is compressed as a whole; see `COMPRESSIONS`. If
     # not, a remote file is first copied to the cache.
     is_scanned_in_order: ClassVar[bool] = True
+    # Whether rows are read from ranges of a file that its end names, so that most of a remote file may be left out.
+    is_read_by_ranges: ClassVar[bool] = False
     # Whether `FileFindings.hash` covers each byte. If not, the ranges that were read count; see `ReadDigests`.
     hashes_all: ClassVar[bool] = True
     # Whether folders have such files beside their data, to describe it. They are rows only if there is no other data.
@@ -195,6 +197,10 @@ class FileFormat(InputFormat, abc.ABC):
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """Raise `InputError` with the file's name if the scan of one of these local files would crash the process."""
+
+    def has_quick_rows(self, file: InputFile) -> bool:
+        """Whether the scan of a file needs only its end, for a format with `is_read_by_ranges`."""
+        return False
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         """Hash and number of rows of the content's first `num_bytes`, to find rows that were appended after them.

@@ -15,9 +15,8 @@ from batchinf.source.formats.lines import (
     FIRST_LINES,
     WHITESPACE,
     LineReader,
-    add_types,
+    ScannedJson,
     json_records,
-    json_types,
     parse_json,
     split_lines,
 )
@@ -41,7 +40,7 @@ class Json(FileFormat):
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         copy = scratch.create("lines")
         offsets = scratch.create("offsets")
-        types = json_types(scratch)
+        rows = ScannedJson(scratch)
         digest = xxhash.xxh3_128()
         size = 0
         num_rows = 0
@@ -49,11 +48,11 @@ class Json(FileFormat):
             ends = size + np.cumsum([len(line) + 1 for line in lines])
             offsets.write(np.array([size, *ends[:-1]], "<i8").tobytes())
             copy.write(b"\n".join([*lines, b""]))
-            add_types(types, lines, num_rows)
+            rows.add(lines, num_rows)
             size = int(ends[-1])
             num_rows += len(lines)
         offsets.write(np.array([size], "<i8").tobytes())
-        return FileFindings(digest.hexdigest(), num_rows, types.schema())
+        return FileFindings(digest.hexdigest(), num_rows, rows.schema())
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         return json_records(list(itertools.islice(_values(blocks(file), file), FIRST_LINES)))

@@ -34,7 +34,7 @@ from batchinf.source.files import (
     stamp_of,
 )
 from batchinf.source.formats.base import SAMPLED_ROWS, FileFormat, InputFormat, Reader, Record, SourceFile, map_int64
-from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8
+from batchinf.source.types import JsonTypes, Lost, MixedTypes, is_json_column, is_utf8, with_remark
 
 WHITESPACE = b" \t\r\n"  # of JSON
 FIRST_LINES = 100  # that are looked at before the scan
@@ -352,10 +352,10 @@ class JsonLines(LineFormat):
     mixed_types = MixedTypes.JSON
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
-        types = json_types(scratch)
-        on_lines = lambda run, first_row: add_types(types, split_lines(run), first_row)  # noqa: E731
+        rows = ScannedJson(scratch)
+        on_lines = lambda run, first_row: rows.add(split_lines(run), first_row)  # noqa: E731
         content_hash, num_rows, num_bytes = index_lines(file, scratch, on_lines, has_blank_rows=False)
-        return FileFindings(content_hash, num_rows, types.schema(), num_bytes)
+        return FileFindings(content_hash, num_rows, rows.schema(), num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         run = next((run for _, run in _whole_lines(blocks(file)) if run is not None), b"")
@@ -365,21 +365,34 @@ class JsonLines(LineFormat):
         return LineReader(source_file, split_lines, parse_json)
 
 
-def json_types(scratch: Scratch) -> JsonTypes:
-    """Collects the types of a file's columns. Those beyond the limit go into an artifact."""
-    further: IO[bytes] | None = None
+class ScannedJson:
+    """The columns of the rows of a JSON file. Those beyond the limit go into an artifact."""
 
-    def keep_further(schema: pa.Schema) -> None:
-        nonlocal further
-        further = further or scratch.create(FURTHER_COLUMNS)
-        further.write(further_line(schema))
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._further: IO[bytes] | None = None
+        self._types = JsonTypes(self._keep_further)
+        self._twice = ""
+        """A remark about the first object that has a key twice."""
 
-    return JsonTypes(keep_further)
+    def _keep_further(self, schema: pa.Schema) -> None:
+        self._further = self._further or self._scratch.create(FURTHER_COLUMNS)
+        self._further.write(further_line(schema))
 
+    def add(self, lines: Sequence[bytes], first_row: int) -> None:
+        """Add these rows. first_row: the number of rows before them."""
+        seen = _TwoKeys()
+        records = json_records(lines, _JSON if self._twice else seen.decoder)
+        self._types.add(records, lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
+        if seen.key is not None:
+            row = first_row + _TwoKeys.place(lines)
+            self._twice = (
+                f"row {row:,} has the key {shorten(repr(seen.key), 60)} twice; of equal keys, the last one counts"
+            )
 
-def add_types(types: JsonTypes, lines: Sequence[bytes], first_row: int) -> None:
-    """Add the types of these rows. first_row: the number of rows before them."""
-    types.add(json_records(lines), lambda: [first_row + i for i, line in enumerate(lines) if json_records([line])])
+    def schema(self) -> pa.Schema:
+        """The columns, with a remark about the file if there is one."""
+        return with_remark(self._types.schema(), self._twice)
 
 
 def split_lines(run: bytes) -> list[bytes]:
@@ -402,10 +415,36 @@ def _finite(digits: str) -> float:
 _JSON = json.JSONDecoder(parse_float=_finite)
 
 
-def parse_json(line: bytes) -> dict[str, object]:
+class _TwoKeys:
+    """Notes the first key that one object has twice."""
+
+    def __init__(self) -> None:
+        self.key: str | None = None
+        # One call for each object takes a third longer than none.
+        self.decoder = json.JSONDecoder(parse_float=_finite, object_pairs_hook=self._object)
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        record = dict(pairs)
+        if len(record) != len(pairs) and self.key is None:
+            keys = [key for key, _ in pairs]
+            self.key = next(key for place, key in enumerate(keys) if key in keys[:place])
+        return record
+
+    @staticmethod
+    def place(lines: Sequence[bytes]) -> int:
+        """The first of these lines that has such an object."""
+        for place, line in enumerate(lines):
+            seen = _TwoKeys()
+            json_records([line], seen.decoder)
+            if seen.key is not None:
+                return place
+        raise LookupError("none of the lines has a key twice")
+
+
+def parse_json(line: bytes, decoder: json.JSONDecoder = _JSON) -> dict[str, object]:
     """The record of a line; `ValueError` says why it is none."""
     try:
-        record = _JSON.decode(line.removeprefix(BYTE_ORDER_MARK).decode())
+        record = decoder.decode(line.removeprefix(BYTE_ORDER_MARK).decode())
     except _TooLarge:
         raise
     except UnicodeDecodeError as error:
@@ -421,19 +460,19 @@ def parse_json(line: bytes) -> dict[str, object]:
     return record
 
 
-def json_records(lines: Sequence[bytes]) -> list[dict[str, object]]:
+def json_records(lines: Sequence[bytes], decoder: json.JSONDecoder = _JSON) -> list[dict[str, object]]:
     """The records of the lines, without broken lines."""
     if len(lines) > 1:
         try:  # one call for many lines is three times as fast
-            records = _JSON.decode(f"[{b','.join(lines).decode()}]")
+            records = decoder.decode(f"[{b','.join(lines).decode()}]")
             if len(records) == len(lines) and set(map(type, records)) == {dict}:
                 return cast("list[dict[str, object]]", records)
         except (ValueError, RecursionError):
             pass
         middle = len(lines) // 2
-        return json_records(lines[:middle]) + json_records(lines[middle:])
+        return json_records(lines[:middle], decoder) + json_records(lines[middle:], decoder)
     with contextlib.suppress(ValueError):
-        return [parse_json(line) for line in lines]
+        return [parse_json(line, decoder) for line in lines]
     return []
 
 

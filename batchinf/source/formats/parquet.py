@@ -29,6 +29,7 @@ from batchinf.source.formats.base import (
     check_num_rows,
     spans,
 )
+from batchinf.source.ranges import RangedFile, RangeReader
 from batchinf.source.types import MixedTypes, cast_column, plain_schema
 
 GROUP_ROWS = 20_000  # a row group up to this size is read directly
@@ -44,6 +45,7 @@ class Parquet(FileFormat):
     endings = (".parquet", ".pq")
     mixed_types = MixedTypes.REFUSED
     is_scanned_in_order = False
+    is_read_by_ranges = True
     hashes_all = False
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
@@ -53,8 +55,7 @@ class Parquet(FileFormat):
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         check_num_rows(file.name, metadata.num_rows, [group.num_rows for group in groups])
         _repeated_columns(metadata)  # as readers do: pyarrow decodes names of chunks only when they are asked for
-        is_spooled = any(group.num_rows > GROUP_ROWS or group.total_byte_size > GROUP_BYTES for group in groups)
-        ranges = self.spool(file, scratch) if is_spooled else ()
+        ranges = () if _has_small_groups(metadata) else self.spool(file, scratch)
         return FileFindings(_footer_hash(file), metadata.num_rows, schema, ranges=ranges)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
@@ -69,7 +70,10 @@ class Parquet(FileFormat):
         Of a remote file, the footer costs as many requests as the whole file.
         """
         is_known = not file.is_remote and _footer_hash(file) == entry.hash
-        return is_known and digests.is_same(entry.content, file.path)
+        return is_known and digests.is_same(entry.content, file)
+
+    def has_quick_rows(self, file: InputFile) -> bool:
+        return _has_small_groups(pq.read_metadata(absolute(file.path)))
 
     def refuse_crashing(self, new: Sequence[InputFile]) -> None:
         """See `FileFormat`. Another process reads the footers, which takes half a second and a second read of each."""
@@ -116,10 +120,19 @@ class Parquet(FileFormat):
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         row_bytes = max([1, *(group.total_byte_size // max(1, group.num_rows) for group in groups)])
         batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-        with DigestedFile(file.path, joins=True) as opened:
+        with _opened(file, joins=True) as opened:
             num_rows = spool(_batches(opened, metadata, batch_rows), schema, scratch)
         check_num_rows(file.name, metadata.num_rows, [num_rows])
         return opened.taken()
+
+
+def _has_small_groups(metadata: pq.FileMetaData) -> bool:
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return all(group.num_rows <= GROUP_ROWS and group.total_byte_size <= GROUP_BYTES for group in groups)
+
+
+def _opened(file: InputFile, *, joins: bool = False) -> DigestedFile:
+    return RangeReader(file, joins=joins) if isinstance(file, RangedFile) else DigestedFile(file.path, joins=joins)
 
 
 def _is_spooled(entry: FileEntry) -> bool:
@@ -233,6 +246,7 @@ class _ParquetReader(ColumnarReader):
         super().__init__(source_file.schema, entry.arrow_schema())
         self._name = file.name
         self._path = file.path
+        self._input = file
         self._content = entry.content
         self._digests = digests
         trusted = entry.stamp if file.path == entry.path else file.stamp()  # else a copy in the cache
@@ -258,7 +272,7 @@ class _ParquetReader(ColumnarReader):
         self._opened = self._watch.trusted
         metadata = pq.read_metadata(absolute(self._path))
         repeated = _repeated_columns(metadata)
-        self._bytes = DigestedFile(self._path)
+        self._bytes = _opened(self._input)
         self._file = ParquetFile(self._bytes, metadata=metadata, pre_buffer=False, read_dictionary=repeated)
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
         self._firsts = [0, *itertools.accumulate(group.num_rows for group in groups)]

@@ -9,18 +9,20 @@ import pyarrow.compute as pc
 
 ANSWER = "answer"
 ANSWER_ERROR = "answer_error"
+BEST_PMI = "best_pmi"
 WINNERS = ("best", "best_per_token", "best_per_byte")
 
 
 def count_answers(rows: pa.Table | pa.RecordBatch) -> dict[str, int]:
-    """The counts of rows with the columns `answer` and `WINNERS`, and perhaps `answer_error`.
+    """The counts of rows with the columns `answer` and `WINNERS`, and perhaps `answer_error` and `BEST_PMI`.
 
     num_answered: rows with an answer and with scores. num_wrong_answers: rows with an `answer_error`: their value in
-    the column of answers is no choice. num_right, …_per_token, …_per_byte: rows whose `WINNERS` are the answer.
+    the column of answers is no choice. num_right, …_per_token, …_per_byte, …_pmi: rows whose winners are the answer.
     """
     answer = rows.column(ANSWER)
     has_error = ANSWER_ERROR in rows.schema.names
     best, per_token, per_byte = (_num(pc.equal(answer, rows.column(name))) for name in WINNERS)
+    pmi = {"num_right_pmi": _num(pc.equal(answer, rows.column(BEST_PMI)))} if BEST_PMI in rows.schema.names else {}
     return {
         # A failed row has no winner. A row with NaN among its scores has no winner either.
         "num_answered": _num(pc.and_(answer.is_valid(), rows.column(WINNERS[0]).is_valid())),
@@ -28,6 +30,7 @@ def count_answers(rows: pa.Table | pa.RecordBatch) -> dict[str, int]:
         "num_right": best,
         "num_right_per_token": per_token,
         "num_right_per_byte": per_byte,
+        **pmi,
     }
 
 
@@ -44,13 +47,16 @@ class Accuracy:
     num_right: int
     num_right_per_token: int
     num_right_per_byte: int
+    num_right_pmi: int | None = None
+    """None without `score.neutral`."""
 
     @classmethod
     def of(cls, num_rows: int, counts: Mapping[str, int]) -> "Accuracy | None":
         """The accuracy in these counts; None without an answered row."""
         if not counts.get("num_answered"):
             return None
-        return cls(num_rows=num_rows, **{field.name: counts[field.name] for field in fields(cls)[1:]})
+        known = {field.name: counts[field.name] for field in fields(cls)[1:] if field.name in counts}
+        return cls(num_rows=num_rows, **known)
 
     @property
     def shares(self) -> tuple[float, float, float]:
@@ -61,10 +67,11 @@ class Accuracy:
         return raw, per_token, per_byte
 
     def __str__(self) -> str:
-        numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte)
+        numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte, self.num_right_pmi)
         shown = ", ".join(
-            f"{name} {self._share_text(share)} ({number:,})"
-            for name, share, number in zip(WINNERS, self.shares, numbers, strict=True)
+            f"{name} {self._share_text(number / self.num_answered)} ({number:,})"
+            for name, number in zip((*WINNERS, BEST_PMI), numbers, strict=True)
+            if number is not None
         )
         return f"{shown} of {self.num_answered:,} rows"
 

@@ -26,7 +26,7 @@ from batchinf.tasks.compare import (
     number_deltas,
     value_pairs,
 )
-from batchinf.tasks.score.accuracy import ANSWER, WINNERS, Accuracy, count_answers
+from batchinf.tasks.score.accuracy import ANSWER, BEST_PMI, WINNERS, Accuracy, count_answers
 from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 _SUMS = ("logprob_sum", "logprob_mean")
@@ -175,7 +175,9 @@ class ChoiceChanges(Changes):
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
         has_answer = all(ANSWER in job.schema.names and job.schema.field(ANSWER).type == pa.int32() for job in (a, b))
-        self._shown = (*WINNERS, _CHOICE_SUMS, *([ANSWER] if has_answer else []))
+        has_pmi = all(BEST_PMI in job.schema.names for job in (a, b))
+        self._winners = (*WINNERS, BEST_PMI) if has_pmi else WINNERS
+        self._shown = (*self._winners, _CHOICE_SUMS, *([ANSWER] if has_answer else []))
         super().__init__(a, b, num_examples, self._shown)
         self._deltas = Deltas()
         self._changed: Counter[str] = Counter()
@@ -212,7 +214,7 @@ class ChoiceChanges(Changes):
     def _count_answers(self, rows: pa.RecordBatch) -> None:
         is_right = []
         for job, counts in self._answers.items():
-            columns = pa.table({name: rows[f"{name}_{job}"] for name in (ANSWER, *WINNERS)})
+            columns = pa.table({name: rows[f"{name}_{job}"] for name in (ANSWER, *self._winners)})
             counts.update(count_answers(columns))
             is_right.append(pc.equal(columns[ANSWER], columns[WINNERS[0]]).to_pylist())
         self._flips.update((a, b) for a, b in zip(*is_right, strict=True) if a is not None and b is not None)

@@ -3,7 +3,7 @@
 import decimal
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinf.base.errors import RowError
@@ -57,7 +57,9 @@ class _Draft:
     answer: int | str | None = None
     """The place of the right choice, or why the row's value is none."""
     asks: list[tuple[str, bool]]
-    """Texts to encode, each with whether the tokenizer adds its special tokens."""
+    """Texts to encode, each with whether the tokenizer adds its special tokens: for the context, then for `neutral`."""
+    neutral: str | list[int] | None = None
+    """The context with the values of `score.neutral`; None without that."""
     images: tuple[ImageSource, ...] = ()
     """Of the context."""
     text: str | None = None
@@ -73,6 +75,8 @@ class _Scored:
     spans: tuple[Span, ...]
     is_cut: bool = False
     """Whether a context was cut to fit."""
+    neutral: tuple[Span, ...] = ()
+    """See `Scoring`."""
 
 
 class ScorePrompts(PromptBuilder):
@@ -151,15 +155,24 @@ class ScorePrompts(PromptBuilder):
         texts = self._targets(row)
         if isinstance(texts, RowError):
             return texts
+        neutral: str | list[int] | None = None
+        if self._score.neutral is not None:
+            found = self._context(replace(row, values={**row.values, **self._score.neutral}))
+            if isinstance(found, RowError):
+                return RowError(found.error_type, f"score.neutral: {found.error_message}")
+            assert not isinstance(found, TextWithImages), "the spec refuses score.neutral in a job with images"
+            neutral = found
         targets = [self._score.target_delimiter + text for text in texts]
+        contexts = [each for each in (context, neutral) if each is not None]
         return _Draft(
             row=row,
             context=context,
             targets=targets,
             num_bytes=[len(text.encode()) for text in texts],
             answer=self._answer(row, texts),
-            asks=list(self._asks(context, targets)),
+            asks=[ask for each in contexts for ask in self._asks(each, targets)],
             images=images,
+            neutral=neutral,
             text=shown,
         )
 
@@ -257,9 +270,24 @@ class ScorePrompts(PromptBuilder):
             return error
         if draft.context is None:
             return self._windows(ids[0], draft.num_bytes[0], max_model_len)
+        scored = self._after(draft.context, ids, draft, max_model_len)
+        if draft.neutral is None or isinstance(scored, RowError):
+            return scored
+        neutral = self._after(draft.neutral, ids[-self._num_asks(draft.neutral, draft) :], draft, max_model_len)
+        if isinstance(neutral, RowError):
+            return RowError(neutral.error_type, f"score.neutral: {neutral.error_message}")
+        return replace(scored, neutral=neutral.spans, is_cut=scored.is_cut or neutral.is_cut)
+
+    def _num_asks(self, context: str | list[int], draft: _Draft) -> int:
+        return sum(1 for _ in self._asks(context, draft.targets))
+
+    def _after(
+        self, context: str | list[int], ids: list[list[int]], draft: _Draft, max_model_len: int | None
+    ) -> _Scored | RowError:
+        """The scored texts after one context. ids: of the texts of `_asks`, first those for this context."""
         pairs: list[tuple[list[int], list[int]]] = []
         for place in range(len(draft.targets)):
-            pair = self._pair(draft.context, ids, place)
+            pair = self._pair(context, ids, place)
             if isinstance(pair, RowError):
                 return pair
             if (error := self._length_error(pair[1], place, max_model_len)) is not None:
@@ -340,11 +368,12 @@ class ScorePrompts(PromptBuilder):
         kept = text if self._keeps_text and isinstance(text, str) else None
         if isinstance(scored, RowError):
             return Prompt(index, [], kept, scored)
-        if (error := self._wrong_ids(scored.spans, len(draft.images))) is not None:
+        if (error := self._wrong_ids([*scored.spans, *scored.neutral], len(draft.images))) is not None:
             return Prompt(index, [], kept, error)
         # A row is scored without its answer, too: only the accuracy needs that.
         answer = draft.answer
-        scoring = Scoring(scored.spans, None, answer) if isinstance(answer, str) else Scoring(scored.spans, answer)
+        place, answer_error = (None, answer) if isinstance(answer, str) else (answer, None)
+        scoring = Scoring(scored.spans, place, answer_error, scored.neutral)
         return Prompt(
             row_index=index,
             token_ids=scored.token_ids,

@@ -1,7 +1,7 @@
 """The section `score` of a spec, and the fields of the section `input` that say what is scored."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from batchinf.spec.fields import IDENTITY, Section, Whole, wrong
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
@@ -25,6 +25,9 @@ class ScoreSpec(Section):
     """Score the choices of a row with one request if each is a single token. `choice_ranks` is null then."""
     store: Annotated[Literal["span", "all"], IDENTITY] = "span"
     """Tokens whose ids, logprobs and ranks are stored. `span`: the continuation's; `all`: also the context's."""
+    neutral: Annotated[dict[str, Any] | None, IDENTITY] = None
+    """Values of input columns that make a neutral context, such as `{question: N/A}`. Each choice is scored after it,
+    too, and `best_pmi` is the choice whose logprob the row's own context raises most."""
 
 
 def score_of(spec: JobSpec) -> ScoreSpec:
@@ -68,6 +71,10 @@ def _check_section(spec: JobSpec) -> None:
                         "choices would store their context again and again: leave it out", "score.store")  # fmt: skip
         if not spec.output.include_token_logprobs:
             raise wrong("got all with output.include_token_logprobs false; leave out one of them", "score.store")
+    if score.neutral is not None and not has_choices(spec.input):
+        raise wrong("got it without choices; it compares the choices of a row: leave it out", "score.neutral")
+    if score.neutral is not None and spec.input.has_images:
+        raise wrong("got it in a job with images, which have no neutral value yet: leave it out", "score.neutral")
     if score.window_overlap and spec.input.text_column is None:
         raise wrong(f"got {score.window_overlap} without input.text_column; only a text is scored in windows: "
                     "leave it out", "score.window_overlap")  # fmt: skip

@@ -5,8 +5,9 @@ after the same context share one request.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinf.base.errors import SpecError
+from batchinf.base.text import list_names
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.encoder import Encoder, load_tokenizer
+from batchinf.prompts.renderer import Renderer
 from batchinf.records import IntArray, Prompt, Request, Result, Scoring, Span, TokenLogprobs
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
@@ -36,7 +39,7 @@ from batchinf.tasks.columns import (
     without_requests,
 )
 from batchinf.tasks.row_groups import RowGroups
-from batchinf.tasks.score.accuracy import ANSWER, ANSWER_ERROR, WINNERS, Accuracy, answer_lines, count_answers
+from batchinf.tasks.score.accuracy import ANSWER, ANSWER_ERROR, BEST_PMI, WINNERS, Accuracy, answer_lines, count_answers
 from batchinf.tasks.score.compare import ScoreVerification, begin_changes
 from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
 from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_columns
@@ -44,6 +47,7 @@ from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_
 # The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
 _MOST_IN_ONE_PASS = 128
 # Columns that are means of others.
+_NEUTRAL_SUMS = "choice_neutral_logprob_sums"
 _MEANS = ("logprob_mean", "perplexity", "bits_per_byte")
 
 
@@ -67,6 +71,8 @@ class Score(Task):
         self._sum_name = "logprob_sums" if self._is_choice else "logprob_sum"
         self._stores_all = score_of(spec).store == "all"
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
+        self._is_neutral = score_of(spec).neutral is not None
+        self._winner_names = (*WINNERS, BEST_PMI) if self._is_neutral else WINNERS
         self._together = score_of(spec).one_pass and self._is_choice and self._k == 0
         # `is_greedy` needs the likeliest token's id. The rank is not enough: two tokens with equal logprobs both have
         # rank 2.
@@ -78,13 +84,21 @@ class Score(Task):
         self.input_columns = tuple(scored_columns(spec.input))
 
     def resolve(self, model: Model) -> JobSpec:
-        """See `Task`. Checks that windows are longer than their overlap."""
+        """See `Task`. Checks that windows are longer than their overlap, and the columns of `score.neutral`."""
+        self._check_neutral()
         overlap = score_of(self.spec).window_overlap
         length = checks.model_len_limit(self.spec, model)
         if length is not None and overlap >= length - NUM_RESERVED:
             raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
                             f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
         return self.spec
+
+    def _check_neutral(self) -> None:
+        read = Renderer(self.spec).columns
+        for name in score_of(self.spec).neutral or ():
+            if name not in read:
+                raise SpecError(f"score.neutral: got '{name}', which the context does not read; it reads: "
+                                f"{list_names(read)}")  # fmt: skip
 
     def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> ScorePrompts:
         return ScorePrompts(self.spec, tokenizer, vocab_size, begun_at)
@@ -104,14 +118,35 @@ class Score(Task):
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """A request for each span, or one for all choices. A prompt with an error has one, which never runs."""
-        spans = () if prompt.scoring is None else prompt.scoring.spans
-        row = prompt.row_index
-        if not spans:
-            return [Request(row, 0, prompt.token_ids, self._sampling)]
-        if self._is_together(spans):
-            ids = tuple(span.token_ids[-1] for span in spans)
-            return [Request(row, 0, spans[0].token_ids[:-1], self._one_pass, logprob_token_ids=ids)]
-        return [Request(row, index, span.token_ids, self._sampling) for index, span in enumerate(spans)]
+        if prompt.scoring is None or not prompt.scoring.spans:
+            return [Request(prompt.row_index, 0, prompt.token_ids, self._sampling)]
+        requests = [
+            self._request(spans, prompt.row_index, is_neutral) for spans, is_neutral in self._parts(prompt.scoring)
+        ]
+        return [replace(request, request_index=index) for index, request in enumerate(requests)]
+
+    def _request(self, spans: Sequence[Span], row: int, is_shared: bool) -> Request:
+        """The request that scores these spans, with another `request_index`."""
+        ids = spans[0].token_ids
+        if not self._is_together(spans):
+            return Request(row, 0, ids, self._sampling, is_shared=is_shared)
+        choices = tuple(span.token_ids[-1] for span in spans)
+        return Request(row, 0, ids[:-1], self._one_pass, logprob_token_ids=choices, is_shared=is_shared)
+
+    def _parts(self, scoring: Scoring) -> Iterator[tuple[Sequence[Span], bool]]:
+        """The spans of each request of a row, and whether they follow the neutral context."""
+        for spans, is_neutral in ((scoring.spans, False), (scoring.neutral, True)):
+            if self._is_together(spans):
+                yield spans, is_neutral
+            else:
+                yield from (([span], is_neutral) for span in spans)
+
+    def _part(self, result: Result) -> tuple[Sequence[Span], bool]:
+        """See `_parts`; no spans for a row without a valid prompt."""
+        scoring = result.prompt.scoring
+        if scoring is None or not scoring.spans:
+            return (), False
+        return next(itertools.islice(self._parts(scoring), result.request_index, None))
 
     def _is_together(self, spans: Sequence[Span]) -> bool:
         is_single = all(span.start == len(span.token_ids) - 1 for span in spans)
@@ -119,31 +154,36 @@ class Score(Task):
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
         """See `Task.encode`. With choices, each value is a list: of one choice, or of all if they share a request."""
-        scores = [self._scores(result) for result in results]
-        is_missing = np.array([not spans for spans in scores], np.bool_)
-        num_output_tokens = pa.array(np.zeros(len(scores), np.int32), mask=is_missing)
-        columns = {**_prompt_columns(results), "num_output_tokens": num_output_tokens}
-        offsets = offsets_of([len(spans) for spans in scores])
+        parts = [self._part(result) for result in results]
+        every = [self._scores(result, spans) for result, (spans, _) in zip(results, parts, strict=True)]
+        is_missing = np.array([not scores for scores in every], np.bool_)
+        # The results after a row's own context and those after the neutral one fill different columns.
+        own = [() if is_neutral else scores for scores, (_, is_neutral) in zip(every, parts, strict=True)]
+        num_output_tokens = pa.array(np.zeros(len(every), np.int32), mask=is_missing)
+        columns = {**_prompt_columns(results, parts), "num_output_tokens": num_output_tokens}
+        if self._is_neutral:
+            neutral = [scores if is_neutral else () for scores, (_, is_neutral) in zip(every, parts, strict=True)]
+            sums = pa.array([score.logprob_sum for scores in neutral for score in scores], pa.float64())
+            columns[_NEUTRAL_SUMS] = list_array(offsets_of([*map(len, neutral)]), sums, is_missing)
+        offsets = offsets_of([*map(len, own)])
         first = pa.array(np.where(is_missing, 0, offsets[:-1]), pa.int64(), mask=is_missing)
-        for name, values in self._score_columns([score for spans in scores for score in spans]).items():
+        for name, values in self._score_columns([score for scores in own for score in scores]).items():
             if self._is_choice:
                 columns[f"choice_{name}"] = list_array(offsets, values, is_missing)
             else:
                 columns[name] = values.take(first)
         return self.result_batch(results, columns)
 
-    def _scores(self, result: Result) -> "list[_Score]":
-        """The scores of a request; none if it failed."""
+    def _scores(self, result: Result, spans: Sequence[Span]) -> "list[_Score]":
+        """The scores of a request with these spans; none if it failed."""
         completion = result.completion
-        scoring = result.prompt.scoring
-        if completion is None or scoring is None or result.error is not None:
+        if completion is None or not spans or result.error is not None:
             return []
         if completion.prompt_logprobs is not None:
-            span = scoring.spans[result.request_index]
             unread = result.prompt.image_positions if self._stores_all else None
-            return [_span_score(span, completion.prompt_logprobs, stores_all=self._stores_all, unread=unread)]
+            return [_span_score(spans[0], completion.prompt_logprobs, stores_all=self._stores_all, unread=unread)]
         assert completion.logprobs is not None
-        return list(_one_pass_scores(scoring.spans, completion.logprobs))
+        return list(_one_pass_scores(spans, completion.logprobs))
 
     def _score_columns(self, scores: "Sequence[_Score]") -> dict[str, pa.Array]:
         """The columns of `result_fields`, without their prefix, with a value for each score."""
@@ -192,7 +232,10 @@ class Score(Task):
         sums = rows.flat("choice_logprob_sums")
         with np.errstate(invalid="ignore"):
             values = (sums, sums / rows.flat("choice_num_tokens"), sums / rows.flat("choice_num_bytes"))
-        return {name: rows.winner("choice_logprob_sums", each) for name, each in zip(WINNERS, values, strict=True)}
+            winners = dict(zip(WINNERS, values, strict=True))
+            if self._is_neutral:
+                winners[BEST_PMI] = sums - rows.flat(_NEUTRAL_SUMS)
+        return {name: rows.winner("choice_logprob_sums", each) for name, each in winners.items()}
 
     # -- columns -------------------------------------------------------------------------------------------------------
 
@@ -207,7 +250,10 @@ class Score(Task):
         if self._has_tokens:
             logprob = float_type(self.spec.output.logprobs_dtype)
             fields += [("token_ids", list_of(pa.int32())), *logprob_fields("", self._k, logprob)]
-        return [(f"choice_{name}", list_of(type)) for name, type in fields] if self._is_choice else fields
+        if not self._is_choice:
+            return fields
+        neutral = [(_NEUTRAL_SUMS, list_of(pa.float64()))] if self._is_neutral else []
+        return [*((f"choice_{name}", list_of(type)) for name, type in fields), *neutral]
 
     @functools.cached_property
     def result_schema(self) -> pa.Schema:
@@ -217,7 +263,7 @@ class Score(Task):
     def computed_schema(self) -> pa.Schema:
         scores = self.result_fields()
         if self._is_choice:
-            return without_requests(self._schema([*((name, pa.int32()) for name in WINNERS), *scores]))
+            return without_requests(self._schema([*((name, pa.int32()) for name in self._winner_names), *scores]))
         means = [(name, pa.float64()) for name in _MEANS]
         return without_requests(self._schema([scores[0], *means, *scores[1:]]))
 
@@ -231,8 +277,8 @@ class Score(Task):
     def shown_columns(self) -> ShownColumns:
         if not self._is_choice:
             return ShownColumns(("logprob_sum", *_MEANS, "num_tokens", "is_greedy"))
-        choices = dict.fromkeys((*WINNERS, ANSWER), self.spec.input.choices or ())
-        best, *others = WINNERS
+        choices = dict.fromkeys((*self._winner_names, ANSWER), self.spec.input.choices or ())
+        best, *others = self._winner_names
         return ShownColumns(
             (best, ANSWER, *others, "choice_logprob_sums", ANSWER_ERROR),
             choices=choices,
@@ -307,17 +353,20 @@ def _one_pass_scores(spans: Sequence[Span], logprobs: TokenLogprobs) -> Iterator
         )
 
 
-def _prompt_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
-    """The columns that depend on prompts alone."""
+def _prompt_columns(results: Sequence[Result], parts: Sequence[tuple[Sequence[Span], bool]]) -> dict[str, pa.Array]:
+    """The columns that depend on prompts alone. parts: see `Score._part`."""
     scorings = [result.prompt.scoring or Scoring(()) for result in results]
-    spans = [
-        scoring.spans[r.request_index] if scoring.spans else None for r, scoring in zip(results, scorings, strict=True)
+    first = [spans[0] if spans else None for spans, _ in parts]
+    # A shared request runs once for many rows, so its tokens are those of no row.
+    num_run = [
+        0 if is_neutral else _num_run(result, spans[0] if spans else None)
+        for result, (spans, is_neutral) in zip(results, parts, strict=True)
     ]
     return {
         ANSWER: pa.array([scoring.answer for scoring in scorings], pa.int32()),
         ANSWER_ERROR: pa.array([scoring.answer_error for scoring in scorings], pa.string()),
-        "num_prompt_tokens": pa.array([*map(_num_run, results, spans)], pa.int32()),
-        "num_context_tokens": pa.array([span and span.start for span in spans], pa.int32()),
+        "num_prompt_tokens": pa.array(num_run, pa.int32()),
+        "num_context_tokens": pa.array([span and span.start for span in first], pa.int32()),
     }
 
 
