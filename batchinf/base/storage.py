@@ -7,6 +7,7 @@ what to do.
 
 import contextlib
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -401,6 +402,12 @@ _VERSION = 1
 # Magic, format version, the four fields, 8 bytes to spare; then the xxh3-64 of all these.
 _STRUCT = struct.Struct("<8sIIQQ16s8x")
 HEADER_BYTES = _STRUCT.size + 8
+
+
+def file_digest(path: pathlib.Path) -> str:
+    """xxh3-128 of a file's bytes, 32 hexadecimal digits."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class HashingWriter(io.RawIOBase):

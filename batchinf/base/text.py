@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import json
 import math
@@ -108,6 +109,11 @@ def _values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def utc_now(timespec: str = "milliseconds") -> str:
+    """The time in UTC, in ISO format."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec=timespec)
 
 
 def duration(seconds: float | None) -> str:

@@ -12,7 +12,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, gib
+from batchinf.model.memory import Fit, fit_of, gib, share_of
 from batchinf.model.splits import why_not_split
 from batchinf.planning.degrees import (
     MOST_DEVICES,
@@ -96,7 +96,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
     if gpu is not None:
         with placing(file):
             _check_type(spec, fit, gpu)
-    machine = Machine(gpu, num_devices, 1, share_of(spec), fixed=fixed_degrees(file.spec.parallel))
+    machine = Machine(gpu, num_devices, 1, share_of(spec.engine), fixed=fixed_degrees(file.spec.parallel))
     return choose_degrees(file, fit, machine, work or assumed_work(task_of(spec), context))
 
 
@@ -106,11 +106,6 @@ def on_device(spec: JobSpec, base: Fit, device_bytes: int, title: str) -> Fit:
     limits = task.default_batch_limits(base.needs.config.get("vocab_size"), device_bytes)
     fit = dataclasses.replace(base, device_bytes=device_bytes, device_name=title, batch_limits=limits)
     return dataclasses.replace(fit, engine={**chosen_arguments(spec, fit, task, 1).engine, **fit.engine})
-
-
-def share_of(spec: JobSpec) -> float:
-    """The share of a device's memory that vLLM takes."""
-    return float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
 
 
 def fixed_degrees(parallel: ParallelSpec) -> Fixed:

@@ -8,6 +8,7 @@ and that commit counts as never written. Anywhere else it is reported as damage.
 import contextlib
 import json
 import os
+import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
@@ -94,6 +95,12 @@ def _decode(line: bytes) -> Fields | None:
     return fields
 
 
+def gone(path: pathlib.Path) -> OutputError:
+    """The error for a log, or for all of them, that somebody else has taken away."""
+    remedy = "restore the folder, or start a new job with --fresh"
+    return OutputError(f"{path} was deleted or replaced while the job ran; {remedy}")
+
+
 class CommitLog:
     """Appends to a log, which must exist and which no other process writes."""
 
@@ -156,10 +163,7 @@ class CommitLog:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 return
-        raise OutputError(
-            f"{self._path} was deleted or replaced while the job ran; restore the folder, or start a new job with "
-            "--fresh"
-        )
+        raise gone(self._path)
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)

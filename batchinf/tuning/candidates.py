@@ -15,7 +15,7 @@ from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing,
 from batchinf.fleet.parallel import local_devices
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.model.memory import Fit, fit_of, share_of
 from batchinf.planning.degrees import that_fit
 from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import SpecFile, read_spec
@@ -208,7 +208,7 @@ def _degrees(start: _Start) -> list[Settings]:
     if None in (fit.max_model_len, fit.needs.weights, fit.needs.kv_cache):
         return []
     assert fit.max_model_len is not None
-    share = float(start.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    share = share_of(start.spec.engine)
     return [
         {"parallel.tensor_parallel_size": degrees.tensor, "parallel.pipeline_parallel_size": degrees.pipeline}
         for degrees in that_fit(fit, fit.max_model_len, share, num_devices, most=num_devices)

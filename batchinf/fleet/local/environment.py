@@ -9,6 +9,7 @@ import socket
 import tempfile
 
 from batchinf.base.errors import EngineStartError
+from batchinf.base.process import python_path
 from batchinf.engines.installed import vllm_version
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
@@ -129,13 +130,11 @@ def process_environment(
     slot: Slot, *, sockets: pathlib.Path, own_cache: pathlib.Path | None, port: int
 ) -> dict[str, str]:
     """All environment variables of a replica's process. port: the first of its own."""
-    # The package may run from a source tree that is not installed. A replica must import the same one.
-    root = str(pathlib.Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+
     return {
         "VLLM_PORT": str(port),
         **os.environ,
-        "PYTHONPATH": path,
+        "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
         "VLLM_RPC_BASE_PATH": str(sockets),
         **engine_environment(slot.devices, len(slot.cpus)),
