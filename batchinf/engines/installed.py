@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
 from batchinf.base.process import NoAnswerError, Question
@@ -197,8 +197,8 @@ class StructuresCheck:
         if parsers == (None, None) and spec.sampling.structured_outputs is None:
             return
         if not spec.engine.get("reasoning_parser_plugin"):
-            _check_name(file, _PARSER, spec.model.reasoning_parser, reasoning_parser_names())
-        _check_name(file, _TOOL_PARSER, spec.model.tool_parser, tool_parser_names())
+            _check_name(file, _PARSER, spec.model.reasoning_parser, parser_names("reasoning"))
+        _check_name(file, _TOOL_PARSER, spec.model.tool_parser, parser_names("tool_parsers"))
         if importlib.util.find_spec("vllm") is not None and (any(parsers) or not _is_sure(spec)):
             question = {"spec": spec.model_dump_json(), "tokenizer": tokenizer}
             self._question = Question(_MODULE, question, _WAIT_S, {"VLLM_LOGGING_LEVEL": "ERROR"})
@@ -311,19 +311,8 @@ def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
 
 
 @functools.cache
-def reasoning_parser_names() -> tuple[str, ...] | None:
-    """Names of the installed vLLM's own reasoning parsers, sorted; None if not found. Read from the source."""
-    return _keys_in("reasoning")
-
-
-@functools.cache
-def tool_parser_names() -> tuple[str, ...] | None:
-    """Names of the installed vLLM's own tool parsers, sorted; None if not found. Read from the source."""
-    return _keys_in("tool_parsers")
-
-
-def _keys_in(package: str) -> tuple[str, ...] | None:
-    """The keys of the table in a package of vLLM, sorted; None without one."""
+def parser_names(package: Literal["reasoning", "tool_parsers"]) -> tuple[str, ...] | None:
+    """Names of the installed vLLM's own parsers, sorted; None if not found. Read from the package's source."""
     for node in _body_of(package, "__init__.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
