@@ -118,18 +118,15 @@ class OpenAIBatchExport(Format):
         created = int(self.job.results.begun_at.timestamp())
         model = self._model()
         shared = {"created": created, "model": model}
+        row = answered[0]  # the only one, but of URLs for texts
         if url == EMBEDDINGS_URL:
-            [row] = answered
             return {"id": f"embd-{name}", "object": "list", **shared, "data": _embeddings(row, form), "usage": usage}
         if url == SCORE_URL:
-            [row] = answered
             usage["completion_tokens"] = 0
             return {"id": f"score-{name}", "object": "list", **shared, "data": _scores(row), "usage": usage}
         if url == RERANK_URL:
-            [row] = answered
-            return {"id": f"score-{name}", "model": shared["model"], "usage": usage, "results": _results(row, form)}
+            return {"id": f"score-{name}", "model": model, "usage": usage, "results": _results(row, form)}
         if url == RESPONSES_URL:
-            [row] = answered
             logprobs = list(self._content(row, form)) if form.get("logprobs") else None
             sampling = self.job.spec.sampling
             return response_of(name, row, form, logprobs=logprobs, sampling=sampling, created=created, model=model)
