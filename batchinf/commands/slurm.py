@@ -149,8 +149,11 @@ def _check_options(options: SlurmOptions, out: str) -> None:
     if options.venv is not None and options.container is not None:
         raise SpecError("got --venv with --container; give only the one that has batchinf")
     _check_texts(options, out)
-    if options.mem is not None:
-        _check_mem(options.mem)
+    mem = options.mem or ""
+    if re.fullmatch("[0-9]{1,9}", mem) and 0 < int(mem) < _LEAST_MEM_MB:
+        raise SpecError(
+            f"--mem: got {mem}, which means {mem} MB to Slurm; write {mem}G for GB, or {mem}M if you mean MB"
+        )
 
 
 def _check_texts(options: SlurmOptions, out: str) -> None:
@@ -179,14 +182,6 @@ def _option_names(directive: str) -> Iterator[str]:
             yield next((known for known in _ELSEWHERE if len(name) > 1 and known.startswith(name)), name)
         else:
             yield _SHORT_NAMES.get(word[:2], word)
-
-
-def _check_mem(mem: str) -> None:
-    """Raise SpecError for a number without a unit that is too small for megabytes."""
-    if re.fullmatch("[0-9]{1,9}", mem) and 0 < int(mem) < _LEAST_MEM_MB:
-        raise SpecError(
-            f"--mem: got {mem}, which means {mem} MB to Slurm; write {mem}G for GB, or {mem}M if you mean MB"
-        )
 
 
 def _check_times(file: SpecFile, options: SlurmOptions) -> None:

@@ -210,7 +210,7 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
         requests_per_row=requests.number / max(1, sample.num_rows),
         output_bytes=num_rows * requests.row_bytes(),
         is_assumed=requests.is_assumed,
-        is_by_choice=requests.are_choices,
+        is_by_choice=requests.choices.are_all,
         longest=requests.longest,
         row_error=requests.row_error,
         num_shared=requests.num_shared,
@@ -225,7 +225,7 @@ class _Requests:
         self._job = job
         self._task = job.task.over(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
         self._length = length
-        self._choices = _Choices(job)
+        self.choices = _Choices(job)
         self._built: list[Prompt] = []
         self._shared: Sequence[int] | None = None
         """The ids with which all prompts so far begin."""
@@ -238,11 +238,6 @@ class _Requests:
         self.is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
 
     @property
-    def are_choices(self) -> bool:
-        """Whether each output is one of the choices of its request."""
-        return self._choices.are_all
-
-    @property
     def num_shared(self) -> int:
         """Tokens with which all prompts begin; 0 of a single prompt."""
         return len(self._shared) if self._shared is not None and len(self.prompts) > 1 else 0
@@ -253,12 +248,13 @@ class _Requests:
             self.row_error = self.row_error or prompt.error
             return
         self._built.append(prompt)
+        num_samples = (prompt.sampling or self._job.spec.sampling).n if self._job.task.draws_tokens else 1
         for ids, output in self._requests_of(prompt):
             self._shared = ids if self._shared is None else self._shared[: _num_equal(self._shared, ids)]
             self.longest = max(self.longest, len(ids) + output)
             self.prompts += [min(self._length, round(len(ids) * ratio)) for ratio in ratios]
-            self.outputs += [self._choices.bound(prompt, output)] * len(ratios)
-            self.number += _num_samples(prompt, self._job) * len(ratios)
+            self.outputs += [self.choices.bound(prompt, output)] * len(ratios)
+            self.number += num_samples * len(ratios)
 
     def add_largest(self, prompt: Prompt) -> None:
         """Only the length of its requests counts: another row stands for it in the means."""
@@ -267,7 +263,7 @@ class _Requests:
     def row_bytes(self) -> int:
         """Estimate for an output row. If all outputs are choices, none is longer than the longest of them."""
         task = self._job.task
-        if self.are_choices and self.outputs:
+        if self.choices.are_all and self.outputs:
             bounded = self._job.spec.sampling.model_copy(update={"max_tokens": max(self.outputs)})
             task = task.over(self._job.spec.model_copy(update={"sampling": bounded}))
         return task.estimated_bytes_per_row(self._built if task.sizes_by_prompts else None)
@@ -365,10 +361,6 @@ def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:
     """With how many equal ids both begin."""
     pairs = enumerate(zip(first, other, strict=False))
     return next((place for place, (one, two) in pairs if one != two), min(len(first), len(other)))
-
-
-def _num_samples(prompt: Prompt, job: Job) -> int:
-    return (prompt.sampling or job.spec.sampling).n if job.task.draws_tokens else 1
 
 
 def _once(sampling: SamplingSpec) -> SamplingSpec:

@@ -239,13 +239,11 @@ def _usable_bytes(nvml: Any, handle: Any) -> int:
 def device_size(device: str) -> tuple[int | None, str]:
     """A device's memory in bytes, as PyTorch gives it (None if NVML does not say), and its name."""
     with open_nvml() as nvml:
-        if nvml is None:
-            return None, ""
-        try:
-            handle = handle_of(nvml, device)
-            return _usable_bytes(nvml, handle), str(nvml.nvmlDeviceGetName(handle))
-        except nvml.NVMLError:
-            return None, ""
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                handle = handle_of(nvml, device)
+                return _usable_bytes(nvml, handle), str(nvml.nvmlDeviceGetName(handle))
+    return None, ""
 
 
 def _device_memory(device: str) -> tuple[int, int, list[str]]:
