@@ -1,9 +1,7 @@
 """Slices of a job: their rows, their folders, and the record `OUT/cut.json`, which says what an output folder holds.
 
-The record is created once, by the first start that has passed all checks, just before it begins its job: a whole job,
-or slices of one. Nothing that a start writes before that counts.
-
-`OUT/files.json` has the digests of the model's files. The slices share it, so that all of them run one model.
+The first start that has passed all checks creates the record, just before it begins its job. `OUT/files.json` has the
+digests of the model's files: the slices share it, so that all of them run one model.
 
 Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
 first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to a slice's identity, so a Parquet part

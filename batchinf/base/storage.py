@@ -373,10 +373,7 @@ def reason(error: OSError) -> str:
 
 
 def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
-    """One line for the user: the file, the system's error, and what to do if the disk is the cause.
-
-    path: the file, if the error does not name one.
-    """
+    """One line for the user: the file (`path`, if the error names none), the system's error, and what to do."""
     where = error.filename if error.filename is not None else path
     where = os.fsdecode(where) if isinstance(where, bytes) else where
     words = reason(error) if where is None else f"{where}: {reason(error)}"

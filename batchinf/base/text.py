@@ -26,10 +26,7 @@ def near_path(path: str) -> str:
 
 
 def list_names(names: Iterable[str], meant: str | None = None) -> str:
-    """Names with commas between them; only the first 20 if there are more.
-
-    meant: a name that was not found. The limit is then 10, and the names most like it come first.
-    """
+    """Names with commas between them: the first 20, or the 10 that are most like a missing name, `meant`."""
     names = list(names)
     most = _SHOWN_NAMES if meant is None else _FEW_NAMES
     if meant is not None and len(names) > most:

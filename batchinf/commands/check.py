@@ -285,7 +285,6 @@ def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
 
 
 def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, repair: bool) -> JobCheck:
-    """The check of a job whose manifest can be read."""
     num_parts = len(state.parts)
     findings = [*_check_parts(folder, state, is_deep=is_deep, repair=repair)]
     state = read_state(folder, state) or state
@@ -387,10 +386,7 @@ def parts_of(folder: Folder, state: State) -> PartsOfJob:
 
 
 def check_names(names: Iterable[str], state: State) -> Iterator[CheckFinding]:
-    """Readers take all of `parts/*.parquet`, so no other file may have such a name.
-
-    state: read after `names`, those in `parts/`.
-    """
+    """Readers take all of `parts/*.parquet`, so no other file may have such a name. state: read after `names`."""
     named = {part_name(shard) for shard in state.parts}
     for name in names:
         if name in named or not name.endswith(".parquet"):

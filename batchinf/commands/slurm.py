@@ -172,10 +172,7 @@ def _check_texts(options: SlurmOptions, out: str) -> None:
 
 
 def _option_names(directive: str) -> Iterator[str]:
-    """The options of sbatch in one `--sbatch`, by their long names as far as `_ELSEWHERE` has them.
-
-    sbatch takes each beginning of a name that no other option has.
-    """
+    """The options in one `--sbatch`, by their long names: sbatch takes each beginning that no other option has."""
     for word in re.findall(r"(?:^|\s)(-[^\s=]*)", directive):
         name = word.removeprefix("--")
         if name != word:
@@ -269,7 +266,6 @@ def _torch_of(venv: str | None) -> pathlib.Path | None:
 
 
 def _seconds(time: str) -> int:
-    """A time limit in seconds. Raises SpecError for text that is no time of Slurm's."""
     match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,9}(?::[0-9]{1,5}){0,2})", time)
     if match is None:
         raise SpecError(f"--time: got {clip(time)!r}; must be a time such as 90 (minutes), 12:00:00 or 1-12:00:00")
@@ -286,7 +282,6 @@ def _log(file: SpecFile, name: str) -> str:
 
 
 def _array(options: SlurmOptions) -> str | None:
-    """The numbers of the tasks as Slurm writes them, such as `0-7%2`."""
     if options.num_slices is None or options.array is None:
         return None
     _, percent, most_at_once = options.array.partition("%")

@@ -174,7 +174,6 @@ def spec_text(state: State, limit: int | None) -> str:
 
 
 def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:
-    """The new rows that the job's fields choose, up to its limit."""
     number = len(state.extents) + 1
     rows = range(state.extents[-1].stop_row, job.source.num_rows)
     limit = job.spec.input.limit

@@ -94,10 +94,7 @@ def _has_widgets() -> bool:
 
 
 class _Bar:
-    """tqdm's bar, and in a terminal a line below it with the figures that have no room beside it.
-
-    A notebook shows a widget, or without ipywidgets one line that is rewritten.
-    """
+    """tqdm's bar, in a terminal with more figures in a line below. A notebook shows a widget, or one line."""
 
     def __init__(self, stream: TextIO, status: JobStatus) -> None:
         self._stream = stream
@@ -238,7 +235,6 @@ def _errors(status: JobStatus) -> Figure:
 
 
 def _starts(status: JobStatus) -> list[Figure]:
-    """Which replicas are not up, and what they do."""
     by_detail: dict[str, list[int]] = {}
     for replica in status.replicas:
         if replica.state != "running":

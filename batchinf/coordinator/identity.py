@@ -33,10 +33,7 @@ class IdentityGate:
     _has_said: bool = field(default=False, init=False)
 
     def look(self, fleet: Fleet) -> None:
-        """If all digests are known by now, make them durable and tell the fleet.
-
-        Raises DriftError if a file is not the one that the job began with, or if it changed meanwhile.
-        """
+        """If all digests are known by now, make them durable and tell the fleet. Raises DriftError for another file."""
         if self.is_open or not self.contents.is_known:
             return
         self._record()

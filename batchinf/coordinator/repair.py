@@ -1,7 +1,4 @@
-"""`--retry WHICH --input FILE`: takes chosen rows from a file with repaired rows, and refuses rows that do not fit.
-
-`retry.py` calls `take_rows` when it has chosen the rows of a new retry.
-"""
+"""`--retry WHICH --input FILE`: takes chosen rows from a file with repaired rows, and refuses rows that do not fit."""
 
 import contextlib
 import os
@@ -275,7 +272,6 @@ class _Matching:
                 yield rows[start : start + _ROWS_AT_ONCE], places[start : start + _ROWS_AT_ONCE]
 
     def _missing(self, chosen: RowBits, taken: Positions) -> list[int]:
-        """The first chosen rows that do not come from the file."""
         missing: list[int] = []
         for rows in chosen.pieces():
             span = taken.between(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)

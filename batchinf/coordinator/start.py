@@ -302,7 +302,6 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
 
 
 def _warn(job: Job, say: Say) -> None:
-    """Print warnings about the input."""
     for line in (
         *input_notes(job.source),
         *column_warnings(job.task, job.source),

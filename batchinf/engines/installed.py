@@ -80,7 +80,6 @@ def _field_names(name: str, *path: str) -> frozenset[str] | None:
 
 
 def _annotations(node: ast.ClassDef) -> dict[str, str]:
-    """The fields of a class, with their types as text."""
     items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
     return {ast.unparse(item.target): ast.unparse(item.annotation) for item in items}
 
@@ -108,10 +107,7 @@ _TYPES = {"bool": (bool, "true or false"), "str": (str, "text")}
 
 @functools.cache
 def structures_config() -> tuple[dict[str, str], tuple[str, ...]] | None:
-    """The fields of the installed vLLM's StructuredOutputsConfig with their types, and its backends; None if not found.
-
-    Read from the source.
-    """
+    """The fields of vLLM's StructuredOutputsConfig with types, and its backends, by its source; None if not found."""
     fields: dict[str, str] = {}
     backends: list[str] = []
     for node in _body_of("config", "structured_outputs.py"):
@@ -233,10 +229,7 @@ class StructuresCheck:
                 yield f"{what} parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
 
     def _compiled(self) -> tuple[str, tuple[str, ...]]:
-        """The name of vLLM's backend that compiles the structure, and the keywords that it leaves out.
-
-        Raises SpecError.
-        """
+        """The vLLM backend that compiles the structure, and the keywords that it leaves out. Raises SpecError."""
         assert self._question is not None
         try:
             answer = self._question.answer()

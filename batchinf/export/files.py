@@ -64,10 +64,7 @@ def check_is_free(path: str) -> None:
 
 
 class Files:
-    """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do.
-
-    Those that go elsewhere are first written into the folder for temporary files.
-    """
+    """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do."""
 
     def __init__(self, *, overwrites: bool) -> None:
         """overwrites: files that are there already are replaced."""
@@ -82,10 +79,7 @@ class Files:
         return self
 
     def open(self, name: str, *, is_optional: bool = False) -> IO[bytes]:
-        """A stream to a file, or to stdout. is_optional: the file is left out if it stays empty.
-
-        Raises UserError if a file of this name is there already.
-        """
+        """A stream to a file or stdout. is_optional: left out if it stays empty. Raises UserError if it is there."""
         check_target(name)
         if name == STDOUT:
             self.written.append("stdout")

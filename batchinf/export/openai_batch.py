@@ -43,7 +43,6 @@ class OpenAIBatchExport(Format):
     splits_errors = True
 
     def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
-        """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._has_tokens = bool(token_columns("", schema))
         self._held: tuple[Row, ...] = ()
@@ -83,7 +82,6 @@ class OpenAIBatchExport(Format):
         self._write(groups)
 
     def close(self) -> None:
-        """See `Format`."""
         self._write([self._held] if self._held else [])
 
     def _write(self, requests: Sequence[tuple[Row, ...]]) -> None:

@@ -21,10 +21,7 @@ _ORDER = ("row_index", "sample_index")
 
 
 class Rows:
-    """The rows of an output that are exported.
-
-    columns: those that are wanted, in this order. where: an SQL expression over the output's columns.
-    """
+    """The rows to export: these columns, in this order, of rows for which `where`, an SQL expression, is true."""
 
     def __init__(self, results: Results, columns: Sequence[str], where: str | None) -> None:
         """Raises PredicateError for a wrong expression."""

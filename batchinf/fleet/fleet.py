@@ -210,10 +210,7 @@ class Fleet:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def reap(self) -> list[Ended]:
-        """End the replicas that have died or made no step for too long, with everything that they started.
-
-        Once all have stored their rows, it ends them too, because nothing has to be read or written any more.
-        """
+        """End the replicas that have died or made no step for too long; and all of them once all rows are stored."""
         live = self._live
         are_done = all(replica.current.stopped_at is not None for replica in live)
         now = time.monotonic()

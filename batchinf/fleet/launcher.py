@@ -115,7 +115,7 @@ class Launcher:
         return _devices(self.slots)
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0, num_before: int = 0) -> Fleet:
-        """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: see `Fleet`."""
+        """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: those so far."""
         own = self.task.spec
         return Fleet(
             self.backend,

@@ -79,7 +79,6 @@ def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
 
 
 def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> tuple[Option, str]:
-    """The best degrees for the job, and why."""
     work = None
     with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None), may_scan=False) as input_:
         if input_ is not None:
@@ -137,10 +136,7 @@ def choose_degrees(file: SpecFile, fit: Fit, machine: Machine, work: Workload) -
 
 
 def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
-    """Warnings about the devices. Raises SpecError for settings that cannot start on them.
-
-    Looks the device up in the table of GPUs; a device that is not there passes.
-    """
+    """Warnings about devices in the table of GPUs. Raises SpecError for settings that cannot start on them."""
     if spec.scripted is not None or fit.device_bytes is None:
         return
     ranks = fit.tensor_parallel_size * fit.pipeline_parallel_size * num_replicas
@@ -164,7 +160,6 @@ def _check_type(spec: JobSpec, fit: Fit, gpu: Gpu) -> None:
 
 
 def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
-    """See `check_devices`, for a device that is in the table."""
     _check_type(spec, fit, gpu)
     cache = str(spec.engine.get("kv_cache_dtype", "auto"))
     if cache.startswith("fp8") and cache != "fp8_e5m2" and gpu.capability < (8, 9):

@@ -83,10 +83,7 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
 
 
 def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
-    """The speed of the last epoch, by its events, the tokens that its engines counted, and its telemetry.
-
-    None if no engine worked.
-    """
+    """The speed of the last epoch, by events, tokens of engines and telemetry; None if no engine worked."""
     events = state.epoch_events
     began = times_of(events, "first_request")
     ended = times_of(events, "all_committed")
@@ -267,7 +264,6 @@ _REASONS: dict[Kind, str] = {
 
 
 def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) -> str:
-    """One change to try."""
     if kind == "sequences":
         return f"engine.max_num_seqs {2 * engine.max_num_seqs}"
     if kind == "input":

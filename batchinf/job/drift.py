@@ -45,10 +45,7 @@ def refusing_other_job(folder: Folder, spec: JobSpec, model: Model, state: State
 
 
 def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:
-    """Raise DriftError, in one line, if the folder's job has another task, or another model and another input.
-
-    Other differences are shown field by field.
-    """
+    """Raise DriftError, in one line, if the folder's job has another task, or another model and another input."""
     stored_spec = header.spec
     is_other_task = fields(spec, "identity")["task"] != header.identity["task"]
     is_other_model = model.fingerprint != header.identity["model"]

@@ -33,10 +33,7 @@ def encode_commits(commits: Iterable[Sequence[Fields]], num_before: int = 0) -> 
 
 
 def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
-    """(line number, fields) of the lines of whole commits, up to a torn tail.
-
-    Raises OutputError for damage, as soon as it is met.
-    """
+    """(line number, fields) of the lines of whole commits, up to a torn tail. Raises OutputError for damage."""
     num_commits = 0
     commit: list[tuple[int, Fields]] = []
     with folder.path(name).open("rb") as file:
@@ -120,10 +117,7 @@ class CommitLog:
         self._num_bytes = self._file.seek(0, os.SEEK_END)
 
     def commit(self, lines: Sequence[Fields]) -> None:
-        """Append lines as one commit, durable when this returns.
-
-        Raises OutputError if that fails. What was written of the commit is cut off, at the latest by the next one.
-        """
+        """Append lines as one commit, durable on return. Raises OutputError, and cuts off what was written of it."""
         data = encode_commits([lines], self._num_commits)
         if self._first is not None:
             if self._is_behind:

@@ -57,10 +57,7 @@ def _job_lines(state: State) -> Iterator[Fields]:
 
 
 class Manifest:
-    """The log of one epoch. Lines are buffered until `commit`.
-
-    Opening creates the log. If there are several earlier logs, a snapshot in the new one replaces them.
-    """
+    """The log of one epoch, whose lines wait for `commit`. Opening creates it, in place of several earlier ones."""
 
     def __init__(
         self,
@@ -120,10 +117,7 @@ class Manifest:
         self._lines.append({"kind": "files", "at": utc_now(), "files": dict(digests)})
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
-        """Record that a shard is done and that this published part has its rows.
-
-        replica, incarnation: those that made the part, if known.
-        """
+        """Record that this published part has a shard's rows. replica, incarnation: those that made it, if known."""
         part = dataclasses.replace(part, replica=replica, incarnation=incarnation)
         self._lines.append(part_line("part", part))
 
@@ -153,10 +147,7 @@ class Manifest:
         self._lines.append(event_line("done", EventLine("done", utc_now(), fields)))
 
     def commit(self) -> None:
-        """Write the buffered lines, all or none; they are durable when this returns.
-
-        Raises LockLost, or OutputError if they cannot be written; they then stay buffered for the next commit.
-        """
+        """Write the buffered lines durably, all or none. Raises LockLost, or OutputError; they then stay buffered."""
         if self._lines:
             self.check_lock()
             self._log.commit(self._lines)

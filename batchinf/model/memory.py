@@ -222,10 +222,7 @@ def default_limits(device_bytes: int | None, device_name: str = "") -> dict[str,
 
 
 def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
-    """A model's needs under these settings. Reads headers of local weight files, never weights.
-
-    A family that is not plain is built by transformers, in another process; see `described`.
-    """
+    """A model's needs under these settings, by headers of weight files or by transformers (`described`)."""
     shapes = _shapes_of(model, spec)
     dtype = weight_dtype(model.config, spec)
     unknown = []

@@ -44,10 +44,7 @@ _BLOCK_BYTES = 64  # about 16 tokens of text, a block of vLLM
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Token lengths of a sample of rows.
-
-    If its texts are long, some rows are tokenised, and the others have lengths in proportion.
-    """
+    """Token lengths of a sample of rows. If texts are long, some are tokenised, and others are in proportion."""
 
     num_rows: int
     """Rows that run."""
@@ -115,10 +112,7 @@ class Lengths:
 
 
 def assumed_work(task: Task, context: int, output_tokens: float | None = None) -> Workload:
-    """The work of a model without a job, or of rows that are not read: many requests of a usual length.
-
-    output_tokens: of a request, on average; None: `LIKELY_TOKENS`.
-    """
+    """The work without rows: many requests of a usual length. output_tokens: None for `LIKELY_TOKENS`."""
     prompt = min(_LIKELY_PROMPT, max(1, context // 2))
     output = min(LIKELY_TOKENS if output_tokens is None else output_tokens, max(1, context - prompt))
     if task.pooling is not None:
@@ -166,10 +160,7 @@ def opened(file: SpecFile, *, may_scan: bool = True) -> Iterator[tuple[Job, int 
 
 
 def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
-    """Read a sample of rows and make their requests. num_rows: see `opened`. file: with the spec as the user wrote it.
-
-    Raises UserError if no row is chosen.
-    """
+    """Read a sample of rows. num_rows: see `opened`. file: as the user wrote it. Raises UserError without rows."""
     where = file.spec.input
     is_sample = num_rows is not None
     positions: Sequence[int] = job.rows
@@ -187,10 +178,7 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
 
 
 def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
-    """Read a sample of at most 1,000 of the rows at these positions.
-
-    num_rows: the number of rows that the positions stand for.
-    """
+    """Read a sample of at most 1,000 rows at these positions, which stand for `num_rows` rows."""
     builder = job.prompt_builder()
     length = max_model_len(job)
     sample = _Sample.of(job, positions, builder.columns, length)
@@ -269,7 +257,6 @@ class _Requests:
         return task.estimated_bytes_per_row(self._built if task.sizes_by_prompts else None)
 
     def _requests_of(self, prompt: Prompt) -> Iterator[tuple[Sequence[int], int]]:
-        """The token ids of each request of a row, and the length of its output."""
         sampling = None if prompt.sampling is None else _once(prompt.sampling)
         parts = tuple(dataclasses.replace(part, sampling=sampling) for part in prompt.parts)
         row = dataclasses.replace(prompt, sampling=sampling, parts=parts)
@@ -358,7 +345,6 @@ def _ratios(sizes: Sequence[tuple[int, int]], *, step: int) -> dict[int, list[fl
 
 
 def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:
-    """With how many equal ids both begin."""
     pairs = enumerate(zip(first, other, strict=False))
     return next((place for place, (one, two) in pairs if one != two), min(len(first), len(other)))
 
@@ -397,7 +383,6 @@ def shared_share(file: SpecFile) -> float | None:
 
 
 def _beginnings(job: Job) -> list[bytes]:
-    """The beginnings of the prompts of a sample of rows."""
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
     return [

@@ -122,10 +122,7 @@ def _chosen_devices(parallel: ParallelSpec, visible: Sequence[str]) -> Sequence[
 
 
 def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
-    """One slot for each replica. Raises SpecError if the degrees do not fit the devices.
-
-    Devices are assigned in order, so that a replica's tensor-parallel ranks are neighbours.
-    """
+    """One slot for each replica; the devices of one are neighbours. Raises SpecError if the degrees do not fit."""
     devices = _chosen_devices(parallel, visible)
     if not devices:
         if parallel.sizes[1] > 1:
@@ -207,10 +204,7 @@ _FIRST_DRIVER = {12: "525", 13: "580"}
 
 
 def check_driver(build: tuple[int, int] | None) -> None:
-    """Raise UserError if the driver is too old for PyTorch. build: the CUDA version that PyTorch is built for, if any.
-
-    NVML asks libcuda, so the libraries of a CUDA compatibility package count.
-    """
+    """Raise UserError if the driver, or CUDA's compatibility package, is too old for this build of PyTorch."""
     with open_nvml() as nvml:
         if nvml is None or build is None:
             return

@@ -69,10 +69,7 @@ class OutOfMemory:
 
 
 def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
-    """The failure in a replica's error message or its log's errors; None if memory did not run out.
-
-    was_up: whether the engine had started.
-    """
+    """The failure in a replica's error or its log; None if memory did not run out. was_up: the engine had started."""
     text = one_line(text)
     if not was_up and (failure := _at_check(text)) is not None:
         return failure
