@@ -94,8 +94,9 @@ def _decode(line: bytes) -> Fields | None:
 
 def gone(path: pathlib.Path) -> OutputError:
     """The error for a log, or for all of them, that somebody else has taken away."""
-    remedy = "restore the folder, or start a new job with --fresh"
-    return OutputError(f"{path} was deleted or replaced while the job ran; {remedy}")
+    return OutputError(
+        f"{path} was deleted or replaced while the job ran; restore the folder, or start a new job with --fresh"
+    )
 
 
 class CommitLog:
