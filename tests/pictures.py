@@ -5,6 +5,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-VISION = jobs.ROOT / "sample_data" / "tiny-vision"
+# `engines/test_vllm_image_families.py` runs tests with other models.
+VISION = pathlib.Path(os.environ.get("TEST_VISION_MODEL", jobs.ROOT / "sample_data" / "tiny-vision"))
+IMAGE = os.environ.get("TEST_VISION_PLACEHOLDER", "<image>")
 MAX_MODEL_LEN = 512
 
 
@@ -59,7 +62,7 @@ def ten_rows() -> list[Row]:
     rows = []
     for number in range(10):
         pictures = tuple(png(random.randint(0, 256, (40 + number, 60, 3))) for _ in range(number % 3))
-        rows.append(Row(f"Look {'<image> and ' * len(pictures)}say {number}:", pictures))
+        rows.append(Row(f"Look {f'{IMAGE} and ' * len(pictures)}say {number}:", pictures))
     return rows
 
 

@@ -9,7 +9,7 @@ from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, read_cut
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import part_name
-from batchinf.manifest.state import State
+from batchinf.manifest.state import State, read_jobs
 from batchinf.records import InputJob
 from batchinf.source.files import InputFile
 from batchinf.source.find import folder_of
@@ -67,10 +67,11 @@ def image_folder(where: InputSpec) -> str | None:
     path = where.path
     job = where.job
     while job is not None:
-        begun = [] if not is_bucket(job) and not os.path.isdir(os.path.expanduser(job)) else _look(job).begun()
+        jobs = [] if is_bucket(job) else read_jobs(os.path.expanduser(job))
+        begun = [state for _, state in jobs if state is not None]
         if not begun:
             return None
-        of_job = begun[0][1].header.spec["input"]
+        of_job = begun[0].header.spec["input"]
         path = str(of_job["path"])
         job = of_job.get("job")
     return folder_of(path)

@@ -76,8 +76,11 @@ def inputs_of(processor: Any, row: Row) -> dict[str, torch.Tensor]:
 def logprobs_of(model: Any, inputs: dict[str, torch.Tensor], token_ids: Sequence[int]) -> np.ndarray:
     """By transformers, of all tokens after each position of a prompt and of an output behind it."""
     whole = torch.cat([inputs["input_ids"], torch.tensor([list(token_ids)], dtype=torch.long)], 1)
+    longer = {**inputs, "input_ids": whole, "attention_mask": torch.ones_like(whole)}
+    if (types := inputs.get("mm_token_type_ids")) is not None:  # of Qwen3-VL: 0 is text
+        longer["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, len(token_ids)))
     with torch.no_grad():
-        logits = model(**{**inputs, "input_ids": whole, "attention_mask": torch.ones_like(whole)}).logits[0]
+        logits = model(**longer).logits[0]
     return logits.double().log_softmax(-1).numpy()
 
 
