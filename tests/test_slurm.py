@@ -254,6 +254,7 @@ def test_a_value_of_several_words_is_quoted(given: str, written: str, tmp_path: 
         ({"num_nodes": 2}, {"parallel": {"pipeline_parallel_size": "auto"}},
          "parallel.pipeline_parallel_size: got auto with --nodes"),
         ({"num_nodes": 2, "array": "2"}, {}, "got --array with --nodes"),
+        ({}, {"backend": "ray"}, "backend: got ray without --nodes, so the script starts no Ray"),
         ({"array": "1000000"}, {}, "--array: got 1000000; must be at most 999999"),
         ({"array": "8%0"}, {}, "--array: got '8%0'; must be a number of slices, such as 8, or 8%2 to run at most 2"),
         ({"array": "0-7"}, {}, "--array: got '0-7'; must be a number of slices"),

@@ -24,7 +24,7 @@ from batchinf.base.text import clip, one_line
 from batchinf.output.replace import row_bytes_in
 from batchinf.records import Int64Array
 from batchinf.results import Results
-from batchinf.source.versions import versions_at_once
+from batchinf.source.versions import contents_of, versions_at_once
 from batchinf.tasks.base import Task
 from batchinf.tasks.compare import RowChanges
 from batchinf.tasks.registry import stored_task
@@ -70,6 +70,11 @@ def _is_same_input(a: Results, b: Results) -> bool:
     """Whether one job has taken in all that the other has, and maybe later rows: their rows are at equal positions."""
     (last, versions), (other_last, other_versions) = _versions(a), _versions(b)
     return bool(last & other_versions or other_last & versions)
+
+
+def _has_same_files(a: Results, b: Results) -> bool:
+    one, other = (contents_of(Folder(pathlib.Path(job.root, SOURCE_FOLDER)), job.taken[-1]) for job in (a, b))
+    return one is not None and one == other
 
 
 def _versions(job: Results) -> tuple[set[str], set[str]]:
@@ -269,6 +274,8 @@ class DiffReport:
     changes: RowChanges
     written_to: str | None
     """The file with the compared rows; None if the user asked for none."""
+    has_same_files: bool
+    """Whether the input files of both jobs are known and have the same content. Their order may differ."""
 
     def lines(self) -> Iterator[str]:
         """How much has changed, then the two jobs, the other changes, and examples."""
@@ -297,6 +304,8 @@ class DiffReport:
         b = self.b
         if a.input_path != b.input_path:
             return f"  input: {a.input_path} ({a.num_input_rows:,} rows) -> {b.input_path} ({b.num_input_rows:,} rows)"
+        if self.has_same_files:
+            return f"  input: the same files of {a.input_path}, with their rows in another order"
         read = f"A has read {a.num_input_rows:,} rows of it, B {b.num_input_rows:,}"
         return f"  input: {a.input_path} has changed from one job to the other; {read}"
 
@@ -336,6 +345,7 @@ def diff_jobs(a: str, b: str, *, on: str | None = None, to: str | None = None, n
         num_only_b=len(second) - changes.num_both,
         changes=changes,
         written_to=to,
+        has_same_files=_has_same_files(first, second),
     )
 
 

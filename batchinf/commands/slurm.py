@@ -206,6 +206,12 @@ def _check_devices(file: SpecFile, options: SlurmOptions) -> None:
     if options.num_nodes > 1:
         _check_ray(file)
         _check_gpus_of_nodes(file, options)
+    elif file.spec.backend == "ray" and file.spec.ray.address is None:
+        raise file.error(
+            "backend",
+            "got ray without --nodes, so the script starts no Ray; ask for --nodes 2 or more, give the ray.address of "
+            "a cluster, or leave backend out for one node",
+        )
     if options.num_gpus is None or file.spec.scripted is not None:
         return
     sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device

@@ -16,7 +16,7 @@ from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.parquet import open_part
 from batchinf.coordinator.repair import RepairFile, take_rows
 from batchinf.job.choose import Say
-from batchinf.job.drift import check_drift
+from batchinf.job.drift import FIXED_SAMPLING, SAMPLING, SAMPLING_COLUMNS, check_drift
 from batchinf.job.job import Job, PreparedJob
 from batchinf.manifest.lines import Header, Retry
 from batchinf.manifest.log import Manifest
@@ -30,12 +30,6 @@ from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import total_shards
 from batchinf.spec.sampling import SamplingSpec
 
-_SAMPLING = "sampling."
-# A retry cannot change these: they change the output's columns, their meaning or the number of rows.
-_FIXED = frozenset(
-    f"sampling.{name}" for name in ("n", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode")
-)
-_COLUMNS = "sampling.columns"
 _ROWS_AT_ONCE = 16384
 
 
@@ -59,8 +53,10 @@ def as_begun(prepared: PreparedJob, header: Header, files: Sequence[str]) -> Pre
     """
     identity = prepared.identity
     changed = {name for name, value in identity.items() if header.identity.get(name, value) != value}
-    fixed = _FIXED | {name for name in (_COLUMNS,) if _samples_of(identity) != _samples_of(header.identity)}
-    overrides = {name: identity[name] for name in sorted(changed - fixed) if name.startswith(_SAMPLING)}
+    fixed = FIXED_SAMPLING | {
+        name for name in (SAMPLING_COLUMNS,) if _samples_of(identity) != _samples_of(header.identity)
+    }
+    overrides = {name: identity[name] for name in sorted(changed - fixed) if name.startswith(SAMPLING)}
     try:
         check_drift(prepared, header, {**identity, **{name: header.identity[name] for name in overrides}}, files)
     except DriftError as error:
@@ -73,7 +69,7 @@ def as_begun(prepared: PreparedJob, header: Header, files: Sequence[str]) -> Pre
 
 def _samples_of(identity: Mapping[str, Any]) -> object:
     """The column with the number of samples of each row, which a retry cannot change."""
-    return (identity.get(_COLUMNS) or {}).get("n")
+    return (identity.get(SAMPLING_COLUMNS) or {}).get("n")
 
 
 def new_retry(
@@ -253,7 +249,7 @@ def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
 
 
 def _with_overrides(job: Job, overrides: Mapping[str, Any]) -> Job:
-    changed = {name.removeprefix(_SAMPLING): value for name, value in overrides.items()}
+    changed = {name.removeprefix(SAMPLING): value for name, value in overrides.items()}
     sampling = _sampling({**job.spec.sampling.model_dump(mode="json"), **changed})
     return dataclasses.replace(job, task=job.task.over(job.spec.model_copy(update={"sampling": sampling})))
 

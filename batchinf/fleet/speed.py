@@ -30,7 +30,7 @@ from batchinf.schedule.shards import total_rows
 
 # Samples of the telemetry that are read at most, spread evenly, and those that say something at least.
 _MOST_LOOKS = 2000
-_LEAST_LOOKS = 3
+_LEAST_LOOKS = 5
 # Shares of the cache, and of `max_num_seqs`.
 _FULL = 0.9
 _HALF = 0.5
@@ -190,13 +190,17 @@ def bottleneck(
     *,
     has_images: bool = False,
 ) -> Bottleneck | None:
-    """What limited the engines for most of the time in which all had rows; None if that time is too short to say.
+    """What limited the engines for most of the time in which all had rows.
+
+    None if that time is too short to say, or if all rows fit into the engines at once.
 
     The rules, in this order. memory: the cache is full and fewer than `max_num_seqs` sequences run. sequences:
     `max_num_seqs` run and half of the cache is empty. input: the engine has room and no row is ready; images: the same
     in a job whose rows have images, because rendering them takes far longer than reading the rest. processor: none of
     these, and the GPUs are idle for 15 % of the time or more. compute: none of these.
     """
+    if _totals(looks)[1] <= sum(engine.max_num_seqs for engine in engines.values()):
+        return None
     shares: dict[Kind, float] = {}
     times: set[float] = set()
     busy: list[float] = []  # shares of the time in which the GPUs run a kernel

@@ -28,17 +28,19 @@ _OPEN_SHARDS = 2
 _OTHER_FILES = 64
 
 
-def room_warning(job: Job, state: State | None, num_replicas: int, num_rows: int | None = None) -> str | None:
+def room_warning(
+    job: Job, state: State | None, num_replicas: int, num_rows: int | None = None, *, copy_bytes: int = 0
+) -> str | None:
     """A line for the user if the rest of the job will not fit on the file system of `output.path`; else None.
 
     state: None for a new job. num_rows: rows that run; None: all. Quotas are ignored, because there is no portable way
-    to read them.
+    to read them. copy_bytes: of the copies of input files that `run` will make.
     """
     status = _file_system(job.folder.root)
     if status is None or job.spec.output.is_bucket:  # parts leave the folder for the bucket
         return None
     num_free = status.f_bavail * status.f_frsize
-    num_bytes = _estimated_bytes(job, state, num_replicas, num_rows)
+    num_bytes = _estimated_bytes(job, state, num_replicas, num_rows) + copy_bytes
     where = f"{job.folder.root} may not have room for the job"
     # Only a warning: the estimate can be wrong, and a job with a full disk can be resumed.
     if num_bytes > num_free:

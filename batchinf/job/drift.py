@@ -16,6 +16,13 @@ from batchinf.model.identity import Model
 from batchinf.source.rows import NewRows
 from batchinf.spec.job import JobSpec, fields, fingerprint
 
+SAMPLING = "sampling."
+# A retry cannot change these: they change the output's columns, their meaning or the number of rows.
+FIXED_SAMPLING = frozenset(
+    f"sampling.{name}" for name in ("n", "logprobs", "prompt_logprobs", "logprob_token_ids", "logprobs_mode")
+)
+# A retry may change them, except the one of `n`.
+SAMPLING_COLUMNS = "sampling.columns"
 _MEANINGS = {"model": "a model with content ", "input": "an input with content ", "lora": "adapters with content "}
 
 
@@ -30,7 +37,19 @@ def check_drift(
     if header.fingerprint == fingerprint(identity) and not files:
         return
     _refuse_other_job(job.folder, job.spec, job.model, header)
-    raise drift_error(f"{job.folder.root} holds a job", header.identity, identity, files=files)
+    error = drift_error(f"{job.folder.root} holds a job", header.identity, identity, files=files)
+    if files or not _is_for_retry(header.identity, identity):
+        raise error
+    raise DriftError(
+        f"{error}\nto run only some rows again with this sampling, in the same folder, add --retry, such as "
+        "--retry \"finish_reason = 'length'\""
+    )
+
+
+def _is_for_retry(before: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether the identities differ only in fields of sampling that a retry may change."""
+    changed = {name for name in before.keys() | current.keys() if before.get(name) != current.get(name)}
+    return all(name.startswith(SAMPLING) for name in changed) and not changed & {*FIXED_SAMPLING, SAMPLING_COLUMNS}
 
 
 @contextlib.contextmanager

@@ -134,6 +134,14 @@ def latest_ranges(versions: Sequence[InputVersion]) -> list[FileRange]:
     return [latest[file] for file in range(len(latest))]
 
 
+def contents_of(cache: Folder, fingerprint: str) -> list[tuple[str, int, int]] | None:
+    """The hash, bytes and rows of each file of a version, sorted; None if they are not known."""
+    versions = load_versions(cache, fingerprint)
+    if versions is None:
+        return None
+    return sorted((file.hash, file.num_bytes, file.stop_row) for file in latest_ranges(versions))
+
+
 def record_name(fingerprint: str) -> str:
     """The file of a version's record."""
     return f"{VERSIONS_FOLDER}/{fingerprint}.json"

@@ -171,6 +171,23 @@ def test_an_input_that_one_job_took_in_bit_by_bit(folder: pathlib.Path, tmp_path
         assert "outputs: 0 of 120 changed (0.00%)" in lines
 
 
+def test_the_same_files_in_another_order(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A job that took in `a.jsonl` after `b.jsonl`, and one that had both from its beginning."""
+    data = tmp_path / "data"
+    data.mkdir()
+    texts = ["".join(json.dumps(row) + "\n" for row in rows(first)) for first in (0, NUM_ROWS)]
+    (data / "b.jsonl").write_text(texts[1])
+    job(tmp_path / "one", [], input={"path": str(data), "id_column": "id"})
+    (data / "a.jsonl").write_text(texts[0])
+    jobs.finish(tmp_path / "one" / "job.yaml", "--extend")
+    job(tmp_path / "other", [], input={"path": str(data), "id_column": "id"})
+    lines = said(tmp_path / "one", tmp_path / "other")
+    assert f"  input: the same files of {data}, with their rows in another order" in lines
+    assert "rows: 240 in both, by id" in lines
+    report = diff_jobs(str(tmp_path / "one" / "out"), str(folder / "a" / "out"))
+    assert not report.has_same_files
+
+
 def test_a_file_that_changed_between_two_jobs(folder: pathlib.Path) -> None:
     report = diff_jobs(str(folder / "a" / "out"), str(folder / "b" / "out"))
     later = dataclasses.replace(report.b, input_path=report.a.input_path, num_input_rows=1400)

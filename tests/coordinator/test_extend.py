@@ -349,4 +349,6 @@ def test_what_is_done_is_validated_as_it_is(tmp_path: pathlib.Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert f"input {tmp_path / 'data'}: 40 rows" in shown.stdout
     assert "the job there is done" in shown.stdout
-    assert "--extend" not in shown.stdout + shown.stderr
+    refused = jobs.run("run", spec)
+    assert refused.returncode == 2
+    assert f"warning: `run` is refused: {refused.stderr.strip().removeprefix('error: ')}" in shown.stdout

@@ -135,6 +135,9 @@ def test_a_retried_job_is_no_other_job(retried: tuple[pathlib.Path, Rows], tmp_p
     drifted = jobs.run("run", spec, "--set", "sampling.min_tokens=0")
     assert drifted.returncode == 2
     assert "sampling.min_tokens" in drifted.stderr
+    assert "with this sampling, in the same folder, add --retry" in drifted.stderr
+    # A retry cannot change these, so it is not offered.
+    assert "add --retry" not in jobs.run("run", spec, "--set", "sampling.logprobs=3").stderr
 
 
 def test_longer_outputs_and_a_second_retry(retried: tuple[pathlib.Path, Rows], tmp_path: pathlib.Path) -> None:

@@ -106,6 +106,10 @@ def test_the_largest_share_of_the_time_decides() -> None:
 def test_the_end_of_a_run_and_short_runs_say_nothing() -> None:
     assert bottleneck(looks(4), engines(), 1) is None
     assert bottleneck([], engines(), 1) is None
+    # 95 rows fit into an engine with max_num_seqs 100: more cores for the input would not help.
+    starved = {"num_running": 40, "num_waiting": 0, "num_ready": 0}
+    assert bottleneck(looks(20, rows_a_look=5, **starved), engines(), 1) is None
+    assert bottleneck(looks(20, rows_a_look=6, **starved), engines(), 1) is not None
     # All rows are in the engine or done from the first sample on: it has room because there are no more.
     assert bottleneck(looks(20, rows_a_look=0, num_running=40, num_waiting=0, num_ready=0), engines(), 1) is None
 

@@ -92,7 +92,8 @@ def validate_job(
         yield from (Remark("structure", text) for text in structures)
         positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
-        yield _output(job, folder, state, chosen)
+        copy_bytes = sum(file.stat().st_size for file in pathlib.Path(scratch).glob("*.rows"))  # as in the job's folder
+        yield _output(job, state, chosen, copy_bytes=copy_bytes)
         _refuse_hopeless(lengths, job.spec)
 
 
@@ -107,10 +108,17 @@ def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: l
     if not cache.is_dir():  # a job that has begun has scanned its input already
         cache = scratch
         state = None
-    # For a job that is done, files and rows that have come since do not matter.
-    new: NewRows = "leave" if state is not None and state.is_done else "refuse"
+    # A job that is done can be shown although its input has grown since.
+    is_done = state is not None and state.is_done
+    new: NewRows = "leave" if is_done else "refuse"
     prepared = with_known_numbers(prepare_job(file, state, new), _local(file.spec), remarks.append, cache)
-    return open_input(prepared, cache)
+    job = open_input(prepared, cache)
+    if is_done:
+        try:
+            open_input(dataclasses.replace(prepared, new="refuse"), cache).source.close()
+        except DriftError as error:
+            remarks.append(f"warning: `run` is refused: {error}")
+    return job
 
 
 def _model_findings(job: Job, remarks: Sequence[str]) -> Iterator[ValidateFinding]:
@@ -280,7 +288,8 @@ def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:
         raise hopeless(lengths.num_sampled, lengths.num_rows, first.first_row, error)
 
 
-def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None) -> OutputFound:
+def _output(job: Job, state: State | None, chosen: Choice | None, *, copy_bytes: int) -> OutputFound:
+    folder = Folder(job.spec.output.folder)
     output = OutputFound(str(folder.root), others_note=others_note(folder) if state is None else None)
     if state is not None:
         holds: Literal["done job", "unfinished job"] = "done job" if state.is_done else "unfinished job"
@@ -289,7 +298,8 @@ def _output(job: Job, folder: Folder, state: State | None, chosen: Choice | None
         output = dataclasses.replace(output, holds="slices", num_slices=cut.num_slices)
     if state is not None and state.is_done:
         return output
-    warning = room_warning(job, state, 1, None if chosen is None else chosen.num_rows)
+    num_rows = None if chosen is None else chosen.num_rows
+    warning = room_warning(job, state, 1, num_rows, copy_bytes=copy_bytes)
     return dataclasses.replace(output, room_warning=warning)
 
 
