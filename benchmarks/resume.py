@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinf.base.storage import Folder
-from batchinf.coordinator.begin import new_header, new_job_id
+from batchinf.coordinator.begin import new_header
 from batchinf.coordinator.epoch import FOLDERS
 from batchinf.job.choose import consecutive
 from batchinf.job.job import Job
@@ -92,7 +93,7 @@ def write_rows(path: pathlib.Path, num_rows: int) -> None:
 def make_job(job: Job, num_parts: int) -> None:
     """Write the output folder of a coordinator that has committed `num_parts` parts."""
     job.folder.make(*FOLDERS)
-    header, extent = new_header(job, 1, consecutive(job.rows), new_job_id())
+    header, extent = new_header(job, 1, consecutive(job.rows), uuid.uuid4().hex)
     num_shards = total_shards((extent,))
     if num_shards < num_parts:
         sys.exit(f"got {num_shards:,} shards for {num_parts:,} parts; give more rows for each part")

@@ -18,7 +18,7 @@ from hub_server import Hub, serving
 
 import jobs
 from batchinf import cli
-from batchinf.engines.installed import reasoning_parser_names, structures_config
+from batchinf.engines.installed import parser_names, structures_config
 
 ROWS = ({"id": 1, "prompt": "Once upon a time", "language": "en"}, {"id": 2, "prompt": "Then", "language": "en"})
 SCORE: dict[str, Any] = {"task": "score", "sampling": None, "engine": {"max_model_len": 512}}
@@ -571,7 +571,7 @@ WRONG = [
           "job.yaml:6:3: output.keep_columns: got embedding, which the output has a column of its own for; give"
           " it another name, as in {language: input_embedding}"),
 ]  # fmt: skip
-if (parsers := reasoning_parser_names()) is not None:  # vLLM is installed
+if (parsers := parser_names("reasoning")) is not None:  # vLLM is installed
     said = f"got 'qwen33'; the installed vLLM has {', '.join(parsers)}"
     changes = {"model": {"name": "model", "reasoning_parser": "qwen33"}}
     WRONG.append(Wrong("reasoning parser", changes, f"job.yaml:3:3: model.reasoning_parser: {said}"))

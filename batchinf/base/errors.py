@@ -86,10 +86,7 @@ class Interrupted(BatchinfError):
 
 
 class EngineDeadError(BatchinfError):
-    """The engine died; its requests have to run again.
-
-    was_killed: a signal from outside ended one of its processes, as far as the replica can tell.
-    """
+    """The engine died; its requests run again. was_killed: a signal from outside ended it, as far as is known."""
 
     def __init__(self, message: str, was_killed: bool = False) -> None:
         super().__init__(message)

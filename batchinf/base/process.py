@@ -71,6 +71,12 @@ def leave(code: int) -> NoReturn:
 # -- questions to another process --------------------------------------------------------------------------------------
 
 
+def python_path() -> str:
+    """PYTHONPATH for a process of this package, which may run from a source tree that is not installed."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+
+
 class NoAnswerError(Exception):
     """The process gave no answer; the message says why."""
 
@@ -85,8 +91,7 @@ class Question:
         """Start `python -m module` with the question as JSON on stdin. environment: added to this process's."""
         self._timeout_s = timeout_s
         self._until = time.monotonic() + timeout_s
-        root = str(pathlib.Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+
         # Files, and not pipes: nothing has to be read while the process runs.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -99,7 +104,7 @@ class Question:
                 stdin=stdin,
                 stdout=self._output,
                 stderr=self._errors,
-                env={**os.environ, "PYTHONPATH": path, **environment},
+                env={**os.environ, "PYTHONPATH": python_path(), **environment},
             )
 
     @property

@@ -1,9 +1,7 @@
 """Slices of a job: their rows, their folders, and the record `OUT/cut.json`, which says what an output folder holds.
 
-The record is created once, by the first start that has passed all checks, just before it begins its job: a whole job,
-or slices of one. Nothing that a start writes before that counts.
-
-`OUT/files.json` has the digests of the model's files. The slices share it, so that all of them run one model.
+The first start that has passed all checks creates the record, just before it begins its job. `OUT/files.json` has the
+digests of the model's files: the slices share it, so that all of them run one model.
 
 Each slice is a job of its own in `OUT/slice-i`; the slices share `OUT/source`. A slice's first extent begins at its
 first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to a slice's identity, so a Parquet part
@@ -16,7 +14,9 @@ import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, StrictInt, StrictStr, TypeAdapter
 
 from batchinf.base import faults
 from batchinf.base.bucket import Bucket
@@ -83,16 +83,19 @@ class Slice:
 class Cut:
     """What an output folder holds."""
 
-    num_slices: int
+    num_slices: Annotated[StrictInt, Field(ge=0, le=MAX_SLICES)]
     """0 for a whole job, which has no other fields."""
-    num_rows: int = 0
+    num_rows: Annotated[StrictInt, Field(ge=0)] = 0
     """Of all slices together."""
     identity: dict[str, Any] = field(default_factory=dict)
     """Of the job."""
-    begun_at: str = ""
+    begun_at: StrictStr = ""
     """When the first slice began, in ISO format; may be empty."""
-    positions: str | None = None
+    positions: StrictStr | None = None
     """Digest of the file of the chosen rows; None if they are the first `num_rows` of the input."""
+
+
+_CUT = TypeAdapter(Cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +154,18 @@ def read_cut(out: str) -> Cut | None:
 def _read_record(out: str) -> Cut | None:
     folder = Folder(out)
     try:
-        cut = Cut(**decode_record(folder.read(CUT_RECORD), CUT_VERSION))
-        if 0 <= cut.num_slices <= MAX_SLICES and cut.num_rows >= 0 and _is_typed(cut):
-            return cut
+        return _CUT.validate_python(decode_record(folder.read(CUT_RECORD), CUT_VERSION))
     except NewerRecord:
         raise OutputError(f"{folder.path(CUT_RECORD)} was written by a newer batchinf: install a newer one") from None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise OutputError(f"cannot read {folder.path(CUT_RECORD)}: {reason(error)}") from error
-    except (ValueError, TypeError):
-        pass
-    raise OutputError(
-        f"{folder.path(CUT_RECORD)} is damaged: delete it and run the job, or one of its slices, again, which writes "
-        "it again"
-    )
-
-
-def _is_typed(cut: Cut) -> bool:
-    has_positions = cut.positions is None or isinstance(cut.positions, str)
-    types = (type(cut.num_slices), type(cut.num_rows), type(cut.identity), type(cut.begun_at))
-    return has_positions and types == (int, int, dict, str)
+    except ValueError:
+        raise OutputError(
+            f"{folder.path(CUT_RECORD)} is damaged: delete it and run the job, or one of its slices, again, which "
+            "writes it again"
+        ) from None
 
 
 def write_cut(out: str, cut: Cut, bucket: Bucket | None = None) -> Cut:

@@ -7,6 +7,7 @@ what to do.
 
 import contextlib
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -372,10 +373,7 @@ def reason(error: OSError) -> str:
 
 
 def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
-    """One line for the user: the file, the system's error, and what to do if the disk is the cause.
-
-    path: the file, if the error does not name one.
-    """
+    """One line for the user: the file (`path`, if the error names none), the system's error, and what to do."""
     where = error.filename if error.filename is not None else path
     where = os.fsdecode(where) if isinstance(where, bytes) else where
     words = reason(error) if where is None else f"{where}: {reason(error)}"
@@ -401,6 +399,12 @@ _VERSION = 1
 # Magic, format version, the four fields, 8 bytes to spare; then the xxh3-64 of all these.
 _STRUCT = struct.Struct("<8sIIQQ16s8x")
 HEADER_BYTES = _STRUCT.size + 8
+
+
+def file_digest(path: pathlib.Path) -> str:
+    """xxh3-128 of a file's bytes, 32 hexadecimal digits."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class HashingWriter(io.RawIOBase):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import json
 import math
@@ -25,10 +26,7 @@ def near_path(path: str) -> str:
 
 
 def list_names(names: Iterable[str], meant: str | None = None) -> str:
-    """Names with commas between them; only the first 20 if there are more.
-
-    meant: a name that was not found. The limit is then 10, and the names most like it come first.
-    """
+    """Names with commas between them: the first 20, or the 10 that are most like a missing name, `meant`."""
     names = list(names)
     most = _SHOWN_NAMES if meant is None else _FEW_NAMES
     if meant is not None and len(names) > most:
@@ -108,6 +106,11 @@ def _values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def utc_now(timespec: str = "milliseconds") -> str:
+    """The time in UTC, in ISO format."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec=timespec)
 
 
 def duration(seconds: float | None) -> str:

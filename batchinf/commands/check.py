@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
+from batchinf.base.text import utc_now
 from batchinf.coordinator.begin import spec_text
 from batchinf.job.repaired import lost_files
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
@@ -285,7 +285,6 @@ def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
 
 
 def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, repair: bool) -> JobCheck:
-    """The check of a job whose manifest can be read."""
     num_parts = len(state.parts)
     findings = [*_check_parts(folder, state, is_deep=is_deep, repair=repair)]
     state = read_state(folder, state) or state
@@ -294,7 +293,8 @@ def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, re
     findings += check_coverage(state)
     findings += _check_spec(folder, state, repair)
     findings += check_journal(folder, state)
-    findings += _check_repairs(folder, state)
+    for retry in state.repairs():
+        findings += [CheckFinding("repair_lost", name, str(retry)) for name in lost_files(folder, retry)]
     return summed_up(check, state, findings, num_parts_checked=num_parts, is_held=live_holder(folder) is not None)
 
 
@@ -386,10 +386,7 @@ def parts_of(folder: Folder, state: State) -> PartsOfJob:
 
 
 def check_names(names: Iterable[str], state: State) -> Iterator[CheckFinding]:
-    """Readers take all of `parts/*.parquet`, so no other file may have such a name.
-
-    state: read after `names`, those in `parts/`.
-    """
+    """Readers take all of `parts/*.parquet`, so no other file may have such a name. state: read after `names`."""
     named = {part_name(shard) for shard in state.parts}
     for name in names:
         if name in named or not name.endswith(".parquet"):
@@ -423,11 +420,6 @@ def check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:
                 yield CheckFinding("journal_damaged", f"journal/{name}", shard=shard)
 
 
-def _check_repairs(folder: Folder, state: State) -> Iterator[CheckFinding]:
-    for retry in state.repairs():
-        yield from (CheckFinding("repair_lost", name, str(retry)) for name in lost_files(folder, retry))
-
-
 def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
     """Write a new log for the lock's `epoch` and move the others to `damaged/`. Returns their names there.
 
@@ -446,8 +438,7 @@ def rebuild_manifest(folder: Folder, epoch: int) -> list[str]:
             "backup, or give the job another output.path"
         )
     # The header and the extents are enough. The next run reads each part, and adopts it if it is whole and the job's.
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    state.events.append(EventLine("rebuilt", now, {"replaces": logs}))
+    state.events.append(EventLine("rebuilt", utc_now(), {"replaces": logs}))
     state.event_counts["rebuilt"] += 1
     data = encode_commits(snapshot_commits(state, logs))
     if not folder.create_exclusive(f"manifest/{epoch:06d}.jsonl", data):

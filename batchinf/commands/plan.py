@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.base.text import counted, duration, short_count, size_text, time_taken
-from batchinf.fleet.parallel import fixed_degrees, on_device, share_of
+from batchinf.fleet.parallel import fixed_degrees, on_device
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.job import Job
 from batchinf.job.model_len import length_warning, rounded
 from batchinf.job.open import check_heads, location_of, placing, with_length
 from batchinf.model.identity import Model, resolve
-from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib
+from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib, share_of
 from batchinf.planning.degrees import (
     MOST_DEVICES,
     Degrees,
@@ -568,7 +568,7 @@ def _refused(plan: GpuPlan, fit: Fit, machine: Machine, context: int) -> GpuPlan
 
 def _share(gpu: Gpu, spec: JobSpec, asked: PlanOptions) -> float:
     """gpu_memory_utilization, lower if other programs leave less."""
-    share = share_of(spec)
+    share = share_of(spec.engine)
     if asked.free_gib is None:
         return share
     return min(share, math.floor(asked.free_gib * GIB / gpu.memory_bytes * 100) / 100)

@@ -229,19 +229,26 @@ def _task_of(engine: Mapping[str, Any], path: str) -> str | None:
 
 
 def _first_task(path: str, other_than: str | None = None) -> str | None:
-    """The task of the first line that has one."""
-    return next((task for task in map(task_of_url, _urls(path)) if task not in (None, other_than)), None)
+    tasks = (task_of_url(url_of(line)) for line in _lines(path))
+    return next((task for task in tasks if task not in (None, other_than)), None)
 
 
-def _urls(path: str) -> Iterator[str | None]:
-    """The URLs of the lines of a file of this host, as far as they can be read."""
+def _bodies(path: str, words: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """The bodies of these lines. The job makes an error row of a line without one."""
+    bodies = (line.get("body") for line in _lines(path, words))
+    return (body for body in bodies if isinstance(body, dict))
+
+
+def _lines(path: str, words: Sequence[bytes] = (b"",)) -> Iterator[dict[str, Any]]:
+    """The lines of a file of this host that are JSON objects and have one of these words."""
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
-                values = json.loads(line)
-                yield url_of(values) if isinstance(values, dict) else None
+                values = json.loads(line) if any(word in line for word in words) else None
+                if isinstance(values, dict):
+                    yield values
 
 
 def read_flags(flags: Sequence[str]) -> Iterable[tuple[str, Any]]:
@@ -291,7 +298,7 @@ def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
     """
     most: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
     echoes = False
-    for body in _bodies(path):
+    for body in _bodies(path, (b"logprobs", b"echo")):
         echoes |= body.get("echo") is True
         for field, asked in _logprobs_of(body).items():
             if type(asked) is int and asked >= 0:
@@ -301,7 +308,7 @@ def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
 
 def most_images(path: str) -> int:
     """The most images of one line of a batch file; 0 for a file that is not on this host."""
-    return max((_num_images(body) for body in _bodies(path)), default=0)
+    return max((_num_images(body) for body in _bodies(path, (b"image",))), default=0)
 
 
 def _num_images(body: Mapping[str, Any]) -> int:
@@ -322,16 +329,3 @@ def _logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
         number = _RESPONSES_LOGPROBS in (body.get("include") or ())
     of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
     return {"logprobs": (body.get("top_logprobs") or 0) if number is True else number, "prompt_logprobs": of_prompt}
-
-
-def _bodies(path: str) -> Iterator[dict[str, Any]]:
-    """The bodies of lines that may ask for something of the whole job."""
-    if not os.path.isfile(path):
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            if any(name in line for name in (b"logprobs", b"echo", b"image")):
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                    body = json.loads(line)["body"]  # the job makes an error row of a line without one
-                    if isinstance(body, dict):
-                        yield body

@@ -149,8 +149,11 @@ def _check_options(options: SlurmOptions, out: str) -> None:
     if options.venv is not None and options.container is not None:
         raise SpecError("got --venv with --container; give only the one that has batchinf")
     _check_texts(options, out)
-    if options.mem is not None:
-        _check_mem(options.mem)
+    mem = options.mem or ""
+    if re.fullmatch("[0-9]{1,9}", mem) and 0 < int(mem) < _LEAST_MEM_MB:
+        raise SpecError(
+            f"--mem: got {mem}, which means {mem} MB to Slurm; write {mem}G for GB, or {mem}M if you mean MB"
+        )
 
 
 def _check_texts(options: SlurmOptions, out: str) -> None:
@@ -169,24 +172,13 @@ def _check_texts(options: SlurmOptions, out: str) -> None:
 
 
 def _option_names(directive: str) -> Iterator[str]:
-    """The options of sbatch in one `--sbatch`, by their long names as far as `_ELSEWHERE` has them.
-
-    sbatch takes each beginning of a name that no other option has.
-    """
+    """The options in one `--sbatch`, by their long names: sbatch takes each beginning that no other option has."""
     for word in re.findall(r"(?:^|\s)(-[^\s=]*)", directive):
         name = word.removeprefix("--")
         if name != word:
             yield next((known for known in _ELSEWHERE if len(name) > 1 and known.startswith(name)), name)
         else:
             yield _SHORT_NAMES.get(word[:2], word)
-
-
-def _check_mem(mem: str) -> None:
-    """Raise SpecError for a number without a unit that is too small for megabytes."""
-    if re.fullmatch("[0-9]{1,9}", mem) and 0 < int(mem) < _LEAST_MEM_MB:
-        raise SpecError(
-            f"--mem: got {mem}, which means {mem} MB to Slurm; write {mem}G for GB, or {mem}M if you mean MB"
-        )
 
 
 def _check_times(file: SpecFile, options: SlurmOptions) -> None:
@@ -274,7 +266,6 @@ def _torch_of(venv: str | None) -> pathlib.Path | None:
 
 
 def _seconds(time: str) -> int:
-    """A time limit in seconds. Raises SpecError for text that is no time of Slurm's."""
     match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,9}(?::[0-9]{1,5}){0,2})", time)
     if match is None:
         raise SpecError(f"--time: got {clip(time)!r}; must be a time such as 90 (minutes), 12:00:00 or 1-12:00:00")
@@ -291,7 +282,6 @@ def _log(file: SpecFile, name: str) -> str:
 
 
 def _array(options: SlurmOptions) -> str | None:
-    """The numbers of the tasks as Slurm writes them, such as `0-7%2`."""
     if options.num_slices is None or options.array is None:
         return None
     _, percent, most_at_once = options.array.partition("%")

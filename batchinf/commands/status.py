@@ -353,10 +353,7 @@ def _load(jobs: Sequence[JobState]) -> Load | None:
 
 
 def _num_devices(progress: JobStatus) -> int:
-    """Devices of one job, whose replicas may share some.
-
-    Each job has its own names: under Slurm, two jobs may call different GPUs 0.
-    """
+    """Devices of one job. Each job has its own names: under Slurm, two jobs may call different GPUs 0."""
     return len({device for replica in progress.replicas for device in replica.devices})
 
 

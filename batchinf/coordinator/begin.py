@@ -4,24 +4,24 @@ Existing rows keep their positions and shards. An extent begins to count with th
 crash before that, its files mean nothing and are written again.
 """
 
-import uuid
 from dataclasses import asdict, replace
 
 import pyarrow as pa
 
 from batchinf.base import faults
-from batchinf.base.errors import InputError, OutputError
+from batchinf.base.errors import InputError
 from batchinf.base.slices import claim_whole
 from batchinf.base.storage import Folder
+from batchinf.base.text import utc_now
 from batchinf.fleet.launcher import Launcher
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
 from batchinf.job.disk_space import bytes_per_row
-from batchinf.job.drift import now
 from batchinf.job.input_job import input_job
 from batchinf.job.job import Job, carried_columns, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
+from batchinf.manifest.commit_log import gone
 from batchinf.manifest.lines import CHOSEN, INPUT_JOB, Header
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
@@ -37,11 +37,6 @@ from batchinf.spec.job import JobSpec
 from batchinf.version import __version__
 
 NOTHING_NEW = "--extend: the input has no new files and no new rows"
-
-
-def new_job_id() -> str:
-    """A unique id: 32 hexadecimal digits."""
-    return uuid.uuid4().hex
 
 
 def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, *, job_id: str) -> State:
@@ -64,12 +59,8 @@ def begin_job(job: Job, manifest: Manifest, launcher: Launcher, choice: Choice, 
 
 def committed_state(folder: Folder) -> State:
     """The state that has just been committed. Raises OutputError if the manifest was deleted or replaced meanwhile."""
-    state = read_state(folder)
-    if state is None:
-        raise OutputError(
-            f"{folder.path('manifest')} was deleted or replaced while the job ran; restore the folder, or start a new "
-            "job with --fresh"
-        )
+    if (state := read_state(folder)) is None:
+        raise gone(folder.path("manifest"))
     return state
 
 
@@ -82,7 +73,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
         format_version=FORMAT_VERSION,
         batchinf_version=__version__,
         job_id=job_id,
-        created_at=now(),
+        created_at=utc_now("seconds"),
         identity=job.identity,
         fingerprint=job.fingerprint,
         layout={
@@ -183,7 +174,6 @@ def spec_text(state: State, limit: int | None) -> str:
 
 
 def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:
-    """The new rows that the job's fields choose, up to its limit."""
     number = len(state.extents) + 1
     rows = range(state.extents[-1].stop_row, job.source.num_rows)
     limit = job.spec.input.limit

@@ -239,7 +239,6 @@ class Coordinator:
 
     @property
     def _num_in_flight(self) -> int:
-        """Requests in the engines."""
         return sum(replica.current.progress.in_flight for replica in self.fleet.replicas)
 
     def _state(self) -> str:
@@ -306,7 +305,6 @@ class Coordinator:
             self._display.say(f"warning: {name} is damaged; it is kept as {moved_to}, and its results run again")
 
     def _commit(self, closed: Sequence[LeaseFinished] = ()) -> None:
-        """Publish and commit the parts of closed shards."""
         folder = self.job.folder
         parts = [(finished, finished.part) for finished in closed if finished.part is not None]
         if self._mirror is None:
@@ -329,7 +327,6 @@ class Coordinator:
             self._mirror.note_committed([part for _, part in parts])
 
     def _num_inputs_of(self, shard: int) -> int:
-        """Input rows of a shard that run."""
         chosen = self.num_chosen
         return shard_at(self.state.extents, shard).num_rows if chosen is None else int(chosen[shard])
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import sys
 import time
@@ -10,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from batchinf.base.text import duration, plain, short_count, terminal_width, wrapped
+from batchinf.base.text import duration, plain, short_count, terminal_width, utc_now, wrapped
 from batchinf.fleet.status import JobStatus
 
 _LINE_EVERY_S = 30.0
@@ -74,8 +73,7 @@ class ProgressDisplay:
 
 def json_line(level: str, message: str, **more: object) -> str:
     """A line of `--log-format json`."""
-    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    return json.dumps({"at": at, "level": level, "message": message, **more})
+    return json.dumps({"at": utc_now(), "level": level, "message": message, **more})
 
 
 def _is_in_notebook() -> bool:
@@ -96,10 +94,7 @@ def _has_widgets() -> bool:
 
 
 class _Bar:
-    """tqdm's bar, and in a terminal a line below it with the figures that have no room beside it.
-
-    A notebook shows a widget, or without ipywidgets one line that is rewritten.
-    """
+    """tqdm's bar, in a terminal with more figures in a line below. A notebook shows a widget, or one line."""
 
     def __init__(self, stream: TextIO, status: JobStatus) -> None:
         self._stream = stream
@@ -240,7 +235,6 @@ def _errors(status: JobStatus) -> Figure:
 
 
 def _starts(status: JobStatus) -> list[Figure]:
-    """Which replicas are not up, and what they do."""
     by_detail: dict[str, list[int]] = {}
     for replica in status.replicas:
         if replica.state != "running":

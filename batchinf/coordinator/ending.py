@@ -143,10 +143,7 @@ def _named(file: SpecFile) -> str:
 
 
 def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
-    """The summary of a job that is done. was_done: nothing was left to run.
-
-    Raises ErrorRateExceeded, whose message has the summary's lines.
-    """
+    """The summary of a job that is done. was_done: nothing was left to run. Raises ErrorRateExceeded."""
     folder = job_folder(file.spec.output.folder, file.slice)
     counts = state.counts
     summary = Summary(

@@ -136,7 +136,6 @@ def _check_all(
 
 
 def _names(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The names of old folders, first to last."""
     # A slice's name must not match `slice-*`, by which readers find the parts of all slices.
     prefix = "old-" if is_slice_folder(root.name) else ""
     return (root.with_name(f"{prefix}{root.name}.{number}") for number in itertools.count(1))

@@ -12,7 +12,7 @@ from batchinf.base.text import size_text
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.replica import FleetReplica
 from batchinf.job.choose import Say
-from batchinf.job.drift import files_drift
+from batchinf.job.drift import drift_error
 from batchinf.job.job import Job
 from batchinf.manifest.log import Manifest
 from batchinf.model.content import Contents
@@ -33,10 +33,7 @@ class IdentityGate:
     _has_said: bool = field(default=False, init=False)
 
     def look(self, fleet: Fleet) -> None:
-        """If all digests are known by now, make them durable and tell the fleet.
-
-        Raises DriftError if a file is not the one that the job began with, or if it changed meanwhile.
-        """
+        """If all digests are known by now, make them durable and tell the fleet. Raises DriftError for another file."""
         if self.is_open or not self.contents.is_known:
             return
         self._record()
@@ -62,14 +59,14 @@ class IdentityGate:
         job = self.job
         digests = self.contents.digests
         if lines := self.contents.differences(self.before):
-            raise files_drift(f"{job.folder.root} holds a job", lines)
+            raise drift_error(f"{job.folder.root} holds a job", files=lines)
         if not digests:
             return
         faults.point("identity.before_line")
         if job.slice is not None:
             output = job.spec.output
             if lines := self.contents.differences(share_files(output.folder, digests, output.bucket())):
-                raise files_drift(f"{output.path} holds slices of a job", lines)
+                raise drift_error(f"{output.path} holds slices of a job", files=lines)
         if self.before:
             return
         self.manifest.files(digests)

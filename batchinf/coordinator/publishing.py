@@ -34,10 +34,7 @@ def announce(parts: Sequence[Part], manifest: Manifest) -> None:
 
 
 def _publish(staged: str, published: str, folder: Folder, lock: JobLock) -> None:
-    """Give a staged part its published name. Only the holder of the lock replaces a file.
-
-    A process that was paused for long, for example on a suspended machine, may have lost the lock.
-    """
+    """Give a staged part its name. Only the lock's holder replaces a file: a process may have been paused for long."""
     lock.check()
     try:
         is_new = folder.publish_new(staged, published)

@@ -3,14 +3,12 @@
 Only files with names of our own pattern are touched. No row can be lost here: a part that is not adopted is run again.
 """
 
+import contextlib
 import datetime
 import functools
-import hashlib
 import shutil
 
-import xxhash
-
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, file_digest
 from batchinf.fleet.status import JobStatus
 from batchinf.job.job import Job
 from batchinf.manifest.lock import LOCK, is_free
@@ -175,11 +173,9 @@ def _settle_uploaded(state: State, manifest: Manifest, mirror: Mirror) -> list[i
 
 
 def _digest(folder: Folder, name: str) -> str | None:
-    try:
-        with folder.path(name).open("rb", buffering=0) as file:
-            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        return file_digest(folder.path(name))
+    return None
 
 
 def _whole(job: Job, state: State, name: str, index: int) -> Part | None:

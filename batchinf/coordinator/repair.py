@@ -1,14 +1,10 @@
-"""`--retry WHICH --input FILE`: takes chosen rows from a file with repaired rows, and refuses rows that do not fit.
-
-`retry.py` calls `take_rows` when it has chosen the rows of a new retry.
-"""
+"""`--retry WHICH --input FILE`: takes chosen rows from a file with repaired rows, and refuses rows that do not fit."""
 
 import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -141,7 +137,9 @@ class _Matching:
         if self._is_by_position:
             self._find_by_position()
         elif self._id is not None:
-            self._find_by_id(self._id)
+            self._join_by_id(self._id)
+            self._refuse_unknown_ids(self._id)
+            self._refuse_ambiguous_ids(self._id)
         elif self._copy.num_rows == self._job.source.num_rows:
             say(f"note: {self._given.path} has as many rows as the input, and neither ids nor {POSITION_COLUMN}: each "
                 "row replaces the one at its place")  # fmt: skip
@@ -174,11 +172,6 @@ class _Matching:
                 f"{POSITION_COLUMN} is no row of the input (0 to {self._job.source.num_rows - 1:,}) in its "
                 f"{self._shown([f'row {place + 1:,}' for place in outside], len(outside))}"
             )
-
-    def _find_by_id(self, column: str) -> None:
-        self._join_by_id(column)
-        self._refuse_unknown_ids(column)
-        self._refuse_ambiguous_ids(column)
 
     def _join_by_id(self, column: str) -> None:
         for name, source in (("fixed", self._copy), ("known", self._now)):
@@ -279,7 +272,6 @@ class _Matching:
                 yield rows[start : start + _ROWS_AT_ONCE], places[start : start + _ROWS_AT_ONCE]
 
     def _missing(self, chosen: RowBits, taken: Positions) -> list[int]:
-        """The first chosen rows that do not come from the file."""
         missing: list[int] = []
         for rows in chosen.pieces():
             span = taken.between(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
@@ -290,15 +282,10 @@ class _Matching:
 
     def _names_of(self, rows: Sequence[int]) -> list[str]:
         """How a message names rows of the input: by id, if they have one."""
-        names = []
-        for row in rows:
-            values: dict[str, Any] = (
-                {} if self._id is None else dict(self._now.read(row, row + 1, [self._id])[0].values)
-            )
-            names.append(
-                f"row {row:,}" if values.get(self._id or "") is None else f"{self._id} {values[self._id or '']!r}"
-            )
-        return names
+        if (column := self._id) is None:
+            return [f"row {row:,}" for row in rows]
+        ids = (self._now.read(row, row + 1, [column])[0].values.get(column) for row in rows)
+        return [f"row {row:,}" if id is None else f"{column} {id!r}" for row, id in zip(rows, ids, strict=True)]
 
     def _shown(self, names: Sequence[str], num: int) -> str:
         more = f" and {num - _NAMED:,} more" if num > _NAMED else ""

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import pathlib
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from batchinf.base import faults
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, describe_error, size_text
-from batchinf.coordinator.begin import begin_job, check_extended, extend_job, new_job_id
+from batchinf.coordinator.begin import begin_job, check_extended, extend_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.identity import IdentityGate
 from batchinf.coordinator.recovery import note_ended, recover
@@ -110,10 +111,11 @@ def start(
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)
     backend.end_leftovers(before.running_replicas, before.job_id)
-    job_id = before.job_id or new_job_id()
+    job_id = before.job_id or uuid.uuid4().hex
     with placing(prepared.file):
         share = functools.partial(shared_share, prepared.file)
-        replicas = Replicas.of(prepared, backend, job_id=job_id, epoch=number, say=display.say, shared_share=share)
+        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
+        replicas = Replicas(launcher, job_id)
     chain = None if mirror is None else mirror.chain
     manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain)
     if mirror is not None:
@@ -325,7 +327,6 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
 
 
 def _warn(job: Job, say: Say) -> None:
-    """Print warnings about the input."""
     for line in (
         *input_notes(job.source),
         *column_warnings(job.task, job.source),

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
 from batchinf.base.process import NoAnswerError, Question
@@ -80,7 +80,6 @@ def _field_names(name: str, *path: str) -> frozenset[str] | None:
 
 
 def _annotations(node: ast.ClassDef) -> dict[str, str]:
-    """The fields of a class, with their types as text."""
     items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
     return {ast.unparse(item.target): ast.unparse(item.annotation) for item in items}
 
@@ -108,10 +107,7 @@ _TYPES = {"bool": (bool, "true or false"), "str": (str, "text")}
 
 @functools.cache
 def structures_config() -> tuple[dict[str, str], tuple[str, ...]] | None:
-    """The fields of the installed vLLM's StructuredOutputsConfig with their types, and its backends; None if not found.
-
-    Read from the source.
-    """
+    """The fields of vLLM's StructuredOutputsConfig with types, and its backends, by its source; None if not found."""
     fields: dict[str, str] = {}
     backends: list[str] = []
     for node in _body_of("config", "structured_outputs.py"):
@@ -197,8 +193,8 @@ class StructuresCheck:
         if parsers == (None, None) and spec.sampling.structured_outputs is None:
             return
         if not spec.engine.get("reasoning_parser_plugin"):
-            _check_name(file, _PARSER, spec.model.reasoning_parser, reasoning_parser_names())
-        _check_name(file, _TOOL_PARSER, spec.model.tool_parser, tool_parser_names())
+            _check_name(file, _PARSER, spec.model.reasoning_parser, parser_names("reasoning"))
+        _check_name(file, _TOOL_PARSER, spec.model.tool_parser, parser_names("tool_parsers"))
         if importlib.util.find_spec("vllm") is not None and (any(parsers) or not _is_sure(spec)):
             question = {"spec": spec.model_dump_json(), "tokenizer": tokenizer}
             self._question = Question(_MODULE, question, _WAIT_S, {"VLLM_LOGGING_LEVEL": "ERROR"})
@@ -233,10 +229,7 @@ class StructuresCheck:
                 yield f"{what} parser: {name}, {'which goes with the tokenizer' if is_here else unknown}"
 
     def _compiled(self) -> tuple[str, tuple[str, ...]]:
-        """The name of vLLM's backend that compiles the structure, and the keywords that it leaves out.
-
-        Raises SpecError.
-        """
+        """The vLLM backend that compiles the structure, and the keywords that it leaves out. Raises SpecError."""
         assert self._question is not None
         try:
             answer = self._question.answer()
@@ -311,19 +304,8 @@ def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
 
 
 @functools.cache
-def reasoning_parser_names() -> tuple[str, ...] | None:
-    """Names of the installed vLLM's own reasoning parsers, sorted; None if not found. Read from the source."""
-    return _keys_in("reasoning")
-
-
-@functools.cache
-def tool_parser_names() -> tuple[str, ...] | None:
-    """Names of the installed vLLM's own tool parsers, sorted; None if not found. Read from the source."""
-    return _keys_in("tool_parsers")
-
-
-def _keys_in(package: str) -> tuple[str, ...] | None:
-    """The keys of the table in a package of vLLM, sorted; None without one."""
+def parser_names(package: Literal["reasoning", "tool_parsers"]) -> tuple[str, ...] | None:
+    """Names of the installed vLLM's own parsers, sorted; None if not found. Read from the package's source."""
     for node in _body_of(package, "__init__.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]

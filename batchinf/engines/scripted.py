@@ -71,7 +71,6 @@ class ScriptedEngine:
         """See `Engine.warm_up`."""
 
     def add(self, request: Request) -> None:
-        """See `Engine.add`."""
         if len(request.prompt_token_ids) + self.output_room > self._script.max_model_len:
             raise RequestRefused(RowError("prompt_too_long", f"got {len(request.prompt_token_ids)} tokens"))
         if request.sampling.min_tokens > request.max_tokens:
@@ -152,15 +151,12 @@ class ScriptedEngine:
         return [self._encode(text) for text in texts]
 
     def begun(self) -> list[Request]:
-        """See `Engine.begun`."""
         return self._begun
 
     def num_unfinished(self) -> int:
-        """See `Engine.num_unfinished`."""
         return len(self._waiting) + self._num_running
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
         return EngineStats(num_running=self._num_running, num_waiting=len(self._waiting))
 
     def close(self) -> None:
@@ -242,7 +238,6 @@ class ScriptedPooling(ScriptedEngine):
         self._drawn = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
 
     def complete(self, request: Request) -> Completion:
-        """See `ScriptedEngine.complete`."""
         digest = hashlib.blake2b(np.asarray(request.prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
         start = int.from_bytes(digest, "little") % len(self._drawn)
 

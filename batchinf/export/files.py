@@ -11,7 +11,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterator
 from typing import IO
 
 from batchinf.base.bucket import Bucket
@@ -65,10 +64,7 @@ def check_is_free(path: str) -> None:
 
 
 class Files:
-    """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do.
-
-    Those that go elsewhere are first written into the folder for temporary files.
-    """
+    """The files of an export, for a `with` block. They get their names when all are whole; after an error, none do."""
 
     def __init__(self, *, overwrites: bool) -> None:
         """overwrites: files that are there already are replaced."""
@@ -83,10 +79,7 @@ class Files:
         return self
 
     def open(self, name: str, *, is_optional: bool = False) -> IO[bytes]:
-        """A stream to a file, or to stdout. is_optional: the file is left out if it stays empty.
-
-        Raises UserError if a file of this name is there already.
-        """
+        """A stream to a file or stdout. is_optional: left out if it stays empty. Raises UserError if it is there."""
         check_target(name)
         if name == STDOUT:
             self.written.append("stdout")
@@ -151,7 +144,7 @@ def _remove(name: str) -> None:
 def _put(path: pathlib.Path, url: str) -> None:
     """Send a file by PUT. Raises OutputError if the server refuses it, or does not take it in several tries."""
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(path.stat().st_size)}
-    for pause_s in _pauses():
+    for tries_left in reversed(range(_NUM_TRIES)):
         with path.open("rb") as file:
             request = urllib.request.Request(url, data=file, headers=headers, method="PUT")
             try:
@@ -163,18 +156,12 @@ def _put(path: pathlib.Path, url: str) -> None:
                     status = error.code
                     error.close()
                 is_final = status is not None and status < 500 and status not in _MAY_PASS
-                if is_final or pause_s is None:
+                if is_final or not tries_left:
                     raise OutputError(
                         f"{_shown(url)}: the file could not be sent by PUT: {one_line(str(error), 300)}; nothing is "
                         "lost: run the same command again, or give a path"
                     ) from error
-        time.sleep(pause_s)
-
-
-def _pauses() -> Iterator[float | None]:
-    """After each try the seconds until the next one; None after the last."""
-    yield from [_PAUSE_S] * (_NUM_TRIES - 1)
-    yield None
+        time.sleep(_PAUSE_S)
 
 
 def _shown(name: str) -> str:

@@ -23,7 +23,6 @@ class JsonLinesExport(Format):
         return list(dict.fromkeys([*names, *(name for columns in brought for name in columns)]))
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """See `Format`."""
         rows = batch.to_pylist()
         for prefix in PREFIXES:
             if columns := token_columns(prefix, batch.schema):

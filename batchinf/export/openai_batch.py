@@ -43,7 +43,6 @@ class OpenAIBatchExport(Format):
     splits_errors = True
 
     def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
-        """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._has_tokens = bool(token_columns("", schema))
         self._held: tuple[Row, ...] = ()
@@ -83,7 +82,6 @@ class OpenAIBatchExport(Format):
         self._write(groups)
 
     def close(self) -> None:
-        """See `Format`."""
         self._write([self._held] if self._held else [])
 
     def _write(self, requests: Sequence[tuple[Row, ...]]) -> None:
@@ -118,18 +116,15 @@ class OpenAIBatchExport(Format):
         created = int(self.job.results.begun_at.timestamp())
         model = self._model()
         shared = {"created": created, "model": model}
+        row = answered[0]  # the only one, but of URLs for texts
         if url == EMBEDDINGS_URL:
-            [row] = answered
             return {"id": f"embd-{name}", "object": "list", **shared, "data": _embeddings(row, form), "usage": usage}
         if url == SCORE_URL:
-            [row] = answered
             usage["completion_tokens"] = 0
             return {"id": f"score-{name}", "object": "list", **shared, "data": _scores(row), "usage": usage}
         if url == RERANK_URL:
-            [row] = answered
-            return {"id": f"score-{name}", "model": shared["model"], "usage": usage, "results": _results(row, form)}
+            return {"id": f"score-{name}", "model": model, "usage": usage, "results": _results(row, form)}
         if url == RESPONSES_URL:
-            [row] = answered
             logprobs = list(self._content(row, form)) if form.get("logprobs") else None
             sampling = self.job.spec.sampling
             return response_of(name, row, form, logprobs=logprobs, sampling=sampling, created=created, model=model)

@@ -19,7 +19,6 @@ class ParquetExport(Format):
     suffix = ".parquet"
 
     def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
-        """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._writer = pq.ParquetWriter(stream, schema, compression="zstd")
         self._held: list[pa.RecordBatch] = []
@@ -33,7 +32,6 @@ class ParquetExport(Format):
             self._write_group()
 
     def close(self) -> None:
-        """See `Format`."""
         self._write_group()
         self._writer.close()
 
@@ -53,7 +51,6 @@ class CsvExport(Format):
     suffix = ".csv"
 
     def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
-        """See `Format`."""
         super().__init__(job, schema, stream, errors)
         self._has_text = [_becomes_text(field.type) for field in schema]
         fields = [
@@ -64,7 +61,6 @@ class CsvExport(Format):
         self._writer = pyarrow.csv.CSVWriter(stream, self._schema)
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """See `Format`."""
         columns = [
             pa.array(map(_text, column.to_pylist()), pa.string()) if becomes_text else column
             for column, becomes_text in zip(batch.columns, self._has_text, strict=True)
@@ -72,7 +68,6 @@ class CsvExport(Format):
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def close(self) -> None:
-        """See `Format`."""
         self._writer.close()
 
 

@@ -21,10 +21,7 @@ _ORDER = ("row_index", "sample_index")
 
 
 class Rows:
-    """The rows of an output that are exported.
-
-    columns: those that are wanted, in this order. where: an SQL expression over the output's columns.
-    """
+    """The rows to export: these columns, in this order, of rows for which `where`, an SQL expression, is true."""
 
     def __init__(self, results: Results, columns: Sequence[str], where: str | None) -> None:
         """Raises PredicateError for a wrong expression."""
@@ -49,21 +46,17 @@ class Rows:
         row_bytes = self._num_bytes() / max(1, self._results.num_rows)
         num_rows = min(_MOST_ROWS, max(1, int(_BATCH_BYTES / max(1, row_bytes))))
         for batch in self._results.batches(self._needed, num_rows):
-            yield (
-                batch
-                if self._where is None
-                else batch.filter(pa.array(self._where.mask(pa.Table.from_batches([batch]))))
-            )
+            if self._where is not None:
+                batch = batch.filter(pa.array(self._where.mask(pa.Table.from_batches([batch]))))
+            yield batch
 
     def _num_bytes(self) -> int:
         """Of the needed columns in memory, about: Parquet counts dictionary-encoded values once."""
         return self._results.num_bytes(self._needed)
 
     def _sorted(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """All rows by position. Each part has rows from all over the input, so they go through files in between.
-
-        The first pass puts each row into the file of its range of positions, and the second sorts one file at a time.
-        """
+        """All rows by position: a first pass puts them into files of ranges of positions, a second sorts each file."""
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
         order = [(name, "ascending") for name in _ORDER if name in self._needed]
         num_buckets = min(_MOST_BUCKETS, 1 + self._num_bytes() // _BUCKET_BYTES)
         width = math.ceil(max(1, self._results.num_input_rows) / num_buckets)
@@ -73,7 +66,7 @@ class Rows:
                 buckets = batch["row_index"].to_numpy() // width
                 for bucket in sorted({*buckets.tolist()}):
                     if bucket not in writers:
-                        writer = pa.ipc.new_stream(_bucket_file(folder, bucket), batch.schema, options=_compressed())
+                        writer = pa.ipc.new_stream(_bucket_file(folder, bucket), batch.schema, options=options)
                         writers[bucket] = stack.enter_context(writer)
                     writers[bucket].write_batch(batch.filter(pa.array(buckets == bucket)))
             stack.close()
@@ -87,7 +80,3 @@ class Rows:
 
 def _bucket_file(folder: str, bucket: int) -> pathlib.Path:
     return pathlib.Path(folder, f"{bucket}.arrows")
-
-
-def _compressed() -> pa.ipc.IpcWriteOptions:
-    return pa.ipc.IpcWriteOptions(compression="lz4")

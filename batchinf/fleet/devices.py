@@ -75,7 +75,6 @@ class Platforms:
         return None
 
     def _compare(self, replica: int, before: Platform, now: Platform) -> str | None:
-        """See `admit`, for one of the earlier platforms."""
         changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
         deciding = [name for name in changed if name in _DECIDING]
         if self._same_device and deciding:

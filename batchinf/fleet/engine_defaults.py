@@ -124,7 +124,6 @@ def _chosen_replicas_per_device(spec: JobSpec, fit: Fit, task: Task, num_devices
 
 
 def _check_sharing(spec: JobSpec, number: int) -> None:
-    """Raise SpecError if this number of replicas cannot share a device."""
     if math.prod(spec.parallel.sizes) > 1:
         raise SpecError(
             f"parallel.replicas_per_device: got {number} with tensor_parallel_size "
@@ -140,7 +139,6 @@ def _check_sharing(spec: JobSpec, number: int) -> None:
 
 
 def _shared_utilization(num_replicas: int) -> float:
-    """`gpu_memory_utilization` of each replica of a device."""
     return int(_SHARED_UTILIZATION / num_replicas * 100) / 100
 
 
@@ -245,7 +243,6 @@ def _for_prompts(spec: JobSpec, fit: Fit, task: Task) -> dict[str, _WithReason]:
 
 
 def _has_prompt_graphs(spec: JobSpec, fit: Fit, task: Task) -> bool:
-    """Whether a job gets CUDA graphs for steps that only read prompts."""
     return _overlaps_steps(spec, fit, task) or _only_scores(spec, fit, task)
 
 

@@ -4,7 +4,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from batchinf.base.errors import EngineDeadError
 from batchinf.engines.vllm.start_log import start_detail
@@ -106,51 +106,39 @@ def _cause_with_log(cause: str, failed: Failed | None, handle: ReplicaHandle) ->
     return "\n".join([cause, *errors])
 
 
+@dataclass(eq=False)
 class Fleet:
     """All replicas of a job, on one backend. It owns their handles; `FleetReplica` has the rest of their state."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        slots: Iterable[Slot],
-        launch: Callable[[Slot, str], Launch],
-        *,
-        requests_per_row: int,
-        epoch: int,
-        logs: pathlib.Path,
-        max_restarts: int,
-        stall_timeout_s: float,
-        is_cache_warm: bool,
-        settings: EngineSettings | None = None,
-        retry: int = 0,
-        num_before: int = 0,
-    ) -> None:
-        """launch: makes the message that starts an incarnation, given its slot and its name.
+    backend: Backend
+    slots: InitVar[Iterable[Slot]]
+    launch: Callable[[Slot, str], Launch]
+    """Makes the message that starts an incarnation, given its slot and its name."""
+    _: KW_ONLY
+    requests_per_row: InitVar[int]
+    epoch: int
+    logs: pathlib.Path
+    max_restarts: int
+    stall_timeout_s: float
+    is_cache_warm: bool
+    settings: EngineSettings | None = None
+    """The engine arguments that `launch` uses; the fleet lowers them when memory runs out."""
+    retry: int = 0
+    """The number of the retry that the incarnations work for; 0 for none."""
+    num_incarnations: int = 0
+    """Those that this epoch has started."""
+    handles: dict[int, ReplicaHandle] = field(default_factory=dict, init=False)
+    """Of the running incarnations, by the number of the replica."""
+    work: Work | None = field(default=None, init=False)
 
-        settings: the engine arguments that `launch` uses; the fleet lowers them when memory runs out.
-        retry: the number of the retry that the incarnations work for; 0 for none.
-        num_before: incarnations that this epoch has already started for it.
-        """
-        self.backend = backend
+    def __post_init__(self, slots: Iterable[Slot], requests_per_row: int) -> None:
         self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
-        self.handles: dict[int, ReplicaHandle] = {}
-        """Of the running incarnations, by the number of the replica."""
-        self.stall_timeout_s = stall_timeout_s
-        self.is_cache_warm = is_cache_warm
-        self.num_incarnations = num_before
-        self._launch = launch
-        self._work: Work | None = None
-        self._epoch = epoch
-        self._retry = retry
-        self._logs = logs
-        self._max_restarts = max_restarts
-        self._settings = settings
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
     def give_work(self, work: Work) -> None:
         """Send `Work` to the running replicas, and later to each replica when it starts."""
-        self._work = work
+        self.work = work
         for replica in self.replicas:
             self.send(replica, work)
 
@@ -168,7 +156,7 @@ class Fleet:
 
     def _start(self, replica: FleetReplica) -> None:
         self.num_incarnations += 1
-        incarnation = incarnation_name(self._epoch, self.num_incarnations, self._retry)
+        incarnation = incarnation_name(self.epoch, self.num_incarnations, self.retry)
         # Engines that share a device start one after the other, so they can fill the same cache.
         neighbours = replica.slot.devices if replica.slot.sharers > 1 else None
         is_filled = any(
@@ -176,15 +164,15 @@ class Fleet:
             for number, handle in self.handles.items()
         )
         handle = self.backend.start(
-            self._launch(replica.slot, incarnation),
+            self.launch(replica.slot, incarnation),
             replica.slot,
-            self._logs / f"replica-{replica.number}.log",
+            self.logs / f"replica-{replica.number}.log",
             has_own_cache=is_filled and not self.is_cache_warm,
         )
         self.handles[replica.number] = handle
         replica.start(incarnation, time.monotonic())
-        if self._work is not None:
-            handle.send(self._work)
+        if self.work is not None:
+            handle.send(self.work)
 
     def look_at_starts(self) -> None:
         """Read from the logs of starting replicas what their engines are doing."""
@@ -222,10 +210,7 @@ class Fleet:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def reap(self) -> list[Ended]:
-        """End the replicas that have died or made no step for too long, with everything that they started.
-
-        Once all have stored their rows, it ends them too, because nothing has to be read or written any more.
-        """
+        """End the replicas that have died or made no step for too long; and all of them once all rows are stored."""
         live = self._live
         are_done = all(replica.current.stopped_at is not None for replica in live)
         now = time.monotonic()
@@ -287,7 +272,7 @@ class Fleet:
             lowered=None if verdict is None else verdict.step,
         )
         told = cause if verdict is None else verdict.words
-        replica.end(told, verdict, now=time.monotonic(), max_restarts=self._max_restarts)
+        replica.end(told, verdict, now=time.monotonic(), max_restarts=self.max_restarts)
         del self.handles[replica.number]
         return ended
 
@@ -296,16 +281,16 @@ class Fleet:
         failed = replica.current.failed
         # If a replica was killed or made no step, an earlier error in its log is not the cause.
         is_explained = failed is not None or ending.ended_by == "itself"
-        if self._settings is None or replica.is_stopping or not is_explained:
+        if self.settings is None or replica.is_stopping or not is_explained:
             return None
         failure = recognise(_cause_with_log(cause, failed, handle), was_up=replica.is_up)
         if failure is None:
             return None
-        return self._settings.judge(replica.number, handle.incarnation, failure, was_up=replica.is_up)
+        return self.settings.judge(replica.number, handle.incarnation, failure, was_up=replica.is_up)
 
     def excuse(self, replica: FleetReplica) -> None:
         """Do not count the last end of a replica as a failure, because the search for a killing row made progress."""
-        replica.excuse(now=time.monotonic(), max_restarts=self._max_restarts)
+        replica.excuse(now=time.monotonic(), max_restarts=self.max_restarts)
 
     # -- all of them -------------------------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class Launcher:
         return _devices(self.slots)
 
     def fleet(self, job_id: str, spec: JobSpec | None = None, retry: int = 0, num_before: int = 0) -> Fleet:
-        """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: see `Fleet`."""
+        """A fleet with no replica started. spec: of a retry, which has other sampling. num_before: those so far."""
         own = self.task.spec
         return Fleet(
             self.backend,
@@ -129,7 +129,7 @@ class Launcher:
             is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
             retry=retry,
-            num_before=num_before,
+            num_incarnations=num_before,
         )
 
     def _launch(self, slot: Slot, incarnation: str, job_id: str, spec: JobSpec) -> Launch:
@@ -233,20 +233,6 @@ class Replicas:
         self.launcher = launcher
         self.fleet = launcher.fleet(job_id)
         self._job_id = job_id
-
-    @classmethod
-    def of(
-        cls,
-        job: PreparedJob,
-        backend: Backend,
-        *,
-        job_id: str,
-        epoch: int,
-        say: Callable[[str], None],
-        shared_share: Callable[[], float | None],
-    ) -> "Replicas":
-        """Choose devices and engine arguments; starts none. See `Launcher.of`."""
-        return cls(Launcher.of(job, backend, epoch=epoch, say=say, shared_share=shared_share), job_id)
 
     def __len__(self) -> int:
         return len(self.launcher.slots)

@@ -12,7 +12,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, gib
+from batchinf.model.memory import Fit, fit_of, gib, share_of
 from batchinf.model.splits import why_not_split
 from batchinf.planning.degrees import (
     MOST_DEVICES,
@@ -79,7 +79,6 @@ def _set(file: SpecFile, tensor: int, pipeline: int) -> SpecFile:
 
 
 def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> tuple[Option, str]:
-    """The best degrees for the job, and why."""
     work = None
     with opened(dataclasses.replace(_set(file, *file.spec.parallel.sizes), slice=None), may_scan=False) as input_:
         if input_ is not None:
@@ -96,7 +95,7 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
     if gpu is not None:
         with placing(file):
             _check_type(spec, fit, gpu)
-    machine = Machine(gpu, num_devices, 1, share_of(spec), fixed=fixed_degrees(file.spec.parallel))
+    machine = Machine(gpu, num_devices, 1, share_of(spec.engine), fixed=fixed_degrees(file.spec.parallel))
     return choose_degrees(file, fit, machine, work or assumed_work(task_of(spec), context))
 
 
@@ -106,11 +105,6 @@ def on_device(spec: JobSpec, base: Fit, device_bytes: int, title: str) -> Fit:
     limits = task.default_batch_limits(base.needs.config.get("vocab_size"), device_bytes)
     fit = dataclasses.replace(base, device_bytes=device_bytes, device_name=title, batch_limits=limits)
     return dataclasses.replace(fit, engine={**chosen_arguments(spec, fit, task, 1).engine, **fit.engine})
-
-
-def share_of(spec: JobSpec) -> float:
-    """The share of a device's memory that vLLM takes."""
-    return float(spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
 
 
 def fixed_degrees(parallel: ParallelSpec) -> Fixed:
@@ -142,10 +136,7 @@ def choose_degrees(file: SpecFile, fit: Fit, machine: Machine, work: Workload) -
 
 
 def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
-    """Warnings about the devices. Raises SpecError for settings that cannot start on them.
-
-    Looks the device up in the table of GPUs; a device that is not there passes.
-    """
+    """Warnings about devices in the table of GPUs. Raises SpecError for settings that cannot start on them."""
     if spec.scripted is not None or fit.device_bytes is None:
         return
     ranks = fit.tensor_parallel_size * fit.pipeline_parallel_size * num_replicas
@@ -169,7 +160,6 @@ def _check_type(spec: JobSpec, fit: Fit, gpu: Gpu) -> None:
 
 
 def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
-    """See `check_devices`, for a device that is in the table."""
     _check_type(spec, fit, gpu)
     cache = str(spec.engine.get("kv_cache_dtype", "auto"))
     if cache.startswith("fp8") and cache != "fp8_e5m2" and gpu.capability < (8, 9):

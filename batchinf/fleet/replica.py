@@ -129,10 +129,7 @@ class Intake:
 
 
 def requests_per_row(progress: Progress, of_job: int) -> float:
-    """Requests of an input row; if rows have their own number, the mean of those that are finished.
-
-    of_job: those of a row that says nothing.
-    """
+    """Requests of an input row: `of_job`, or the mean of those finished if rows have their own number."""
     return progress.num_rows / progress.num_inputs if progress.num_inputs else of_job
 
 

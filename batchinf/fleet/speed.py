@@ -19,7 +19,7 @@ from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
+from batchinf.model.memory import share_of
 from batchinf.planning.degrees import degrees_of
 from batchinf.planning.gpus import gpu_like
 from batchinf.planning.lengths import lengths_of_rows
@@ -62,7 +62,7 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
         return None
     work = lengths.workload(job)
     work = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // len(sharers))))
-    share = float(fit.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    share = share_of(fit.engine)
     context = fit.max_model_len or lengths.longest
     degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context=context, share=share)
     each = {number: prediction_of(fit, shape, gpu=gpu, work=work, share=share, sharers=number) for number in sharers}
@@ -83,10 +83,7 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
 
 
 def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
-    """The speed of the last epoch, by its events, the tokens that its engines counted, and its telemetry.
-
-    None if no engine worked.
-    """
+    """The speed of the last epoch, by events, tokens of engines and telemetry; None if no engine worked."""
     events = state.epoch_events
     began = times_of(events, "first_request")
     ended = times_of(events, "all_committed")
@@ -276,7 +273,6 @@ _REASONS: dict[Kind, str] = {
 
 
 def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) -> str:
-    """One change to try."""
     if kind == "sequences":
         return f"engine.max_num_seqs {2 * engine.max_num_seqs}"
     if kind == "input":
@@ -295,7 +291,7 @@ def _change(kind: Kind, engine: StartedEngine, num_gpus: int, num_engines: int) 
 def _more_cache(engine: StartedEngine, num_gpus: int) -> str:
     if num_gpus >= 2 * engine.num_devices:
         return f"parallel.tensor_parallel_size {2 * engine.tensor}: half of the replicas, each with more cache"
-    if float(engine.arguments.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION) < _MOST_UTILIZATION:
+    if share_of(engine.arguments) < _MOST_UTILIZATION:
         return f"engine.gpu_memory_utilization {_MOST_UTILIZATION}"
     if not str(engine.arguments.get("kv_cache_dtype", "auto")).startswith("fp8"):
         return "engine.kv_cache_dtype fp8, for a new job, as it changes values"

@@ -224,10 +224,7 @@ _SAMPLE = TypeAdapter(_Sample)
 
 
 class Telemetry:
-    """Takes the samples of one epoch: one a second at first, and later at most 15 s apart.
-
-    With more than 64 replicas, the intervals are longer by the same factor.
-    """
+    """Takes the samples of one epoch: one a second at first, later up to 15 s apart; fewer with over 64 replicas."""
 
     def __init__(self, folder: Folder, epoch: int, watch: DeviceWatch) -> None:
         """watch: reports the job's devices. `close` closes it."""

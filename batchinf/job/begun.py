@@ -17,10 +17,7 @@ from batchinf.spec.file import SpecFile
 
 @contextlib.contextmanager
 def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
-    """The job, with all slices as one job, and the state of the first slice that has begun.
-
-    folder: `Results.root`, with the job's files.
-    """
+    """The job in `folder` (`Results.root`), all slices as one, and the state of the first slice that has begun."""
     state = next(state for _, state in read_jobs(folder) if state is not None)
     with tempfile.TemporaryDirectory() as scratch:
         source = pathlib.Path(folder, SOURCE_FOLDER)

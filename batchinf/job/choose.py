@@ -1,7 +1,4 @@
-"""Chooses the rows that a job runs: applies `input.where`, `sample`, `exclude` and `limit` once, in this order.
-
-`exclude` leaves out the rows that earlier jobs have done.
-"""
+"""Chooses the rows that a job runs: applies `input.where`, `sample`, `exclude` and `limit` once, in this order."""
 
 import contextlib
 import dataclasses
@@ -243,10 +240,7 @@ _ROWS_TO_TOKENIZE = 256
 
 
 class Exclusion:
-    """Finds the rows that have no output row without an error in the jobs of `input.exclude`.
-
-    columns: the columns of the input that it reads.
-    """
+    """Finds the rows that no job of `input.exclude` has done without an error. columns: what it reads of the input."""
 
     def __init__(self, job: Job, state: State | None) -> None:
         """state: of a job that has begun. Raises SpecError."""
@@ -397,10 +391,7 @@ def check_slice(job: Job, extent: Extent, say: Say) -> None:
 
 
 def _of_all_slices(job: Job, say: Say, *, begins: bool = False) -> Choice:
-    """The rows of all slices together. Slices cut the chosen rows, not the input. The first slice to start chooses.
-
-    begins: the slice has not begun.
-    """
+    """The rows that all slices share; the first slice to start chooses them. begins: this slice has not begun."""
     rows = range(job.source.num_rows)
     limit = job.spec.input.limit
 

@@ -126,7 +126,6 @@ def _equal_hashes(column: str, source: Source) -> set[int]:
 
 
 def _text_of_value(id: object) -> str | None:
-    """The JSON text of an id; None if it is a text or null."""
     return None if id is None or isinstance(id, str) else json.dumps(id, ensure_ascii=False)
 
 

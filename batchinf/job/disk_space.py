@@ -119,10 +119,7 @@ def _round_up(num_bytes: int) -> int:
 
 
 def _estimated_bytes(job: Job, state: State | None, num_replicas: int, num_rows: int | None) -> int:
-    """Bytes of the remaining parts and the journal.
-
-    The estimate uses the existing parts, or else the spec and the kept columns of the first rows.
-    """
+    """Bytes of the remaining parts and the journal, by the existing parts, or else by the spec and the first rows."""
     if num_rows is None:
         num_rows = len(job.rows) if state is None else total_rows(state.extents)
     per_row = round(bytes_per_row(job) + mean_samples(job) * _kept_bytes(job))

@@ -1,7 +1,6 @@
 """Refuses a job that is not the one in its folder: other settings, another model, another input, other slices."""
 
 import contextlib
-import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from batchinf.base.errors import DriftError, OutputError
 from batchinf.base.slices import Cut, check_place, read_cut, write_cut
 from batchinf.base.storage import Folder
+from batchinf.base.text import utc_now
 from batchinf.job.job import Job, PreparedJob
 from batchinf.manifest.lines import Header
 from batchinf.manifest.state import State
@@ -30,12 +30,7 @@ def check_drift(
     if header.fingerprint == fingerprint(identity) and not files:
         return
     _refuse_other_job(job.folder, job.spec, job.model, header)
-    raise _drift(f"{job.folder.root} holds a job", header.identity, identity, files)
-
-
-def files_drift(holder: str, files: Sequence[str]) -> DriftError:
-    """The error for files of the model that differ. holder: what holds the job. files: a line for each."""
-    return _drift(holder, {}, {}, files)
+    raise drift_error(f"{job.folder.root} holds a job", header.identity, identity, files=files)
 
 
 @contextlib.contextmanager
@@ -50,10 +45,7 @@ def refusing_other_job(folder: Folder, spec: JobSpec, model: Model, state: State
 
 
 def _refuse_other_job(folder: Folder, spec: JobSpec, model: Model, header: Header) -> None:
-    """Raise DriftError, in one line, if the folder's job has another task, or another model and another input.
-
-    Other differences are shown field by field.
-    """
+    """Raise DriftError, in one line, if the folder's job has another task, or another model and another input."""
     stored_spec = header.spec
     is_other_task = fields(spec, "identity")["task"] != header.identity["task"]
     is_other_model = model.fingerprint != header.identity["model"]
@@ -74,7 +66,7 @@ def limit_as_begun(folder: Folder, limit: int | None, state: State, new: NewRows
     is_raised = last is not None and (limit is None or limit > last)
     if limit == last or (new == "take" and is_raised):
         return state.header.identity.get("input.limit")
-    error = _drift(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
+    error = drift_error(f"{folder.root} holds a job", {"input.limit": last}, {"input.limit": limit})
     raise DriftError(f"{error}\nwith --extend, input.limit may be raised, but not lowered")
 
 
@@ -92,7 +84,7 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
             num_slices=job.slice.num_slices,
             num_rows=num_rows,
             identity=_identity_of_all(job),
-            begun_at=now(),
+            begun_at=utc_now("seconds"),
             positions=positions,
         ),
         job.spec.output.bucket(),
@@ -112,19 +104,17 @@ def check_cut(job: Job) -> None:
     identity = _identity_of_all(job)
     cut = read_cut(out)
     if cut is not None and cut.identity != identity:
-        raise _drift(f"{out} holds slices of a job", cut.identity, identity)
+        raise drift_error(f"{out} holds slices of a job", cut.identity, identity)
 
 
 def _identity_of_all(job: Job) -> dict[str, Any]:
     return {name: value for name, value in job.identity.items() if name != "slice"}
 
 
-def now() -> str:
-    """The time in UTC, in ISO format."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _drift(holder: str, before: Mapping[str, Any], current: Mapping[str, Any], files: Sequence[str] = ()) -> DriftError:
+def drift_error(
+    holder: str, before: Mapping[str, Any] = {}, current: Mapping[str, Any] = {}, *, files: Sequence[str] = ()
+) -> DriftError:
+    """The error for another job. holder: what holds the job, with this identity before. files: see `check_drift`."""
     lines = [
         f"  {name}: the job has {_shown(before, name)}, now it is {_shown(current, name)}"
         for name in sorted(before.keys() | current.keys())

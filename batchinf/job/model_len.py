@@ -1,7 +1,4 @@
-"""`engine.max_model_len: auto`: a number from the longest row and its output, found by a pass over all rows.
-
-`start` and `validate` use it before engines start. A job that has begun keeps its number.
-"""
+"""`engine.max_model_len: auto`: a number from the longest row and its output, found by a pass over all rows."""
 
 import contextlib
 import pathlib
@@ -26,10 +23,7 @@ _LONG = 1 << 30
 
 
 def with_known_length(prepared: PreparedJob, say: Say, cache: pathlib.Path | None = None) -> PreparedJob:
-    """The job with a number in place of `auto`: reads and tokenises its rows for that. cache: see `open_input`.
-
-    All slices of a job get the same number, as it is of the rows of all of them. Raises UserError.
-    """
+    """The job with a number in place of `auto`, by all rows, the same for all slices. Raises UserError."""
     say("engine.max_model_len auto: reading all rows before the engines start")
     job = open_input(prepared, cache)
     with contextlib.closing(job.source):
@@ -95,10 +89,7 @@ def _longest(job: Job) -> int:
 
 
 def _pieces(job: Job) -> Iterator[Int64Array]:
-    """Positions of the rows that may run, in all slices. Rows that `exclude` leaves out count too.
-
-    `exclude` may find them by their prompts, which depend on the length.
-    """
+    """Positions of the rows that may run, in all slices, with those that `exclude` leaves out by their prompts."""
     where = job.spec.input
     rows = range(job.source.num_rows)
     if where.exclude is not None:

@@ -76,10 +76,7 @@ def placing(file: SpecFile) -> Iterator[None]:
 
 
 def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refuse") -> PreparedJob:
-    """Resolve model and sampling, and check all of the spec that does not depend on the input.
-
-    state: of the job to resume, with its model's commit. new: how to treat new rows of the input.
-    """
+    """Resolve model and sampling; check all that does not depend on the input. state: of the job to resume."""
     with placing(file):
         _check_output_apart(file.spec)
         began_as = _began_as(file, state)
@@ -118,10 +115,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
 
 
 def _with_task(file: SpecFile, state: State | None) -> SpecFile:
-    """The spec with the task that the first line of a batch file asks for, if the spec names none.
-
-    state: of a job that has begun, which keeps its task.
-    """
+    """The spec with the task that a batch file's first line asks for, or that a begun job has, if it names none."""
     spec = file.spec
     if "task" in spec.model_fields_set or not (spec.input.is_batch_file or may_be_batch(spec.input)):
         return file

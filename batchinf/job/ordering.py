@@ -123,10 +123,7 @@ WAVES_AND_HANDS = (2, 128)
 
 
 def begin_or_restore(job: Job, state: State | None, say: Say, check_lock: CheckLock) -> Choice | None:
-    """Choose and order the rows of a job that has not begun.
-
-    For a job that has begun, make the files with its rows again if they are gone or altered; returns None.
-    """
+    """Choose and order the rows of a new job; for one that has begun, restore their files and return None."""
     if state is not None:
         _restore(job, state, say)
         return None
@@ -145,10 +142,7 @@ def in_order(
     say: Say = lambda line: None,
     check_lock: CheckLock = lambda: None,
 ) -> Choice:
-    """Store the order that `choice.ordered_by` names. Returns the rows with this order.
-
-    state: that of a job that has begun. check_lock: see `write_positions`.
-    """
+    """Store the order that `choice.ordered_by` names; returns the rows with it. check_lock: see `write_positions`."""
     if choice.ordered_by == "input" or choice.num_rows < 2:
         return choice
     began = time.monotonic()

@@ -23,10 +23,7 @@ _FETCH_ROWS = 1 << 16
 
 @contextlib.contextmanager
 def scratch_database(folder: Folder, memory: str) -> Iterator["ScratchDatabase"]:
-    """A database that ends with the block. folder: the output folder.
-
-    memory: DuckDB's limit, such as `512MB`; data above it is on disk.
-    """
+    """A database in the output folder, until the block ends. memory: its limit, such as `512MB`."""
     folder.make(RUN_FOLDER)
     where = folder.path(RUN_FOLDER)
     for leftover in where.glob(f"{_PREFIX}*"):  # of a killed process

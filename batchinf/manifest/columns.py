@@ -1,7 +1,4 @@
-"""The columns of a job's files. The header records them when the job begins, and every later version keeps to them.
-
-The coordinator compares them with those of the task when it continues a job. Replicas and readers use them.
-"""
+"""The columns of a job's files. The header records them when the job begins, and every later version keeps to them."""
 
 import functools
 from collections.abc import Sequence
@@ -71,10 +68,7 @@ class Columns:
         return task.reduce(carried, results).select(self.part_schema.names)
 
     def later(self, spec: JobSpec) -> list[str]:
-        """The columns that this version of batchinf has, and the job does not have.
-
-        Raises OutputError if this version lacks a column of the job, or gives it another type.
-        """
+        """The columns that only this version has. Raises OutputError if it lacks one, or gives it another type."""
         task = task_of(spec)
         later = dict[str, None]()
         journal = (_types(self.journal_schema), _types(task.result_schema))

@@ -8,6 +8,7 @@ and that commit counts as never written. Anywhere else it is reported as damage.
 import contextlib
 import json
 import os
+import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
@@ -32,10 +33,7 @@ def encode_commits(commits: Iterable[Sequence[Fields]], num_before: int = 0) -> 
 
 
 def read_lines(folder: Folder, name: str) -> Iterator[tuple[int, Fields]]:
-    """(line number, fields) of the lines of whole commits, up to a torn tail.
-
-    Raises OutputError for damage, as soon as it is met.
-    """
+    """(line number, fields) of the lines of whole commits, up to a torn tail. Raises OutputError for damage."""
     num_commits = 0
     commit: list[tuple[int, Fields]] = []
     with folder.path(name).open("rb") as file:
@@ -94,6 +92,13 @@ def _decode(line: bytes) -> Fields | None:
     return fields
 
 
+def gone(path: pathlib.Path) -> OutputError:
+    """The error for a log, or for all of them, that somebody else has taken away."""
+    return OutputError(
+        f"{path} was deleted or replaced while the job ran; restore the folder, or start a new job with --fresh"
+    )
+
+
 class CommitLog:
     """Appends to a log, which must exist and which no other process writes."""
 
@@ -113,10 +118,7 @@ class CommitLog:
         self._num_bytes = self._file.seek(0, os.SEEK_END)
 
     def commit(self, lines: Sequence[Fields]) -> None:
-        """Append lines as one commit, durable when this returns.
-
-        Raises OutputError if that fails. What was written of the commit is cut off, at the latest by the next one.
-        """
+        """Append lines as one commit, durable on return. Raises OutputError, and cuts off what was written of it."""
         data = encode_commits([lines], self._num_commits)
         if self._first is not None:
             if self._is_behind:
@@ -156,10 +158,7 @@ class CommitLog:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
                 return
-        raise OutputError(
-            f"{self._path} was deleted or replaced while the job ran; restore the folder, or start a new job with "
-            "--fresh"
-        )
+        raise gone(self._path)
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)

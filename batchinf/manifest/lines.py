@@ -181,10 +181,7 @@ _RECORDS: dict[str, TypeAdapter[Any]] = {
 
 
 def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | EventLine | SnapshotSums | None:
-    """A line as its record; None for an unknown kind.
-
-    Raises ValueError or LookupError if a field is missing or has another type.
-    """
+    """A line as its record; None for an unknown kind. Raises ValueError or LookupError for a missing or wrong field."""
     match line["kind"]:
         case "part" | "replacing":
             if missing := [name for name in BASIC_COUNTS if name not in line]:

@@ -17,7 +17,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
@@ -75,18 +77,17 @@ class Holder:
     def decode(cls, data: bytes) -> "Holder | None":
         """The holder that wrote these bytes; None if they are damaged."""
         try:
-            fields: dict[str, Any] = json.loads(data)
-            holder = cls(**fields)
-        except (ValueError, TypeError, RecursionError):
+            holder = _HOLDER.validate_json(data, strict=True)
+        except ValueError:
             return None
-        for field in dataclasses.fields(cls):
-            value = getattr(holder, field.name)
-            if type(value) is not field.type or (isinstance(value, str) and not value.isprintable()):
-                return None
-        return holder
+        texts = (value for value in dataclasses.astuple(holder) if isinstance(value, str))
+        return holder if all(map(str.isprintable, texts)) else None
 
     def __str__(self) -> str:
         return f"pid {self.pid} on host {self.host}"
+
+
+_HOLDER = TypeAdapter(Holder)
 
 
 def boot_id() -> str:

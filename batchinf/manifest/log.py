@@ -4,7 +4,6 @@ A torn commit loses no rows: a part that no line names is verified and adopted, 
 """
 
 import dataclasses
-import datetime
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder, disk_error
+from batchinf.base.text import utc_now
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.commit_log import CommitLog, Fields, encode_commits
 from batchinf.manifest.lines import EventLine, Header, Retry, event_line, part_line
@@ -26,10 +26,6 @@ def _extent_line(extent: Extent, source_fingerprint: str, more: Fields) -> Field
     return {"kind": "extent", **dataclasses.asdict(extent), "source_fingerprint": source_fingerprint, **more}
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-
-
 def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
     """The state as several commits, so that a damaged snapshot is never mistaken for a torn last commit."""
     lines = list(_snapshot_lines(state, replaces))
@@ -40,7 +36,7 @@ def snapshot_commits(state: State, replaces: list[str]) -> list[list[Fields]]:
 def _snapshot_lines(state: State, replaces: list[str]) -> Iterator[Fields]:
     running = [dataclasses.asdict(replica) for replica in state.running_replicas]
     counts = {"device_s": state.device_s, "event_counts": state.event_counts, "running_replicas": running}
-    yield {"kind": "snapshot", "at": _now(), "replaces": replaces, **counts}
+    yield {"kind": "snapshot", "at": utc_now(), "replaces": replaces, **counts}
     yield from _job_lines(state)
     yield from (part_line("part", part) for part in state.parts.values())
     yield from (part_line("replacing", part) for part in state.replacing.values())
@@ -61,10 +57,7 @@ def _job_lines(state: State) -> Iterator[Fields]:
 
 
 class Manifest:
-    """The log of one epoch. Lines are buffered until `commit`.
-
-    Opening creates the log. If there are several earlier logs, a snapshot in the new one replaces them.
-    """
+    """The log of one epoch, whose lines wait for `commit`. Opening creates it, in place of several earlier ones."""
 
     def __init__(
         self,
@@ -121,13 +114,10 @@ class Manifest:
 
     def files(self, digests: Mapping[str, str]) -> None:
         """Record which local files the model is made of: the digest of all bytes of each, by name."""
-        self._lines.append({"kind": "files", "at": _now(), "files": dict(digests)})
+        self._lines.append({"kind": "files", "at": utc_now(), "files": dict(digests)})
 
     def part(self, part: Part, replica: int | None = None, incarnation: str = "") -> None:
-        """Record that a shard is done and that this published part has its rows.
-
-        replica, incarnation: those that made the part, if known.
-        """
+        """Record that this published part has a shard's rows. replica, incarnation: those that made it, if known."""
         part = dataclasses.replace(part, replica=replica, incarnation=incarnation)
         self._lines.append(part_line("part", part))
 
@@ -141,7 +131,7 @@ class Manifest:
 
     def retry(self, retry: Retry) -> None:
         """Record that a retry begins; a job that was done is no longer done."""
-        self._lines.append({"kind": "retry", "at": _now(), **dataclasses.asdict(retry)})
+        self._lines.append({"kind": "retry", "at": utc_now(), **dataclasses.asdict(retry)})
 
     def event(self, name: str, /, **fields: Any) -> None:
         """Record an event. `fields` are JSON values.
@@ -150,17 +140,14 @@ class Manifest:
         event, its `shards` are no longer committed, and the job is no longer done. An event with `kept_as` stays in
         `State.kept` under that name, until the next one with that name or a `forgotten` event.
         """
-        self._lines.append(event_line("event", EventLine(name, _now(), fields)))
+        self._lines.append(event_line("event", EventLine(name, utc_now(), fields)))
 
     def done(self, **fields: Any) -> None:
         """Record that every shard is done."""
-        self._lines.append(event_line("done", EventLine("done", _now(), fields)))
+        self._lines.append(event_line("done", EventLine("done", utc_now(), fields)))
 
     def commit(self) -> None:
-        """Write the buffered lines, all or none; they are durable when this returns.
-
-        Raises LockLost, or OutputError if they cannot be written; they then stay buffered for the next commit.
-        """
+        """Write the buffered lines durably, all or none. Raises LockLost, or OutputError; they then stay buffered."""
         if self._lines:
             self.check_lock()
             self._log.commit(self._lines)

@@ -17,13 +17,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-import xxhash
-
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
 from batchinf.base.places import bucket_problem, is_bucket, user_cache
 from batchinf.base.slices import CUT_RECORD, JobFolder, folder_name, job_folders
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import LOCK, not_begun_message
@@ -78,7 +76,7 @@ class Look:
             job.folder.make("parts")
             temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
             is_there = Bucket(self.named(job), PATIENCE_S).download(name, temporary)
-            if is_there is None or _digest(temporary) != part.digest:
+            if is_there is None or file_digest(temporary) != part.digest:
                 temporary.unlink(missing_ok=True)
                 what = "is missing" if is_there is None else "is not the committed part"
                 raise OutputError(f"{self.named(job)}/{name} {what}: run the job again, which makes it again")
@@ -105,11 +103,6 @@ class Look:
     def has(self, job: JobFolder, part: Part) -> bool:
         """Whether the file of a part is here."""
         return not self.is_bucket or job.folder.exists(f"parts/{part.digest}-{part_name(part.shard)}")
-
-
-def _digest(path: pathlib.Path) -> str:
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class PartFiles(Sequence[pathlib.Path]):

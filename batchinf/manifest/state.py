@@ -193,11 +193,7 @@ class State:
         self.done = None
 
     def apply(self, fields: Fields) -> None:
-        """Apply a line; unknown kinds are ignored.
-
-        Raises LookupError or ValueError if a field is missing or of another type, or if the line cannot follow those
-        before it.
-        """
+        """Apply a line; unknown kinds are ignored. Raises LookupError or ValueError if it cannot follow."""
         match read_line(fields):
             case Part() as part if fields["kind"] == "replacing":
                 self.replacing[part.shard] = part
@@ -280,10 +276,7 @@ def read_jobs(out: str) -> Iterator[tuple[JobFolder, State | None]]:
 
 
 def read_beginning(folder: Folder) -> State:
-    """The state of a job without a header: the job id, replicas and events of starts that did not finish.
-
-    Empty if there were none.
-    """
+    """The state of a job without a header: id, replicas and events of unfinished starts. Empty without any."""
     return _read(folder, None)
 
 
@@ -339,10 +332,7 @@ def _read_logs(folder: Folder, logs: list[tuple[int, str]]) -> State:
 
 
 def _first_needed(folder: Folder, logs: list[tuple[int, str]]) -> int:
-    """The place of the last log with a whole snapshot, or 0.
-
-    A crash while earlier logs are deleted may leave any of them. Without a snapshot, a log needs all logs before it.
-    """
+    """The place of the last log with a whole snapshot, or 0: without one, a log needs all logs before it."""
     for place in range(len(logs) - 1, 0, -1):
         kinds = (fields.get("kind") for _, fields in read_lines(folder, logs[place][1]))
         if next(kinds, None) == "snapshot" and "snapshot_end" in kinds:

@@ -25,14 +25,12 @@ def check_version(folder: Folder, fields: Fields) -> None:
         return
     age = "a newer" if version > FORMAT_VERSION else "an older"
     writer = fields.get("batchinf_version")
+    is_one = OLDEST_VERSION == FORMAT_VERSION
+    reads = f"version {FORMAT_VERSION}" if is_one else f"versions {OLDEST_VERSION} to {FORMAT_VERSION}"
     raise OutputError(
         f"{folder.root} was written by {age} batchinf{f', {writer},' if writer else ''} in format version {version}; "
-        f"this one reads {_span(OLDEST_VERSION, FORMAT_VERSION)}: use {age} one, or {_FRESH}"
+        f"this one reads {reads}: use {age} one, or {_FRESH}"
     )
-
-
-def _span(first: int, last: int) -> str:
-    return f"version {last}" if first == last else f"versions {first} to {last}"
 
 
 def stored_spec(spec: dict[str, Any]) -> JobSpec:

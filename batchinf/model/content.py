@@ -70,7 +70,6 @@ class Unchanged:
 
 
 def _changed(path: pathlib.Path) -> DriftError:
-    """The error for a file that changed while the job used it."""
     return DriftError(
         f"{path} was changed while the job ran, so that its rows could be of two models; leave the file as it is and "
         "run the same command again"
@@ -207,10 +206,7 @@ class _ClosedError(Exception):
 
 
 def _digest(path: pathlib.Path, stamp: Stamp, note: Callable[[int], object] = lambda _: None) -> str:
-    """The digest of a file's bytes. note: is called with the number of bytes of each block.
-
-    Raises DriftError if the file has another stamp, before or after.
-    """
+    """The digest of a file's bytes. note: gets the size of each block. Raises DriftError if the stamp is another."""
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(max(1, min(stamp[0], _BLOCK_BYTES))))
     with _reading(path), path.open("rb", buffering=0) as file:

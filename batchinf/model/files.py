@@ -173,12 +173,6 @@ def _problem(path: pathlib.Path) -> str | None:
     return None if size >= whole else f"is cut short ({size:,} of {whole:,} bytes)"
 
 
-def _describe_files(folder: pathlib.Path, patterns: tuple[str, ...]) -> Iterator[str]:
-    """A line with name and digest for each file that matches, sorted by name."""
-    for path in matching(folder, patterns):
-        yield f"{path.relative_to(folder).as_posix()} {hashlib.blake2b(path.read_bytes()).hexdigest()}"
-
-
 def matching(folder: pathlib.Path, patterns: tuple[str, ...]) -> list[pathlib.Path]:
     """The files that match, sorted."""
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
@@ -242,7 +236,11 @@ class Place:
         """`id@commit` of a hub id; of a folder 32 hexadecimal digits over the files that match, and the weights."""
         if self.commit is not None:
             return f"{self.name}@{self.commit}"
-        lines = [*_describe_files(self.folder, patterns), *_describe_weights(self.folder, load_format)]
+        lines = [
+            f"{path.relative_to(self.folder).as_posix()} {hashlib.blake2b(path.read_bytes()).hexdigest()}"
+            for path in matching(self.folder, patterns)
+        ]
+        lines += _describe_weights(self.folder, load_format)
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 

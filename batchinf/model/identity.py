@@ -92,10 +92,7 @@ def resolve(spec: ModelSpec, began_as: str = "", *, has_images: bool = False) ->
 
 
 def check_weights(model: Model, load_format: str) -> None:
-    """Raise ModelError, with the files and the command that gets them, unless the weights at `path` are whole.
-
-    Reads only sizes and headers. Does not check weights that the engine will fetch from the hub.
-    """
+    """Raise ModelError unless the weights at `path` are whole, by sizes and headers. The hub's are not checked."""
     folder = pathlib.Path(model.path)
     problems = model_files.weight_problems(folder, load_format) if folder.is_dir() else []
     if problems:

@@ -87,7 +87,6 @@ def resolve_adapters(
 
 
 def _check_ranks(adapters: Sequence[Adapter], most: Any) -> None:
-    """Raise SpecError if `engine.max_lora_rank` is given and too low."""
     largest = max(adapters, key=lambda adapter: adapter.rank, default=None)
     if largest is not None and isinstance(most, int) and most < largest.rank:
         what = f"the adapter '{largest.name}' has rank {largest.rank}"

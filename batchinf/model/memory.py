@@ -47,6 +47,12 @@ def vocab_size_of(config: Mapping[str, Any]) -> int | None:
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 GIB = 1 << 30
 
+
+def share_of(engine: Mapping[str, Any]) -> float:
+    """The share of a device's memory that vLLM takes with these arguments."""
+    return float(engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+
+
 # What a step takes beside weights and cache, at least: activations, CUDA graphs, the sampler, CUDA's own memory.
 RESERVE_BYTES = 2 * GIB
 
@@ -216,10 +222,7 @@ def default_limits(device_bytes: int | None, device_name: str = "") -> dict[str,
 
 
 def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
-    """A model's needs under these settings. Reads headers of local weight files, never weights.
-
-    A family that is not plain is built by transformers, in another process; see `described`.
-    """
+    """A model's needs under these settings, by headers of weight files or by transformers (`described`)."""
     shapes = _shapes_of(model, spec)
     dtype = weight_dtype(model.config, spec)
     unknown = []
@@ -309,15 +312,12 @@ def _with_padding(
         return weights
     # By an index, only the sum is known. Nearly all of it is experts.
     experts = weights.experts or weights.layers
-    return replace(weights, experts=experts, padded=_padded_experts(config, engine))
-
-
-def _padded_experts(config: Mapping[str, Any], engine: Mapping[str, Any]) -> PaddedExperts | None:
     hidden = config.get("hidden_size")
     width = config.get("moe_intermediate_size") or config.get("intermediate_size")
-    if not isinstance(hidden, int) or not isinstance(width, int):
-        return None
-    return PaddedExperts(hidden, width, is_split=not engine.get("enable_expert_parallel"))
+    padded = None
+    if isinstance(hidden, int) and isinstance(width, int):
+        padded = PaddedExperts(hidden, width, is_split=not engine.get("enable_expert_parallel"))
+    return replace(weights, experts=experts, padded=padded)
 
 
 def _weights(model: Model, spec: ModelSpec, shapes: _Shapes) -> Weights:

@@ -49,21 +49,19 @@ def splits_of(
     config: Mapping[str, Any], engine: Mapping[str, Any], quantization: Quantization | None = None
 ) -> tuple[Split, ...]:
     """What the ranks of a model divide. config: of the text model. quantization: of its checkpoint."""
-    return tuple(
+    splits = [
         Split(name, size, 1 if layer is None or quantization is None else quantization.block_of(layer))
         for name, size, layer in _sizes(config, engine)
         if size
-    ) + tuple(Split("the number of key and value heads", heads, may_repeat=True) for heads in _kv_heads(config))
+    ]
+    if heads := num_kv_heads(config):
+        splits.append(Split("the number of key and value heads", heads, may_repeat=True))
+    return tuple(splits)
 
 
 def why_not_split(splits: tuple[Split, ...], degree: int) -> str | None:
     """The first reason why vLLM does not split a model over so many ranks; None if it does."""
     return next(filter(None, (split.why_not(degree) for split in splits)), None)
-
-
-def _kv_heads(config: Mapping[str, Any]) -> Iterator[int]:
-    if heads := num_kv_heads(config):
-        yield heads
 
 
 def _sizes(config: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Tensor | None]]:

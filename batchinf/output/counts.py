@@ -1,7 +1,4 @@
-"""Arrow tables of results and output rows: their counts and sizes, and how they are put together.
-
-Journal and parts use it. Parts keep the counts.
-"""
+"""Arrow tables of results and output rows: their counts and sizes, and how they are put together."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,10 +44,7 @@ def number_columns(schema: pa.Schema) -> tuple[str, ...]:
 
 
 def count_rows(table: pa.Table, task: Task, numbers: Sequence[str] = ()) -> PartCounts:
-    """The counts of a task's output rows, without `num_second_bos`, which is in no output column.
-
-    numbers: the columns with the model's numbers.
-    """
+    """The counts of output rows, but for `num_second_bos`. numbers: the columns with the model's numbers."""
     num_output_tokens = table.column("num_output_tokens")
     answered = table.column("num_prompt_tokens").filter(num_output_tokens.is_valid())
     num_nan_rows, num_inf_rows = count_non_finite_rows(table, numbers)

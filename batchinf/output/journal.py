@@ -128,10 +128,7 @@ class Journal:
         return RecoveredJournal(tuple(segments), tuple(damaged))
 
     def tables(self, shard: int) -> Iterator[pa.Table]:
-        """The results of a shard's whole segments, memory-mapped, for a look while the job may run.
-
-        A segment that is deleted meanwhile is left out: its results are in a part now.
-        """
+        """The results of a shard's whole segments, memory-mapped. One that is deleted meanwhile is left out."""
         for segment in self.recover(shard).segments:
             try:
                 table = segment.table()
@@ -172,10 +169,7 @@ def drop(folder: Folder, shards: Mapping[int, int | None]) -> None:
 
 
 def num_results(folder: Folder, parts: Mapping[int, Part]) -> int:
-    """Number of results that are in no part, from the headers of the segments alone.
-
-    parts: those in the manifest, by shard. A part has the results of its retry and of those before it.
-    """
+    """Number of results that are in none of the `parts`, by the headers of the segments alone."""
     total = 0
     for name, shard, retry in _listed(folder):
         if shard in parts and parts[shard].retry >= retry:

@@ -13,7 +13,6 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
 """
 
 import contextlib
-import hashlib
 import json
 import pathlib
 import queue
@@ -25,13 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
 from typing import Any, TypeVar
 
-import xxhash
-
 from batchinf.base import faults
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD, FILES_RECORD
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text
 from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
@@ -158,7 +155,7 @@ class Mirror:
         """
         there = f"staging/{staging_name(new.shard, 'there')}"
         etag = self._bucket.download(f"parts/{part_name(new.shard)}", self._folder.path(there))
-        digest = None if etag is None else _file_digest(self._folder.path(there))
+        digest = None if etag is None else file_digest(self._folder.path(there))
         self._folder.delete(there)
         staged = f"staging/{new.file}"
         if digest == old.digest and etag is not None and self._has(staged, new.digest):
@@ -168,7 +165,7 @@ class Mirror:
 
     def _has(self, name: str, digest: str) -> bool:
         path = self._folder.path(name)
-        return path.exists() and _file_digest(path) == digest
+        return path.exists() and file_digest(path) == digest
 
     def say_fetch(self, parts: Sequence[Part]) -> None:
         """Say how much is about to be fetched."""
@@ -429,7 +426,7 @@ class Mirror:
                 path = self._folder.path(f"{where}/{name}")
                 if not name.endswith(".positions") or (mark := _mark(path)) in self._sent:
                     continue
-                named = f"{where}/{name}-{_file_digest(path)}"
+                named = f"{where}/{name}-{file_digest(path)}"
                 if named not in self._sent:
                     self._bucket.upload(named, path)
                     self._sent.add(named)
@@ -488,11 +485,6 @@ def _mark(path: pathlib.Path) -> str:
     """Tells a file from those that had its name before."""
     status = path.stat()
     return f"{path.name} {status.st_ino} {status.st_mtime_ns} {status.st_size}"
-
-
-def _file_digest(path: pathlib.Path) -> str:
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _bundled(pieces: Sequence[tuple[str, bytes]]) -> bytes:

@@ -1,7 +1,4 @@
-"""Writes the part that replaces an old one after a retry: new rows for the chosen ones, old rows for all others.
-
-It works on output rows of any task and distinguishes them by `row_index`.
-"""
+"""Writes the part that replaces an old one after a retry: new rows for the chosen ones, old rows for all others."""
 
 import contextlib
 import dataclasses
@@ -43,10 +40,7 @@ def retry_metadata(retry: Retry) -> dict[str, str]:
 
 
 def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
-    """Write the replacement of a shard's part to `staging/`: see `write_part`. The shard has only its chosen rows.
-
-    target.metadata: includes `retry_metadata`. Raises OutputError if the old part is damaged.
-    """
+    """Write the replacement of a shard's part: see `write_part`. Raises OutputError if the old one is damaged."""
     old = OldPart(target.folder, shard.index, shard.rows, shard.chosen)
     metadata = {**old.retries, **target.metadata, _REPLACES_KEY: old.seal}
     part = write_part(dataclasses.replace(target, metadata=metadata), shard, old.merge, old.num_second_bos)

@@ -53,10 +53,7 @@ def read_sealed(path: pathlib.Path) -> memoryview:
 
 
 def footer_is_sealed(digest: "xxhash.xxh3_128", footer: bytes) -> bool:
-    """Whether the seal in a footer is right. digest: of the bytes before the footer; it is not changed.
-
-    Raises ValueError without a seal.
-    """
+    """Whether the seal in a footer is right. digest: of the bytes before it. Raises ValueError without a seal."""
     place = _seal_place(footer)
     digest = digest.copy()
     digest.update(footer[: place.start] + UNSEALED["batchinf.seal"].encode() + footer[place.stop :])

@@ -1,7 +1,4 @@
-"""Finds the degrees at which a model fits a number of GPUs, and chooses the best of them. Pure arithmetic.
-
-`plan` shows the choice with its reason, and `auto` degrees use it. It depends only on spec, model, devices and input.
-"""
+"""Finds the degrees at which a model fits a number of GPUs, and chooses the best of them. Pure arithmetic."""
 
 import dataclasses
 import math
@@ -52,10 +49,7 @@ def _at(fit: Fit, tensor: int, pipeline: int) -> Fit:
 
 
 def degrees_of(fit: Fit, tensor: int, pipeline: int, *, context: int, share: float) -> Degrees:
-    """The model at these degrees. context: tokens of the sequence that must fit. share: gpu_memory_utilization.
-
-    `fit.needs` must be known.
-    """
+    """The model, whose needs are known, at these degrees. context: tokens that must fit. share: of the GPU's memory."""
     at = dataclasses.replace(_at(fit, tensor, pipeline), max_model_len=context)
     weights = at.weight_bytes
     sequence = at.sequence_bytes

@@ -144,10 +144,7 @@ def _part_of(gpu: Gpu, part: str) -> Gpu:
 
 
 def gpu_like(title: str, memory_bytes: int | None) -> Gpu | None:
-    """The GPU of the table for a device of this host, by NVML's name and memory; None if it is not in the table.
-
-    memory_bytes: None on a processor.
-    """
+    """The GPU of the table for a device, by NVML's name and its memory; None if it is not there, or on a processor."""
     words = title.lower().replace("nvidia", "").replace("geforce", "")
     near = [gpu for gpu in GPUS.values() if re.search(rf"\b{_family(gpu.name)}\b", words)]
     if not near or memory_bytes is None:

@@ -45,10 +45,7 @@ _BLOCK_BYTES = 64  # about 16 tokens of text, a block of vLLM
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Token lengths of a sample of rows.
-
-    If its texts are long, some rows are tokenised, and the others have lengths in proportion.
-    """
+    """Token lengths of a sample of rows. If texts are long, some are tokenised, and others are in proportion."""
 
     num_rows: int
     """Rows that run."""
@@ -116,10 +113,7 @@ class Lengths:
 
 
 def assumed_work(task: Task, context: int, output_tokens: float | None = None) -> Workload:
-    """The work of a model without a job, or of rows that are not read: many requests of a usual length.
-
-    output_tokens: of a request, on average; None: `LIKELY_TOKENS`.
-    """
+    """The work without rows: many requests of a usual length. output_tokens: None for `LIKELY_TOKENS`."""
     prompt = min(_LIKELY_PROMPT, max(1, context // 2))
     output = min(LIKELY_TOKENS if output_tokens is None else output_tokens, max(1, context - prompt))
     if task.pooling is not None:
@@ -167,10 +161,7 @@ def opened(file: SpecFile, *, may_scan: bool = True) -> Iterator[tuple[Job, int 
 
 
 def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
-    """Read a sample of rows and make their requests. num_rows: see `opened`. file: with the spec as the user wrote it.
-
-    Raises UserError if no row is chosen.
-    """
+    """Read a sample of rows. num_rows: see `opened`. file: as the user wrote it. Raises UserError without rows."""
     where = file.spec.input
     is_sample = num_rows is not None
     positions: Sequence[int] = job.rows
@@ -188,10 +179,7 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
 
 
 def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
-    """Read a sample of at most 1,000 of the rows at these positions.
-
-    num_rows: the number of rows that the positions stand for.
-    """
+    """Read a sample of at most 1,000 rows at these positions, which stand for `num_rows` rows."""
     builder = job.prompt_builder()
     length = max_model_len(job)
     sample = _Sample.of(job, positions, builder.columns, length)
@@ -211,7 +199,7 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
         requests_per_row=requests.number / max(1, sample.num_rows),
         output_bytes=num_rows * requests.row_bytes(),
         is_assumed=requests.is_assumed,
-        is_by_choice=requests.are_choices,
+        is_by_choice=requests.choices.are_all,
         longest=requests.longest,
         row_error=requests.row_error,
         num_shared=requests.num_shared,
@@ -226,7 +214,7 @@ class _Requests:
         self._job = job
         self._task = job.task.over(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
         self._length = length
-        self._choices = ChoiceLengths(job)
+        self.choices = ChoiceLengths(job)
         self._built: list[Prompt] = []
         self._shared: Sequence[int] | None = None
         """The ids with which all prompts so far begin."""
@@ -239,11 +227,6 @@ class _Requests:
         self.is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
 
     @property
-    def are_choices(self) -> bool:
-        """Whether each output is one of the choices of its request."""
-        return self._choices.are_all
-
-    @property
     def num_shared(self) -> int:
         """Tokens with which all prompts begin; 0 of a single prompt."""
         return len(self._shared) if self._shared is not None and len(self.prompts) > 1 else 0
@@ -254,12 +237,13 @@ class _Requests:
             self.row_error = self.row_error or prompt.error
             return
         self._built.append(prompt)
+        num_samples = (prompt.sampling or self._job.spec.sampling).n if self._job.task.draws_tokens else 1
         for ids, output in self._requests_of(prompt):
             self._shared = ids if self._shared is None else self._shared[: _num_equal(self._shared, ids)]
             self.longest = max(self.longest, len(ids) + output)
             self.prompts += [min(self._length, round(len(ids) * ratio)) for ratio in ratios]
-            self.outputs += [self._choices.bound(prompt.sampling, output)] * len(ratios)
-            self.number += _num_samples(prompt, self._job) * len(ratios)
+            self.outputs += [self.choices.bound(prompt.sampling, output)] * len(ratios)
+            self.number += num_samples * len(ratios)
 
     def add_largest(self, prompt: Prompt) -> None:
         """Only the length of its requests counts: another row stands for it in the means."""
@@ -268,12 +252,11 @@ class _Requests:
     def row_bytes(self) -> int:
         """Estimate for an output row. If all outputs are choices, none is longer than the longest of them."""
         task = self._job.task
-        if self.are_choices and self.outputs:
+        if self.choices.are_all and self.outputs:
             task = task_of_length(self._job, max(self.outputs))
         return task.estimated_bytes_per_row(self._built if task.sizes_by_prompts else None)
 
     def _requests_of(self, prompt: Prompt) -> Iterator[tuple[Sequence[int], int]]:
-        """The token ids of each request of a row, and the length of its output."""
         sampling = None if prompt.sampling is None else _once(prompt.sampling)
         parts = tuple(dataclasses.replace(part, sampling=sampling) for part in prompt.parts)
         row = dataclasses.replace(prompt, sampling=sampling, parts=parts)
@@ -337,13 +320,8 @@ def _ratios(sizes: Sequence[tuple[int, int]], *, step: int) -> dict[int, list[fl
 
 
 def _num_equal(first: Sequence[int], other: Sequence[int]) -> int:
-    """With how many equal ids both begin."""
     pairs = enumerate(zip(first, other, strict=False))
     return next((place for place, (one, two) in pairs if one != two), min(len(first), len(other)))
-
-
-def _num_samples(prompt: Prompt, job: Job) -> int:
-    return (prompt.sampling or job.spec.sampling).n if job.task.draws_tokens else 1
 
 
 def _once(sampling: SamplingSpec) -> SamplingSpec:
@@ -380,7 +358,6 @@ def shared_share(file: SpecFile) -> float | None:
 
 
 def _beginnings(job: Job) -> list[bytes]:
-    """The beginnings of the prompts of a sample of rows."""
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder = PromptBuilder(job.spec, tokenizer, job.model.vocab_size)
     return [

@@ -136,7 +136,6 @@ class PendingRows:
                     self._cuts[lease.index].num_rows -= piece.num_rows
 
     def _remove(self, index: int) -> list[Lease]:
-        """Remove and return all pending pieces of a shard."""
         pieces = self._pieces.pop(index, [])
         if self._is_untouched[index]:
             self._is_untouched[index] = False

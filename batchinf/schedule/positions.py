@@ -112,10 +112,7 @@ _BYTES_AT_ONCE = 16384  # of `RowBits`
 
 
 class Positions:
-    """A stored file of positions, mapped into memory.
-
-    stop_row: no position is this large. digest: xxh3-128 of the positions, in hexadecimal digits.
-    """
+    """A stored file of positions, mapped into memory. stop_row: above all of them. digest: xxh3-128, hexadecimal."""
 
     def __init__(self, items: npt.NDArray[np.uint32] | npt.NDArray[np.uint64], stop_row: int, digest: str) -> None:
         self._items = items

@@ -63,7 +63,6 @@ class Predicate:
         self._check_type()
 
     def _columns_in(self, nodes: list[dict[str, Any]]) -> list[str]:
-        """The columns that an expression reads."""
         mentioned = {part.lower() for node in nodes for part in node.get("column_names", ())}
         reads_all = any(node.get("class") == "STAR" for node in nodes)
         return [
@@ -159,7 +158,6 @@ class Predicate:
         return [name] if name in self._named else [other for other in self._named if other.lower() == name.lower()]
 
     def _rename(self, nodes: list[dict[str, Any]]) -> None:
-        """Replace the column names in an expression by the names that DuckDB gets."""
         for path in (node["column_names"] for node in nodes if node.get("class") == "COLUMN_REF"):
             place = 1 if len(path) > 1 and path[0] == self._table and path[0] not in self._named else 0
             name = path[place]
@@ -229,7 +227,6 @@ def _connect(needed_by: str) -> Any:
 
 
 def _take_list(tree: dict[str, Any]) -> list[Any]:
-    """Remove the select list from a statement's tree and return it."""
     nodes = (statement.get("node", {}) for statement in tree.get("statements", ()))
     return [item for node in nodes for item in node.pop("select_list", [])]
 

@@ -22,8 +22,11 @@ SMALL_SHARD_ROWS = 320
 
 def follows(extents: Sequence[Extent], extent: Extent) -> bool:
     """Whether an extent may follow these. The first may begin anywhere, because a slice has only some of the rows."""
-    start, first_row = (_end(extents), extents[-1].stop_row) if extents else (extent.start, extent.first_row)
-    return (extent.start, extent.first_shard, extent.first_row) == (start, total_shards(extents), first_row)
+    if not extents:
+        return extent.first_shard == 0
+    last = extents[-1]
+    expected = (last.start + last.num_rows, total_shards(extents), last.stop_row)
+    return (extent.start, extent.first_shard, extent.first_row) == expected
 
 
 def num_shards(extent: Extent) -> int:
@@ -76,11 +79,6 @@ def choose_rows_per_shard(num_rows: int, num_replicas: int, estimated_bytes_per_
     by_replicas = num_rows // (SHARDS_PER_REPLICA * num_replicas)
     by_share = _ceil_div(num_rows - num_rows // 8, num_replicas)
     return max(1, min(by_bytes, MAX_ROWS_PER_SHARD, max(by_replicas, min(SMALL_SHARD_ROWS, by_share))))
-
-
-def _end(extents: Sequence[Extent]) -> int:
-    # The place after the last row.
-    return extents[-1].start + extents[-1].num_rows if extents else 0
 
 
 def _cuts(extent: Extent) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from batchinf.fleet.engine_defaults import chosen_arguments, gains_from_sharing,
 from batchinf.fleet.parallel import local_devices
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of
+from batchinf.model.memory import Fit, fit_of, share_of
 from batchinf.planning.degrees import that_fit
 from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import SpecFile, read_spec
@@ -55,10 +55,7 @@ def candidates(dimensions: Sequence[Sequence[Settings]]) -> Iterator[Candidate]:
 
 
 def named_by_user(spec: JobSpec, text: str) -> list[Settings]:
-    """The dimension of `--try engine.max_num_seqs=256,512`.
-
-    Raises SpecError for a value that the field does not take, or that would change the output.
-    """
+    """The dimension of `--try engine.max_num_seqs=256,512`. Raises SpecError if it is wrong or changes the output."""
     name, equals, listed = text.partition("=")
     place = f"--try {text}"
     try:
@@ -162,10 +159,7 @@ def _engine(start: _Start, name: str, values: Sequence[int]) -> list[Settings]:
 
 
 def _vllm_defaults(start: _Start) -> list[Settings]:
-    """Without the graphs that batchinf chooses, and without asynchronous scheduling if it comes with them.
-
-    The prefix cache stays as it is, although the job chooses it only beside these.
-    """
+    """Without the graphs that batchinf chooses and the asynchronous scheduling with them. The prefix cache stays."""
     names = [name for name in ("compilation_config", "async_scheduling") if name in start.arguments]
     settings: dict[str, Any] = {f"engine.{name}": None for name in names}
     if "async_scheduling" in names and "enable_prefix_caching" in start.arguments:
@@ -174,10 +168,7 @@ def _vllm_defaults(start: _Start) -> list[Settings]:
 
 
 def _caching(start: _Start) -> list[Settings]:
-    """Without the prefix cache, or with it if it is off, for tasks that only read prompts.
-
-    There, filling the cache takes a large part of the scheduler's time, and pays only if prompts begin alike.
-    """
+    """The prefix cache off, or on if it is off, for tasks that only read prompts: filling it takes much of the time."""
     task = task_of(start.spec)
     is_open = task.reads_prefix_cache and "enable_prefix_caching" not in start.spec.engine
     if task.draws_tokens or start.fit.device_bytes is None or not is_open:
@@ -198,7 +189,6 @@ def _replicas(start: _Start) -> list[Settings]:
 
 
 def _degrees(start: _Start) -> list[Settings]:
-    """The degrees that fit the devices, where the spec gives none or `auto`."""
     parallel = start.spec.parallel
     fit = start.fit
     num_devices = start.num_devices
@@ -208,7 +198,7 @@ def _degrees(start: _Start) -> list[Settings]:
     if None in (fit.max_model_len, fit.needs.weights, fit.needs.kv_cache):
         return []
     assert fit.max_model_len is not None
-    share = float(start.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION)
+    share = share_of(start.spec.engine)
     return [
         {"parallel.tensor_parallel_size": degrees.tensor, "parallel.pipeline_parallel_size": degrees.pipeline}
         for degrees in that_fit(fit, fit.max_model_len, share, num_devices, most=num_devices)

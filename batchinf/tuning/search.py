@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from batchinf.tuning.candidates import Candidate
 from batchinf.tuning.trial import TuneTrial
@@ -75,13 +76,13 @@ def search(
     is_cut = len(first) - 1 < num_planned
     while not is_cut and (chosen := _for_next_round(rounds[-1], most_rows)):
         num_rows = min(2 * num_rows, most_rows)
-        if 2 * _expected_s(_all(rounds), num_rows) > left_s():
+        if 2 * _expected_s([*chain(*rounds)], num_rows) > left_s():
             is_cut = True
             break
         label = f"round {len(rounds) + 1}"
         rounds.append([measure(base, num_rows, label)])
         for place, candidate in enumerate(chosen, 1):
-            if _expected_s(_all(rounds), num_rows) > left_s():
+            if _expected_s([*chain(*rounds)], num_rows) > left_s():
                 is_cut = True
                 break
             rounds[-1].append(measure(candidate, num_rows, f"{label}, {place} of {len(chosen)}"))
@@ -92,7 +93,7 @@ def search(
         best = last[0]
     return SearchResult(
         num_rows=most_rows,
-        trials=tuple(_all(rounds)),
+        trials=tuple(chain(*rounds)),
         best=best,
         base=last[0],
         num_left_out=num_left_out,
@@ -119,10 +120,6 @@ def _first_round(
         num_planned = place + num_more
         trials.append(measure(candidate, num_rows, f"round 1, {place + 1} of {num_planned}"))
     return trials, num_planned
-
-
-def _all(rounds: Sequence[Sequence[TuneTrial]]) -> list[TuneTrial]:
-    return [trial for trials in rounds for trial in trials]
 
 
 def _for_next_round(trials: Sequence[TuneTrial], most_rows: int) -> list[Candidate]:

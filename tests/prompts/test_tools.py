@@ -226,9 +226,9 @@ def test_auto_is_by_type_and_template(tmp_path: pathlib.Path) -> None:
 
 def test_auto_has_names_of_the_installed_parsers() -> None:
     pytest.importorskip("vllm")
-    from batchinf.engines.installed import tool_parser_names
+    from batchinf.engines.installed import parser_names
     from batchinf.prompts.tool_parsers import _PARSERS
 
-    known = tool_parser_names()
+    known = parser_names("tool_parsers")
     assert known is not None
     assert {name for forms in _PARSERS.values() for _, name in forms} <= set(known)

@@ -20,7 +20,7 @@ from batchinf.engines.installed import (
     StructuresCheck,
     check_structures,
     check_structures_config,
-    reasoning_parser_names,
+    parser_names,
     structures_config,
 )
 from batchinf.prompts.row_sampling import RowSampling
@@ -398,7 +398,7 @@ def test_parsers_are_known_without_vllm_s_import() -> None:
     pytest.importorskip("vllm")
     from vllm.reasoning import ReasoningParserManager
 
-    assert reasoning_parser_names() == tuple(sorted(ReasoningParserManager.lazy_parsers))
+    assert parser_names("reasoning") == tuple(sorted(ReasoningParserManager.lazy_parsers))
 
 
 def test_the_config_of_structures_is_known_without_vllm_s_import() -> None:
@@ -429,7 +429,7 @@ def is_allowed(check: Callable[[Any], object], given: Any) -> bool:
 
 def test_an_unknown_parser_is_one_line() -> None:
     pytest.importorskip("vllm")
-    names = ", ".join(reasoning_parser_names() or ())
+    names = ", ".join(parser_names("reasoning") or ())
     assert refusal(make_spec(parser="qwen33")) == (
         f"job.yaml: model.reasoning_parser: got 'qwen33'; the installed vLLM has {names}"
     )

@@ -1,7 +1,4 @@
-"""The findings of `batchinf validate` and its report, with their lines. `commands.validate` makes them.
-
-`PromptLengths` is in `planning.histogram`.
-"""
+"""The findings of `batchinf validate` and its report, with their lines. `commands.validate` makes them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -224,10 +224,7 @@ def random_rows(positions: Sequence[int], num_rows: int, seed: int) -> list[int]
 
 
 def find_row(source: Source, id_column: str | None, text: str) -> int:
-    """The first row with this id, converted to the column's type; without a column of ids, the row at this position.
-
-    Reads the column up to that row. Raises InputError.
-    """
+    """The first row with this id, as the column's type; without ids, the row at this position. Raises InputError."""
     if id_column is None:
         if not text.isascii() or not text.isdigit() or int(text) >= source.num_rows:
             raise InputError(

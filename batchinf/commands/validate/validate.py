@@ -44,7 +44,7 @@ from batchinf.job.sample import hopeless, sample_rows
 from batchinf.manifest.names import others_note
 from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, fit_of, on_cpu
+from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
 from batchinf.planning.histogram import LengthCounts, PromptLengths
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warning
@@ -75,7 +75,8 @@ def validate_job(
         opened.callback(job.source.close)
         yield SpecFound(str(file.path))
         yield from _model_findings(job, remarks)
-        yield _input(job)
+        columns = {field.name: str(field.type) for field in job.source.schema}
+        yield InputFound(job.spec.input.path, job.source.num_rows, job.source.fingerprint, columns)
         yield from _warnings(input_notes(job.source))
         chosen = None
         if job.spec.input.selects and state is None:
@@ -133,7 +134,6 @@ def _model(job: Job) -> ModelFound:
     if device_bytes is None and is_cpu_build():
         spec = spec.model_copy(update={"model": on_cpu(spec.model)})
         device_name = "this machine's processor"
-    share = job.spec.engine.get("gpu_memory_utilization") or DEFAULT_GPU_MEMORY_UTILIZATION
     return ModelFound(
         name=model.name,
         architectures=tuple(model.config.get("architectures") or ()),
@@ -141,7 +141,7 @@ def _model(job: Job) -> ModelFound:
         path=model.path,
         fingerprint=model.fingerprint,
         adapters=job.adapters,
-        gpu_memory_utilization=float(share),
+        gpu_memory_utilization=share_of(job.spec.engine),
         fit=fit_of(model, spec, device_bytes, device_name, limits_of=job.task.default_batch_limits),
     )
 
@@ -164,12 +164,6 @@ def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
     elif is_cpu_build():
         backend.place(job.spec)
         check_processor(job.spec, fit.max_model_len)
-
-
-def _input(job: Job) -> InputFound:
-    source = job.source
-    columns = {field.name: str(field.type) for field in source.schema}
-    return InputFound(job.spec.input.path, source.num_rows, source.fingerprint, columns)
 
 
 def _task(job: Job) -> TaskFound:

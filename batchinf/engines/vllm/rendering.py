@@ -25,7 +25,7 @@ from batchinf.base.text import describe_error, one_line, shorten
 from batchinf.engines.vllm.images import KIND, checked
 from batchinf.records import RenderedPrompt
 
-# If `input.images.processes` is unset: processes are started once the images of a prompt take this long, and get a
+# If `input.images.processes` is null: processes are started once the images of a prompt take this long, and get a
 # quarter of the cores. A process needs 10 s to start and 0.7 GB, and the replica still copies the pixels: 50 ms for 12
 # megapixels.
 _SLOW_S = 0.05

@@ -130,7 +130,7 @@ class LocalReplica:
             shutil.rmtree(folder, ignore_errors=True)
         return Ending(
             ended_by=_ended_by(code),
-            description=_describe(code),
+            description=f"signal {-code}" if code is not None and code < 0 else f"exit code {code}",
             events=tuple(events),
             in_flight=in_flight,
             lifetime_s=lifetime_s,
@@ -147,10 +147,6 @@ def _ended_by(code: int | None) -> EndedBy:
     if code is None:
         return "coordinator"
     return "outside" if code in _FROM_OUTSIDE else "itself"
-
-
-def _describe(code: int | None) -> str:
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def _new_memory() -> int:

@@ -122,10 +122,7 @@ def _chosen_devices(parallel: ParallelSpec, visible: Sequence[str]) -> Sequence[
 
 
 def place(parallel: ParallelSpec, visible: Sequence[str], cpus: Sequence[int]) -> list[Slot]:
-    """One slot for each replica. Raises SpecError if the degrees do not fit the devices.
-
-    Devices are assigned in order, so that a replica's tensor-parallel ranks are neighbours.
-    """
+    """One slot for each replica; the devices of one are neighbours. Raises SpecError if the degrees do not fit."""
     devices = _chosen_devices(parallel, visible)
     if not devices:
         if parallel.sizes[1] > 1:
@@ -207,10 +204,7 @@ _FIRST_DRIVER = {12: "525", 13: "580"}
 
 
 def check_driver(build: tuple[int, int] | None) -> None:
-    """Raise UserError if the driver is too old for PyTorch. build: the CUDA version that PyTorch is built for, if any.
-
-    NVML asks libcuda, so the libraries of a CUDA compatibility package count.
-    """
+    """Raise UserError if the driver, or CUDA's compatibility package, is too old for this build of PyTorch."""
     with open_nvml() as nvml:
         if nvml is None or build is None:
             return
@@ -239,13 +233,11 @@ def _usable_bytes(nvml: Any, handle: Any) -> int:
 def device_size(device: str) -> tuple[int | None, str]:
     """A device's memory in bytes, as PyTorch gives it (None if NVML does not say), and its name."""
     with open_nvml() as nvml:
-        if nvml is None:
-            return None, ""
-        try:
-            handle = handle_of(nvml, device)
-            return _usable_bytes(nvml, handle), str(nvml.nvmlDeviceGetName(handle))
-        except nvml.NVMLError:
-            return None, ""
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                handle = handle_of(nvml, device)
+                return _usable_bytes(nvml, handle), str(nvml.nvmlDeviceGetName(handle))
+    return None, ""
 
 
 def _device_memory(device: str) -> tuple[int, int, list[str]]:

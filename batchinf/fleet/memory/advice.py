@@ -75,7 +75,6 @@ def _changes(cause: OutOfMemory, engine: Mapping[str, Any], fit: Fit) -> list[st
 
 
 def _more_room(cause: OutOfMemory, now: Mapping[str, Any], fit: Fit) -> list[str]:
-    """More of the device, or more devices; both may change on a resume."""
     changes: list[str] = []
     if fit.device_bytes is None and cause.needed_bytes is not None:
         space = math.ceil(cause.needed_bytes / GIB)

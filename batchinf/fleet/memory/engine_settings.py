@@ -148,10 +148,7 @@ def applies_to(spec: JobSpec, lowered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kept(spec: JobSpec, event: Mapping[str, Any]) -> dict[str, Any]:
-    """The lowered settings of the last `oom_step_down` event that still apply on a resume. event: empty without one.
-
-    A setting is dropped if the spec has another value now; all are dropped if the parallel degrees changed.
-    """
+    """The lowered settings of an event that still apply: not if the spec's value or the degrees have changed."""
     lowered = dict(event.get("lowered", {}))
     before = event.get("applies_to", {})
     now = applies_to(spec, lowered)

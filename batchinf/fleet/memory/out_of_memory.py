@@ -69,10 +69,7 @@ class OutOfMemory:
 
 
 def recognise(text: str, *, was_up: bool) -> OutOfMemory | None:
-    """The failure in a replica's error message or its log's errors; None if memory did not run out.
-
-    was_up: whether the engine had started.
-    """
+    """The failure in a replica's error or its log; None if memory did not run out. was_up: the engine had started."""
     text = one_line(text)
     if not was_up and (failure := _at_check(text)) is not None:
         return failure
@@ -89,14 +86,10 @@ def _at_check(text: str) -> OutOfMemory | None:
     for kind, pattern in _AT_CHECK.items():
         if match := pattern.search(text):
             groups = match.groupdict()
-            sizes = {f"{name}_bytes": _of_gib(groups[name]) for name in _GIB_GROUPS & groups.keys()}
+            sizes = {f"{name}_bytes": int(float(groups[name]) * GIB) for name in _GIB_GROUPS if groups.get(name)}
             most = groups.get("most") or groups.get("most_")
             return OutOfMemory(kind, match[0], **sizes, most_tokens=int(most) if most else None)
     return None
-
-
-def _of_gib(size: str | None) -> int | None:
-    return None if size is None else int(float(size) * GIB)
 
 
 def _with_sizes(failure: OutOfMemory, text: str) -> OutOfMemory:

@@ -204,10 +204,7 @@ class RayReplica:
         return f"the loss of its node {self._node}"
 
     def tick(self, live: frozenset[str], shortage: str) -> None:
-        """Look after calls that do not come back. Called about once a second.
-
-        live: ids of the nodes that are alive. shortage: why none of them can hold it; "" if one can.
-        """
+        """Look after calls that do not come back. live: ids of nodes. shortage: why none can hold it; "" if one can."""
         if self._lost is not None or self._has_ended:
             return
         now = time.monotonic()

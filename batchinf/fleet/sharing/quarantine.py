@@ -276,10 +276,7 @@ class Trials:
         return self._quarantine.leases
 
     def movable(self, replica: FleetReplica) -> tuple[Lease, ...]:
-        """Leases that another replica may run instead of this one, oldest first.
-
-        A suspect that kills another replica would start a new search there, without what is known here.
-        """
+        """Leases that another replica may run, oldest first. Suspects stay: another death would begin a new search."""
         held = self.leases
         return tuple(lease for lease in replica.unbegun if lease.key not in held) if held else replica.unbegun
 
