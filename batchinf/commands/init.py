@@ -164,6 +164,19 @@ class _Columns:
         first = next(word for word, number in Counter(words).items() if number > 1)
         return f"{name} repeats {first!r}"
 
+    def conversations(self) -> str | None:
+        """The column with conversations: by its name, or the first whose conversations end with the user's turn."""
+        lists = self.lists()
+        return _first(lists, _MESSAGES) or next((name for name in lists if self._are_questions(name)), None)
+
+    def _are_questions(self, name: str) -> bool:
+        # A conversation that ends with the assistant's turn, such as `chosen`, is an answer and no prompt.
+        values = self.values[name]
+        return bool(values) and all(
+            _is_message(value[-1] if isinstance(value, list) and value else None) and value[-1]["role"] != "assistant"
+            for value in values
+        )
+
     def choices(self) -> str | None:
         """The column with lists of texts to choose from."""
         return next((name for name in self.types if name in _CHOICES.split() and self.are_text_lists(name)), None)
@@ -230,6 +243,10 @@ def _has_parts(value: object) -> bool:
     return isinstance(value, list) and any(map(_has_parts, value))
 
 
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     columns = _Columns.of(path, source)
     names = tuple(columns.types)
@@ -239,7 +256,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     ids = [PATH] if is_folder else columns.named_ids()
     choices = columns.choices()
     free = [name for name in texts if name not in (*ids, choices)]
-    messages = _first(columns.lists(), _MESSAGES)
+    messages = columns.conversations()
     # Beside images, other columns may be about them: labels, names.
     longest = None if images.names else max(free, key=columns.mean_length, default=None)
     text = _first(free, _TEXTS) or longest or messages

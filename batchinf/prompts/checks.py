@@ -240,7 +240,8 @@ def first_row_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
 
 
 def input_notes(source: Source) -> Iterator[str]:
-    """Lines about files that decide by their own beginning how they are read, and about files without rows."""
+    """Lines about files that decide by their own beginning how they are read, about the split that is read of several,
+    and about files without rows."""
     for remark, names in source.remarks.items():
         yield f"note: {list_names(names)}: {remark}"
     if empty := source.empty_files:

@@ -89,6 +89,7 @@ def open_source(
             raise InputError(f"input.csv is given, but {input.path} is a dataset; leave it out")
         reader = open_dataset(input, folder)
         source = Source([lambda: reader], [(0, reader.num_rows)], [reader.schema], [reader.fingerprint])
+        source.remarks = {reader.remark: [input.path]} if reader.remark else {}
     else:
         source = _of_files(input, folder, taken, new, beside=beside)
     if source.num_rows == 0:
@@ -332,7 +333,8 @@ class Source:
     ranged: Mapping[int, RangedFile] = {}
     """Files in a store of which the cache has only some ranges, by the numbers of their openers."""
     remarks: Mapping[str, Sequence[str]] = {}
-    """How files are read that decide it by their own beginning, in words, each with the names of such files."""
+    """How files are read that decide it by their own beginning, and the split of a folder with several: words, each
+    with the names of such files."""
 
     def __init__(
         self,

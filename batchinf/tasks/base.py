@@ -197,6 +197,10 @@ class Task(abc.ABC):
         parts = prompt.parts or (prompt,)
         return [(part, request) for part in parts for request in self.expand(part, max_model_len)]
 
+    def request_note(self, prompt: Prompt) -> str | None:
+        """What would spare requests of this row, for `validate`; None if nothing would."""
+        return None
+
     def drawing_request(
         self,
         prompt: Prompt,

@@ -286,7 +286,7 @@ def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
         return _asked_of_images(data, wanted, instruction)
     if not (instruction or wanted.is_chat) or not data.text_column.isprintable():
         turn = ["  add_generation_prompt: true    # each prompt is a user's message in the model's chat template"]
-        return [f"  prompt_column: {_yaml(data.text_column)}", *(turn if wanted.is_chat else [])]
+        return [f"  prompt_column: {_yaml(data.text_column)}", *(turn if wanted.is_chat else _other_prompts(data))]
     text = _text_of(data)
     if not wanted.is_chat:
         lines = [instruction, "", f"Text: {text}", "", "Label:"]
@@ -298,6 +298,13 @@ def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
         "      content: |-",
         *(f"        {line}".rstrip() for line in lines),
     ]
+
+
+def _other_prompts(data: Data) -> list[str]:
+    """A comment about conversations that a model without a chat template cannot read."""
+    if data.messages is None:
+        return []
+    return [f"  # messages_column: {_yaml(data.messages)}    conversations, for a model with a chat template"]
 
 
 def _text_of(data: Data) -> str:

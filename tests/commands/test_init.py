@@ -360,6 +360,20 @@ def test_conversations_are_used_as_they_are(tmp_path: pathlib.Path) -> None:
     assert look_at(str(rows_file(tmp_path, mixed))).messages == "messages"
 
 
+def test_conversations_are_known_by_their_messages(tmp_path: pathlib.Path) -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Once?"}]
+    answer = [*asked, {"role": "assistant", "content": "Upon a time."}]
+    rows = [{"chosen": answer, "chat": asked, "text": f"Text {n}."} for n in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    path = written("generate", tmp_path / "rows.parquet", tmp_path)
+    assert yaml.safe_load(path.read_text())["input"]["messages_column"] == "chat"
+    assert "Once?" in batchinf.validate(path).rows[0].text
+    path.unlink()
+    plain = written("generate", tmp_path / "rows.parquet", tmp_path, is_chat=False).read_text()
+    assert "  prompt_column: text\n  # messages_column: chat " in plain
+    assert look_at(str(rows_file(tmp_path, [{"chosen": answer, "text": "Once."}]))).messages is None
+
+
 def test_columns_of_several_types_are_no_text(tmp_path: pathlib.Path) -> None:
     kinds = [{"source": {"url": "x" * 99}}, ["x" * 99], {}, 5]
     rows = [{"said": f"Say {n}.", "about": kind, "mark": {}} for n, kind in enumerate(kinds)]

@@ -11,6 +11,7 @@ import pytest
 from inputs import check, records
 
 from batchinf.base.errors import InputError
+from batchinf.prompts.checks import input_notes
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import open_source
 
@@ -49,6 +50,19 @@ def test_the_fingerprint_of_a_saved_dataset_is_of_its_rows(tmp_path: pathlib.Pat
         datasets.Dataset.from_list([{"prompt": word}] * 10).save_to_disk(tmp_path / name)
         found.append(open_source(InputLocation(str(tmp_path / name)), tmp_path / f"cache {name}").fingerprint)
     assert found[0] == found[1] != found[2]
+
+
+def test_a_split_that_is_not_chosen_is_named(tmp_path: pathlib.Path) -> None:
+    splits = {name: datasets.Dataset.from_dict({"x": [name]}) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "two")
+    datasets.DatasetDict({"train": splits["train"]}).save_to_disk(tmp_path / "one")
+    for name, split, is_noted in [("two", None, True), ("two", "test", False), ("one", None, False)]:
+        location = InputLocation(str(tmp_path / name), split=split)
+        found = open_source(location, tmp_path / f"cache {name} {split}")
+        assert found.read(0, 1)[0].values["x"] == (split or "train")
+        words = f"{location.path}: the split train is read, of train, test; `input.split` names another one"
+        assert list(input_notes(found)) == ([f"note: {words}"] if is_noted else [])
+        found.close()
 
 
 def test_a_dataset_that_the_hub_does_not_give(tmp_path: pathlib.Path) -> None:

@@ -108,6 +108,22 @@ def test_winners() -> None:
     assert [[row[name] for name in names] for row in rows] == [[0, 1, 0, 1], [1, 1, 1, None], [None] * 4]
 
 
+@pytest.mark.parametrize(
+    ("spans", "sections", "is_noted"),
+    [
+        ([([1, 2, 7, 5], 2), ([1, 2, 7, 6], 2)], {}, True),
+        ([([1, 2, 7, 5], 3), ([1, 2, 7, 6], 3)], {}, False),  # one request already
+        ([([1, 2, 7, 5], 2), ([1, 2, 8, 6], 2)], {}, False),
+        ([([1, 2, 7, 5], 2), ([1, 2, 7, 5, 6], 2)], {}, False),
+        ([([1, 2, 7, 5], 2), ([1, 2, 7, 6], 2)], {"score": {"one_pass": False}}, False),
+    ],
+)
+def test_choices_that_could_share_a_request_are_named(spans: Any, sections: Any, is_noted: bool) -> None:
+    note = task_of(CHOICES, **sections).request_note(prompt_of(0, spans))
+    assert (note is not None) == is_noted
+    assert note is None or "begins with 1 token that" in note
+
+
 def test_single_tokens_go_in_one_pass() -> None:
     task = task_of(CHOICES)
     prompt = prompt_of(0, [([1, 2, 7], 2), ([1, 2, 8], 2)], 1)

@@ -100,6 +100,10 @@ class ShownRow:
     """For tasks that score prompts."""
     neutral: ScoredText | None = None
     """The first choice after the neutral context; None without one."""
+    num_requests: int = 1
+    """Of the row, or of its first sample, without those after the neutral context."""
+    request_note: str | None = None
+    """What would spare requests, in the first row that it fits; None if nothing would."""
     is_run: bool = True
     """Whether the job runs it."""
     is_named: bool = False
@@ -132,12 +136,14 @@ class ShownRow:
             yield f"  sampling: {self.sampling.text()}"
 
     def _scored_lines(self, name: str) -> Iterator[str]:
-        parts = "" if len(self.scored) == 1 else f" in {len(self.scored):,} requests"
+        parts = "" if len(self.scored) == 1 else f" in {counted(self.num_requests, 'request')}"
         num_scored = sum(len(scored.token_ids) for scored in self.scored)
         room = "" if self.max_model_len is None else f", at most {self.max_model_len - 1:,} in one"
         cut = "; the context is cut to fit" if self.is_truncated else ""
         yield f"{name}: {counted(num_scored, 'token')} scored{parts}{room}{cut}"
         shown = self.scored if self.is_named else self.scored[:_MOST_SCORED]
+        if self.request_note is not None:
+            yield f"  note: {self.request_note}"
         before: tuple[int, str] | None = None
         for number, scored in enumerate(shown):
             context = (scored.num_context_tokens, scored.context)

@@ -200,9 +200,12 @@ def _prompt_findings(
     if seed is not None and not places:
         shown = random_rows(positions, num_rows, seed)
         yield RowsDrawn(seed)
+    is_noted = False
     for position in shown:
         row = _shown_row(job, builder, position, tokenizer)
-        yield dataclasses.replace(row, is_run=position in positions, is_named=bool(places))
+        note = None if is_noted else row.request_note
+        is_noted = is_noted or note is not None
+        yield dataclasses.replace(row, is_run=position in positions, is_named=bool(places), request_note=note)
     return lengths
 
 
@@ -252,11 +255,12 @@ def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: objec
     columns = list(dict.fromkeys([*builder.columns, *([id_column] if id_column else [])]))
     [row] = job.source.read(position, position + 1, columns)
     [prompt] = builder.build([row], max_model_len(job))
-    # Only the first request of a row is shown, and a row may have millions.
+    # Only the first sample of a row is shown, and a row may have millions.
     sampling = job.spec.sampling.model_copy(update={"n": 1})
     task = job.task.over(job.spec.model_copy(update={"sampling": sampling}))
-    [(part, request), *_] = task.requests(prompt, max_model_len(job) or _LONG)
-    return shown_row(
+    requests = task.requests(prompt, max_model_len(job) or _LONG)
+    [(part, request), *_] = requests
+    row_as_run = shown_row(
         prompt=part,
         row_id=row.values.get(id_column) if id_column else None,
         request=request,
@@ -264,6 +268,8 @@ def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: objec
         job_sampling=job.spec.sampling if job.task.draws_tokens else None,
         max_model_len=max_model_len(job),
     )
+    num_requests = sum(not each.is_shared for _, each in requests)
+    return dataclasses.replace(row_as_run, num_requests=num_requests, request_note=task.request_note(prompt))
 
 
 def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:

@@ -92,6 +92,7 @@ def _look_through(file: pathlib.Path) -> None:
             checked(batch)
 
 
+_DEFAULT_SPLIT = "train"
 _RECORD = "dataset.json"  # in the cache folder: the Arrow files of a dataset of the hub
 
 
@@ -114,14 +115,17 @@ def is_saved(path: str) -> bool:
 class DatasetReader(ColumnarReader):
     """A dataset, read from its memory-mapped Arrow table."""
 
-    def __init__(self, name: str, dataset: Any, about: str, files: Sequence[Sequence[Any]]) -> None:
-        """files: path, stamp and digest of each Arrow file; none if the dataset is in memory.
+    def __init__(
+        self, name: str, dataset: Any, about: str, files: Sequence[Sequence[Any]], *, remark: str = ""
+    ) -> None:
+        """files: path, stamp and digest of each Arrow file; none if the dataset is in memory. remark: for the user.
 
         The fingerprint covers `about` and each byte of the files, but no path.
         """
         self.schema = settled_schema([(name, dataset.features.arrow_schema)], MixedTypes.REFUSED)
         super().__init__(self.schema, self.schema)
         self.num_rows: int = dataset.num_rows
+        self.remark = remark
         self._dataset = dataset.with_format("arrow")
         self._name = name
         digests = [file[-1] for file in files]
@@ -140,15 +144,25 @@ def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
         checked = check_saved(path, cache)
         dataset = _load(input)
         files = [[file, *checked[os.path.realpath(file)]] for file in _files(dataset)]
-        return DatasetReader(input.path, dataset, f"{dataset.num_rows} {dataset.features}", files)
+        about = f"{dataset.num_rows} {dataset.features}"
+        return DatasetReader(input.path, dataset, about, files, remark=_unnamed_split(path, input.split))
     return _open_hub_dataset(input, cache)
+
+
+def _unnamed_split(path: str, split: str | None) -> str:
+    """A remark about the split that is read of a folder with several, if the spec names none; else empty."""
+    splits = pathlib.Path(path, "dataset_dict.json")
+    names = _object(splits)["splits"] if split is None and splits.is_file() else ()
+    if len(names) < 2:
+        return ""
+    return f"the split {_DEFAULT_SPLIT} is read, of {', '.join(names)}; `input.split` names another one"
 
 
 def _load(input: InputLocation) -> Any:
     import datasets  # takes 1 s, only for datasets
 
     path = os.path.expanduser(input.path)
-    split = input.split or "train"
+    split = input.split or _DEFAULT_SPLIT
     try:
         if not is_saved(path):
             return datasets.load_dataset(path, input.name, split=split, revision=input.revision)

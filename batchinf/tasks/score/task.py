@@ -125,6 +125,20 @@ class Score(Task):
         ]
         return [replace(request, request_index=index) for index, request in enumerate(requests)]
 
+    def request_note(self, prompt: Prompt) -> str | None:
+        """See `Task`. Choices of several tokens need one request if they differ in their last token only."""
+        spans = prompt.scoring.spans if prompt.scoring is not None else ()
+        if not self._together or not 1 < len(spans) <= _MOST_IN_ONE_PASS or self._is_together(spans):
+            return None
+        if len({(span.start, *span.token_ids[:-1]) for span in spans}) > 1:
+            return None
+        shared = len(spans[0].token_ids) - spans[0].start - 1
+        return (
+            f"each choice has its own request, because it begins with {counted(shared, 'token')} that all choices "
+            "share, such as white space from the end of the context. If the context ends with other text, one "
+            "request may score all choices: docs/how-to/label.md shows how"
+        )
+
     def _request(self, spans: Sequence[Span], row: int, is_shared: bool) -> Request:
         """The request that scores these spans, with another `request_index`."""
         ids = spans[0].token_ids
