@@ -1,5 +1,6 @@
 """The examples of `docs/examples/`, run as their first lines say, over small jobs."""
 
+import json
 import math
 import pathlib
 import re
@@ -47,8 +48,12 @@ def test_perplexity_by_source(tmp_path: pathlib.Path) -> None:
 
 
 def test_calibration(tmp_path: pathlib.Path) -> None:
+    text = (jobs.ROOT / "sample_data" / "questions.jsonl").read_text(encoding="utf-8")
+    questions = [json.loads(line) for line in text.splitlines()]
+    questions[3]["answer"] = None
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     where = {
-        "path": str(jobs.ROOT / "sample_data" / "questions.jsonl"),
+        "path": str(tmp_path / "questions.jsonl"),
         "prompt_template": "Question: {{ question }}\nAnswer:",
         "choices_column": "choices",
         "answer_column": "answer",
@@ -57,7 +62,8 @@ def test_calibration(tmp_path: pathlib.Path) -> None:
     sections = {"input": where, "output": {"keep_columns": []}, **QUICK}
     jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, **sections))
     said = run("calibration.py", tmp_path / "out")
-    rows = jobs.rows_of(tmp_path / "out")
+    rows = [row for row in jobs.rows_of(tmp_path / "out") if row["answer"] is not None]
+    assert len(rows) == 49
     share = sum(row["best"] == row["answer"] for row in rows) / len(rows)
     assert f"best: {share:.3f} ± " in said
     tables = said.split("probabilities from ")[1:]

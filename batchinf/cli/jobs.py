@@ -45,7 +45,7 @@ def _init(
     model: Annotated[str | None, typer.Option(help="A Hugging Face id, or the model's folder.")] = None,
     data: Annotated[str | None, typer.Option(help="The rows: a file, a glob, a folder, a URL.")] = None,
     labels: Annotated[
-        str | None, typer.Option(metavar="A,B", help="With --for label: the words to choose from.")
+        str | None, typer.Option(metavar="A,B", help="With --for label or score: the words to choose from.")
     ] = None,
     out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
@@ -53,7 +53,8 @@ def _init(
     from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write, written_lines
     from batchinf.tasks.starters import StarterWanted
 
-    purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check_purpose)
+    check = functools.partial(check_purpose, has_labels=bool(labels))
+    purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check)
     look = functools.partial(look_at, labels=labels_in(labels or ""))
     data, found = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?", look)
     question = "Which model (a Hugging Face id or a folder)?"

@@ -13,6 +13,7 @@ import pyarrow as pa
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.places import is_bucket, is_http
 from batchinf.base.text import counted, list_names
+from batchinf.commands.head import CONFIDENCE
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.files import STDOUT, Files, check_is_free, check_target, name_of
 from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
@@ -82,7 +83,10 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     notes = form.notes(job)
     schema = job.results.schema
     if unknown := [name for name in request.columns if name not in schema.names]:
-        raise UserError(f"--columns: no column {list_names(unknown)}; the output has {list_names(schema.names)}")
+        computed = f"; {CONFIDENCE} is computed by `head`, see docs/commands.md" if CONFIDENCE in unknown else ""
+        raise UserError(
+            f"--columns: no column {list_names(unknown)}{computed}; the output has {list_names(schema.names)}"
+        )
     if not job.results.is_done:
         notes.append(f"the job is not done: {counted(len(job.results), 'row')} are committed so far")
     rows = Rows(job.results, form.columns(request.columns, schema), request.where)

@@ -8,7 +8,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,10 +23,12 @@ from batchinf.model.identity import resolve
 from batchinf.prompts.chat import IMAGE_PARTS
 from batchinf.prompts.images import ImageSource, sources_of
 from batchinf.prompts.media import ImageLoader
-from batchinf.source.files import InputLocation
-from batchinf.source.find import folder_of
+from batchinf.source.files import CsvDialect, InputLocation
+from batchinf.source.find import find_files, folder_of
+from batchinf.source.formats.csv import Csv, seems_cp1252
 from batchinf.source.formats.images import NUM_BYTES, PATH, Images
 from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, Source, format_of, open_source
 from batchinf.source.types import is_text
 from batchinf.spec.images import ImageSettings
@@ -63,10 +65,20 @@ def look_at(path: str, labels: Sequence[str] = ()) -> Data:
 
     Raises InputError if the input cannot be read, UserError if no column has text or images.
     """
+    encoding = _encoding(path)
+    dialect = None if encoding is None else CsvDialect(encoding=encoding)
     with tempfile.TemporaryDirectory() as scratch:
-        source = open_source(InputLocation(path), pathlib.Path(scratch))
+        source = open_source(InputLocation(path, csv=dialect), pathlib.Path(scratch))
         with contextlib.closing(source):
-            return _data(path, source, labels)
+            return replace(_data(path, source, labels), encoding=encoding)
+
+
+def _encoding(path: str) -> str | None:
+    """The encoding of local CSV files that are not UTF-8, for the spec; None for the default."""
+    where = InputLocation(path)
+    if is_url(path) or format_of(where) != Csv.name:
+        return None
+    return "cp1252" if all(map(seems_cp1252, find_files(where)[1])) else None
 
 
 def _readable_rows(path: str, source: Source) -> list[Row]:
@@ -260,6 +272,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     if is_folder:
         not_kept.add(NUM_BYTES)
     short = [name for name in names if name not in not_kept and columns.mean_length(name) <= _MOST_KEPT_CHARS]
+    has_given_labels = bool(labels)
     if not labels:
         labels = _DEFAULT_LABELS if labelled is None else sorted(map(str, set(columns.values[labelled])))
     query = _first(free, _QUERIES) or text
@@ -272,6 +285,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         repeated_id=repeated,
         messages=messages,
         labels=tuple(labels),
+        has_given_labels=has_given_labels,
         labelled=labelled,
         choices=choices,
         answer=_answer(columns, free, choices),
@@ -357,10 +371,13 @@ def written_lines(path: str, data: Data, purpose: str) -> list[str]:
     read += [f"images from the column {column!r}" for column in data.images]
     from_ = "an OpenAI batch file" if data.is_batch else ", ".join(read)
     lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {from_}"]
+    if data.encoding is not None:
+        lines.append(f"{data.path} is not UTF-8: the spec reads it as {data.encoding}; check the text that validate "
+                     "shows, and correct input.csv.encoding if it is another")  # fmt: skip
     if data.image_hosts:
         lines.append(f"images are fetched from {list_names(data.image_hosts)}, the hosts of the first rows; see "
                      f"input.images.hosts in {path}")  # fmt: skip
-    if purpose == "label":
+    if purpose == "label" or (purpose == "score" and data.has_given_labels):
         source = "" if data.labelled is None else f", the words of the column {data.labelled!r}"
         lines.append(f"labels: {', '.join(data.labels)}{source}; change them in {path} if they are not yours")
     return lines
@@ -374,10 +391,12 @@ def labels_in(text: str) -> tuple[str, ...]:
     return words
 
 
-def check_purpose(purpose: str) -> None:
-    """Raise UserError for a purpose that `init` does not know."""
+def check_purpose(purpose: str, *, has_labels: bool = False) -> None:
+    """Raise UserError for a purpose that `init` does not know, or that has no use for labels."""
     if purpose not in PURPOSES:
         raise UserError(f"--for: got {purpose!r}; must be one of {', '.join(PURPOSES)}")
+    if has_labels and purpose not in ("label", "score"):
+        raise UserError(f"--labels: got --for {purpose}, which has no labels; write --for label or --for score")
 
 
 def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:

@@ -92,7 +92,10 @@ class JobTotals:
             f"{size_text(self.num_bytes)}, {tokens_text(self.num_prompt_tokens, self.num_output_tokens)}"
         )
         if num_journalled:
-            yield f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal"
+            yield (
+                f"not committed yet: {counted(num_journalled, 'request')} finished and kept in the journal; the "
+                "next run writes their output rows without running them again"
+            )
         yield from TASKS[self.task].count_lines(self.num_rows_committed, self.task_counts)
         yield from non_finite_lines(self.num_nan_rows, self.num_inf_rows, expects_inf=self.rules_out_tokens)
         yield from second_bos_lines(self.num_second_bos)

@@ -297,7 +297,7 @@ def _run_retries(epoch: Epoch) -> None:
     if epoch.given is not None:
         keep_copy(job.folder, epoch.given.file)  # it may be the file of an earlier retry, whose copy was lost
     if epoch.retry is not None:
-        say(f"looking for rows where {epoch.retry.text}")
+        say(f"looking for the rows to run again: {epoch.retry.text}")
         begun = begin_retry(
             job,
             state,

@@ -153,7 +153,7 @@ class InputSpec(Section):
     format: Annotated[FormatName | None, RUNTIME] = None
     """Default: from the name's ending. `openai` is JSONL of OpenAI's batch API, also recognised by its lines."""
     csv: Annotated[CsvSpec | None, IDENTITY] = None
-    """How CSV files are written: delimiter, quotes, encoding, null values; see `input.csv` below."""
+    """How CSV files are written: delimiter, quotes, encoding, null values."""
     split: Annotated[Text | None, IDENTITY] = None
     """Split of a Hugging Face dataset; default `train`."""
     name: Annotated[Text | None, IDENTITY] = None

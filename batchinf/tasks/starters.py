@@ -57,6 +57,10 @@ class Data:
     """Whether the input is an OpenAI batch file."""
     images: tuple[str, ...] = ()
     """Columns with images."""
+    has_given_labels: bool = False
+    """Whether the user gave the labels."""
+    encoding: str | None = None
+    """Of CSV files; None for the default."""
     image_hosts: tuple[str, ...] = ()
     """Of their URLs."""
     most_images: int = 0
@@ -115,6 +119,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "",
             "input:",
             f"  path: {_path(data.path)}",
+            *([f"  csv: {{encoding: {data.encoding}}}    # found by its bytes"] if data.encoding else []),
             f"  # {data.num_rows:,} rows with the columns {shown}",
             f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}{why_no_id}",
             *asked,
@@ -140,7 +145,6 @@ _Starter = tuple[str, Sequence[str], Sequence[str]]
 
 
 def _label(data: Data, wanted: StarterWanted) -> _Starter:
-    words = f"{_which_label(data)} Answer with one of: {', '.join(data.labels)}."
     labels = ", ".join(map(_yaml, data.labels))
     sampling = (
         "sampling:",
@@ -150,7 +154,11 @@ def _label(data: Data, wanted: StarterWanted) -> _Starter:
         "  logprobs_mode: processed_logprobs    # exp(cumulative_logprob): probability of the label, as spelled",
         f"  structured_outputs: {{choice: [{labels}]}}    # the output is one of these, or an error row",
     )
-    return "Labels each row: the model chooses one of a few words.", _asked(data, wanted, words), sampling
+    return "Labels each row: the model chooses one of a few words.", _asked(data, wanted, _question(data)), sampling
+
+
+def _question(data: Data) -> str:
+    return f"{_which_label(data)} Answer with one of: {', '.join(data.labels)}."
 
 
 def _which_label(data: Data) -> str:
@@ -173,8 +181,8 @@ def _generate(data: Data, wanted: StarterWanted) -> _Starter:
 
 
 def _score(data: Data, wanted: StarterWanted) -> _Starter:
-    if data.images:
-        return _score_images(data, wanted)
+    if data.images or data.has_given_labels:
+        return _score_labels(data, wanted)
     is_chat = data.text in (data.messages, data.continuation)  # no other column has text
     context = _conversations(data) if is_chat else f"  context_column: {_yaml(data.text_column)}"
     if data.choices is not None:
@@ -196,17 +204,20 @@ def _score(data: Data, wanted: StarterWanted) -> _Starter:
     return "Scores each text: logprobs, perplexity and bits per byte.", lines, section
 
 
-def _score_images(data: Data, wanted: StarterWanted) -> _Starter:
-    lines = _asked(data, wanted, _which_label(data))
+def _score_labels(data: Data, wanted: StarterWanted) -> _Starter:
+    has_labels = data.choices is None or data.has_given_labels
+    lines = _asked(data, wanted, _question(data) if has_labels else _which_label(data))
     answer = data.labelled
-    if data.choices is not None:
-        lines.append(f"  choices_column: {_yaml(data.choices)}")
-        answer = data.answer
-    else:
+    if has_labels:
         lines.append(f"  choices: [{', '.join(map(_yaml, data.labels))}]")
+    else:
+        lines.append(f"  choices_column: {_yaml(data.choices or '')}")
+        answer = data.answer
     if answer is not None:
         lines.append(f"  answer_column: {_yaml(answer)}    # the right choice: its text, or its place from 0")
-    return "Scores the labels of each picture by their logprobs, and finds the best.", lines, ()
+    section = () if wanted.is_chat else ('score: {target_delimiter: " "}    # between the prompt and each label',)
+    what = "picture" if data.images else "text"
+    return f"Scores the labels of each {what} by their logprobs, and finds the best.", lines, section
 
 
 def _logits(data: Data, wanted: StarterWanted) -> _Starter:

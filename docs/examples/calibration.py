@@ -10,13 +10,15 @@
 import sys
 
 import numpy as np
+import pyarrow.compute as pc
 
 import batchinf
 
 results = batchinf.open(sys.argv[1] if len(sys.argv) > 1 else "out/multiple_choice")
 columns = ["choice_logprob_sums", "choice_num_bytes", "best", "best_per_token", "best_per_byte", "answer", "error_type"]
 table = results.table(columns)
-table = table.filter(table["error_type"].is_null())
+has_answer = pc.is_valid(table["answer"])
+table = table.filter(pc.and_(pc.is_null(table["error_type"]), has_answer))
 answer = table["answer"].to_numpy()
 print(results)
 

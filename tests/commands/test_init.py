@@ -406,6 +406,9 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     refused = jobs.run("init", tmp_path / "new.yaml", *given[2:-1], "yes, no,yes")
     assert (refused.returncode, (tmp_path / "new.yaml").exists()) == (2, False)
     assert refused.stderr == "error: --labels: got 'yes' more than once; give each label once\n"
+    refused = jobs.run("init", tmp_path / "new.yaml", "--for", "embed", *given[4:])
+    assert (refused.returncode, (tmp_path / "new.yaml").exists()) == (2, False)
+    assert refused.stderr == "error: --labels: got --for embed, which has no labels; write --for label or --for score\n"
     assert jobs.run("init", tmp_path / "new.yaml").stderr.startswith("error: --for: missing. What is the job for")
 
 
@@ -429,6 +432,27 @@ def test_what_no_option_gives_is_asked_on_a_terminal(
     assert spec.get("task", "label") == answers[0]
     assert words is None or spec["sampling"]["structured_outputs"] == {"choice": words}
     assert ("the words of the column 'gold'" in done.stdout) == (said == "")
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_given_labels_are_the_choices_of_scores(is_chat: bool, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "job.yaml"
+    data = look_at(str(QUESTIONS), labels=["easy", "no"])
+    path.write_text(write_spec("score", str(path), data, StarterWanted(str(jobs.MODEL), is_chat, "out")))
+    assert yaml.safe_load(path.read_text())["input"]["choices"] == ["easy", "no"]
+    report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
+    assert [remark.text for remark in report.remarks if remark.kind == "warning"] == []
+    assert report.rows[0].error is None
+
+
+def test_a_csv_file_of_a_spreadsheet_in_cp1252(tmp_path: pathlib.Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_bytes("id,größe\n1,Für 5 € „gut“.\n2,Schön.\n".encode("cp1252"))
+    path = written("generate", rows, tmp_path)
+    report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
+    assert "Für 5 € „gut“." in str(report.rows[0].text)
+    rows.write_bytes("id,größe\n1,Für.\n2,".encode() + b"\xfc.\n")  # damaged UTF-8
+    assert look_at(str(rows)).encoding is None
 
 
 def test_a_batch_file_is_known_by_its_columns(tmp_path: pathlib.Path) -> None:

@@ -233,8 +233,19 @@ def test_rows_whose_answers_are_no_choices_are_scored_and_counted(tmp_path: path
     assert [row["error_type"] for row in rows] == [None] * 4
     assert [row["answer_error"] is None for row in rows] == [True, False, False, True]
     assert rows[1]["answer_error"].startswith("got 'Pos' in column 'label'; expected the text of a choice")
+    assert "cut at the left" not in done.stdout
     status = json.loads(jobs.run("status", tmp_path / "out", "--json").stdout)
     assert status["totals"]["task_counts"]["num_wrong_answers"] == 2
     assert line in jobs.run("status", tmp_path / "out").stdout
     validated = jobs.run("validate", tmp_path / "job.yaml")
     assert "warning: 2 of 4 sampled rows have values in input.answer_column that are no choices" in validated.stdout
+
+
+def test_contexts_that_are_cut_are_counted(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"id,text\n1,Good.\n2,{'long ' * 200}\n3,{'longer ' * 200}\n")
+    input = {"path": str(tmp_path / "rows.csv"), "context_column": "text", "choices": ["pos", "neg"]}
+    sections = {"input": input, "output": {"keep_columns": []}, "engine": {"max_model_len": 64}}
+    done = jobs.finish(jobs.spec_of(tmp_path, task="score", sampling=None, **sections))
+    line = "warning: the context of 2 output rows was cut at the left end to fit (prompt_truncated)"
+    assert line in done.stdout and line in jobs.run("status", tmp_path / "out").stdout
+    assert [row["prompt_truncated"] for row in jobs.rows_of(tmp_path / "out")] == [False, True, True]

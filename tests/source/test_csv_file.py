@@ -19,6 +19,17 @@ def test_csv_that_is_not_utf8_or_never_closes_a_quote(tmp_path: pathlib.Path) ->
     found.close()
 
 
+def test_a_mark_of_utf8_contradicts_another_encoding(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.csv").write_bytes("id,text\n1,ü\n".encode("utf-8-sig"))
+    path = str(tmp_path / "x.csv")
+    with pytest.raises(InputError, match=r"x\.csv begins with the mark of UTF-8, but input\.csv\.encoding is cp1252; "):
+        open_source(InputLocation(path, csv=CsvDialect(encoding="cp1252")), tmp_path / "cache")
+    for encoding in ("utf-8", "UTF8", "utf-8-sig"):
+        found = open_source(InputLocation(path, csv=CsvDialect(encoding=encoding)), tmp_path / encoding)
+        assert found.read(0, 1)[0].values == {"id": 1, "text": "ü"}
+        found.close()
+
+
 def test_a_quote_that_swallows_the_rows_after_it_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x.csv").write_text('a,b\n1,2\n6,"open\n7,8\n9,10\n')
     words = "x.csv: a quote opens in line 3 and is never closed, so that row would have the next 2 lines in it"

@@ -4,10 +4,12 @@ Column types are decided afterwards, over all files.
 """
 
 import codecs
+import contextlib
 import csv
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, BinaryIO
@@ -22,6 +24,7 @@ from batchinf.base.text import counted
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import (
     BLOCK_BYTES,
+    BYTE_ORDER_MARK,
     LINE_ENDS,
     MAX_LINE_BYTES,
     CsvDialect,
@@ -160,6 +163,8 @@ class _Rows:
         csv.field_size_limit(MAX_LINE_BYTES)
         buffered = io.BufferedReader(stream, BLOCK_BYTES)
         self._encoding = dialect.encoding or _encoding(file, buffered)
+        if dialect.encoding is not None:
+            _refuse_other_mark(file, buffered.peek(3), dialect.encoding)
         self._text = io.TextIOWrapper(buffered, self._encoding, _ESCAPES, newline="")
         self.num_chars = 0
         self.line = 0
@@ -226,6 +231,27 @@ class _Rows:
                 yield f"line {line}: {len(row)} fields where the header has {width}"
 
 
+def seems_cp1252(file: InputFile) -> bool:
+    """Whether a file has other bytes than UTF-8, all in cp1252, as spreadsheets on Windows write it. For a suggestion.
+
+    A sequence that is valid in UTF-8 alone speaks against it: such a file may be damaged UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_bytes(file) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            try:
+                decoder.decode(block)
+            except UnicodeDecodeError as error:
+                if b"\0" in error.object or _WIDE_CHARACTER.search(error.object):
+                    return False
+                return not _NOT_CP1252.search(error.object)
+            if _WIDE_CHARACTER.search(block):
+                return False
+    return False
+
+
+_WIDE_CHARACTER = re.compile(rb"[\xc3\xc5][\x80-\xbf]|[\xe2-\xef][\x80-\xbf]{2}")  # of UTF-8
+_NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
 _UTF8 = "utf-8-sig"
 _ESCAPES = "batchinf.escapes"
 
@@ -245,6 +271,18 @@ def _encoding(file: InputFile, stream: "io.BufferedReader[Any]") -> str:
         return "utf-16"
     refuse_utf16(file, head, "write `input.csv: {encoding: utf-16-le}` (or utf-16-be)")
     return _UTF8
+
+
+def _refuse_other_mark(file: InputFile, head: bytes, encoding: str) -> None:
+    """Raise InputError if a file begins with the mark of UTF-8, but is to be read in an encoding of one byte each."""
+    with contextlib.suppress(UnicodeDecodeError):
+        if head.startswith(BYTE_ORDER_MARK) and not head[:3].decode(encoding).strip("\ufeff"):
+            return
+    if head.startswith(BYTE_ORDER_MARK):
+        raise InputError(
+            f"{file.name} begins with the mark of UTF-8, but input.csv.encoding is {encoding}; leave out the encoding, "
+            "or remove the mark if the rest of the file is in that encoding"
+        )
 
 
 def _delimiter(head: Sequence[str], usual: str, form: Mapping[str, Any]) -> str:

@@ -306,11 +306,21 @@ class Score(Task):
         """See `Task` and `count_answers`."""
         # Without a column of answers, a kept column may have that name. A job may have begun without these columns.
         has_answers = self.spec.input.answer_column is not None and not self.left_out & {ANSWER, *WINNERS}
-        return count_answers(rows) if has_answers else None
+        counts = count_answers(rows) if has_answers else {}
+        if self.spec.input.text_column is None and "prompt_truncated" not in self.left_out:
+            num_cut = pc.sum(rows.column("prompt_truncated"), min_count=0).as_py()
+            counts |= {"num_cut": num_cut} if num_cut else {}
+        return counts or None
 
     @classmethod
     def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
-        return answer_lines(num_rows, counts)
+        yield from answer_lines(num_rows, counts)
+        if num_cut := counts.get("num_cut"):
+            yield (
+                f"warning: the context of {counted(num_cut, 'output row')} was cut at the left end to fit "
+                "(prompt_truncated), so instructions there may be gone; shorten the text with truncate_tokens, or put "
+                "the instructions behind it"
+            )
 
     @classmethod
     def count_figures(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
