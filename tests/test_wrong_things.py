@@ -385,12 +385,13 @@ WRONG = [
           "job.yaml:3:3: input.path: no file matches rows/*.jsonl; correct the glob, or put it in quotes if a shell "
           "expanded it"),
     Wrong("unknown ending", {"input": {"path": "rows.xls"}},
-          "the ending of rows.xls is not known; the formats are jsonl, json, parquet, csv, text, arrow and hf, by "
-          "the endings .jsonl, .ndjson, .json, .parquet, .pq, .csv, .tsv, .txt, .text, .arrow, .feather, .ipc; name it "
-          "so, or set `input.format`; or make one in pandas: read_excel(NAME).to_parquet('rows.parquet')",
+          "the ending of rows.xls is not known; the formats are jsonl, json, parquet, csv, text, arrow, images and "
+          "hf, by the endings .jsonl, .ndjson, .json, .parquet, .pq, .csv, .tsv, .txt, .text, .arrow, .feather, .ipc, "
+          ".png, .jpg, .jpeg, .webp, .gif, .bmp, .tif, .tiff, .avif; name it so, or set `input.format`; or make one in pandas: read_excel(NAME).to_parquet('rows.parquet')",
           files={"rows.xls": "x"}),
     Wrong("unknown format", {"input": {"format": "xls"}},
-          "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, json, openai, parquet, csv, text, arrow, hf"),
+          "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, json, openai, parquet, csv, text, arrow, "
+          "images, hf"),
     Wrong("no rows", {},
           "rows.jsonl has no rows; give an input with at least one", rows=()),
     # Rows to look at

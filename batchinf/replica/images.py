@@ -29,11 +29,9 @@ from batchinf.tasks.columns import IMAGE_DIGESTS
 # `Engine.render`.
 Render = Callable[[list[int], Sequence[Any]], RenderedPrompt]
 
-# Rows that are made ahead, one on each thread: half as many as cores, and at least two for each process that the spec
-# names. At 12 megapixels, a decoded image has 36 MB.
+# Rows that are made ahead, one on each thread: half as many as cores. At 12 megapixels, a decoded image has 36 MB.
 _LEAST_AHEAD = 4
 _MOST_AHEAD = 16
-_ROWS_A_PROCESS = 2
 
 # A prompt with the tokens of its images, and its tensors; or with the error why it has none.
 _Made = tuple[Prompt, RenderedPrompt | None]
@@ -46,8 +44,7 @@ class ImagePrompts:
         """base_folder, cache_folder: see `ImageLoader`."""
         self._max_per_row = settings.max_per_row
         self._loader = ImageLoader(settings, base_folder=base_folder, cache_folder=cache_folder)
-        by_cores = min(_MOST_AHEAD, len(os.sched_getaffinity(0)) // 2)
-        self._rows_ahead = max(_LEAST_AHEAD, by_cores, _ROWS_A_PROCESS * (settings.processes or 0))
+        self._rows_ahead = max(_LEAST_AHEAD, min(_MOST_AHEAD, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(self._rows_ahead, thread_name_prefix="images")
         self._next: deque[Prompt] = deque()
         self._making: dict[int, Future[_Made]] = {}

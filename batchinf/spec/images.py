@@ -56,9 +56,6 @@ class ImageSettings(Section):
     cache_bytes: Annotated[int, Field(ge=0), RUNTIME] = 1 << 30
     """Bytes of fetched images that the output folder keeps until the job is done. About the last ones that were used
     are kept, and none is fetched twice. 0: none is kept."""
-    processes: Annotated[Annotated[int, Field(ge=0, le=64)] | None, RUNTIME] = 0
-    """Processes of a replica that make images ready for the model; 0: a thread of the replica. Null: the thread, and
-    from eight cores on a process for each four once the images of a row take more than 50 ms."""
 
 
 class PartSpec(Section):

@@ -45,11 +45,10 @@ from batchinf.engines.vllm.arguments import (
     template_of,
     wants_late_mask,
 )
-from batchinf.engines.vllm.images import check_takes_images
+from batchinf.engines.vllm.images import Rendering, check_takes_images
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.rendering import Rendering
 from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores, join_results
 from batchinf.model.lora import Adapter
 from batchinf.prompts.encoder import load_tokenizer
@@ -153,7 +152,7 @@ class VllmEngine:
         self._rendering: Rendering | None = None
         if spec.input.images is not None:
             check_takes_images(self._engine)
-            self._rendering = Rendering(self._engine, spec.input.images.processes)
+            self._rendering = Rendering(self._engine)
             if current_platform.is_cuda():
                 print("vLLM's own attention and steps are used: those of batchinf are for text alone", flush=True)
         self._tell_parser: Any = None
@@ -285,8 +284,6 @@ class VllmEngine:
     def close(self) -> None:
         """See `Engine.close`. A second call does nothing."""
         engine, self._engine, self._death = self._engine, None, "the engine is closed"
-        if self._rendering is not None:
-            self._rendering.stop()
         if engine is not None and self._watchdog is not None:
             self._watchdog.stopped.set()
             engine.engine_core.shutdown()

@@ -1,15 +1,16 @@
-"""Prompts with images for vLLM: its arguments, and the check of what its processor has made. See `rendering.py`.
+"""Prompts with images for vLLM: its arguments, and what its processor makes of images.
 
 Tested with vLLM 0.32.0.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from batchinf.base.errors import EngineStartError, RequestRefused, RowError
-from batchinf.base.text import counted
+from batchinf.base.text import counted, describe_error, shorten
 from batchinf.records import RenderedPrompt
 from batchinf.spec.job import JobSpec
 
@@ -34,7 +35,28 @@ def check_takes_images(engine: Any) -> None:
         raise EngineStartError("the job has images, but vLLM runs this model without them: give another model")
 
 
-def checked(made: Any, num_images: int) -> RenderedPrompt:
+class Rendering:
+    """Token ids and images → the engine's own form of a prompt. Threads may share it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._renderer = engine.renderer
+        self._lock = threading.Lock()  # vLLM's renderer is for one thread
+
+    def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
+        """See `Engine.render`."""
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {KIND: list(images)}}
+        try:
+            with self._lock:
+                [made] = self._renderer.render_cmpl([prompt])
+        except Exception as error:  # processors raise errors of all types, AssertionError too
+            words = shorten(describe_error(error), 300)
+            raise RequestRefused(
+                RowError("image_refused", f"the model's processor refused the images: {words}")
+            ) from None
+        return _checked(made, len(images))
+
+
+def _checked(made: Any, num_images: int) -> RenderedPrompt:
     """The prompt with all tokens of its images. Raises RequestRefused if it has not one place for each image.
 
     made: by vLLM's renderer.

@@ -9,7 +9,7 @@ import xxhash
 from batchinf.base.errors import InputError
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.digests import ReadDigests, Watch
-from batchinf.source.files import InputFile, InputLocation, content_hash
+from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
 from batchinf.source.types import Lost, MixedTypes, is_utf8
 
@@ -48,8 +48,8 @@ class Images(FileFormat):
 
 
 def _hash(file: InputFile) -> str:
-    """Of the name, too: the row has it, so a file with another name is another row."""
-    return xxhash.xxh3_128_hexdigest(f"{content_hash(file)} {file.name}".encode(errors="surrogateescape"))
+    """Of the name alone. As with paths in a column, the digest that a row stores tells which picture it had."""
+    return xxhash.xxh3_128_hexdigest(file.name.encode(errors="surrogateescape"))
 
 
 class _OneRow:
