@@ -387,7 +387,8 @@ WRONG = [
     Wrong("unknown ending", {"input": {"path": "rows.xls"}},
           "the ending of rows.xls is not known; the formats are jsonl, json, parquet, csv, text, arrow, images and "
           "hf, by the endings .jsonl, .ndjson, .json, .parquet, .pq, .csv, .tsv, .txt, .text, .arrow, .feather, .ipc, "
-          ".png, .jpg, .jpeg, .webp, .gif, .bmp, .tif, .tiff, .avif; name it so, or set `input.format`; or make one in pandas: read_excel(NAME).to_parquet('rows.parquet')",
+          ".png, .jpg, .jpeg, .webp, .gif, .bmp, .tif, .tiff, .avif; name it so, or set `input.format`; or make one in "
+          "pandas: read_excel(NAME).to_parquet('rows.parquet')",
           files={"rows.xls": "x"}),
     Wrong("unknown format", {"input": {"format": "xls"}},
           "job.yaml:4:3: input.format: got 'xls'; must be one of jsonl, json, openai, parquet, csv, text, arrow, "

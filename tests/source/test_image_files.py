@@ -64,9 +64,7 @@ def test_pictures_beside_other_data_are_no_rows(pictures: pathlib.Path, tmp_path
     assert paths(named) == ["a.png", "b.png", "cats/a.jpg"]
 
 
-def test_a_renamed_picture_is_noticed_and_a_changed_one_is_read(
-    pictures: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_renamed_picture_is_noticed_and_a_changed_one_is_read(pictures: pathlib.Path, tmp_path: pathlib.Path) -> None:
     source = opened(tmp_path)
     taken = source.fingerprints
     (pictures / "a.png").rename(pictures / "z.png")
