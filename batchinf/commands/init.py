@@ -33,7 +33,7 @@ from batchinf.source.rows import Row, Source, format_of, open_source
 from batchinf.source.types import is_text
 from batchinf.spec.images import ImageSettings
 from batchinf.spec.job import ModelSpec
-from batchinf.tasks.starters import PURPOSES, Data, StarterWanted, write_spec
+from batchinf.tasks.starters import PURPOSES, TAKE_LABELS, Data, StarterWanted, write_spec
 
 # Names of columns, the likeliest first.
 _TEXTS = "prompt question instruction text content document body review comment sentence title input query message"
@@ -377,7 +377,7 @@ def written_lines(path: str, data: Data, purpose: str) -> list[str]:
     if data.image_hosts:
         lines.append(f"images are fetched from {list_names(data.image_hosts)}, the hosts of the first rows; see "
                      f"input.images.hosts in {path}")  # fmt: skip
-    if purpose == "label" or (purpose == "score" and data.has_given_labels):
+    if purpose == "label" or (purpose in TAKE_LABELS and data.has_given_labels):
         source = "" if data.labelled is None else f", the words of the column {data.labelled!r}"
         lines.append(f"labels: {', '.join(data.labels)}{source}; change them in {path} if they are not yours")
     return lines
@@ -395,7 +395,7 @@ def check_purpose(purpose: str, *, has_labels: bool = False) -> None:
     """Raise UserError for a purpose that `init` does not know, or that has no use for labels."""
     if purpose not in PURPOSES:
         raise UserError(f"--for: got {purpose!r}; must be one of {', '.join(PURPOSES)}")
-    if has_labels and purpose not in ("label", "score"):
+    if has_labels and purpose not in TAKE_LABELS:
         raise UserError(f"--labels: got --for {purpose}, which has no labels; write --for label or --for score")
 
 

@@ -19,6 +19,9 @@ _TAKEN = re.compile(
     "|num_.*|error_.*|best.*|bits_.*|logprob.*|.*_reason|.*_logprobs?|.*token_ids|.*ranks"
 )
 
+# Purposes of `init --labels`.
+TAKE_LABELS = ("label", "score")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:

@@ -204,7 +204,7 @@ def test_killed_and_gone_on_with(tmp_path: pathlib.Path, input: dict[str, str]) 
 def test_answers_are_counted_only_if_the_task_has_them() -> None:
     rows = pa.table(
         {"answer": [0, 1, None], "best": [0, 0, 0], "best_per_token": [0, 1, 1], "best_per_byte": [1, 1, 1]}
-    )
+    ).append_column("prompt_truncated", pa.array([False] * 3))
     counts = task_of(CHOICES).count(rows)
     assert counts is not None and (counts["num_answered"], counts["num_right"], counts["num_right_per_token"]) == (
         2,
