@@ -118,7 +118,7 @@ class CommitLog:
         self._num_bytes = self._file.seek(0, os.SEEK_END)
 
     def commit(self, lines: Sequence[Fields]) -> None:
-        """Append lines as one commit, durable on return. Raises OutputError, and cuts off what was written of it."""
+        """Append lines as one commit, durable on return. Raises OutputError after a half-written commit is removed."""
         data = encode_commits([lines], self._num_commits)
         if self._first is not None:
             if self._is_behind:

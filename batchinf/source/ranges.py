@@ -91,7 +91,7 @@ class RangedFile(InputFile):
                 if stored[-_DIGEST_BYTES:] == _digest(stored[:-_DIGEST_BYTES]):
                     return stored[:-_DIGEST_BYTES]
             self.fetch([span])
-        raise InputError(f"{self.cache.path(self._folder)} does not keep what is written to it; check this disk")
+        raise InputError(f"{self.cache.path(self._folder)} lost data that was just written to it; check this disk")
 
     @property
     def _folder(self) -> str:
@@ -158,7 +158,7 @@ def chunk_spans(
 def footer_of(file: InputFile) -> Object | None:
     """The end of a Parquet file in a store, from its footer on; None if it is small, is no Parquet file or is changing.
 
-    The scan of a whole copy then says what is wrong.
+    In these cases the whole file is copied, and the scan of the copy finds the errors.
     """
     size = file.stamp()[0]
     if size < WHOLE_BYTES or split_bucket_url(file.path) is None:

@@ -152,7 +152,8 @@ class Scanner:
     def local_copy(self, file: InputFile, entry: FileEntry) -> InputFile:
         """The cache's copy of a remote file if the scan kept one, else the file."""
         if (footer := entry.artifacts.get("footer")) is not None:
-            return RangedFile(file.name, str(self.cache.path(footer.name)), entry.path, entry.etag, self.cache)
+            path = str(self.cache.path(footer.name))
+            return RangedFile(file.name, path, url=entry.path, etag=entry.etag, cache=self.cache)
         copy = entry.artifacts.get("content")
         return file if copy is None else InputFile(file.name, str(self.cache.path(copy.name)))
 

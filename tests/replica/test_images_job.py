@@ -151,6 +151,26 @@ def test_a_folder_of_pictures_is_an_input(tmp_path: pathlib.Path) -> None:
     assert "row 0: image 1 ('blue-circle.png') has changed since the job ran the row" in refused.stderr
 
 
+def test_a_picture_that_was_mended_in_its_folder_runs_again(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name in ("a.png", "b.png"):
+        shutil.copy(PICTURES / "red-circle.png", folder / name)
+    (folder / "b.png").write_bytes((folder / "b.png").read_bytes()[:40])
+    content = [{"type": "image", "column": "path"}, {"type": "text", "text": "What?"}]
+    where = {"path": str(folder), "id_column": "path", "messages": [{"role": "user", "content": content}]}
+    path = spec_of(tmp_path / "job", input=where, sampling={"max_tokens": 4}, max_error_rate=1.0)
+    jobs.finish(path)
+    broken = jobs.rows_of(tmp_path / "job" / "out")
+    assert [row["error_type"] for row in broken] == [None, "image_broken"]
+    shutil.copy(PICTURES / "red-circle.png", folder / "b.png")
+    jobs.finish(path, "--retry", "errors")
+    mended = jobs.rows_of(tmp_path / "job" / "out")
+    assert [row["error_type"] for row in mended] == [None, None]
+    assert mended[0] == broken[0]
+    assert mended[1]["image_digests"] == mended[0]["image_digests"]
+
+
 @pytest.mark.slow
 def test_a_chain_of_jobs_keeps_its_images(tmp_path: pathlib.Path) -> None:
     """Paths and bytes of kept columns are the images of the next job. Bytes are copied only if they are kept."""

@@ -179,8 +179,8 @@ class Logits(Task):
         check_token_ids("logits.token_ids", self._logits.token_ids, model)
         if self._logits.positions_column is not None and self.spec.input.has_images:
             raise SpecError(
-                "logits.positions: got a column in a job with images, whose tokens nobody can count before the model's "
-                "processor has run; must be last, all or generated"
+                "logits.positions: got a column in a job with images; only the model's processor knows how many tokens "
+                "an image has, so positions must be last, all or generated"
             )
         if self._logits.positions_column is not None and self.spec.input.on_overlong != "error":
             raise SpecError(

@@ -381,7 +381,7 @@ def _prompt_columns(results: Sequence[Result], parts: Sequence[tuple[Sequence[Sp
     """The columns that depend on prompts alone. parts: see `Score._part`."""
     scorings = [result.prompt.scoring or Scoring(()) for result in results]
     first = [spans[0] if spans else None for spans, _ in parts]
-    # A shared request runs once for many rows, so its tokens are those of no row.
+    # A shared request runs once for many rows. Its tokens are not counted for any of them.
     num_run = [
         0 if is_neutral else _num_run(result, spans[0] if spans else None)
         for result, (spans, is_neutral) in zip(results, parts, strict=True)
