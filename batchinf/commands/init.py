@@ -1,6 +1,7 @@
 """`batchinf init`: writes a short commented spec that fits the data and the model."""
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -120,6 +121,8 @@ class _Columns:
     types: dict[str, pa.DataType]
     values: dict[str, list[Any]]
     """Without nulls."""
+    is_folder: bool
+    """Whether the rows are the files of a folder of images."""
 
     @classmethod
     def of(cls, path: str, source: Source) -> "_Columns":
@@ -129,7 +132,7 @@ class _Columns:
         rows = _readable_rows(path, source)
         columns = {name: [row.values.get(name) for row in rows] for name in types}
         values = {name: [value for value in column if value is not None] for name, column in columns.items()}
-        return cls(rows, types, values)
+        return cls(rows, types, values, is_folder=format_of(InputLocation(path)) == Images.name)
 
     def texts(self) -> list[str]:
         # A column with values of several types has the type of text, too.
@@ -141,6 +144,17 @@ class _Columns:
     def integers(self) -> list[str]:
         return [name for name, type in self.types.items() if pa.types.is_integer(type)]
 
+    def short(self) -> list[str]:
+        """Columns whose values are short enough to copy them to the output."""
+        long = {*self.lists(), *(name for name, type in self.types.items() if _has_bytes(type))}
+        if self.is_folder:
+            long.add(NUM_BYTES)
+        return [name for name in self.types if name not in long and self.mean_length(name) <= _MOST_KEPT_CHARS]
+
+    def text_lists(self) -> list[str]:
+        """Columns in which each value is a list of texts."""
+        return [name for name, values in self.values.items() if values and all(map(_is_text_list, values))]
+
     def _are_mostly(self, kind: type, name: str) -> bool:
         values = self.values[name]
         return 2 * sum(isinstance(value, kind) for value in values) > len(values)
@@ -150,6 +164,8 @@ class _Columns:
 
     def named_ids(self) -> list[str]:
         """Columns with the name of an id, and another value in each row."""
+        if self.is_folder:
+            return [PATH]
         names = [name for name in self.types if _named(name, _IDS)]
         unique = [name for name in names if len(set(map(str, self.values[name]))) == len(self.rows)]
         return sorted(unique, key=lambda name: name.lower() != "id")
@@ -179,13 +195,7 @@ class _Columns:
 
     def choices(self) -> str | None:
         """The column with lists of texts to choose from."""
-        return next((name for name in self.types if name in _CHOICES.split() and self.are_text_lists(name)), None)
-
-    def are_text_lists(self, name: str) -> bool:
-        """Whether each value is a list of texts."""
-        lists = [_as_list(value) for value in self.values[name]]
-        are_lists = all(isinstance(texts, list) and all(isinstance(t, str) for t in texts) for texts in lists)
-        return bool(lists) and are_lists
+        return next((name for name in self.text_lists() if name in _CHOICES.split()), None)
 
     def are_answers(self, name: str, choices: str) -> bool:
         """Whether each row's value is one of its choices."""
@@ -200,11 +210,9 @@ class _Images:
         self._values = columns.values
         self._loader = ImageLoader(ImageSettings(), base_folder=folder_of(path))
         self.names = [name for name in columns.types if self._has_images(name)]
-        sources = [source for name in self.names for value in self._values[name] for source in _images_in(value)]
-        urls = [source for source in sources if isinstance(source, str) and is_http(source)]
-        self.hosts = tuple(dict.fromkeys(filter(None, map(_host, urls))))
-        rows = [sum(len(_images_in(row.values.get(name))) for name in self.names) for row in columns.rows]
-        self.most = max(rows, default=0)
+        rows = [[s for name in self.names for s in _images_in(row.values.get(name))] for row in columns.rows]
+        self.hosts = tuple(dict.fromkeys(filter(None, map(_host, itertools.chain.from_iterable(rows)))))
+        self.most = max(map(len, rows), default=0)
         self.are_in_parts = any(_has_parts(value) for row in columns.rows for value in row.values.values())
 
     def _has_images(self, name: str) -> bool:
@@ -226,10 +234,12 @@ def _images_in(value: object) -> list[ImageSource]:
     return sources if isinstance(sources, list) else []
 
 
-def _host(url: str) -> str | None:
-    """The host of a URL, as `input.images.hosts` takes it; None for a URL that is wrong."""
+def _host(source: ImageSource) -> str | None:
+    """The host of a URL, as `input.images.hosts` takes it; None for a URL that is wrong, and for other sources."""
+    if not isinstance(source, str) or not is_http(source):
+        return None
     with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
+        parts = urlsplit(source)
         return parts.hostname if parts.port is None else f"{parts.hostname}:{parts.port}"
     return None
 
@@ -249,43 +259,32 @@ def _is_message(value: object) -> bool:
 
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     columns = _Columns.of(path, source)
-    names = tuple(columns.types)
     images = _Images(path, columns)
-    is_folder = format_of(InputLocation(path)) == Images.name
-    texts = [name for name in columns.texts() if name not in images.names]
-    ids = [PATH] if is_folder else columns.named_ids()
+    texts = _without(columns.texts(), images.names)
+    named_ids = columns.named_ids()
     choices = columns.choices()
-    free = [name for name in texts if name not in (*ids, choices)]
+    free = _without(texts, [*named_ids, choices])
     messages = columns.conversations()
-    # Beside images, other columns may be about them: labels, names.
-    longest = None if images.names else max(free, key=columns.mean_length, default=None)
-    text = _first(free, _TEXTS) or longest or messages
+    text = _text(columns, free, has_images=bool(images.names)) or messages
     if text is None and not images.names:
-        raise UserError(f"{path} has no column of text or images; it has {', '.join(names)}")
-    of_labels = [name for name in free if name != text and _are_labels(columns.values[name])]
-    labelled = None if labels else _first(of_labels, _LABELS) or next(iter(of_labels), None)
-    repeated: str | None = None
-    if not ids:
-        ids, repeated = _unique(columns, {*texts, *images.names, *columns.integers()} - {text or ""})
-    is_batch = set(OpenAIBatch.columns) <= set(names)
-    not_kept = {text, choices, *ids, *columns.lists(), *(name for name in names if _has_bytes(columns.types[name]))}
-    if is_folder:
-        not_kept.add(NUM_BYTES)
-    short = [name for name in names if name not in not_kept and columns.mean_length(name) <= _MOST_KEPT_CHARS]
-    has_given_labels = bool(labels)
-    if not labels:
-        labels = _DEFAULT_LABELS if labelled is None else sorted(map(str, set(columns.values[labelled])))
+        raise UserError(f"{path} has no column of text or images; it has {', '.join(columns.types)}")
+    possible_ids = _without([*texts, *images.names, *columns.integers()], [text])
+    ids, repeated = _ids(columns, named_ids, possible_ids)
+    others = _without(free, [text])
+    labelled = None if labels else _labelled(columns, others)
     query = _first(free, _QUERIES) or text
+    is_batch = columns.types.keys() >= set(OpenAIBatch.columns)
+    short = _without(columns.short(), [text, choices, *ids])[:_MOST_KEPT]
     return Data(
         path=path,
         num_rows=source.num_rows,
-        columns=names,
+        columns=tuple(columns.types),
         text=text,
-        id=ids[0] if ids else None,
+        id=next(iter(ids), None),
         repeated_id=repeated,
         messages=messages,
-        labels=tuple(labels),
-        has_given_labels=has_given_labels,
+        labels=tuple(labels) or _words_of(columns, labelled),
+        has_given_labels=bool(labels),
         labelled=labelled,
         choices=choices,
         answer=_answer(columns, free, choices),
@@ -294,23 +293,49 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         image_hosts=images.hosts,
         most_images=images.most,
         has_image_parts=images.are_in_parts,
-        documents=_first([name for name in names if columns.are_text_lists(name)], _DOCUMENTS),
-        document=_first([name for name in free if name != query], _DOCUMENT),
-        continuation=_first([name for name in free if name != text or messages is not None], _CONTINUATIONS),
-        kept=() if is_batch else (*([text] if text is not None and text in texts else []), *short[:_MOST_KEPT]),
+        documents=_first(columns.text_lists(), _DOCUMENTS),
+        document=_first(_without(free, [query]), _DOCUMENT),
+        continuation=_first(others if messages is None else free, _CONTINUATIONS),
+        kept=() if is_batch else (*([text] if text in texts else []), *short),
         is_batch=is_batch,
     )
 
 
-def _unique(columns: "_Columns", possible: Collection[str]) -> tuple[list[str], str | None]:
-    """The columns that can be ids by their values; without any, a value that stands in two rows of one of them."""
+def _without(names: Sequence[str], others: Collection[str | None]) -> list[str]:
+    return [name for name in names if name not in others]
+
+
+def _text(columns: _Columns, names: Sequence[str], *, has_images: bool) -> str | None:
+    """The column with the text of a row: by its name, else the one with the longest values."""
+    # Beside images, other columns may be about them: labels, names.
+    longest = None if has_images else max(names, key=columns.mean_length, default=None)
+    return _first(names, _TEXTS) or longest
+
+
+def _labelled(columns: _Columns, names: Sequence[str]) -> str | None:
+    """The column that has labels: by its name, or the first by its values."""
+    of_labels = [name for name in names if _are_labels(columns.values[name])]
+    return _first(of_labels, _LABELS) or next(iter(of_labels), None)
+
+
+def _words_of(columns: _Columns, labelled: str | None) -> tuple[str, ...]:
+    return _DEFAULT_LABELS if labelled is None else tuple(sorted(set(columns.values[labelled])))
+
+
+def _ids(columns: _Columns, named: list[str], possible: Collection[str]) -> tuple[list[str], str | None]:
+    """The columns of ids: those with such a name, else those of the possible ones that are ids by their values.
+
+    Without any of them, also a value that stands in two rows of a column that looks like one of ids.
+    """
+    if named:
+        return named, None
     others = [name for name in columns.types if name in possible and name.lower() not in _OF_A_ROW]
     distinct = {name: set(map(str, columns.values[name])) for name in others}
     ids = [name for name in others if len(distinct[name]) == len(columns.rows) and _are_ids(distinct[name])]
     return ids, None if ids else next(filter(None, map(columns.repeat, others)), None)
 
 
-def _answer(columns: "_Columns", free: Sequence[str], choices: str | None) -> str | None:
+def _answer(columns: _Columns, free: Sequence[str], choices: str | None) -> str | None:
     """The column with the right choice, as its place or its text."""
     if choices is None:
         return None
@@ -341,6 +366,11 @@ def _are_ids(words: Collection[str]) -> bool:
     return len(words) > 1 and all(
         len(word) <= _MOST_ID_CHARS and len(word.split()) == 1 and not _DATE.fullmatch(word) for word in words
     )
+
+
+def _is_text_list(value: Any) -> bool:
+    texts = _as_list(value)
+    return isinstance(texts, list) and all(isinstance(text, str) for text in texts)
 
 
 def _as_list(value: Any) -> Any:
