@@ -82,35 +82,36 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
-    if unknown := [name for name in request.columns if name not in schema.names]:
-        computed = f"; {CONFIDENCE} is computed by `head`, see docs/commands.md" if CONFIDENCE in unknown else ""
-        raise UserError(
-            f"--columns: no column {list_names(unknown)}{computed}; the output has {list_names(schema.names)}"
-        )
+    _check_columns(request.columns, schema)
     if not job.results.is_done:
         notes.append(f"the job is not done: {counted(len(job.results), 'row')} are committed so far")
     rows = Rows(job.results, form.columns(request.columns, schema), request.where)
-    names = _names(form, request)
-    error_name = _error_name(request) if form.splits_errors and request.splits_errors else None
     if form is HuggingFaceExport and not request.overwrites:
         check_is_free(os.path.join(request.path, CARD))  # it is written last
     if request.push_to is not None:
         reserve(request.push_to, is_public=request.is_public, overwrites=request.overwrites)
-    num_rows = 0
     with Files(overwrites=request.overwrites) as files:
-        errors = None if error_name is None else files.open(error_name, is_optional=True)
-        streams = [files.open(name) for name in names]
-        writers = [form(job, rows.schema, stream, errors or stream) for stream in streams]
-        for number, batch in _pieces(rows, len(job.results), len(writers)):
-            writers[number].write(batch)
-            num_rows += batch.num_rows
-        for writer in writers:
-            writer.close()
+        num_rows = _write(job, rows, files, form=form, request=request)
         if form is HuggingFaceExport and card_files is not None:
             for name, data in card_files(out, job, num_rows, request.where).items():
                 files.open(os.path.join(request.path, name)).write(data)
     pushed_to = None if request.push_to is None else push(request.push_to, request.path)
     return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes), pushed_to=pushed_to)
+
+
+def _write(job: ExportedJob, rows: Rows, files: Files, *, form: type[Format], request: ExportRequest) -> int:
+    """Write the rows into the files of the request. Returns the number of rows."""
+    error_name = _error_name(form, request)
+    errors = None if error_name is None else files.open(error_name, is_optional=True)
+    streams = [files.open(name) for name in _names(form, request)]
+    writers = [form(job, rows.schema, stream, errors or stream) for stream in streams]
+    num_rows = 0
+    for number, batch in _pieces(rows, len(job.results), len(writers)):
+        writers[number].write(batch)
+        num_rows += batch.num_rows
+    for writer in writers:
+        writer.close()
+    return num_rows
 
 
 @contextlib.contextmanager
@@ -156,6 +157,14 @@ def _check_url(form: type[Format], request: ExportRequest) -> None:
         raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
 
 
+def _check_columns(columns: Sequence[str], schema: pa.Schema) -> None:
+    if unknown := [name for name in columns if name not in schema.names]:
+        computed = f"; {CONFIDENCE} is computed by `head`, see docs/commands.md" if CONFIDENCE in unknown else ""
+        raise UserError(
+            f"--columns: no column {list_names(unknown)}{computed}; the output has {list_names(schema.names)}"
+        )
+
+
 def _format(request: ExportRequest) -> type[Format]:
     allowed = list_names(FORMATS)
     if request.to is None:
@@ -180,10 +189,13 @@ def _names(form: type[Format], request: ExportRequest) -> list[str]:
     return [f"{base}-{number:05}-of-{request.num_files:05}{ending}" for number in range(request.num_files)]
 
 
-def _error_name(request: ExportRequest) -> str | None:
-    """The file of the error rows; None: they go to stdout, or to the only file of a URL, like the others."""
+def _error_name(form: type[Format], request: ExportRequest) -> str | None:
+    """The file of the error rows; None: they go where the others go, always so for stdout and for a URL."""
+    splits_errors = form.splits_errors and request.splits_errors
+    if not splits_errors or request.path == STDOUT or is_http(request.path):
+        return None
     base, ending = os.path.splitext(request.path)
-    return None if request.path == STDOUT or is_http(request.path) else f"{base}.errors{ending}"
+    return f"{base}.errors{ending}"
 
 
 def _pieces(rows: Rows, num_rows: int, num_files: int) -> Iterator[tuple[int, pa.RecordBatch]]:

@@ -42,6 +42,11 @@ RELATIVE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 _WORST = 5
 _LONG = 1 << 30
 
+_Deviations = dict[str, LogprobDeviations | VectorDeviations]
+"""By kind of logprobs, or by column of vectors."""
+_Prompts = dict[int, tuple[Prompt, ModelInputs | None]]
+"""By position of the row, with what the reference needs of its images."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowDeviation:
@@ -71,7 +76,7 @@ class VerifyReport:
     seed: int
     verdict: Literal["within", "beyond"]
     """`within` if no value is missing or beyond the tolerance."""
-    deviations: dict[str, LogprobDeviations | VectorDeviations]
+    deviations: _Deviations
     """By kind of logprobs, or by column of vectors."""
     worst: tuple[RowDeviation, ...]
     """The rows with the largest deviations."""
@@ -140,34 +145,8 @@ def verify_job(
     for row in rows:
         prompt, _ = prompts[row.values["row_index"]]
         _check_prompt(prompt.part_of(row.values["sample_index"]), row.values)
-    pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
-    wanted = ReferenceWanted(
-        model=job.model,
-        adapters=job.adapters,
-        dtype=dtype,
-        device=device,
-        are_logits=_mode(job) == "raw_logits",
-        pooling_type=pooling_type.rpartition(".")[2].upper(),
-    )
-    reference = verification.reference(wanted)
-    length = max_model_len(job) or _LONG
-    deviations: dict[str, LogprobDeviations | VectorDeviations] = {}
-    worst: list[RowDeviation] = []
-    # Rows of one adapter together, because merging an adapter takes long.
-    for row in sorted(rows, key=lambda row: prompts[row.values["row_index"]][0].adapter or ""):
-        prompt, inputs = prompts[row.values["row_index"]]
-        of_row = [
-            RowDeviation(
-                row_index=row.values["row_index"],
-                sample_index=row.values["sample_index"],
-                kind=stored.kind,
-                **_add(deviations, replace(stored, rendered=inputs), reference, adapter=prompt.adapter),
-            )
-            for stored in verification.stored(row, prompt, [each for _, each in job.task.requests(prompt, length)])
-        ]
-        worst += sorted(of_row, key=_furthest)[:1]
-    if not deviations:
-        raise UserError("the drawn rows have no tokens to compare; draw more rows with -n")
+    reference = _reference(job, state, verification, dtype=dtype, device=device)
+    deviations, worst = _compared(job, rows, prompts, verification=verification, reference=reference)
     engine_dtype = str(_reported(state, "dtype") or job.spec.model.dtype)
     if tolerance is None:
         tolerance = _tolerance(job, state, verification, engine_dtype)
@@ -184,6 +163,45 @@ def verify_job(
         deviations=deviations,
         worst=tuple(sorted(worst, key=_furthest)[:_WORST]),
     )
+
+
+def _reference(job: Job, state: State, verification: Verification, *, dtype: str, device: str) -> "Reference":
+    """The model in transformers, with what the engine reported of its own."""
+    pooling_type = str((_reported(state, "pooling") or {}).get("seq_pooling_type") or "")
+    wanted = ReferenceWanted(
+        model=job.model,
+        adapters=job.adapters,
+        dtype=dtype,
+        device=device,
+        are_logits=_mode(job) == "raw_logits",
+        pooling_type=pooling_type.rpartition(".")[2].upper(),
+    )
+    return verification.reference(wanted)
+
+
+def _compared(
+    job: Job, rows: Sequence[StoredRow], prompts: _Prompts, *, verification: Verification, reference: "Reference"
+) -> tuple[_Deviations, list[RowDeviation]]:
+    """The deviations of all rows, and each row's largest. Raises UserError if there is nothing to compare."""
+    length = max_model_len(job) or _LONG
+    deviations: _Deviations = {}
+    worst: list[RowDeviation] = []
+    # Rows of one adapter together, because merging an adapter takes long.
+    for row in sorted(rows, key=lambda row: prompts[row.values["row_index"]][0].adapter or ""):
+        prompt, inputs = prompts[row.values["row_index"]]
+        of_row = [
+            RowDeviation(
+                row_index=row.values["row_index"],
+                sample_index=row.values["sample_index"],
+                kind=stored.kind,
+                **_add(deviations, replace(stored, rendered=inputs), reference, adapter=prompt.adapter),
+            )
+            for stored in verification.stored(row, prompt, [each for _, each in job.task.requests(prompt, length)])
+        ]
+        worst += sorted(of_row, key=_furthest)[:1]
+    if not deviations:
+        raise UserError("the drawn rows have no tokens to compare; draw more rows with -n")
+    return deviations, worst
 
 
 def _check_drift(job: Job, state: State) -> None:
@@ -258,7 +276,7 @@ def read_rows(results: Results, places: Sequence[int], verification: Verificatio
     return rows
 
 
-def _prompts(job: Job, state: State, rows: Sequence[StoredRow]) -> dict[int, tuple[Prompt, ModelInputs | None]]:
+def _prompts(job: Job, state: State, rows: Sequence[StoredRow]) -> _Prompts:
     """The prompts of these rows by their positions, each with what the reference needs of its images."""
     builder = job.prompt_builder(state)
     positions = sorted({row.values["row_index"] for row in rows})
@@ -270,7 +288,7 @@ def _prompts(job: Job, state: State, rows: Sequence[StoredRow]) -> dict[int, tup
     render = ReferenceProcessor(job.spec, job.model, begun_at(job, state)).render
     images = ImagePrompts(job.spec.input.images, base_folder=image_folder(job.spec.input))
     images.expect(built)
-    prompts: dict[int, tuple[Prompt, ModelInputs | None]] = {}
+    prompts: _Prompts = {}
     for prompt in built:
         rendered = None
         if prompt.image_sources:
@@ -298,7 +316,7 @@ def _furthest(row: RowDeviation) -> float:
 
 
 def _add(
-    deviations: dict[str, LogprobDeviations | VectorDeviations],
+    deviations: _Deviations,
     stored: StoredLogprobs | StoredVectors,
     reference: "Reference",
     *,

@@ -162,9 +162,7 @@ class _Rows:
     def __init__(self, file: InputFile, stream: io.RawIOBase, dialect: CsvDialect) -> None:
         csv.field_size_limit(MAX_LINE_BYTES)
         buffered = io.BufferedReader(stream, BLOCK_BYTES)
-        self._encoding = dialect.encoding or _encoding(file, buffered)
-        if dialect.encoding is not None:
-            _refuse_other_mark(file, buffered.peek(3), dialect.encoding)
+        self._encoding = _encoding(file, buffered, dialect.encoding)
         self._text = io.TextIOWrapper(buffered, self._encoding, _ESCAPES, newline="")
         self.num_chars = 0
         self.line = 0
@@ -172,22 +170,26 @@ class _Rows:
         self._wrong = ""
         self._is_new_row = True
         self._head = self._read_head()
-        form: dict[str, Any] = {"quotechar": dialect.quotechar or None, "strict": True}
-        form |= {} if dialect.quotechar else {"quoting": csv.QUOTE_NONE}
+        quoting = csv.QUOTE_MINIMAL if dialect.quotechar else csv.QUOTE_NONE
+        form: dict[str, Any] = {"quoting": quoting, "quotechar": dialect.quotechar or None, "strict": True}
         usual = _TAB if _TABS in file.name.lower() else ","
         delimiter = dialect.delimiter or _delimiter(self._head, usual, form)
-        if dialect.delimiter is None and delimiter != usual:
+        if delimiter not in (dialect.delimiter, usual):
             self.remark = f"its fields are separated by {_DELIMITERS[delimiter]}, as its first rows show"
-        elif dialect.encoding is None and self._encoding != _UTF8:
+        elif self._encoding not in (dialect.encoding, _UTF8):
             self.remark = "it is UTF-16, as its first bytes show"
         self._reader = csv.reader(self._lines(), delimiter=delimiter, **form)
+        self.header = self._read_header(file.name)
+
+    def _read_header(self, name: str) -> list[str]:
         try:
-            self.header = next((row for row in self._reader if row), [])
+            header = next(filter(None, self._reader), [])
         except csv.Error as error:
-            raise InputError(f"{file.name}: its header is not CSV: {error}") from None
+            raise InputError(f"{name}: its header is not CSV: {error}") from None
         if self._wrong:
-            raise InputError(f"{file.name}: its header is {self._wrong}")
-        refuse_twins(self.header, file.name)
+            raise InputError(f"{name}: its header is {self._wrong}")
+        refuse_twins(header, name)
+        return header
 
     def _read_head(self) -> list[str]:
         lines: list[str] = []
@@ -265,8 +267,11 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_ESCAPES, _escaped)
 
 
-def _encoding(file: InputFile, stream: "io.BufferedReader[Any]") -> str:
+def _encoding(file: InputFile, stream: "io.BufferedReader[Any]", of_spec: str | None) -> str:
     head = stream.peek(4)[:4]
+    if of_spec is not None:
+        _refuse_other_mark(file, head, of_spec)
+        return of_spec
     if head.startswith(_WIDE_MARKS):
         return "utf-16"
     refuse_utf16(file, head, "write `input.csv: {encoding: utf-16-le}` (or utf-16-be)")
