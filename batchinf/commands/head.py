@@ -193,30 +193,52 @@ def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table
     columns: those that the user named; empty: those that say most.
     """
     head = head if columns else _with_images(_with_confidence(head))
-    names = _names(head, columns)
-    titles = {name: cell(name if columns else _title(head, name)) for name in names}
-    shown = [{name: _shown(head, name, row, columns) for name in names} for row in head.rows]
-    cells = {name: [cell(row[name]) for row in shown] for name in names}
-    widths = {name: max(text.cell_len for text in (titles[name], *cells[name])) for name in names}
+    grid = {name: _Column.of(head, name, is_named=bool(columns)) for name in _names(head, columns)}
+    names = list(grid)
+    widths = {name: column.width for name, column in grid.items()}
     if not columns and not head.only_errors:
         main = "text" if "text" in names else names[-1]
-        widths[main] = max(widths[main], _show_errors(head, cells[main]))
+        widths[main] = max(widths[main], _show_errors(head, grid[main].cells))
     left_out = _fit(names, widths, [] if columns else _dispensable(names, head, widths), width)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
-    for name in names:
-        is_whole = name in _OF_ERRORS and not columns
-        _add_column(table, titles[name], widths[name], [row[name] for row in shown], is_whole=is_whole)
-    for number in range(len(head.rows)):
-        table.add_row(*(cells[name][number] for name in names))
-    yield table
+    yield _table([(grid[name], widths[name]) for name in names])
     yield from _remarks(head, left_out)
 
 
-def _add_column(table: Table, title: Text, width: int, values: Sequence[Any], *, is_whole: bool) -> None:
-    """is_whole: a long value goes on in the next line; else it is cut."""
-    side: Literal["left", "right"] = "right" if _is_number(values) else "left"
-    overflow: Literal["fold", "ellipsis"] = "fold" if is_whole else "ellipsis"
-    table.add_column(title, justify=side, no_wrap=not is_whole, overflow=overflow, width=width)
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the table before it is cut to a width."""
+
+    title: Text
+    values: list[Any]
+    cells: list[Text]
+    is_whole: bool
+    """Whether a long value goes on in the next line; else it is cut."""
+
+    @classmethod
+    def of(cls, head: Head, name: str, *, is_named: bool) -> "_Column":
+        """is_named: by the user."""
+        values = [_shown(head, name, row, is_named=is_named) for row in head.rows]
+        title = cell(name if is_named else _title(head, name))
+        return cls(title, values, list(map(cell, values)), is_whole=name in _OF_ERRORS and not is_named)
+
+    @property
+    def width(self) -> int:
+        return max(text.cell_len for text in (self.title, *self.cells))
+
+    def add_to(self, table: Table, width: int) -> None:
+        side: Literal["left", "right"] = "right" if _is_number(self.values) else "left"
+        overflow: Literal["fold", "ellipsis"] = "fold" if self.is_whole else "ellipsis"
+        table.add_column(self.title, justify=side, no_wrap=not self.is_whole, overflow=overflow, width=width)
+
+
+def _table(columns: Sequence[tuple[_Column, int]]) -> Table:
+    """The table of these columns, each with its width."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
+    for column, width in columns:
+        column.add_to(table, width)
+    for row in zip(*(column.cells for column, _ in columns), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def _names(head: Head, columns: Sequence[str]) -> list[str]:
@@ -282,10 +304,10 @@ def _show_errors(head: Head, cells: list[Text]) -> int:
     return max([1, *(min(text.cell_len, most or text.cell_len) for text in errors)])
 
 
-def _shown(head: Head, column: str, row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+def _shown(head: Head, column: str, row: Mapping[str, Any], *, is_named: bool) -> Any:
     """The value of a cell. The place of a choice has the choice's text behind it, and a confidence is no logarithm."""
     value = row.get(column)
-    if column == head.shown.label_logprob and not columns and value is not None:
+    if column == head.shown.label_logprob and not is_named and value is not None:
         return math.exp(value)
     if column in head.shown.choices and isinstance(value, int):
         return choice_name(value, head.shown.texts_of(row))
@@ -326,12 +348,11 @@ def _dispensable(names: Sequence[str], head: Head, widths: Mapping[str, int]) ->
     then short kept columns.
     """
     ids = [name for name in head.kept if "id" in names and all(row.get(name) == row.get("id") for row in head.rows)]
-    kept = [name for name in head.kept if name not in ids]
-    first = ("id", "row_index", "sample_index", *_OF_ERRORS)
-    results = [name for name in names if name not in head.kept and name not in first]
-    short = [name for name in kept if widths[name] <= _SHORT]
-    long = [name for name in kept if name not in short]
-    return [*short, *results[1:], *long, *(name for name in names if name == "row_index" or name in ids)]
+    results = [name for name in names if name not in ("id", "row_index", "sample_index", *_OF_ERRORS, *head.kept)]
+    # The column with the largest number goes first.
+    order = {name: 2 * (widths[name] > _SHORT) for name in head.kept}
+    order |= dict.fromkeys(results[1:], 1) | dict.fromkeys(("row_index", *ids), 3)
+    return sorted((name for name in names if name in order), key=order.__getitem__)
 
 
 def _chosen(head: Head) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import pathlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import jinja2
 
@@ -165,26 +165,35 @@ def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[st
     if where.messages_column is None and not where.is_batch_file:
         return
     template = own_templates(pathlib.Path(model.tokenizer)).get(where.chat_template or "default", where.chat_template)
+    if template is None:
+        return
     try:
-        names = variables(template or "") | GIVEN
+        names = variables(template) | GIVEN
     except jinja2.TemplateSyntaxError:
         return
-    # A template that prints whole messages shows their calls, too.
-    shows_calls = template is None or "tool_calls" in template or "tojson" in template
-    unread: dict[str, int] = {}  # words → the first row
     column = where.messages_column
-    for row in _first_rows(source, _num_first(spec, source, _LOOKED_AT), ["body" if column is None else column]):
-        messages, options = _conversation_of(row, column)
-        if not shows_calls and isinstance(messages, list) and any("tool_calls" in message for message in messages):
-            unread.setdefault("tool_calls of messages, which the chat template does not show", row.row_index)
-        for name in () if template is None else options:
-            if name not in names:
-                unread.setdefault(f"chat_template_kwargs.{name}, which the chat template never reads", row.row_index)
+    rows = _first_rows(source, _num_first(spec, source, _LOOKED_AT), ["body" if column is None else column])
+    unread = _unread(rows, column, template, names)
     for words, first in unread.items():
         yield (
             f"warning: some rows (row {first} first) have {words}, so the model does not see them; give another "
             "template as input.chat_template, or leave them out"
         )
+
+
+def _unread(rows: Iterable[Row], column: str | None, template: str, names: Collection[str]) -> dict[str, int]:
+    """What a template with these variables never reads of conversations, in words, with the first row that has it."""
+    # A template that prints whole messages shows their calls, too.
+    shows_calls = "tool_calls" in template or "tojson" in template
+    unread: dict[str, int] = {}
+    for row in rows:
+        messages, options = _conversation_of(row, column)
+        if not shows_calls and isinstance(messages, list) and any("tool_calls" in message for message in messages):
+            unread.setdefault("tool_calls of messages, which the chat template does not show", row.row_index)
+        for name in options:
+            if name not in names:
+                unread.setdefault(f"chat_template_kwargs.{name}, which the chat template never reads", row.row_index)
+    return unread
 
 
 def _conversation_of(row: Row, column: str | None) -> tuple[object, Iterable[str]]:

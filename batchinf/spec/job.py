@@ -299,15 +299,26 @@ class JobSpec(Section):
     def _fit_together(self) -> Self:
         for section in _task_sections:
             section.check(self)
-        if self.backend == "ray" and self.output.is_bucket:
-            raise wrong("got ray, whose nodes share a folder, with a bucket as output.path: run each node's share of "
-                        "the rows with backend: local and --slice i/N, or give a shared folder", "backend")  # fmt: skip
-        if self.backend == "ray" and self.parallel.devices is not None:
-            raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
+        if self.backend == "ray":
+            self._check_ray()
         takes_budget = self.model.reasoning_parser is not None or "reasoning_config" in self.engine
         if self.sampling.may_have("thinking_token_budget") and not takes_budget:
             raise wrong("must be left out, or stand beside model.reasoning_parser or engine.reasoning_config, which "
                         "say where the reasoning ends", "sampling.thinking_token_budget")  # fmt: skip
+        self._check_adapters()
+        self._check_tools()
+        if self.input.has_images:
+            self._check_images()
+        return self
+
+    def _check_ray(self) -> None:
+        if self.output.is_bucket:
+            raise wrong("got ray, whose nodes share a folder, with a bucket as output.path: run each node's share of "
+                        "the rows with backend: local and --slice i/N, or give a shared folder", "backend")  # fmt: skip
+        if self.parallel.devices is not None:
+            raise wrong("got a list with backend: ray; Ray chooses the devices: leave it out", "parallel.devices")
+
+    def _check_adapters(self) -> None:
         lora = self.model.lora
         column = self.input.adapter_column
         if column is not None and not isinstance(lora, dict):
@@ -317,12 +328,8 @@ class JobSpec(Section):
         if isinstance(lora, dict) and len(lora) > 1 and column is None:
             raise wrong(f"got {len(lora)} adapters, but nothing says which of them a row has; name the column that "
                         "does in input.adapter_column", "model.lora")  # fmt: skip
-        self._check_tools()
         if lora is not None and self.engine.get("enable_lora") is False:
             raise wrong("got false with model.lora; leave it out", "engine.enable_lora")
-        if self.input.has_images:
-            self._check_images()
-        return self
 
     def _check_images(self) -> None:
         if self.has_auto_length:

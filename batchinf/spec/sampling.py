@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -66,20 +67,28 @@ def _repetition(value: dict[str, int]) -> dict[str, int]:
     return {"max_pattern_size": most, "min_pattern_size": least, "min_count": count} if most else {}
 
 
+def _token_id(key: Any) -> int | None:
+    """A key of a mapping by token ids, as a number; None for any other key. JSON has only text as keys."""
+    token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    if not isinstance(token_id, int) or isinstance(token_id, bool):
+        return None
+    return token_id if 0 <= token_id < 2**31 else None
+
+
 def _bias(value: Any) -> Any:
-    """A mapping by token ids, as numbers; JSON has only text as keys."""
+    """A mapping by token ids, as numbers."""
     if not isinstance(value, dict):
         return value
-    found: dict[int, Any] = {}
+    biases: dict[int, Any] = {}
     for key, bias in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        if not isinstance(token_id, int) or isinstance(key, bool) or not 0 <= token_id < 2**31 or token_id in found:
+        token_id = _token_id(key)
+        if token_id is None or token_id in biases:
             raise wrong(f"got {clip(repr(key))} as a key; must be token ids, each of them once; the model's tokenizer "
                         "gives those of a word")  # fmt: skip
         if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
             raise wrong(f"got {clip(repr(bias))} for token {token_id}; must be a number, at least -100 and at most 100")
-        found[token_id] = bias
-    return _not_too_many(found)
+        biases[token_id] = bias
+    return _not_too_many(biases)
 
 
 def _not_too_many(tokens: Any) -> Any:
@@ -273,8 +282,17 @@ def _is_structure(kind: str, value: Any) -> bool:
     if kind == "json_object":
         return value is True
     if kind == "choice":
-        return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
+        return _is_list(value, _is_text)
+    return _is_text(value)
+
+
+def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
+
+
+def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
+    """Whether a value is a list of such items, with at least one."""
+    return isinstance(value, list) and bool(value) and all(map(is_item, value))
 
 
 def allowed_structure(kind: str, value: Any = None) -> str:
@@ -298,6 +316,11 @@ _TAG = (
 )
 
 
+def _is_tag_structure(value: Any) -> bool:
+    parts = {"begin": str, "end": str, "schema": dict}
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in parts.items())
+
+
 def _tag_text(value: dict[str, Any] | str) -> str:
     """A structural tag as text. Raises what `wrong` gives for one without the parts that backends read unchecked."""
     try:
@@ -305,15 +328,7 @@ def _tag_text(value: dict[str, Any] | str) -> str:
     except (ValueError, RecursionError) as error:
         raise wrong(f"got text that is not JSON: {error}; {_TAG}", "structural_tag") from None
     tag = tag if isinstance(tag, dict) else {}
-    parts = {"begin": str, "end": str, "schema": dict}
-    structures = tag.get("structures")
-    triggers = tag.get("triggers")
-    is_old = isinstance(structures, list) and isinstance(triggers, list) and bool(structures) and bool(triggers)
-    is_old = is_old and all(isinstance(text, str) and text for text in triggers or ())
-    is_old = is_old and all(
-        isinstance(each, dict) and all(isinstance(each.get(name), kind) for name, kind in parts.items())
-        for each in structures or ()
-    )
+    is_old = _is_list(tag.get("triggers"), _is_text) and _is_list(tag.get("structures"), _is_tag_structure)
     if not is_old and not isinstance(tag.get("format"), dict):
         raise wrong(f"got {clip(json.dumps(value, default=str))}; {_TAG}", "structural_tag")
     return json.dumps({"type": "structural_tag", **tag}, ensure_ascii=False)
