@@ -184,7 +184,7 @@ class Folder:
         return tuple(pathlib.Path(entry.path) for entry in self._entries(folder, half_written=True))
 
     def _entries(self, folder: str, *, half_written: bool = False) -> Iterator[os.DirEntry[str]]:
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.path(folder)) as entries:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as entries:
             yield from (entry for entry in entries if entry.name.startswith(_TEMPORARY) == half_written)
 
     def sweep(self, folder: str) -> None:

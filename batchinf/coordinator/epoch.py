@@ -80,20 +80,16 @@ def run_job(
         out = file.spec.output.folder
         folder = job_folder(out, file.slice)
         if fresh:
-            if file.slice is not None:
-                check_place(out, file.slice)
-            move_job_aside(_prepare(file, None)[0], backend, display)
+            _move_aside(file, backend, display)
         check_place(out, file.slice)
-        state = read_state(folder) if folder.exists("manifest") else None
+        state = read_state(folder)
         _check_held(folder, state, retry)
         prepared, contents = _prepare(file, state, retry, extends=extends)
-        if state is not None and retry is None and _is_finished(prepared, state, mirror):
+        if state is not None and _is_finished(prepared, state, mirror):
             if extends:
                 display.say(NOTHING_NEW)
-            if has_leftovers(folder) if mirror is None else mirror.has_leftovers():
-                _tidy_late(folder, mirror)
-            _fetch_errors(state, mirror)
-            return finished(file, state, was_done=True)
+            _tidy_late(folder, mirror)
+            return _ended(file, state, mirror, was_done=True)
         folder.make(*FOLDERS, *(() if file.slice is not None else ("source",)))
         try:
             with _held(file, folder, display, mirror) as (lock, number):
@@ -105,18 +101,22 @@ def run_job(
                     prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror, given=given
                 ) as epoch:
                     _run_all(epoch, began, begins_together=begins_together)
-                tidy(folder)
-                if mirror is not None:
-                    mirror.flush()
+                _tidy(folder, mirror)
         except NoRowsError:
-            if read_state(folder) is not None or retry is not None:
+            if read_state(folder) is not None:
                 raise
             return nothing_to_run(file)
         finally:
             display.close()
-        state = committed_state(folder)
-        _fetch_errors(state, mirror)
-        return finished(file, state)
+        return _ended(file, committed_state(folder), mirror)
+
+
+def _move_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -> None:
+    """Move the folder's job aside for `--fresh`."""
+    if file.slice is not None:
+        check_place(file.spec.output.folder, file.slice)
+    prepared, _ = _prepare(file, None)
+    move_job_aside(prepared, backend, display)
 
 
 @contextlib.contextmanager
@@ -167,12 +167,13 @@ def mirrored(file: SpecFile, display: ProgressDisplay, *, fresh: bool) -> Iterat
             mirror.close()
 
 
-def _fetch_errors(state: State, mirror: Mirror | None) -> None:
-    """Fetch the first parts with error rows, for the closing lines."""
+def _ended(file: SpecFile, state: State, mirror: Mirror | None, *, was_done: bool = False) -> Summary:
+    """The summary of a job that is done. Fetches the first parts with error rows, for the closing lines."""
     if mirror is not None:
         with contextlib.suppress(OutputError):  # only a report
             parts = [part for _, part in sorted(state.parts.items()) if part.num_errors]
             mirror.fetch_some(parts, _REPORT_BYTES)
+    return finished(file, state, was_done=was_done)
 
 
 def _prepare(
@@ -212,9 +213,9 @@ def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
 
 
 def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None) -> bool:
-    """Whether nothing is left to run: no shard, no part that has changed, and no new row if the job takes them in."""
+    """Whether nothing is to run: no retry, no shard, no part that has changed, and no new row if it takes them in."""
     folder = prepared.folder
-    if not (state.is_done and RunOrder(folder, state.extents).is_whole):
+    if prepared.retry is not None or not (state.is_done and RunOrder(folder, state.extents).is_whole):
         return False
     if changed_parts(folder, state) if mirror is None else mirror.changed_parts(state):
         return False
@@ -337,8 +338,16 @@ def _note_speed(epoch: Epoch, run_s: float) -> None:
         epoch.manifest.event("forgotten", kept_as=SPEED)
 
 
+def _tidy(folder: Folder, mirror: Mirror | None) -> None:
+    tidy(folder)
+    if mirror is not None:
+        mirror.flush()
+
+
 def _tidy_late(folder: Folder, mirror: Mirror | None) -> None:
     """Tidy up for processes that were killed when the job was done, if the folder or the bucket can be written."""
+    if not (has_leftovers(folder) if mirror is None else mirror.has_leftovers()):
+        return
     lock = JobLock(folder) if mirror is None else mirror.lock
     with (
         contextlib.suppress(OutputError, OSError),
@@ -346,6 +355,4 @@ def _tidy_late(folder: Folder, mirror: Mirror | None) -> None:
     ):
         state = read_state(folder)
         if state is not None and state.is_done:  # no other process has begun a retry since
-            tidy(folder)
-            if mirror is not None:
-                mirror.flush()
+            _tidy(folder, mirror)

@@ -105,8 +105,7 @@ def start(
     retry takes rows.
     """
     prepared = with_known_numbers(prepared, backend, display.say)
-    if prepared.state is not None and (later := later_columns(prepared.folder, prepared.state.header)):
-        display.say(later_columns_line(later))
+    _note_later_columns(prepared, display.say)
     if prepared.spec.scripted is None:
         backend.read_ahead(prepared.model, prepared.spec.model.load_format)
     before = prepared.state or read_beginning(prepared.folder)
@@ -133,15 +132,7 @@ def start(
         replicas.match(job.task, manifest)
         state = prepared.state
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides, given=given)
-        choice = _choose_rows(job, state, lock, display.say)
-        if check is not None:
-            num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
-            _await(check, replicas.fleet, num_rows, display)
-        if choice is not None:
-            state = begin_job(job, manifest, replicas.launcher, choice, job_id=job_id)
-        assert state is not None
-        if prepared.new == "take":
-            state = extend_job(job, state, manifest, num_replicas=len(replicas), say=display.say)
+        state = _begun(prepared, job, check, lock=lock, manifest=manifest, replicas=replicas, display=display)
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         identity.look(replicas.fleet)
@@ -150,14 +141,7 @@ def start(
         if state.committed.all():
             replicas.end(manifest)  # the recovery adopted all parts that were missing
         else:
-            open_shards = np.flatnonzero(~state.committed).tolist()
-            order = RunOrder(job.folder, state.extents)
-            fetch_input(
-                job, state, (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards), display.say
-            )
-            replicas.fleet.give_work(work_of(job, state, None))
-            _warn(job, display.say)  # the replicas open the input meanwhile
-            _note_expected(job, state, replicas.launcher, manifest, say=display.say)
+            _give_work(job, state, replicas, manifest, say=display.say)
         yield Epoch(
             job=job,
             state=state,
@@ -195,6 +179,12 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
     return replace(prepared, file=file, task=prepared.task.over(spec))
 
 
+def _note_later_columns(prepared: PreparedJob, say: Say) -> None:
+    """Name columns of this version that a job of an earlier one goes on without."""
+    if prepared.state is not None and (later := later_columns(prepared.folder, prepared.state.header)):
+        say(later_columns_line(later))
+
+
 def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say: Say) -> None:
     """Store the job's id, because replicas make files outside the job's folder with the id in their names."""
     manifest.event(BEGINNING, job_id=job_id)
@@ -230,6 +220,30 @@ def open_checked(prepared: PreparedJob) -> Job:
             check_extended(job, prepared.state)
         check_drift(job, prepared.state.header)
     return job
+
+
+def _begun(
+    prepared: PreparedJob,
+    job: Job,
+    check: StructuresCheck | None,
+    *,
+    lock: JobLock,
+    manifest: Manifest,
+    replicas: Replicas,
+    display: ProgressDisplay,
+) -> State:
+    """Begin the job after the check of its structures, or take new rows in if it has begun and is to be extended."""
+    state = prepared.state
+    choice = _choose_rows(job, state, lock, display.say)
+    if check is not None:
+        num_rows = 0 if choice is None else choice.num_rows * job.task.num_rows_per_input  # only to show it
+        _await(check, replicas.fleet, num_rows, display)
+    if choice is not None:
+        state = begin_job(job, manifest, replicas.launcher, choice, job_id=replicas.job_id)
+    assert state is not None
+    if prepared.new == "take":
+        state = extend_job(job, state, manifest, num_replicas=len(replicas), say=display.say)
+    return state
 
 
 def _choose_rows(job: Job, state: State | None, lock: JobLock, say: Say) -> Choice | None:
@@ -324,6 +338,17 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
         changes = (setting(name.removeprefix("sampling."), value) for name, value in overrides.items())
         sampling += f"; in this retry {', '.join(changes)}"
     return f"sampling: {sampling}"
+
+
+def _give_work(job: Job, state: State, replicas: Replicas, manifest: Manifest, *, say: Say) -> None:
+    """Tell the replicas about the rows, and say what can be said of them while they open the input."""
+    order = RunOrder(job.folder, state.extents)
+    open_shards = np.flatnonzero(~state.committed).tolist()
+    pieces = (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards)
+    fetch_input(job, state, pieces, say)
+    replicas.fleet.give_work(work_of(job, state, None))
+    _warn(job, say)
+    _note_expected(job, state, replicas.launcher, manifest, say=say)
 
 
 def _warn(job: Job, say: Say) -> None:

@@ -232,7 +232,7 @@ class Replicas:
     def __init__(self, launcher: Launcher, job_id: str) -> None:
         self.launcher = launcher
         self.fleet = launcher.fleet(job_id)
-        self._job_id = job_id
+        self.job_id = job_id
 
     def __len__(self) -> int:
         return len(self.launcher.slots)
@@ -259,7 +259,7 @@ class Replicas:
             return
         self.end(manifest)
         self.launcher = replace(self.launcher, task=task)
-        self.fleet = self.launcher.fleet(self._job_id, num_before=self.fleet.num_incarnations)
+        self.fleet = self.launcher.fleet(self.job_id, num_before=self.fleet.num_incarnations)
 
     @contextlib.contextmanager
     def ended(self, manifest: Manifest) -> Iterator[None]:

@@ -305,7 +305,7 @@ class Exclusion:
         for out in self._jobs:
             has_begun = False
             for job in job_folders(out):
-                state = read_state(job.folder) if job.folder.exists("manifest") else None
+                state = read_state(job.folder)
                 has_begun |= state is not None
                 for shard in sorted(() if state is None else state.parts):
                     yield from self._keys_of_part(out, job.folder, f"parts/{part_name(shard)}")

@@ -272,7 +272,7 @@ def read_state(folder: Folder, known: State | None = None) -> State | None:
 def read_jobs(out: str) -> Iterator[tuple[JobFolder, State | None]]:
     """The job in an output folder, or all its slices in row order, each with its state; None if it has not begun."""
     for job in job_folders(out):
-        yield job, read_state(job.folder) if job.folder.exists(MANIFEST_FOLDER) else None
+        yield job, read_state(job.folder)
 
 
 def read_beginning(folder: Folder) -> State:

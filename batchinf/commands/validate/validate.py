@@ -68,7 +68,7 @@ def validate_job(
     The last check is that not all rows of the sample would be error rows.
     """
     folder = Folder(file.spec.output.folder)
-    state = read_state(folder) if folder.exists("manifest") else None
+    state = read_state(folder)
     remarks: list[str] = []
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as opened:
         job = _open(file, state, pathlib.Path(scratch), remarks)
