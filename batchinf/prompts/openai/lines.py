@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from batchinf.base.errors import RowError, SpecError
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
+from batchinf.spec.input import KWARGS_ELSEWHERE
 from batchinf.spec.job import JobSpec
 
 COLUMNS = OpenAIBatch.columns
@@ -108,6 +109,25 @@ class LineReader:
             f"{place}: got {show(model)}; the job's model is {' or '.join(map(show, self._models))}: "
             "name it so, or list the name in engine.served_model_name"
         )
+
+
+def take_flags(body: dict[str, Any], names: Sequence[str]) -> dict[str, bool]:
+    """The fields of these names, as far as a body has them. They are taken out. Raises Refused."""
+    flags = {name: body.pop(name) for name in names if name in body}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise Refused(f"body.{name}: got {show(value)}; must be true or false")
+    return flags
+
+
+def take_template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
+    """A body's own variables of the chat template, which are taken out. Raises Refused."""
+    kwargs = body.pop("chat_template_kwargs", {})
+    if not isinstance(kwargs, dict):
+        raise Refused(f"body.chat_template_kwargs: got {show(kwargs)}; must be a mapping")
+    if wrong := [name for name in kwargs if name in KWARGS_ELSEWHERE]:
+        raise Refused(f"body.chat_template_kwargs.{wrong[0]}: it is no variable of a chat template")
+    return kwargs
 
 
 NUM_LOOKED_AT = 100

@@ -11,20 +11,29 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
 from batchinf.prompts.images import ImageSource, Placeholders, place_images
 from batchinf.prompts.openai.fields import objection
-from batchinf.prompts.openai.lines import CHAT_URL, COLUMNS, COMPLETIONS_URL, RESPONSES_URL, LineReader, line_of
-from batchinf.prompts.openai.lines import Refused as _Refused
-from batchinf.prompts.openai.lines import show as _show
+from batchinf.prompts.openai.lines import (
+    CHAT_URL,
+    COLUMNS,
+    COMPLETIONS_URL,
+    RESPONSES_URL,
+    LineReader,
+    Refused,
+    line_of,
+    show,
+    take_flags,
+    take_template_kwargs,
+)
 from batchinf.prompts.openai.responses import as_chat, in_own_names, repeated
 from batchinf.prompts.openai.truncation import Truncation, take_truncation
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
-from batchinf.spec.input import KWARGS_ELSEWHERE, PROMPT_FORMS, InputSpec
+from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
 
-_CHAT_FIELDS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
+_CHAT_FLAGS = ("add_generation_prompt", "continue_final_message")
 # Given to the chat template as variables. A template without such a variable does not see them.
 _OF_TEMPLATES = ("reasoning_effort", "verbosity")
 # As many as vLLM allows for one prompt.
@@ -116,7 +125,7 @@ class BatchReader(LineReader):
         """The request of a line, or the error `unsupported_request`, whose message names the field."""
         try:
             return self._read(values)
-        except _Refused as error:
+        except Refused as error:
             return RowError("unsupported_request", str(error))
 
     def _read(self, values: Mapping[str, object]) -> BatchRequest:
@@ -126,12 +135,12 @@ class BatchReader(LineReader):
         if url == CHAT_URL:
             return self._chat(url, body, {})
         if self._sampling.n != 1:
-            raise _Refused(f"url: a response has one answer, but all rows have sampling.n {self._sampling.n}")
+            raise Refused(f"url: a response has one answer, but all rows have sampling.n {self._sampling.n}")
         chat = as_chat(body, takes_images=self._takes_images)
         try:
             return self._chat(url, chat, {"request": repeated(body)})
-        except _Refused as error:
-            raise _Refused(in_own_names(str(error))) from None
+        except Refused as error:
+            raise Refused(in_own_names(str(error))) from None
 
     def _chat(self, url: str, body: dict[str, Any], form: dict[str, Any]) -> BatchRequest:
         form = {"url": url} | form | _form(body)
@@ -160,10 +169,10 @@ class BatchReader(LineReader):
         if number > 1:
             form["n"] = num_samples
             if not self._has_samples:
-                raise _Refused(f"body.prompt: got a list of {number:,}; this job has one answer for each line")
+                raise Refused(f"body.prompt: got a list of {number:,}; this job has one answer for each line")
             if type(num_samples) is int and number * num_samples > _MOST_ANSWERS:
                 got = f"{number:,} prompts with n {num_samples:,}"
-                raise _Refused(f"body.prompt: got {got}; a line has at most {_MOST_ANSWERS:,} answers")
+                raise Refused(f"body.prompt: got {got}; a line has at most {_MOST_ANSWERS:,} answers")
         requests = tuple(
             BatchRequest(**prompt, sampling=sampling, truncation=truncation, is_echoed=is_echoed, form=json.dumps(form))
             for prompt in prompts
@@ -179,9 +188,9 @@ class BatchReader(LineReader):
         if echo is False:
             return False
         if echo is not True:
-            raise _Refused(f"body.echo: got {_show(echo)}; must be true or false")
+            raise Refused(f"body.echo: got {show(echo)}; must be true or false")
         if not self._keeps_prompts:
-            raise _Refused("body.echo: got true, but the job does not store prompts: set output.include_prompt: true")
+            raise Refused("body.echo: got true, but the job does not store prompts: set output.include_prompt: true")
         form["echo"] = True
         number = body.get("logprobs")
         if type(number) is int and "prompt_logprobs" not in body:
@@ -195,42 +204,36 @@ class BatchReader(LineReader):
         try:
             return tools_of_line(body, has_parser=self._parses_calls)
         except ToolsError as error:
-            raise _Refused(str(error)) from None
+            raise Refused(str(error)) from None
 
     def _check_choice(self, tools: Tools | None, sampling: Mapping[str, Any]) -> None:
-        """Raise _Refused for a forced call in a text that must follow a structure."""
+        """Raise Refused for a forced call in a text that must follow a structure."""
         has_structure = "structured_outputs" in sampling or self._sampling.structured_outputs is not None
         if tools is not None and tools.choice != "auto" and has_structure:
             what = f"got {tools.name or tools.choice}, which forces a call, beside a structure for the text"
-            raise _Refused(f"body.tool_choice: {what}; give one of them")
+            raise Refused(f"body.tool_choice: {what}; give one of them")
 
     def _messages(self, body: dict[str, Any]) -> dict[str, Any]:
         messages = body.pop("messages", None)
         if not isinstance(messages, list) or not messages:
-            got = "an empty list" if messages == [] else _show(messages)
-            raise _Refused(f"body.messages: got {got}; must be a list of messages")
-        chat = {name: body.pop(name) for name in sorted(_CHAT_FIELDS) if name in body}
-        for name, value in chat.items():
-            kind, words = (dict, "a mapping") if name == "chat_template_kwargs" else (bool, "true or false")
-            if not isinstance(value, kind):
-                raise _Refused(f"body.{name}: got {_show(value)}; must be {words}")
-        for name in chat.get("chat_template_kwargs", {}):
-            if name in KWARGS_ELSEWHERE:
-                raise _Refused(f"body.chat_template_kwargs.{name}: it is no variable of a chat template")
+            got = "an empty list" if messages == [] else show(messages)
+            raise Refused(f"body.messages: got {got}; must be a list of messages")
+        chat: dict[str, Any] = dict(take_flags(body, _CHAT_FLAGS))
+        if variables := self._variables(body):
+            chat["chat_template_kwargs"] = variables
         if (documents := body.pop("documents", None)) not in (None, []):
             if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
-                raise _Refused(f"body.documents: got {_show(documents)}; must be a list of mappings")
+                raise Refused(f"body.documents: got {show(documents)}; must be a list of mappings")
             chat["documents"] = documents
-        if given := {name: body.pop(name) for name in _OF_TEMPLATES if name in body}:
-            chat["chat_template_kwargs"] = self._variables(given, chat.get("chat_template_kwargs", {}))
         return {"messages": [_with_reasoning(with_tool_calls(message)) for message in messages], "chat": chat}
 
-    def _variables(self, given: Mapping[str, object], own: Mapping[str, Any]) -> dict[str, Any]:
+    def _variables(self, body: dict[str, Any]) -> dict[str, Any]:
         """The row's variables of the chat template, with those that vLLM's server makes of `reasoning_effort`."""
-        for name, value in given.items():
+        own = take_template_kwargs(body)
+        variables = {name: body.pop(name) for name in _OF_TEMPLATES if name in body}
+        for name, value in variables.items():
             if not isinstance(value, str):
-                raise _Refused(f"body.{name}: got {_show(value)}; must be text")
-        variables = dict(given)
+                raise Refused(f"body.{name}: got {show(value)}; must be text")
         effort = variables.get("reasoning_effort")
         if effort is not None and "enable_thinking" not in {**self._chat_kwargs, **own}:
             variables["enable_thinking"] = effort != "none"
@@ -244,19 +247,19 @@ class BatchReader(LineReader):
             return [{"text": item} for item in prompts]
         if all(map(_are_ids, prompts)):
             return [{"token_ids": item} for item in prompts]
-        got = "an empty list" if prompt == [] else _show(prompt)
-        raise _Refused(
+        got = "an empty list" if prompt == [] else show(prompt)
+        raise Refused(
             f"body.prompt: got {got}; must be a text, the token ids of one, or a list of texts or of token ids"
         )
 
     def _take_sampling(self, body: dict[str, Any], url: str) -> dict[str, Any]:
-        """The row's own sampling. Raises _Refused for any other field that would change the answer."""
+        """The row's own sampling. Raises Refused for any other field that would change the answer."""
         is_chat = url != COMPLETIONS_URL
         sampling: dict[str, Any] = {}
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body.pop("max_completion_tokens")
             if body.pop("max_tokens", sampling["max_tokens"]) != sampling["max_tokens"]:
-                raise _Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
+                raise Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
         self._check_logprobs(body, is_chat=is_chat)
         self._check_text(body)
         if (structure := _structure_of(body)) is not None:
@@ -269,19 +272,19 @@ class BatchReader(LineReader):
             elif name in _OF_THE_JOB:
                 of_job = getattr(self._sampling, name)
                 if value != of_job or type(value) is not type(of_job):
-                    raise _Refused(f"body.{name}: got {_show(value)}, but all rows have sampling.{name} {of_job}")
+                    raise Refused(f"body.{name}: got {show(value)}, but all rows have sampling.{name} {of_job}")
             elif (why := objection(url, name, value)) is not None:
-                raise _Refused(f"body.{name}: {why}")
+                raise Refused(f"body.{name}: {why}")
         return sampling
 
     def _check_text(self, body: dict[str, Any]) -> None:
-        """Raise _Refused if a row wants a text without a structure in a job with one for all rows."""
+        """Raise Refused if a row wants a text without a structure in a job with one for all rows."""
         form = body.get("response_format")
         if isinstance(form, dict) and form.get("type") == "text" and self._sampling.structured_outputs is not None:
-            raise _Refused("body.response_format: got text, but all rows have sampling.structured_outputs")
+            raise Refused("body.response_format: got text, but all rows have sampling.structured_outputs")
 
     def _check_logprobs(self, body: dict[str, Any], *, is_chat: bool) -> None:
-        """Raise _Refused if a row asks for more logprobs than the job stores."""
+        """Raise Refused if a row asks for more logprobs than the job stores."""
         self._check_number("prompt_logprobs", body.pop("prompt_logprobs", None), self._sampling.prompt_logprobs)
         number = body.pop("logprobs", None)
         top = body.pop("top_logprobs", None)
@@ -291,7 +294,7 @@ class BatchReader(LineReader):
         elif number is False:  # as chat lines spell it out
             number = None
         if top is not None and not is_chat:
-            raise _Refused(f"body.top_logprobs: {objection(COMPLETIONS_URL, 'top_logprobs', top)}")
+            raise Refused(f"body.top_logprobs: {objection(COMPLETIONS_URL, 'top_logprobs', top)}")
         self._check_number(name, number, self._sampling.logprobs)
 
     def _check_number(self, name: str, number: object, most: int | None) -> None:
@@ -299,16 +302,16 @@ class BatchReader(LineReader):
         if number is None:
             return
         if type(number) is not int or number < 0:
-            raise _Refused(f"body.{name}: got {_show(number)}; must be a whole number, at least 0")
+            raise Refused(f"body.{name}: got {show(number)}; must be a whole number, at least 0")
         if most is None or number > most:
             field = name.replace("top_", "")
-            raise _Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.{field}")
+            raise Refused(f"body.{name}: asks for {number}, but the job stores other columns: set sampling.{field}")
 
 
 def _refuse_options_of_images(body: dict[str, Any]) -> None:
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         if body.get(name):
-            raise _Refused(f"body.{name}: got {_show(body[name])}, which is not supported: all images are read alike")
+            raise Refused(f"body.{name}: got {show(body[name])}, which is not supported: all images are read alike")
 
 
 def _are_ids(value: object) -> bool:
@@ -318,9 +321,9 @@ def _are_ids(value: object) -> bool:
 def _number_of_chat(has_logprobs: object, top: object) -> object:
     """How many logprobs a conversation asks for; None: none."""
     if not isinstance(has_logprobs, bool | None):
-        raise _Refused(f"body.logprobs: got {_show(has_logprobs)}; must be true or false")
+        raise Refused(f"body.logprobs: got {show(has_logprobs)}; must be true or false")
     if top and not has_logprobs:
-        raise _Refused("body.top_logprobs: given without logprobs: true")
+        raise Refused("body.top_logprobs: given without logprobs: true")
     return top or 0 if has_logprobs else None
 
 
@@ -333,11 +336,7 @@ def _with_reasoning(message: object) -> object:
 
 def _form(body: dict[str, Any]) -> dict[str, Any]:
     """What a body asks of the form of its answer. Fields that say no more are taken out."""
-    form = {name: body.pop(name) for name in _OF_THE_FORM if name in body}
-    for name, value in form.items():
-        if not isinstance(value, bool):
-            raise _Refused(f"body.{name}: got {_show(value)}; must be true or false")
-    return form | {name: body[name] for name in ("logprobs", "top_logprobs") if name in body}
+    return take_flags(body, _OF_THE_FORM) | {name: body[name] for name in ("logprobs", "top_logprobs") if name in body}
 
 
 def _structure_of(body: dict[str, Any]) -> dict[str, Any] | None:
@@ -347,7 +346,7 @@ def _structure_of(body: dict[str, Any]) -> dict[str, Any] | None:
     found |= {name: {kind: body.pop(name)} for name, kind in _GUIDED.items() if name in body}
     given = {name: structure for name, structure in found.items() if structure is not None}
     if len(given) > 1:
-        raise _Refused(f"body.{sorted(given)[0]}: given beside {sorted(given)[1]}; give one of them")
+        raise Refused(f"body.{sorted(given)[0]}: given beside {sorted(given)[1]}; give one of them")
     return next(iter(given.values()), None)
 
 
@@ -356,7 +355,7 @@ def _structure(response_format: object) -> dict[str, Any] | None:
     kind = fields.get("type")
     others = [name for name, value in fields.items() if value is not None and name not in ("type", kind)]
     if kind in ("text", "json_object", "json_schema") and others:
-        raise _Refused(f"body.response_format.{others[0]}: not known beside type {kind}")
+        raise Refused(f"body.response_format.{others[0]}: not known beside type {kind}")
     if response_format is None or kind == "text":
         return None
     if kind == "json_object":
@@ -367,7 +366,7 @@ def _structure(response_format: object) -> dict[str, Any] | None:
     if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return {"json": schema["schema"]}
     allowed = "text, json_object, structural_tag, or json_schema with its schema"
-    raise _Refused(f"body.response_format: got {_show(kind or response_format)}; must be {allowed}")
+    raise Refused(f"body.response_format: got {show(kind or response_format)}; must be {allowed}")
 
 
 class BatchPrompts:

@@ -138,56 +138,66 @@ class ScorePrompts(PromptBuilder):
         if row.error is not None:
             return RowError("unreadable", row.error)
         if self._input.text_column is not None:
-            text = self._renderer.render(row)
-            if isinstance(text, RowError):
-                return text
-            asks = [(text, self._adds_to(text))]
-            return _Draft(row=row, context=None, targets=[text], num_bytes=[len(text.encode())], asks=asks)
+            return self._read_text(row)
         context = self._context(row)
         if isinstance(context, RowError):
             return context
-        images: tuple[ImageSource, ...] = ()
-        shown: str | None = None
-        if isinstance(context, TextWithImages):
-            images = context.sources
-            shown = context.text if isinstance(context.text, str) else None
-            context = context.token_ids or context.text
         texts = self._targets(row)
         if isinstance(texts, RowError):
             return texts
-        neutral: str | list[int] | None = None
-        if self._score.neutral is not None:
-            found = self._context(replace(row, values={**row.values, **self._score.neutral}))
-            if isinstance(found, RowError):
-                return RowError(found.error_type, f"score.neutral: {found.error_message}")
-            assert not isinstance(found, TextWithImages), "the spec refuses score.neutral in a job with images"
-            neutral = found
+        neutral = self._neutral_context(row)
+        if isinstance(neutral, RowError):
+            return neutral
         targets = [self._score.target_delimiter + text for text in texts]
-        contexts = [each for each in (context, neutral) if each is not None]
+        before = context.token_ids or context.text
         return _Draft(
             row=row,
-            context=context,
+            context=before,
             targets=targets,
             num_bytes=[len(text.encode()) for text in texts],
             answer=self._answer(row, texts),
-            asks=[ask for each in contexts for ask in self._asks(each, targets)],
-            images=images,
+            asks=[*self._asks(before, targets), *self._asks(neutral, targets)],
+            images=context.sources,
             neutral=neutral,
-            text=shown,
+            text=context.text if isinstance(context.text, str) else None,
         )
 
-    def _context(self, row: Row) -> str | list[int] | TextWithImages | RowError:
+    def _read_text(self, row: Row) -> _Draft | RowError:
+        """A row whose whole text is scored."""
+        text = self._renderer.render(row)
+        if isinstance(text, RowError):
+            return text
+        asks = [(text, self._adds_to(text))]
+        return _Draft(row=row, context=None, targets=[text], num_bytes=[len(text.encode())], asks=asks)
+
+    def _neutral_context(self, row: Row) -> str | list[int] | RowError | None:
+        """The row's context with the values of `score.neutral`; None without these."""
+        if self._score.neutral is None:
+            return None
+        context = self._context(replace(row, values={**row.values, **self._score.neutral}))
+        if isinstance(context, RowError):
+            return RowError(context.error_type, f"score.neutral: {context.error_message}")
+        return context.token_ids or context.text
+
+    def _context(self, row: Row) -> TextWithImages | RowError:
         if self._has_images:
             return self._renderer.render_images(row, self._placeholders)
         if self._input.token_ids_column is not None:
-            return self._renderer.token_ids(row)
+            ids = self._renderer.token_ids(row)
+            return ids if isinstance(ids, RowError) else TextWithImages(ids, ())
         text = self._renderer.render(row)
         # An empty context is valid: see `_pair`.
-        is_empty = isinstance(text, RowError) and text.error_type == "empty_prompt" and not self._input.is_chat
-        return "" if is_empty else text
+        if isinstance(text, RowError) and (text.error_type != "empty_prompt" or self._input.is_chat):
+            return text
+        return TextWithImages("" if isinstance(text, RowError) else text, ())
 
-    def _asks(self, context: str | list[int], targets: Sequence[str]) -> Iterator[tuple[str, bool]]:
-        """The context, then each target joined to it. A context that is empty or token ids is left out."""
+    def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, bool]]:
+        """The context, then each target joined to it. A context that is empty or token ids is left out.
+
+        Nothing without a context.
+        """
+        if context is None:
+            return
         if not isinstance(context, str) or not context:
             yield from ((target, False) for target in targets)
             return

@@ -10,13 +10,20 @@ from batchinf.base.errors import RowError
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.encoder import Side
 from batchinf.prompts.openai.fields import objection
-from batchinf.prompts.openai.lines import EMBEDDINGS_URL, LineReader, Refused, line_of, show
+from batchinf.prompts.openai.lines import (
+    EMBEDDINGS_URL,
+    LineReader,
+    Refused,
+    line_of,
+    show,
+    take_flags,
+    take_template_kwargs,
+)
 from batchinf.prompts.openai.requests import BatchRequest
 from batchinf.prompts.openai.truncation import Truncation, take_truncation
 from batchinf.prompts.renderer import check_text
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
-from batchinf.spec.input import KWARGS_ELSEWHERE
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import pooling_of
 
@@ -59,10 +66,7 @@ class EmbeddingReader(LineReader):
 
     def _read(self, values: Mapping[str, object]) -> EmbeddingsRequest:
         url, body = self.open(values)
-        flags = {name: body.pop(name) for name in _FLAGS if name in body}
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise Refused(f"body.{name}: got {show(value)}; must be true or false")
+        flags = take_flags(body, _FLAGS)
         adds = flags.pop("add_special_tokens", None)
         encoding = body.pop("encoding_format", "float")
         if encoding not in _ENCODINGS:
@@ -95,30 +99,19 @@ class EmbeddingReader(LineReader):
         value = body.pop(name, None)
         if "input" in body:
             raise Refused("body.input: given beside body.messages; give one of them")
-        items = _items(value)
-        if items is None or (name == "messages" and not _is_conversation(items[0])):
-            got = "an empty list" if value == [] else show(value)
-            words = "a conversation, or a list of several" if name == "messages" else _INPUTS
-            raise Refused(f"body.{name}: got {got}; must be {words}")
-        if isinstance(items[0], str):
-            requests = [BatchRequest(text=item) for item in items]
-        elif _are_ids(items[0]):
-            requests = [BatchRequest(token_ids=item) for item in items]
-        else:
+        items = _some_items(name, value)
+        is_text = isinstance(items[0], str)
+        if not is_text and not _are_ids(items[0]):
             chat = self._chat(body, flags)
             return [BatchRequest(messages=item, chat=chat) for item in items]
-        given = {**flags, "chat_template_kwargs": body.pop("chat_template_kwargs", None)}
-        if others := [field for field, setting in given.items() if setting]:
+        of_chats = {**flags, "chat_template_kwargs": body.pop("chat_template_kwargs", None)}
+        if others := list(filter(of_chats.get, of_chats)):
             raise Refused(f"body.{others[0]}: got it without a conversation; leave it out")
-        return requests
+        return [BatchRequest(text=item) if is_text else BatchRequest(token_ids=item) for item in items]
 
     def _chat(self, body: dict[str, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
         """The arguments of the chat template. As with vLLM's server, an assistant's turn is not begun by default."""
-        kwargs = body.pop("chat_template_kwargs", {})
-        if not isinstance(kwargs, dict):
-            raise Refused(f"body.chat_template_kwargs: got {show(kwargs)}; must be a mapping")
-        if wrong := [name for name in kwargs if name in KWARGS_ELSEWHERE]:
-            raise Refused(f"body.chat_template_kwargs.{wrong[0]}: it is no variable of a chat template")
+        kwargs = take_template_kwargs(body)
         if flags.get("add_generation_prompt") and flags.get("continue_final_message"):
             raise Refused("body.add_generation_prompt: got true with continue_final_message; give one of them")
         default = {"add_generation_prompt": bool(self._adds_generation_prompt)}
@@ -133,6 +126,16 @@ class EmbeddingReader(LineReader):
                     raise Refused(f"body.{name}: got {show(value)}, but all rows have pooling.normalize {of_job}")
             elif (why := objection(EMBEDDINGS_URL, name, value)) is not None:
                 raise Refused(f"body.{name}: {why}")
+
+
+def _some_items(name: str, value: object) -> list[Any]:
+    """The inputs of the field `input` or `messages`, all of one kind. Raises Refused."""
+    items = _items(value)
+    if items is None or (name == "messages" and not _is_conversation(items[0])):
+        got = "an empty list" if value == [] else show(value)
+        words = "a conversation, or a list of several" if name == "messages" else _INPUTS
+        raise Refused(f"body.{name}: got {got}; must be {words}")
+    return items
 
 
 def _items(value: object) -> list[Any] | None:

@@ -8,10 +8,9 @@ from typing import Any
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
 from batchinf.prompts.openai.fields import objection
-from batchinf.prompts.openai.lines import RERANK_URL, SCORE_URL, LineReader, Refused, show
+from batchinf.prompts.openai.lines import RERANK_URL, SCORE_URL, LineReader, Refused, show, take_template_kwargs
 from batchinf.prompts.openai.truncation import Truncation, take_truncation
 from batchinf.prompts.renderer import read_list, take, unicode_error
-from batchinf.spec.input import KWARGS_ELSEWHERE
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of
 
@@ -124,11 +123,7 @@ class RerankReader(LineReader):
         return None if self._pooling.score_type == BI_ENCODER else value
 
     def _template_kwargs(self, body: dict[str, Any]) -> dict[str, Any]:
-        kwargs = body.pop("chat_template_kwargs", {})
-        if not isinstance(kwargs, dict):
-            raise Refused(f"body.chat_template_kwargs: got {show(kwargs)}; must be a mapping")
-        if wrong := [name for name in kwargs if name in KWARGS_ELSEWHERE]:
-            raise Refused(f"body.chat_template_kwargs.{wrong[0]}: it is no variable of a chat template")
+        kwargs = take_template_kwargs(body)
         given = "chat_template_kwargs" if kwargs else "instruction"
         if "instruction" in body:
             kwargs = {"instruction": body.pop("instruction"), **kwargs}

@@ -1,5 +1,6 @@
 """The prompts of task `rerank`: pairs of a query and a document for a cross-encoder, single texts for a bi-encoder."""
 
+import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class _Encoded:
     ids: list[int]
     type_start: int | None
     """See `Request.token_type_start`."""
+    is_cut: bool
 
 
 class RerankPrompts(PromptBuilder):
@@ -94,32 +96,34 @@ class RerankPrompts(PromptBuilder):
         if error := _wrong_limit(request, max_model_len):
             return _Draft(error)
         try:
-            queries = [self._cut_text(text, request.max_tokens_per_query) for text in request.queries]
-            documents = [self._cut_text(text, request.max_tokens_per_doc) for text in request.documents]
+            queries = self._limited(request.queries, request.max_tokens_per_query, request, max_model_len)
+            documents = self._limited(request.documents, request.max_tokens_per_doc, request, max_model_len)
         except ValueError as error:
             return _Draft(RowError("tokenizer_error", f"the tokenizer failed: {error}"))
-        if max_model_len is not None:
-            queries = [self._piece(text, request, max_model_len) for text in queries]
-            documents = [self._piece(text, request, max_model_len) for text in documents]
         if not self._is_cross:
             return _Draft(request, [*queries, *documents])
-        pairs = list(zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True))
-        if self._template is None:
-            return _Draft(request, [self._joined(pair) for pair in pairs])
-        texts: list[Input] = []
-        for pair in pairs:
-            text = self._render(self._template, pair, request)
+        inputs: list[Input] = []
+        for pair in zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True):
+            text = self._input(pair, request)
             if isinstance(text, RowError):
                 return _Draft(text)
-            texts.append(text)
-        return _Draft(request, texts)
+            inputs.append(text)
+        return _Draft(request, inputs)
+
+    def _input(self, pair: tuple[str, str], request: RerankRequest) -> Input | RowError:
+        """A query and a document as a cross-encoder takes them."""
+        return self._joined(pair) if self._template is None else self._render(self._template, pair, request)
 
     def _joined(self, pair: tuple[str, str]) -> Input:
         """As vLLM tokenises a pair. transformers' tokenizers take an empty second text for none."""
         return pair if self._has_separator and pair[1] else "".join(pair)
 
-    def _cut_text(self, text: str, num_tokens: int) -> str:
-        return self._cutter.cut(text, num_tokens, "right") if num_tokens else text
+    def _limited(
+        self, texts: Sequence[str], num_tokens: int, request: RerankRequest, max_model_len: int | None
+    ) -> list[str]:
+        """The texts, each of at most `num_tokens`; 0: any number. Of those that are far too long, a piece."""
+        cut = [self._cutter.cut(text, num_tokens, "right") for text in texts] if num_tokens else list(texts)
+        return cut if max_model_len is None else [self._piece(text, request, max_model_len) for text in cut]
 
     def _piece(self, text: str, request: RerankRequest, max_model_len: int) -> str:
         """The text; of one that is far too long, a piece that is too long, which decides the outcome as the whole."""
@@ -161,28 +165,21 @@ class RerankPrompts(PromptBuilder):
         request = draft.request
         if isinstance(request, RowError):
             return Prompt(row.row_index, [], None, request)
-        encoded = []
-        is_truncated = False
-        for place, encoding in enumerate(encodings):
-            found = encoding if isinstance(encoding, RowError) else self._fitted(encoding, request, max_model_len)
-            outcome = found if isinstance(found, RowError) else self._check_ids(found.ids, max_model_len)
-            if isinstance(outcome, RowError):
-                return Prompt(row.row_index, [], None, self._named(outcome, request, place), request=request.form)
-            assert isinstance(found, _Encoded)
-            is_truncated = is_truncated or len(found.ids) < len(encoding)
-            encoded.append(found)
-        ids = [token_id for each in encoded for token_id in each.ids]
-        text = "\n".join(show(self._tokenizer, each.ids) for each in encoded) if self._keeps_text else None
+        encoded = self._all_checked(encodings, request, max_model_len)
+        if isinstance(encoded, RowError):
+            return Prompt(row.row_index, [], None, encoded, request=request.form)
+        inputs = tuple(each.ids for each in encoded)
+        text = "\n".join(show(self._tokenizer, ids) for ids in inputs) if self._keeps_text else None
         return Prompt(
             row.row_index,
-            ids,
+            list(itertools.chain.from_iterable(inputs)),
             text,
             None,
-            is_truncated=is_truncated and self._side is not None,
-            has_second_bos=any(begins_with_two(each.ids, self._bos) for each in encoded),
-            inputs=tuple(each.ids for each in encoded),
+            is_truncated=self._side is not None and any(each.is_cut for each in encoded),
+            has_second_bos=any(begins_with_two(ids, self._bos) for ids in inputs),
+            inputs=inputs,
             reranking=Reranking(
-                num_queries=0 if self._is_cross else len(request.queries),
+                num_queries=self._num_queries(request),
                 top_n=request.top_n,
                 token_type_starts=tuple(each.type_start for each in encoded),
                 use_activation=request.use_activation,
@@ -190,9 +187,25 @@ class RerankPrompts(PromptBuilder):
             request=request.form,
         )
 
+    def _num_queries(self, request: RerankRequest) -> int:
+        """Of the inputs that are queries. They stand before the documents."""
+        return 0 if self._is_cross else len(request.queries)
+
+    def _all_checked(
+        self, encodings: Sequence[Any], request: RerankRequest, max_model_len: int | None
+    ) -> list[_Encoded] | RowError:
+        """The tokens of all inputs, or the error of the first that has one, with its name."""
+        encoded: list[_Encoded] = []
+        for place, encoding in enumerate(encodings):
+            checked = self._checked(encoding, request, max_model_len)
+            if isinstance(checked, RowError):
+                return self._named(checked, request, place)
+            encoded.append(checked)
+        return encoded
+
     def _named(self, error: RowError, request: RerankRequest, place: int) -> RowError:
         """The error with the name of its input."""
-        first_document = 0 if self._is_cross else len(request.queries)
+        first_document = self._num_queries(request)
         is_query = place < first_document
         texts = request.queries if is_query else request.documents
         if len(texts) == 1 and self._is_cross:
@@ -206,31 +219,49 @@ class RerankPrompts(PromptBuilder):
             return request.truncation.side or self._tokenizer_side
         return self._side or "right"
 
+    def _checked(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
+        """The tokens of an input, cut if they are to be, or why the engine cannot take them."""
+        if isinstance(encoding, RowError):
+            return encoding
+        fitted = self._fitted(encoding, request, max_model_len)
+        outcome = fitted if isinstance(fitted, RowError) else self._check_ids(fitted.ids, max_model_len)
+        return outcome if isinstance(outcome, RowError) else fitted
+
     def _fitted(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
         """The tokens of an input, as the line's own `truncate_prompt_tokens` or the spec's `on_overlong` cuts them."""
-        ids: list[int] = encoding.ids
-        types: list[int] = encoding.type_ids if self._has_types else []
-        own = request.truncation
-        room = _room(own, max_model_len) if own is not None else max_model_len if self._side is not None else None
+        room = self._room(request.truncation, max_model_len)
         if isinstance(room, RowError):
             return room
-        if room is not None and len(ids) > room:
-            side = self._side_of(request)
-            kept: Sequence[int] | RowError
-            if own is not None and own.side is not None:  # vLLM cuts the plain ids, with the special tokens there
-                kept = range(len(ids))[-room:] if side == "left" else range(room)
-            else:
-                only_second = request.max_tokens_per_doc > 0 and self._has_pairs
-                kept = _kept(encoding.sequence_ids, room, side, only_second=only_second)
-            if isinstance(kept, RowError):
-                return kept
-            ids = [ids[place] for place in kept]
-            types = [types[place] for place in kept] if types else []
-        start = types.index(1) if 1 in types else None
-        if set(types) - {0, 1} or (start is not None and 0 in types[start:]):
-            words = "the tokenizer's token types are not those of a query and then a document: 0 and then 1"
-            return RowError("tokenizer_error", words)
-        return _Encoded(ids, start)
+        ids: list[int] = encoding.ids
+        kept: Sequence[int] | RowError = range(len(ids))
+        is_cut = room is not None and len(ids) > room
+        if room is not None and is_cut:
+            kept = self._places(encoding, room, request)
+        if isinstance(kept, RowError):
+            return kept
+        types: list[int] = encoding.type_ids if self._has_types else [0] * len(ids)
+        type_start = _type_start([types[place] for place in kept])
+        if isinstance(type_start, RowError):
+            return type_start
+        return _Encoded([ids[place] for place in kept], type_start, is_cut=is_cut)
+
+    def _room(self, truncation: Truncation | None, max_model_len: int | None) -> int | RowError | None:
+        """The most tokens of a prompt, which is cut to them; None: it is not cut, or they are not known yet."""
+        if truncation is None:
+            return None if self._side is None else max_model_len
+        if max_model_len is not None and truncation.num_tokens > max_model_len:
+            got = f"got {truncation.num_tokens:,}; must be at most max_model_len {max_model_len:,}"
+            return RowError("unsupported_request", f"body.truncate_prompt_tokens: {got}")
+        return max_model_len if truncation.num_tokens < 0 else truncation.num_tokens
+
+    def _places(self, encoding: Any, room: int, request: RerankRequest) -> Sequence[int] | RowError:
+        """The places of the tokens that stay in this room."""
+        side = self._side_of(request)
+        if request.truncation is not None and request.truncation.side is not None:
+            # vLLM cuts the plain ids, with the special tokens there.
+            return range(len(encoding.ids))[-room:] if side == "left" else range(room)
+        only_second = request.max_tokens_per_doc > 0 and self._has_pairs
+        return _kept(encoding.sequence_ids, room, side, only_second=only_second)
 
     @property
     def _has_pairs(self) -> bool:
@@ -254,12 +285,13 @@ def _wrong_limit(request: RerankRequest, max_model_len: int | None) -> RowError 
     return None
 
 
-def _room(truncation: Truncation, max_model_len: int | None) -> int | RowError | None:
-    """The most tokens of a prompt; None: not known yet."""
-    if max_model_len is not None and truncation.num_tokens > max_model_len:
-        got = f"got {truncation.num_tokens:,}; must be at most max_model_len {max_model_len:,}"
-        return RowError("unsupported_request", f"body.truncate_prompt_tokens: {got}")
-    return max_model_len if truncation.num_tokens < 0 else truncation.num_tokens
+def _type_start(types: Sequence[int]) -> int | RowError | None:
+    """See `Request.token_type_start`. types: of the tokens of an input."""
+    start = bisect.bisect_left(types, 1)
+    if types != [0] * start + [1] * (len(types) - start):
+        words = "the tokenizer's token types are not those of a query and then a document: 0 and then 1"
+        return RowError("tokenizer_error", words)
+    return start if start < len(types) else None  # all belong to the query, or the tokenizer has no types
 
 
 def _kept(sequence_ids: Sequence[int | None], room: int, side: Side, *, only_second: bool) -> Sequence[int] | RowError:

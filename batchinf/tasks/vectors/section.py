@@ -44,7 +44,7 @@ _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
 # Architectures with these endings have no classification head.
 _GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _CLASSIFIERS = ("ForSequenceClassification", "ClassificationModel")
-_HEADS_FROM = ("classifier_from_token", "method")  # with these keys vLLM makes a head of the LM head
+_HEADS_FROM = ("classifier_from_token", "method")
 # Rerankers with prompts that vLLM makes by code of their own.
 _OWN_PROMPTS = ("JinaForRanking", "JinaVLForRanking")
 
@@ -246,34 +246,33 @@ def resolved_fields(spec: JobSpec, model: Model) -> dict[str, Any]:
 def _embedding_width(config: Config, spec: JobSpec, model: Model) -> int:
     """Raises SpecError for `pooling.dimensions` that the model does not have."""
     pooling = pooling_of(spec)
-    width = pooling.width or projected_width(model, spec) or _width_of(config)
+    width = _vector_width(config, spec, model)
     if pooling.dimensions is not None:
         _check_dimensions(config, pooling.dimensions, width)
     return width
 
 
+def _vector_width(config: Config, spec: JobSpec, model: Model) -> int:
+    return pooling_of(spec).width or projected_width(model, spec) or _width_of(config)
+
+
 def _scored(config: Config, spec: JobSpec, model: Model) -> dict[str, Any]:
     """How the model scores, and the width of its results."""
-    architectures = [str(name) for name in config.get("architectures") or []]
-    for name in architectures:
+    for name in _architectures(config):
         if name in _OWN_PROMPTS:
             raise SpecError(
                 f"model.name: {name} of '{model.name}' needs prompts that task rerank does not make; give a "
                 "cross-encoder (…ForSequenceClassification) or a model of embeddings"
             )
-    has_head = any(name.endswith(_CLASSIFIERS) for name in architectures)
-    has_head = has_head or any(config.get(key) for key in _HEADS_FROM)
     pooling = pooling_of(spec)
-    default = _CONVERTED.get(str(spec.engine.get("convert")), CROSS_ENCODER if has_head else BI_ENCODER)
-    score_type = pooling.score_type or default
+    score_type = pooling.score_type or _score_type(config, spec)
     if score_type == BI_ENCODER:
         for field, reason in _only_cross_encoders(spec):
             raise SpecError(f"{field}: {reason}")
-        width = pooling.width or projected_width(model, spec) or _width_of(config)
-        return {"score_type": score_type, "width": width}
+        return {"score_type": score_type, "width": _vector_width(config, spec, model)}
     _check_head(config, model.name, spec.task)
     num_labels = _number(config, ("num_labels",)) or len(_labels_of(config))
-    if num_labels != 1 and not any(config.get(key) for key in _HEADS_FROM):
+    if num_labels != 1 and not _makes_head(config):
         raise SpecError(
             f"model.name: the head of '{model.name}' has {num_labels} labels, and task rerank needs one with 1; give "
             "another model, or task classify"
@@ -282,12 +281,27 @@ def _scored(config: Config, spec: JobSpec, model: Model) -> dict[str, Any]:
     return {"score_type": score_type, "width": 1, "use_sep_token": use_sep_token}
 
 
+def _score_type(config: Config, spec: JobSpec) -> str:
+    """How vLLM scores with the model: by `engine.convert`, else by its head."""
+    has_head = _makes_head(config) or any(name.endswith(_CLASSIFIERS) for name in _architectures(config))
+    return _CONVERTED.get(str(spec.engine.get("convert")), CROSS_ENCODER if has_head else BI_ENCODER)
+
+
+def _architectures(config: Config) -> list[str]:
+    return list(map(str, config.get("architectures") or []))
+
+
+def _makes_head(config: Config) -> bool:
+    """Whether vLLM makes a head for one label of the model's LM head."""
+    return any(map(config.get, _HEADS_FROM))
+
+
 def _has_separator(config: Config) -> bool:
     """Whether a cross-encoder reads query and document as a pair with a separator, by vLLM's rule."""
     for key in ("use_pad_token", "use_sep_token"):
         if (value := text_section(config).get(key, config.get(key))) is not None:
             return bool(value)
-    return not any(config.get(key) for key in _HEADS_FROM)
+    return not _makes_head(config)
 
 
 def _number(config: Config, keys: tuple[str, ...]) -> int | None:
@@ -340,7 +354,7 @@ def _check_head(config: Config, model: str, task: str) -> None:
     """Raise SpecError if the model has no classification head. model, task: their names, for the message."""
     architectures = config.get("architectures") or []
     has_none = bool(architectures) and all(str(name).endswith(_GENERATORS) for name in architectures)
-    if has_none and not any(config.get(key) for key in _HEADS_FROM):
+    if has_none and not _makes_head(config):
         raise SpecError(
             f"model.name: {', '.join(map(str, architectures))} of '{model}' has no classification head, "
             f"which task {task} needs; give a model such as a …ForSequenceClassification"
