@@ -7,7 +7,23 @@ from typing import Any
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.fleet import Fleet
+from batchinf.fleet.local.backend import LocalBackend
+from batchinf.planning.gpus import gpu_named
 from batchinf.replica.messages import Launch
+
+
+class Devices(LocalBackend):
+    """Devices of one kind, which only this class sees."""
+
+    def __init__(self, number: int, gpu: str) -> None:
+        super().__init__()
+        self._number, self._gpu = number, gpu_named(gpu)
+
+    def devices(self) -> tuple[str, ...]:
+        return tuple(map(str, range(self._number)))
+
+    def device_size(self, device: str) -> tuple[int | None, str]:
+        return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
 
 
 def fleet_of(

@@ -1,6 +1,22 @@
 """Configs of public models, with the numbers alone."""
 
+import json
+import pathlib
+from collections.abc import Mapping
 from typing import Any
+
+import jobs
+
+
+def model_folder(place: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
+    """A new folder with this config and the sample model's tokenizer."""
+    place.mkdir()
+    for path in jobs.MODEL.iterdir():
+        if path.suffix == ".json" and path.name != "config.json":
+            (place / path.name).symlink_to(path.resolve())
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
 
 MIXTRAL_8X7B: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,

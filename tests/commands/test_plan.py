@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from model_configs import model_folder
 
 import batchinf
 import jobs
@@ -273,14 +274,9 @@ def test_a_gated_model_and_a_hub_that_does_not_answer(
 
 def test_a_config_without_heads_is_one_line(tmp_path: pathlib.Path) -> None:
     config = json.loads((jobs.MODEL / "config.json").read_text())
-    for path in jobs.MODEL.iterdir():
-        if path.name != "config.json" and path.suffix == ".json":
-            (tmp_path / path.name).symlink_to(path.resolve())
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "model_type": "unheard_of", "num_attention_heads": None})
-    )
+    place = model_folder(tmp_path / "model", {**config, "model_type": "unheard_of", "num_attention_heads": None})
     with pytest.raises(UserError) as raised:
-        make_plan(str(tmp_path), (), PlanOptions(gpus=("h200",)))
+        make_plan(str(place), (), PlanOptions(gpus=("h200",)))
     assert "unheard_of" in str(raised.value) and "\n" not in str(raised.value)
 
 

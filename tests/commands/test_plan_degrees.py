@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # with these two here, models are counted in this process
 import transformers  # noqa: F401
-from model_configs import GPT_OSS_120B, QWEN3_235B_FP8
+from fleets import Devices
+from model_configs import GPT_OSS_120B, QWEN3_235B_FP8, model_folder
 
 import jobs
 from batchinf.base.errors import SpecError, UserError
 from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
-from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.parallel import with_degrees
 from batchinf.model import memory
 from batchinf.model.parameters import Described, described
 from batchinf.planning.degrees import shape_text
-from batchinf.planning.gpus import gpu_named
 from batchinf.spec.file import read_spec
 from benchmarks.shapes import SHAPES
 
@@ -50,20 +49,6 @@ CASES = [
 ]
 
 
-class Devices(LocalBackend):
-    """Devices of one kind, which only this class sees."""
-
-    def __init__(self, number: int, gpu: str) -> None:
-        super().__init__()
-        self._number, self._gpu = number, gpu_named(gpu)
-
-    def devices(self) -> tuple[str, ...]:
-        return tuple(map(str, range(self._number)))
-
-    def device_size(self, device: str) -> tuple[int | None, str]:
-        return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
-
-
 @functools.cache
 def _described(config: str) -> Described:
     return described(json.loads(config))
@@ -81,13 +66,7 @@ def _counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(folder: pathlib.Path, model: str) -> pathlib.Path:
     """A folder with this model's config and the sample's tokenizer."""
-    place = folder / "model"
-    place.mkdir()
-    for path in jobs.MODEL.iterdir():
-        if path.suffix == ".json" and path.name != "config.json":
-            (place / path.name).symlink_to(path.resolve())
-    (place / "config.json").write_text(json.dumps(MODELS[model]))
-    return place
+    return model_folder(folder / "model", MODELS[model])
 
 
 def spec_of(folder: pathlib.Path, model: str, job: str) -> pathlib.Path:

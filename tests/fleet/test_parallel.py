@@ -1,17 +1,17 @@
 """`auto` for the degrees, and what is refused, on devices that are not here."""
 
-import json
 import pathlib
 from typing import Any
 
 import pytest
 import torch  # noqa: F401  # with these two here, models are counted in this process
 import transformers  # noqa: F401
+from fleets import Devices
+from model_configs import model_folder
 
 import jobs
 from batchinf.base.errors import SpecError
 from batchinf.engines.installed import is_cpu_build
-from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.parallel import check_devices, check_processor, choose_degrees, with_degrees
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of
@@ -23,32 +23,12 @@ from batchinf.spec.job import JobSpec
 from benchmarks.shapes import SHAPES
 
 
-class Devices(LocalBackend):
-    """Devices of one kind, which only this class sees."""
-
-    def __init__(self, number: int, gpu: str) -> None:
-        super().__init__()
-        self._number, self._gpu = number, gpu_named(gpu)
-
-    def devices(self) -> tuple[str, ...]:
-        return tuple(map(str, range(self._number)))
-
-    def device_size(self, device: str) -> tuple[int | None, str]:
-        return self._gpu.memory_bytes, f"NVIDIA {self._gpu.title}"
-
-
 def spec_of(folder: pathlib.Path, shape: str | None = None, **sections: Any) -> SpecFile:
     """A job with the sample's tokenizer, and a config of this shape in place of the sample's."""
     parallel = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), "auto")
     model = {"name": str(jobs.MODEL), "load_format": "dummy"}
     if shape is not None:
-        place = folder / "model"
-        place.mkdir()
-        for path in jobs.MODEL.iterdir():
-            if path.suffix == ".json" and path.name != "config.json":
-                (place / path.name).symlink_to(path.resolve())
-        (place / "config.json").write_text(json.dumps(SHAPES[shape]))
-        model["name"] = str(place)
+        model["name"] = str(model_folder(folder / "model", SHAPES[shape]))
     given = {"model": {**model, **sections.pop("model", {})}, "parallel": {**parallel, **sections.pop("parallel", {})}}
     given["engine"] = {"max_model_len": 8192, **sections.pop("engine", {})}
     return read_spec(jobs.spec_of(folder, scripted=None, **given, **sections))
