@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.source.formats.lines import OpenAIBatch
@@ -23,6 +23,9 @@ _KNOWN = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL, EMBEDDINGS_URL, SCORE_URL, R
 _URLS = {alias: url for url in _KNOWN for alias in (url, url.removeprefix("/v1"))} | {"/v2/rerank": RERANK_URL}
 # Azure's URLs of requests that are no batch begin so.
 _AZURE = re.compile(r"/openai(?:/deployments/(?P<deployment>[^/]+))?(?=/)")
+
+
+_Request = TypeVar("_Request")
 
 
 class Refused(Exception):
@@ -57,8 +60,8 @@ def body_of(values: Mapping[str, object]) -> object:
     return json.loads(body) if isinstance(body, str) else body
 
 
-class LineReader:
-    """Opens lines: checks all but the fields of the body that a URL has for itself."""
+class LineReader(Generic[_Request]):
+    """Reads lines: checks all but the fields of the body that a URL has for itself. A subclass reads those."""
 
     urls: ClassVar[tuple[str, ...]]
     """The URLs that it reads."""
@@ -67,6 +70,21 @@ class LineReader:
         """spec: resolved. `body.model` must be its model's name or one of `engine.served_model_name`."""
         served = spec.engine.get("served_model_name") or []
         self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
+
+    def read_row(self, row: Row) -> _Request | RowError:
+        """The request of a row that is a line, or the row's error."""
+        values = line_of(row)
+        return values if isinstance(values, RowError) else self.read(values)
+
+    def read(self, values: Mapping[str, object]) -> _Request | RowError:
+        """The request of a line, or the error `unsupported_request`, whose message names the field."""
+        try:
+            return self._read(values)
+        except Refused as error:
+            return RowError("unsupported_request", str(error))
+
+    def _read(self, values: Mapping[str, object]) -> _Request | RowError:
+        raise NotImplementedError
 
     def open(self, values: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
         """The URL of a line in OpenAI's form, and its body without nulls and without the model. Raises Refused."""
@@ -138,7 +156,7 @@ def check_models(spec: JobSpec, rows: Sequence[Mapping[str, object]]) -> None:
 
     spec: resolved. rows: the values of the first lines.
     """
-    reader = LineReader(spec)
+    reader: LineReader[object] = LineReader(spec)
     objections = [reader.model_objection(values) for values in rows]
     if all(objections):
         raise SpecError(f"model.name: {all_of(rows)} of {spec.input.path} names another model; {objections[0]}")

@@ -18,7 +18,6 @@ from batchinf.prompts.openai.lines import (
     RESPONSES_URL,
     LineReader,
     Refused,
-    line_of,
     show,
     take_flags,
     take_template_kwargs,
@@ -106,7 +105,7 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     return where.model_copy(update={"format": OpenAIBatch.name, "id_column": where.id_column or "custom_id"})
 
 
-class BatchReader(LineReader):
+class BatchReader(LineReader[BatchRequest]):
     """Lines of a batch file → requests."""
 
     urls = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
@@ -120,13 +119,6 @@ class BatchReader(LineReader):
         self._has_samples = has_samples
         self._keeps_prompts = spec.output.include_prompt
         self._takes_images = spec.input.has_images
-
-    def read(self, values: Mapping[str, object]) -> BatchRequest | RowError:
-        """The request of a line, or the error `unsupported_request`, whose message names the field."""
-        try:
-            return self._read(values)
-        except Refused as error:
-            return RowError("unsupported_request", str(error))
 
     def _read(self, values: Mapping[str, object]) -> BatchRequest:
         url, body = self.open(values)
@@ -396,8 +388,7 @@ class BatchPrompts:
 
     def read(self, row: Row) -> BatchRequest | RowError:
         """The request of a row, its messages as text; or the row's error."""
-        values = line_of(row)
-        request = values if isinstance(values, RowError) else self._reader.read(values)
+        request = self._reader.read_row(row)
         return request if isinstance(request, RowError) else self.rendered(request)
 
     def rendered(self, request: BatchRequest) -> BatchRequest | RowError:

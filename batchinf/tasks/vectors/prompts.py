@@ -14,7 +14,6 @@ from batchinf.prompts.openai.lines import (
     EMBEDDINGS_URL,
     LineReader,
     Refused,
-    line_of,
     show,
     take_flags,
     take_template_kwargs,
@@ -46,7 +45,7 @@ class EmbeddingsRequest:
     truncation: Truncation | None = None
 
 
-class EmbeddingReader(LineReader):
+class EmbeddingReader(LineReader[EmbeddingsRequest]):
     """Lines with `/v1/embeddings` → requests."""
 
     urls = (EMBEDDINGS_URL,)
@@ -56,13 +55,6 @@ class EmbeddingReader(LineReader):
         super().__init__(spec)
         self._pooling = pooling_of(spec)
         self._adds_generation_prompt = spec.input.add_generation_prompt
-
-    def read(self, values: Mapping[str, object]) -> EmbeddingsRequest | RowError:
-        """The request of a line, or the error `unsupported_request`, whose message names the field."""
-        try:
-            return self._read(values)
-        except Refused as error:
-            return RowError("unsupported_request", str(error))
 
     def _read(self, values: Mapping[str, object]) -> EmbeddingsRequest:
         url, body = self.open(values)
@@ -185,8 +177,7 @@ class EmbeddingPrompts(PromptBuilder):
         return self._adapter.apply(rows, prompts)
 
     def _line(self, row: Row, max_model_len: int | None) -> _Line:
-        values = line_of(row)
-        request = values if isinstance(values, RowError) else self._reader.read(values)
+        request = self._reader.read_row(row)
         if isinstance(request, RowError):
             return _Line(request)
         return _Line(request, [self._input(request, item, max_model_len) for item in request.inputs])

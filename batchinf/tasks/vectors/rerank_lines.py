@@ -40,7 +40,7 @@ class RerankRequest:
     """Variables of the template, over the job's."""
 
 
-class RerankReader(LineReader):
+class RerankReader(LineReader[RerankRequest]):
     """Rows → requests."""
 
     urls = (RERANK_URL, SCORE_URL)
@@ -71,14 +71,7 @@ class RerankReader(LineReader):
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
-    def read(self, values: Mapping[str, object]) -> RerankRequest | RowError:
-        """The request of a line, or the error `unsupported_request`, whose message names the field."""
-        try:
-            return _checked(self._read(values))
-        except Refused as error:
-            return RowError("unsupported_request", str(error))
-
-    def _read(self, values: Mapping[str, object]) -> RerankRequest:
+    def _read(self, values: Mapping[str, object]) -> RerankRequest | RowError:
         url, body = self.open(values)
         read = self._scores if url == SCORE_URL else self._ranking
         queries, documents, top_n = read(body)
@@ -98,7 +91,7 @@ class RerankReader(LineReader):
         for name, value in body.items():
             if (why := objection(url, name, value)) is not None:
                 raise Refused(f"body.{name}: {why}")
-        return request
+        return _checked(request)
 
     def _scores(self, body: dict[str, Any]) -> tuple[list[str], list[str], None]:
         names = _sides_of(body)

@@ -11,7 +11,6 @@ from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show
-from batchinf.prompts.openai.lines import line_of
 from batchinf.prompts.openai.truncation import Truncation
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
@@ -83,8 +82,7 @@ class RerankPrompts(PromptBuilder):
 
     def _request(self, row: Row) -> RerankRequest | RowError:
         if self._batch is not None:
-            values = line_of(row)
-            return values if isinstance(values, RowError) else self._reader.read(values)
+            return self._reader.read_row(row)
         if row.error is not None:
             return RowError("unreadable", row.error)
         return self._reader.read_columns(row.values)
