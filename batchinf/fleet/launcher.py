@@ -11,14 +11,13 @@ from batchinf.base.errors import BatchinfError
 from batchinf.base.slices import source_folder
 from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
-from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.engine_defaults import Chosen, chosen_arguments, replicas_per_device
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
-from batchinf.fleet.parallel import check_devices, check_processor
+from batchinf.fleet.parallel import check_devices
 from batchinf.job.job import Job, PreparedJob, begun_at
 from batchinf.manifest.lines import Retry
 from batchinf.manifest.log import Manifest
@@ -94,8 +93,6 @@ class Launcher:
         settings = EngineSettings(spec, fit, _lowered_before(spec, job.state, say), chosen.engine)
         for line in check_devices(spec, fit, len(slots)):
             say(line)
-        if not slots[0].devices and is_cpu_build():
-            check_processor(spec, fit.max_model_len)
         backend.check_free(settings.engine, slots)
         return cls(
             backend=backend,

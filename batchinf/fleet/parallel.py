@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
 
 from batchinf.base.errors import SpecError
+from batchinf.engines.installed import is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.engine_defaults import chosen_arguments
 from batchinf.job.open import placing
@@ -136,8 +137,15 @@ def choose_degrees(file: SpecFile, fit: Fit, machine: Machine, work: Workload) -
 
 
 def check_devices(spec: JobSpec, fit: Fit, num_replicas: int) -> Iterator[str]:
-    """Warnings about devices in the table of GPUs. Raises SpecError for settings that cannot start on them."""
-    if spec.scripted is not None or fit.device_bytes is None:
+    """Warnings about devices in the table of GPUs. Raises SpecError for settings that cannot start on them.
+
+    fit: without the size of a device, the job may be one for processors.
+    """
+    if spec.scripted is not None:
+        return
+    if fit.device_bytes is None:
+        if is_cpu_build():
+            check_processor(spec, fit.max_model_len)
         return
     ranks = fit.tensor_parallel_size * fit.pipeline_parallel_size * num_replicas
     available = psutil.virtual_memory().available
@@ -205,10 +213,3 @@ def _may_sample(spec: JobSpec) -> bool:
     sampling = spec.sampling
     has_temperature = "temperature" in sampling.columns or spec.input.is_batch_file or sampling.temperature != 0
     return task_of(spec).draws_tokens and has_temperature
-
-
-def devices_note(devices: Sequence[str], *, is_cpu_build: bool) -> str | None:
-    """A line for a host without devices, such as a login node."""
-    if devices or is_cpu_build:
-        return None
-    return "note: no GPU is visible here, so degrees and device memory were not checked"

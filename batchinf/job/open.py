@@ -90,7 +90,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         task = task_of(file.spec)
         task.check_images()
         file = replace(file, spec=_with_tool_parser(task, model))
-        spec, origins = _with_defaults(task.over(file.spec), model, state)
+        spec, origins = _with_defaults(task, file.spec, model, state)
         task = task.over(task.over(spec).resolve(model))
         spec = task.spec
         check_prompts(spec, model)
@@ -219,9 +219,8 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})
 
 
-def _with_defaults(task: Task, model: Model, state: State | None) -> tuple[JobSpec, dict[str, str]]:
+def _with_defaults(task: Task, spec: JobSpec, model: Model, state: State | None) -> tuple[JobSpec, dict[str, str]]:
     """The spec with what the model and the folder's job decide, and where each value of the sampling comes from."""
-    spec = task.spec
     sampling = spec.sampling
     origins: dict[str, str] = {}
     if task.takes_generation_config:

@@ -37,15 +37,10 @@ def check_prompts(spec: JobSpec, model: Model) -> None:
     if spec.input.is_chat:
         _check_chat(spec.input, model)
     most = spec.sampling.max_tokens
-    length = model_len_limit(spec, model)
+    length = spec.length_limit(model.max_model_len)
     if spec.input.on_overlong != "error" and length is not None and (most or 1) >= length:
         raise SpecError(f"input.on_overlong: max_tokens {most} leaves no room for a prompt in max_model_len={length}; "
                         "lower sampling.max_tokens")  # fmt: skip
-
-
-def model_len_limit(spec: JobSpec, model: Model) -> int | None:
-    """The engine's longest sequence, in tokens, from the spec or the model's config; None if neither has it."""
-    return spec.length_limit(model.max_model_len)
 
 
 def _check_images(spec: JobSpec, model: Model) -> None:

@@ -29,7 +29,6 @@ from batchinf.fleet.local.devices import (
     share_cpus,
     visible_devices,
 )
-from batchinf.fleet.parallel import devices_note
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 
@@ -296,9 +295,11 @@ def test_validate_names_the_field_of_too_many_devices(
     assert "\n" not in str(raised.value)
 
 
-def test_a_login_node_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no GPU is visible here" in (devices_note((), is_cpu_build=False) or "")
-    assert devices_note((), is_cpu_build=True) is None
-    assert devices_note(("0",), is_cpu_build=False) is None
+@pytest.mark.parametrize("is_cpu_build", [False, True])
+def test_a_login_node_gets_a_note(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_cpu_build: bool) -> None:
+    monkeypatch.setattr("batchinf.commands.validate.validate.is_cpu_build", lambda: is_cpu_build)
+    path = jobs.spec_of(tmp_path, scripted=None)
     install(monkeypatch, 0)
     assert visible_devices() == ()
+    lines = [line for finding in validate_job(read_spec(path), num_rows=1) for line in finding.lines()]
+    assert any("no GPU is visible here" in line for line in lines) is not is_cpu_build

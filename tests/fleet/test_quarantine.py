@@ -336,7 +336,7 @@ def test_a_machine_that_always_dies_condemns_few_rows_and_gives_up(tmp_path: pat
 def test_a_row_that_kills_real_vllm(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU a seeded request whose prompt comes in chunks is the end of vLLM's engine."""
     # Such a job is refused otherwise.
-    monkeypatch.setattr("batchinf.fleet.launcher.check_processor", lambda spec, max_model_len: None)
+    monkeypatch.setattr("batchinf.fleet.parallel.check_processor", lambda spec, max_model_len: None)
     words = "the quick brown fox jumps over the lazy dog and runs away ".split()
     prompts = [" ".join(itertools.islice(itertools.cycle(words[n % 5 :]), 6)) for n in range(24)]
     prompts[10] = " ".join(itertools.islice(itertools.cycle(words), 200))

@@ -32,7 +32,7 @@ from batchinf.coordinator.start import with_known_numbers
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
-from batchinf.fleet.parallel import check_devices, check_processor, devices_note
+from batchinf.fleet.parallel import check_devices
 from batchinf.job.choose import choose, chosen_by
 from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
@@ -164,14 +164,10 @@ def _on_devices(job: Job, fit: Fit) -> Iterator[str]:
     if job.spec.scripted is not None or job.spec.backend == "ray":
         return
     backend = _local(job.spec)
-    devices = backend.devices()
-    if (note := devices_note(devices, is_cpu_build=is_cpu_build())) is not None:
-        yield note
-    if devices:
+    if backend.devices() or is_cpu_build():
         yield from check_devices(job.spec, fit, len(backend.place(job.spec)))
-    elif is_cpu_build():
-        backend.place(job.spec)
-        check_processor(job.spec, fit.max_model_len)
+    else:  # such as a login node
+        yield "note: no GPU is visible here, so degrees and device memory were not checked"
 
 
 def _task(job: Job) -> TaskFound:

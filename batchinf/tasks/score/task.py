@@ -87,7 +87,7 @@ class Score(Task):
         """See `Task`. Checks that windows are longer than their overlap, and the columns of `score.neutral`."""
         self._check_neutral()
         overlap = score_of(self.spec).window_overlap
-        length = checks.model_len_limit(self.spec, model)
+        length = self.spec.length_limit(model.max_model_len)
         if length is not None and overlap >= length - NUM_RESERVED:
             raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
                             f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
