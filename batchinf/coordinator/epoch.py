@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, UserError
@@ -124,15 +124,22 @@ def _held(
     file: SpecFile, folder: Folder, display: ProgressDisplay, mirror: Mirror | None
 ) -> Iterator[tuple[JobLock, int]]:
     """The lock of a job, held, and the number of the epoch that begins."""
-    lock = JobLock(folder) if mirror is None else mirror.lock
+    lock, take_over = _lock_of(folder, mirror)
     with (
         ahead_of_time_limit(file.spec.stop_before_s, display.say),
-        lock.held(lambda: last_epoch(folder) if mirror is None else mirror.take_over(), display.say) as number,
+        lock.held(take_over, display.say) as number,
     ):
         if file.slice is not None:
             # A slice that begins now may not be seen by a process that is about to move the whole folder.
             await_free(Folder(file.spec.output.folder), display.say)
         yield lock, number
+
+
+def _lock_of(folder: Folder, mirror: Mirror | None) -> tuple[JobLock, Callable[[], int]]:
+    """The lock of a job, and what finds its last epoch once the lock is held."""
+    if mirror is not None:
+        return mirror.lock, mirror.take_over
+    return JobLock(folder), functools.partial(last_epoch, folder)
 
 
 @contextlib.contextmanager
@@ -348,11 +355,8 @@ def _tidy_late(folder: Folder, mirror: Mirror | None) -> None:
     """Tidy up for processes that were killed when the job was done, if the folder or the bucket can be written."""
     if not (has_leftovers(folder) if mirror is None else mirror.has_leftovers()):
         return
-    lock = JobLock(folder) if mirror is None else mirror.lock
-    with (
-        contextlib.suppress(OutputError, OSError),
-        lock.held(lambda: last_epoch(folder) if mirror is None else mirror.take_over()),
-    ):
+    lock, take_over = _lock_of(folder, mirror)
+    with contextlib.suppress(OutputError, OSError), lock.held(take_over):
         state = read_state(folder)
         if state is not None and state.is_done:  # no other process has begun a retry since
             _tidy(folder, mirror)

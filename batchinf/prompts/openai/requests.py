@@ -249,8 +249,8 @@ class BatchReader(LineReader[BatchRequest]):
         is_chat = url != COMPLETIONS_URL
         sampling: dict[str, Any] = {}
         if "max_completion_tokens" in body:
-            sampling["max_tokens"] = body.pop("max_completion_tokens")
-            if body.pop("max_tokens", sampling["max_tokens"]) != sampling["max_tokens"]:
+            number = body.pop("max_completion_tokens")
+            if body.setdefault("max_tokens", number) != number:
                 raise Refused("body.max_tokens: differs from body.max_completion_tokens; give one of them")
         self._check_logprobs(body, is_chat=is_chat)
         self._check_text(body)
