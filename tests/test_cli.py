@@ -352,13 +352,22 @@ def test_help_has_an_example(command: str) -> None:
     assert max(map(cell_len, lines)) <= 80
 
 
-@pytest.mark.parametrize("command", ["run", "validate", "verify", "slurm", "plan"])
+@pytest.mark.parametrize("command", ["run", "validate", "slurm", "plan"])
 def test_a_command_that_takes_a_spec_says_so_for_a_folder(command: str, done: Any, tmp_path: pathlib.Path) -> None:
     _, out, _ = done
     takes = f"error: {out} is a folder; batchinf {command} takes a job's spec, a YAML file"
     assert jobs.run(command, out).stderr == f"{takes}: the spec of the job in this folder is {out}/job.yaml\n"
     if command != "plan":  # a folder may be a model's
         assert jobs.run(command, tmp_path).stderr.endswith("a YAML file\n")
+
+
+def test_verify_takes_a_folder(done: Any, tmp_path: pathlib.Path) -> None:
+    _, out, _ = done
+    shutil.copytree(out, tmp_path / "moved")
+    refused = jobs.run("verify", tmp_path / "moved")
+    assert refused.stderr == "error: the job was run by the scripted engine: there is no model to verify\n"
+    (tmp_path / "empty").mkdir()
+    assert f"error: {tmp_path}/empty is a folder without a job; " in jobs.run("verify", tmp_path / "empty").stderr
 
 
 def test_the_shell_completes_commands_and_options() -> None:

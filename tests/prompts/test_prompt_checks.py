@@ -257,4 +257,4 @@ def test_what_a_chat_template_never_reads(more: str, num: int, is_batch_file: bo
     with contextlib.closing(job.source):
         warnings = list(job.task.prompt_warnings(job.model, job.source))
     assert len(warnings) == (num if is_batch_file else int(num == 2))
-    assert all("some rows (row 0 first) have" in line for line in warnings)
+    assert all("some of the first 1 rows (row 0 first) have" in line for line in warnings)
