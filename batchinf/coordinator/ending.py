@@ -147,9 +147,10 @@ def earlier_lines(job: Job, state: State) -> list[str]:
     num_kept = journal.num_results(job.folder, state.parts)
     if state.committed.all() or not (state.counts.num_rows or num_kept):
         return []
-    in_parts = counted(state.counts.num_rows, "output row")
-    in_journal = counted(num_kept, "request" if job.task.joins_requests else "row")
-    return [f"from earlier runs: {in_parts} in parts, {in_journal} from the journal"]
+    in_parts = f"{counted(state.counts.num_rows, 'output row')} in parts"
+    in_journal = f"{counted(num_kept, 'request' if job.task.joins_requests else 'row')} from the journal"
+    found = [text for text, num in ((in_parts, state.counts.num_rows), (in_journal, num_kept)) if num]
+    return [f"from earlier runs: {', '.join(found)}"]
 
 
 def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: Sequence[str] = ()) -> Summary:

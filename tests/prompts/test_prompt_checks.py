@@ -225,7 +225,7 @@ def test_run_warns_of_error_rows_and_wrong_answers_as_validate_does(tmp_path: pa
     spec = jobs.spec_of(tmp_path, task="score", sampling=None, input={**where, "id_column": None}, **quick)
     shown = [line.strip() for line in jobs.run("validate", spec).stdout.splitlines()]
     said = [line.strip() for line in jobs.run("run", spec).stderr.splitlines()]
-    parts = ("3 of 4 rows will be error rows:", "2 null_prompt, first row 1: ", "75.0% errors are more", "are no choices")
+    parts = ("3 of 4 rows will be error", "2 null_prompt, first row 1: ", "75.0% errors are more", "are no choices")
     for part in parts:
         [line] = [line for line in shown if part in line]
         assert said.count(line) == 1, said
