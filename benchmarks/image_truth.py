@@ -70,7 +70,8 @@ def run(folder: pathlib.Path, side: str) -> list[dict[str, Any]]:
             "path": str(folder / "rows.jsonl"), "prompt_column": "prompt", "images_column": "photos",
             "apply_chat_template": False, "images": {"folders": [str(SAMPLES)]},
         },
-        "sampling": {"max_tokens": 24, "n": 2, "temperature": 1.0, "ignore_eos": True, "logprobs": 5},
+        "sampling": {"max_tokens": 24, "n": 2, "temperature": 1.0, "ignore_eos": True, "logprobs": 5,
+                     "bad_words": ["<image>"]},  # transformers would want an image for it
         "parallel": {"data_parallel_size": 1, "replicas_per_device": 1},
         "engine": {"max_model_len": 2048, "gpu_memory_utilization": 0.3, **SIDES[side]},
         "output": {"path": str(out), "include_prompt": True},

@@ -1,7 +1,7 @@
 """Time jobs with and without single pieces of the engine layer, on one GPU: what each piece is worth today.
 
     python benchmarks/pieces.py small-score --out results --limit-s 520      # all pieces that this workload has
-    python benchmarks/pieces.py small-score --pieces joined,copies --repeat 5
+    python benchmarks/pieces.py small-score --pieces joined,scores --repeat 5
 
 A piece is left out by `step_hook`, and vLLM's own code does its work. In a single round, the job with all pieces runs
 first and last, as `all` and `again`; in several, each round has the opposite order of the one before. In the table of
@@ -22,7 +22,7 @@ PIECES = {
     "bare-top20": ("attention", "mixed_steps", "token_loops", "holding", "scores"),
     "bare-small-top20": _TOKENS,
     "uneven": ("attention", "graph_choice"),
-    "small-score": ("whole_steps", "fresh_steps", "admission", "joined", "copies", "scores"),
+    "small-score": ("whole_steps", "fresh_steps", "admission", "joined", "scores"),
     "small-embed": ("whole_steps", "fresh_steps", "admission", "joined"),
 }
 
