@@ -82,7 +82,7 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
-    _check_columns(request.columns, schema)
+    _check_columns(request.columns, job)
     if not job.results.is_done:
         notes.append(f"the job is not done: {counted(len(job.results), 'row')} are committed so far")
     rows = Rows(job.results, form.columns(request.columns, schema), request.where)
@@ -112,6 +112,13 @@ def _write(job: ExportedJob, rows: Rows, files: Files, *, form: type[Format], re
     for writer in writers:
         writer.close()
     return num_rows
+
+
+def _computed_by_head(job: ExportedJob) -> str:
+    """Of which column `head` computes the confidence; empty if the job has no such column."""
+    shown = job.task(job.spec).shown_columns
+    column = shown.label_logprob or shown.choice_sums
+    return "" if column is None else f"; {CONFIDENCE} is computed by `head` from {column}, see docs/commands.md"
 
 
 @contextlib.contextmanager
@@ -157,12 +164,11 @@ def _check_url(form: type[Format], request: ExportRequest) -> None:
         raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
 
 
-def _check_columns(columns: Sequence[str], schema: pa.Schema) -> None:
-    if unknown := [name for name in columns if name not in schema.names]:
-        computed = f"; {CONFIDENCE} is computed by `head`, see docs/commands.md" if CONFIDENCE in unknown else ""
-        raise UserError(
-            f"--columns: no column {list_names(unknown)}{computed}; the output has {list_names(schema.names)}"
-        )
+def _check_columns(columns: Sequence[str], job: ExportedJob) -> None:
+    names = job.results.schema.names
+    if unknown := [name for name in columns if name not in names]:
+        computed = _computed_by_head(job) if CONFIDENCE in unknown else ""
+        raise UserError(f"--columns: no column {list_names(unknown)}{computed}; the output has {list_names(names)}")
 
 
 def _format(request: ExportRequest) -> type[Format]:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, UserError
@@ -16,6 +16,7 @@ from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import (
     Summary,
+    earlier_lines,
     ended_early_lines,
     finished,
     nothing_to_run,
@@ -100,6 +101,7 @@ def run_job(
                 with start(
                     prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror, given=given
                 ) as epoch:
+                    earlier = earlier_lines(epoch.job, epoch.state)
                     _run_all(epoch, began, begins_together=begins_together)
                 _tidy(folder, mirror)
         except NoRowsError:
@@ -108,7 +110,7 @@ def run_job(
             return nothing_to_run(file)
         finally:
             display.close()
-        return _ended(file, committed_state(folder), mirror)
+        return _ended(file, committed_state(folder), mirror, earlier=earlier)
 
 
 def _move_aside(file: SpecFile, backend: Backend, display: ProgressDisplay) -> None:
@@ -174,13 +176,15 @@ def mirrored(file: SpecFile, display: ProgressDisplay, *, fresh: bool) -> Iterat
             mirror.close()
 
 
-def _ended(file: SpecFile, state: State, mirror: Mirror | None, *, was_done: bool = False) -> Summary:
-    """The summary of a job that is done. Fetches the first parts with error rows, for the closing lines."""
+def _ended(
+    file: SpecFile, state: State, mirror: Mirror | None, *, was_done: bool = False, earlier: Sequence[str] = ()
+) -> Summary:
+    """See `finished`. Fetches the first parts with error rows, for the closing lines."""
     if mirror is not None:
         with contextlib.suppress(OutputError):  # only a report
             parts = [part for _, part in sorted(state.parts.items()) if part.num_errors]
             mirror.fetch_some(parts, _REPORT_BYTES)
-    return finished(file, state, was_done=was_done)
+    return finished(file, state, was_done=was_done, earlier=earlier)
 
 
 def _prepare(

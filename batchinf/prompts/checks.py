@@ -168,27 +168,34 @@ def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[st
         return
     column = where.messages_column
     rows = _first_rows(source, _num_first(spec, source, _LOOKED_AT), ["body" if column is None else column])
-    unread = _unread(rows, column, template, names)
+    unread, num_rows = _unread(rows, column, template, names)
     for words, first in unread.items():
         yield (
-            f"warning: some rows (row {first} first) have {words}, so the model does not see them; give another "
-            "template as input.chat_template, or leave them out"
+            f"warning: some of the first {num_rows:,} rows (row {first} first) have {words}, so the model does "
+            "not see them; give another template as input.chat_template, or leave them out"
         )
 
 
-def _unread(rows: Iterable[Row], column: str | None, template: str, names: Collection[str]) -> dict[str, int]:
-    """What a template with these variables never reads of conversations, in words, with the first row that has it."""
+def _unread(
+    rows: Iterable[Row], column: str | None, template: str, names: Collection[str]
+) -> tuple[dict[str, int], int]:
+    """What a template with these variables never reads of conversations, in words, with the first row that has it.
+
+    Returns the number of rows, too.
+    """
     # A template that prints whole messages shows their calls, too.
     shows_calls = "tool_calls" in template or "tojson" in template
     unread: dict[str, int] = {}
+    num_rows = 0
     for row in rows:
+        num_rows += 1
         messages, options = _conversation_of(row, column)
         if not shows_calls and isinstance(messages, list) and any("tool_calls" in message for message in messages):
             unread.setdefault("tool_calls of messages, which the chat template does not show", row.row_index)
         for name in options:
             if name not in names:
                 unread.setdefault(f"chat_template_kwargs.{name}, which the chat template never reads", row.row_index)
-    return unread
+    return unread, num_rows
 
 
 def _conversation_of(row: Row, column: str | None) -> tuple[object, Iterable[str]]:
