@@ -84,21 +84,30 @@ class ImageLoader:
         source: the encoded bytes; text with a path or with a `data:`, `file:`, `http:` or `https:` URL; or a mapping
         with `bytes` or `path`, as the feature `Image` of Hugging Face datasets.
         """
+        return self._decoded(*self._encoded(source))
+
+    def digest(self, source: object) -> str:
+        """`LoadedImage.digest` of an image, without decoding it. Raises ImageError. source: see `load`."""
+        data, _ = self._encoded(source)
+        return _digest(data)
+
+    def _encoded(self, source: object) -> tuple[bytes, str]:
+        """The bytes of an image, and its name in messages."""
         if isinstance(source, Mapping):
             source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
         if isinstance(source, bytes | bytearray | memoryview):
-            return self._decoded(bytes(source), _UNNAMED)
+            return bytes(source), _UNNAMED
         if not isinstance(source, str):
             got = name_type(source)
             raise ImageError("image_broken", f"got {got}; an image is bytes, or text with a path or a URL")
         scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:)", source, re.IGNORECASE)
         match scheme and scheme[0].lower():
             case "data":
-                return self._decoded(self._bytes_of_data_url(source), _UNNAMED)
+                return self._bytes_of_data_url(source), _UNNAMED
             case "file":
                 return self._read(_path_of_url(source))
             case "http" | "https":
-                return self._decoded(self._fetched(source), f"'{clip(shown_url(source), 200)}'")
+                return self._fetched(source), f"'{clip(shown_url(source), 200)}'"
             case _ if "://" in source:
                 shown = clip(shown_url(source), 200)
                 raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a data:, file:, http: or "
@@ -129,7 +138,7 @@ class ImageLoader:
         except (binascii.Error, ValueError) as error:
             raise ImageError("image_broken", f"the data: URL is no base64: {error_message(error)}") from error
 
-    def _read(self, path: str) -> LoadedImage:
+    def _read(self, path: str) -> tuple[bytes, str]:
         name = f"'{clip(path, 200)}'"
         try:
             with open(self._resolved(path, name), "rb", opener=_open_at_once) as file:
@@ -139,7 +148,7 @@ class ImageLoader:
             raise ImageError("image_not_found", f"{name} is no path that a file can have") from None
         except OSError as error:
             _refuse_file(error, name)
-        return self._decoded(data, name)
+        return data, name
 
     def _resolved(self, path: str, name: str) -> pathlib.Path:
         """The path without symbolic links. Outside of the folders it is refused before the file is looked for."""
@@ -186,12 +195,15 @@ class ImageLoader:
             self._refuse_pixels(f"{name} has too many pixels")
         except Exception as error:  # Pillow's decoders raise errors of many types
             raise ImageError("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
-        digest = hashlib.sha256(data).hexdigest()
-        return LoadedImage(image, digest, encoded.format or "", width=image.width, height=image.height,
+        return LoadedImage(image, _digest(data), encoded.format or "", width=image.width, height=image.height,
                            num_bytes=len(data))  # fmt: skip
 
     def _refuse_pixels(self, got: str) -> NoReturn:
         raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _path_of_url(url: str) -> str:

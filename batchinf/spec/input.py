@@ -298,9 +298,6 @@ class InputSpec(Section):
         if self.on_overlong != "error":
             raise wrong(f"got {self.on_overlong} in a job with images; it would cut images off: leave it out",
                         "on_overlong")  # fmt: skip
-        if self.exclude is not None and self.exclude.on == "prompt_hash":
-            raise wrong("got prompt_hash in a job with images, whose prompts are known only when it runs; give an "
-                        "id_column and use id", "exclude.on")  # fmt: skip
 
     def _check_exclude(self) -> None:
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:

@@ -72,6 +72,41 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
 
 
+def test_rows_with_the_same_pictures_are_left_out(tmp_path: pathlib.Path) -> None:
+    path = spec_of(tmp_path / "old")
+    jobs.finish(path)
+    new = tmp_path / "new"
+    exclude = {"job": str(path.parent / "out"), "on": "prompt_hash"}
+    again = spec_of(new, input={"path": str(new / "rows.jsonl"), "messages": ASK, "exclude": exclude})
+    changed = sorted(path.name for path in PICTURES.iterdir())[0]
+    data = (new / "pictures" / changed).read_bytes()
+    (new / "pictures" / changed).write_bytes(data + b"more")
+    rows = [json.loads(line) for line in (new / "rows.jsonl").read_text().splitlines()]
+    # The path does not count, and bytes in the row count like those of a file.
+    (new / "pictures" / "blue-square.png").rename(new / "moved.png")
+    for row in rows:
+        if row["photo"] == "pictures/blue-square.png":
+            row["photo"] = "moved.png"
+        if row["photo"] == "pictures/blue-triangle.png":
+            row["photo"] = data_url((PICTURES / "blue-triangle.png").read_bytes())
+    write_lines(new / "rows.jsonl", rows)
+    jobs.finish(again)
+    # Those with the changed picture; 6 has two, and the picture of 7 was gone and is gone.
+    assert {row["row_index"] for row in jobs.rows_of(new / "out")} == {0, 6, 7, 12, 24, 36}
+
+    compared = jobs.run("diff", tmp_path / "old" / "out", new / "out", "--on", "id")
+    assert "token ids or images, 8 of them other images" in compared.stdout  # the rows without errors, twice
+
+    [part, *_] = sorted((tmp_path / "old" / "out" / "parts").iterdir())
+    table = pq.read_table(part)
+    pq.write_table(table.drop_columns(["unrendered_prompt_hash"]), part)
+    refused = jobs.run("run", again, "--set", f"output.path={tmp_path / 'third'}")
+    assert (
+        refused.returncode == 2
+        and "began with an older version of batchinf; give both jobs an id_column" in refused.stderr
+    )
+
+
 @pytest.mark.parametrize("fault", ["worker.store:9=kill", "feeder.read:5=kill", "storage.write.before_fsync:3=kill"])
 def test_killed_and_resumed_has_the_rows_of_one_never_hurt(
     fault: str, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]
