@@ -69,7 +69,7 @@ class Pictures:
 
     def _picture(self, source: ImageSource, digest: str | None) -> Picture:
         name = _name_of(source)
-        if _is_url(source) and not self._fetches:
+        if not self._fetches and self._loader.fetches(source):
             return Picture(name, digest, note="not fetched for this page; `batchinf inspect` shows it")
         try:
             loaded = self._loader.load(source)
@@ -98,10 +98,6 @@ def small_copy(image: "Image.Image") -> str:
     file = io.BytesIO()
     small.save(file, "jpeg", quality=_QUALITY)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _is_url(source: ImageSource) -> bool:
-    return isinstance(source, str) and source.lower().startswith(("http:", "https:"))
 
 
 def _name_of(source: ImageSource) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from batchinf.base.errors import InputError
+from batchinf.base.places import folder_problem, is_bucket
 from batchinf.base.text import near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
@@ -70,7 +71,13 @@ def _is_device(path: str) -> bool:
 
 
 def folder_of(path: str) -> str | None:
-    """The folder to which paths in the rows of an input are relative; None for a URL or a dataset of the hub."""
+    """The folder to which paths in the rows of an input are relative, on this host or in a bucket.
+
+    None for another URL or a dataset of the hub. In a bucket, a name with the ending of a format is that of a file.
+    """
+    if is_bucket(path) and folder_problem(path) is None:
+        is_file = glob.has_magic(path) or format_by_ending(path) is not None
+        return (_root_of(path) if is_file else path).rstrip("/")
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         return os.path.abspath(path)

@@ -4,6 +4,7 @@ import abc
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 
+from batchinf.base.bucket import NEEDS_OBSTORE
 from batchinf.base.errors import SpecError
+from batchinf.base.places import is_bucket
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
@@ -175,6 +178,9 @@ class Task(abc.ABC):
         if self.spec.input.has_images and not self.takes_images:
             field = next((field for field, _ in self.spec.input.image_columns), "input.images")
             raise SpecError(f"{field}: got it with task {self.name}, which takes no images yet: leave it out")
+        images = self.spec.input.images
+        if images is not None and any(map(is_bucket, images.folders)) and importlib.util.find_spec("obstore") is None:
+            raise SpecError(f"input.images.folders: {NEEDS_OBSTORE}")
 
     def describe(self) -> str:
         """A line that tells users what is stored of each row; empty if the task's name and the sampling say enough."""

@@ -140,6 +140,25 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
     assert stores.rows(url) == unhurt
 
 
+def test_an_input_and_its_pictures_in_a_bucket(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]
+) -> None:
+    path = spec_of(tmp_path / "job", input={"path": f"{url}/in/rows.jsonl", "messages": ASK})
+    for file in [tmp_path / "job" / "rows.jsonl", *PICTURES.iterdir()]:
+        folder = "in" if file.suffix == ".jsonl" else "in/pictures"
+        stores.put(f"{url}/{folder}/{file.name}", file.read_bytes())
+    shutil.rmtree(tmp_path / "job" / "pictures")
+    jobs.finish(path, **store.environment)
+    rows = jobs.rows_of(tmp_path / "job" / "out")
+    gone = f"image 1: '{url}/in/pictures/gone.png' does not exist"
+    assert rows == [{**row, "error_message": gone} if row["error_type"] else row for row in unhurt]
+    # Nothing was read twice: the pictures and the one that is gone.
+    num_read = sum("pictures" in path for method, path in store.seen if method == "GET")
+    assert len(list(PICTURES.iterdir())) <= num_read <= NUM_ROWS
+    shown = jobs.run("inspect", tmp_path / "job" / "out", "row-1", "--html", tmp_path / "row.html", **store.environment)
+    assert shown.returncode == 0 and '<img src="data:image/jpeg' in (tmp_path / "row.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
