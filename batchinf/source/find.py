@@ -136,5 +136,14 @@ def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
         last_files[format] = file.name
     if len(last_files) > 1:
         names = ", ".join(last_files.values())
-        raise InputError(f"{input.path} mixes formats: {names}; set `format` or narrow the path")
+        offered = _offered(input.path, last_files)
+        raise InputError(f"{input.path} mixes formats: {names}; set `input.format` to {offered}, or narrow the path")
     return next(iter(last_files)).for_input(input)
+
+
+def _offered(path: str, formats: Iterable[FileFormat]) -> str:
+    """The formats that a mixed input may be read as, with those of a folder that are passed over beside others."""
+    names = {format.name for format in formats}
+    for _, _, files in os.walk(os.path.expanduser(path)):
+        names |= {format.name for format in map(format_by_ending, files) if format and format.is_often_beside_data}
+    return " or ".join(sorted(names))
