@@ -297,8 +297,8 @@ def test_names_of_pictures_are_no_texts(tmp_path: pathlib.Path) -> None:
     found = look_at(str(data))
     warnings = [line for line in written_lines("job.yaml", found, "generate") if line.startswith("warning")]
     assert warnings == [
-        f"warning: column 'file': '{names[0]}' is no picture in {tmp_path}, where relative paths begin, but there is one "
-        f"in pictures/red: write paths such as pictures/red/{names[0]} into the column"
+        f"warning: column 'file': '{names[0]}' is no picture in {tmp_path}, where relative paths begin, but there is "
+        f"one in pictures/red: write paths such as pictures/red/{names[0]} into the column"
     ]
     # Another column has the texts; it says all the same that the pictures are left out.
     described = look_at(str(rows_file(tmp_path, [{"file": name, "caption": "A red picture."} for name in names])))

@@ -74,7 +74,7 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
 
 def test_rows_with_the_same_pictures_are_left_out(tmp_path: pathlib.Path) -> None:
     path = spec_of(tmp_path / "old")
-    jobs.finish(path)
+    assert f"relative paths of images begin in {tmp_path / 'old'}\n" in jobs.finish(path).stdout
     new = tmp_path / "new"
     exclude = {"job": str(path.parent / "out"), "on": "prompt_hash"}
     again = spec_of(new, input={"path": str(new / "rows.jsonl"), "messages": ASK, "exclude": exclude})
