@@ -14,6 +14,7 @@ import stores
 import yaml
 from adapters import make_adapter
 from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
+from PIL import Image
 from run_batch_lines import answered, by_batchinf, by_vllm
 
 import batchinf
@@ -163,8 +164,8 @@ def test_an_input_and_its_pictures_in_a_bucket(
     ("sections", "message"),
     [
         ({"task": "rerank", "input": {"messages": None, "query_column": "id", "document_column": "id", "images": {}}},
-         "input.query_column: got it in a job with images; only a prompt has them"),
-        ({"task": "reward"}, "task reward, which takes no images yet"),
+         "input.query_column: got it in a job with images, which queries and documents cannot have"),
+        ({"task": "reward"}, "has no classification head"),
         ({"task": "classify", "pooling": {"labels": ["a", "b"]}}, "has no classification head"),
         ({"task": "logits", "logits": {"positions": {"column": "id"}}}, "logits.positions: got a column in a job with"),
     ],
@@ -411,6 +412,47 @@ def test_a_batch_file_has_the_answers_of_vllm(tmp_path: pathlib.Path) -> None:
         assert body["usage"].items() <= theirs[name]["usage"].items()
         logprobs, others = ([token["logprob"] for token in of["logprobs"]["content"]] for of in (choice, other))
         assert np.allclose(logprobs, others, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rewards_of_pictures_equal_transformers(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = tmp_path / "model"
+    shutil.copytree(VISION, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["Idefics3ForSequenceClassification"], "num_labels": 1}
+    (model / "config.json").write_text(
+        json.dumps({**config, "text_config": {**config["text_config"], "num_labels": 1}})
+    )
+    [weights] = model.glob("*.safetensors")
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    save_file({**load_file(weights), "score.weight": head}, weights, metadata={"format": "pt"})
+    rows = [{"id": path.name, "photo": str(path)} for path in sorted(PICTURES.iterdir())[:4]]
+    where = {
+        "path": str(write_lines(tmp_path / "rows.jsonl", rows)),
+        "messages": ASK,
+        "images": {"folders": [str(PICTURES)]},
+    }
+    path = jobs.spec_of(tmp_path, model=str(model), task="reward", input=where, output={"keep_columns": []},
+                        parallel={"data_parallel_size": 1}, scripted=None, sampling=None)  # fmt: skip
+    jobs.finish(path)
+
+    processor = AutoProcessor.from_pretrained(VISION)
+    reference = AutoModelForImageTextToText.from_pretrained(VISION, dtype=torch.float32).eval()
+    for row in jobs.rows_of(tmp_path / "out"):
+        message = {"role": "user", "content": [{"type": "text", "text": f"{row['id']}: "}, {"type": "image"}]}
+        text = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        with Image.open(PICTURES / row["id"]) as image:
+            inputs = processor(
+                text=[text], images=[[image.convert("RGB")]], return_tensors="pt", add_special_tokens=False
+            )
+        with torch.no_grad():
+            last = reference.model(**inputs).last_hidden_state[0, -1]
+        assert abs(row["reward"] - float(last @ head[0])) < 1e-4
 
 
 @pytest.mark.slow
