@@ -247,7 +247,6 @@ def test_a_template_without_images_is_refused() -> None:
     ("where", "more", "message"),
     [
         ({"on_overlong": "truncate_left"}, {}, "it would cut images off"),
-        ({"exclude": {"job": "out", "on": "prompt_hash"}}, {}, "give an id_column and use id"),
         ({"text_column": "text"}, {"task": "score"}, "which a whole text cannot have"),
         ({}, {"engine": {"max_model_len": "auto"}}, "known only when it runs"),
         ({}, {"engine": {"limit_mm_per_prompt": {"image": 9}}}, "set input.images.max_per_row"),
