@@ -288,10 +288,8 @@ class DiffReport:
         has_alone = self.num_only_a or self.num_only_b
         alone = f"; {self.num_only_a:,} only in A, {self.num_only_b:,} only in B" if has_alone else ""
         yield f"rows: {changes.num_both:,} in both, by {self.key}{alone}"
-        if num := changes.num_other_prompts:
-            images = changes.num_other_images
-            what = f"token ids or images, {images:,} of them other images" if images else "token ids"
-            yield f"prompts: {num:,} rows have other {what}: a changed template, tokenizer or input"
+        if changes.num_other_prompts:
+            yield self._prompts_line()
         if changes.num_errors_only_a or changes.num_errors_only_b:
             yield f"errors: {changes.num_errors_only_b:,} rows only in B, {changes.num_errors_only_a:,} only in A"
         yield from changes.own.lines()
@@ -299,6 +297,12 @@ class DiffReport:
             yield from changes.own.example_lines(self.key, row)
         if self.written_to is not None:
             yield f"{changes.num_both:,} rows in {self.written_to}"
+
+    def _prompts_line(self) -> str:
+        num_rows = self.changes.num_other_prompts
+        images = self.changes.num_other_images
+        what = f"token ids or images, {images:,} of them other images" if images else "token ids"
+        return f"prompts: {num_rows:,} rows have other {what}: a changed template, tokenizer or input"
 
     def _input_line(self) -> str:
         """The inputs of two jobs that have other content. Their fingerprints would say nothing to a reader."""

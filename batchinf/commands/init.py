@@ -8,7 +8,7 @@ import pathlib
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -464,12 +464,18 @@ def written_lines(path: str, data: Data, purpose: str) -> list[str]:
                      f"input.images.folders in {path}")  # fmt: skip
     if data.lost_image is not None:
         lines.append(f"warning: {data.lost_image}")
-    if purpose == "label" or (purpose in TAKE_LABELS and scores_labels(data)):
-        is_of_folders = data.labelled == FOLDER and PATH in data.images
-        words = "the names of the folders" if is_of_folders else f"the words of the column {data.labelled!r}"
-        source = "" if data.labelled is None else f", {words}"
-        lines.append(f"labels: {', '.join(data.labels)}{source}; change them in {path} if they are not yours")
+    lines.extend(_label_lines(path, data, purpose))
     return lines
+
+
+def _label_lines(path: str, data: Data, purpose: str) -> Iterator[str]:
+    """The labels of the spec in `path` and where they come from, if it has some."""
+    if purpose != "label" and not (purpose in TAKE_LABELS and scores_labels(data)):
+        return
+    is_of_folders = data.labelled == FOLDER and PATH in data.images
+    words = "the names of the folders" if is_of_folders else f"the words of the column {data.labelled!r}"
+    source = "" if data.labelled is None else f", {words}"
+    yield f"labels: {', '.join(data.labels)}{source}; change them in {path} if they are not yours"
 
 
 def labels_in(text: str) -> tuple[str, ...]:
