@@ -33,7 +33,8 @@ from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import LengthRange, bar_lines, histogram
 from batchinf.planning.lengths import Lengths, assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
-from batchinf.prompts.images import NO_IMAGE_TOKENS
+from batchinf.replica.images import most_host_bytes
+from batchinf.replica.worker import WINDOW
 from batchinf.source.rows import is_scanned_quickly
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
@@ -46,6 +47,7 @@ _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
 _FAR = 1.5  # the sequences that run, as a multiple of vLLM's worst case, from which on plan explains the difference
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
+_MOST_SEQS = 1024  # vLLM's largest default of max_num_seqs
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
 
@@ -119,6 +121,8 @@ class JobPlan:
     """What is free on the disk."""
     host_bytes: int
     """Memory that a replica takes of the host, for each of its GPUs."""
+    image_bytes: int = 0
+    """What images in flight take of it at most."""
     max_model_len: int | None = None
     """If it is `auto`, the number by the sampled rows; None: the model's own."""
 
@@ -136,7 +140,9 @@ class JobPlan:
         if self.output:
             yield f"  outputs of {self.output:,.0f} tokens on average: {self.output_from}"
         free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
-        yield f"  output about {size_text(self.output_bytes)}{free}; host memory {gib(self.host_bytes)} for each GPU"
+        images = f", up to {gib(self.image_bytes)} of it for images" if self.image_bytes else ""
+        host = f"host memory {gib(self.host_bytes)} for each GPU{images}"
+        yield f"  output about {size_text(self.output_bytes)}{free}; {host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,10 +345,12 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
         notes.append(f"warning: {warning}")
     work = work or assumed_work(task_of(file.spec), context, asked.output_tokens)
+    base = dataclasses.replace(base, largest_image=work.images.largest_tokens)
     plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
     notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
     if job is not None:
-        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
+        images = _image_bytes(base, work)
+        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes + images, image_bytes=images)
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
     )
@@ -388,6 +396,16 @@ def _run_notes(chosen: Sequence[Degrees], spec: JobSpec, asked: PlanOptions) -> 
         )
     if asked.output_tokens is not None and _is_auto(spec):
         yield "`run` does not know --output-tokens: for auto degrees, each output has its max_tokens"
+
+
+def _image_bytes(base: Fit, work: Workload) -> int:
+    """Of a host, for the images that a replica has in flight at most."""
+    encoder = base.needs.encoder
+    if encoder is None or not work.images.num_images:
+        return 0
+    in_engine = math.ceil(WINDOW * int(base.engine.get("max_num_seqs") or _MOST_SEQS))
+    num_tokens = min(in_engine, work.num_requests) * work.images.num_tokens
+    return most_host_bytes(encoder.pixel_bytes(num_tokens), work.images.most_pixels)
 
 
 def _known_fit(model: Model, spec: JobSpec) -> Fit:
@@ -438,8 +456,7 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         why = "" if (first := lengths.row_error) is None else f"; the first: {first.error_type}: {first.error_message}"
         notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None, None
-    if file.spec.input.has_images:
-        notes.append(NO_IMAGE_TOKENS)
+    notes += lengths.image_notes
     return JobPlan(
         path=file.spec.input.path,
         num_rows=lengths.num_rows,

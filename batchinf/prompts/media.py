@@ -1,11 +1,14 @@
 """The images of rows: `ImageLoader` reads them from bytes, files and URLs, checks them, and decodes them to RGB.
 
+`ImageLoader.size_of` reads only their headers.
+
 Rows are not trusted. A file is read only below the folders that the spec allows, and Pillow tries only the formats of
 `FORMATS`. Pillow is imported with the first image.
 """
 
 import base64
 import binascii
+import contextlib
 import errno
 import hashlib
 import io
@@ -14,9 +17,9 @@ import pathlib
 import re
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 from urllib.parse import unquote_to_bytes
 
 from batchinf.base.errors import ImageError
@@ -39,6 +42,9 @@ _BEGIN_OF_SCAN = b"\xff\xda"
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
 _WHITE_IS_ZERO = 0
+# Tag of EXIF, and its values for images that are turned by 90 degrees.
+_ORIENTATION = 274
+_ON_SIDE = (5, 6, 7, 8)
 # A row's path that no file can have.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
@@ -60,6 +66,22 @@ class LoadedImage:
     """Pixels of `image`."""
     num_bytes: int
     """Of the encoded image."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An encoded image that is in memory or in a file."""
+
+    file: IO[bytes]
+    name: str
+    """Of the image, in messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Url:
+    """An image on another host."""
+
+    text: str
 
 
 class ImageLoader:
@@ -84,26 +106,53 @@ class ImageLoader:
         source: the encoded bytes; text with a path or with a `data:`, `file:`, `http:` or `https:` URL; or a mapping
         with `bytes` or `path`, as the feature `Image` of Hugging Face datasets.
         """
+        found = self._opened(source)
+        if isinstance(found, _Url):
+            return self._decoded(self._fetched(found.text), f"'{clip(shown_url(found.text), 200)}'")
+        with found.file as file:
+            try:
+                data = file.read(self._settings.max_bytes + 1)
+            except OSError as error:
+                _refuse_file(error, found.name)
+        return self._decoded(data, found.name)
+
+    def size_of(self, source: object) -> tuple[int, int] | None:
+        """The width and height of an image, upright, by its header; None of an image on another host.
+
+        Raises ImageError. A file that is cut short has a good header. source: as of `load`.
+        """
+        found = self._opened(source)
+        if isinstance(found, _Url):
+            return None
+        with found.file as file, self._refusing(found.name):
+            return _upright_size(self._parsed(file, found.name))
+
+    def _opened(self, source: object) -> "_Opened | _Url":
         if isinstance(source, Mapping):
             source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
         if isinstance(source, bytes | bytearray | memoryview):
-            return self._decoded(bytes(source), _UNNAMED)
+            return self._in_memory(bytes(source))
         if not isinstance(source, str):
             got = name_type(source)
             raise ImageError("image_broken", f"got {got}; an image is bytes, or text with a path or a URL")
         scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:)", source, re.IGNORECASE)
         match scheme and scheme[0].lower():
             case "data":
-                return self._decoded(self._bytes_of_data_url(source), _UNNAMED)
+                return self._in_memory(self._bytes_of_data_url(source))
             case "file":
-                return self._read(_path_of_url(source))
+                return self._file(_path_of_url(source))
             case "http" | "https":
-                return self._decoded(self._fetched(source), f"'{clip(shown_url(source), 200)}'")
+                return _Url(source)
             case _ if "://" in source:
                 shown = clip(shown_url(source), 200)
                 raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a data:, file:, http: or "
                                  "https: URL; copy it to a folder, and give its path")  # fmt: skip
-        return self._read(source)
+        return self._file(source)
+
+    def _in_memory(self, data: bytes) -> "_Opened":
+        if len(data) > self._settings.max_bytes:
+            self._refuse_size(_UNNAMED, len(data))
+        return _Opened(io.BytesIO(data), _UNNAMED)
 
     def _fetched(self, url: str) -> bytes:
         with self._lock:
@@ -129,17 +178,20 @@ class ImageLoader:
         except (binascii.Error, ValueError) as error:
             raise ImageError("image_broken", f"the data: URL is no base64: {error_message(error)}") from error
 
-    def _read(self, path: str) -> LoadedImage:
+    def _file(self, path: str) -> "_Opened":
         name = f"'{clip(path, 200)}'"
         try:
-            with open(self._resolved(path, name), "rb", opener=_open_at_once) as file:
-                self._check_file(os.fstat(file.fileno()), name)
-                data = file.read(self._settings.max_bytes + 1)
+            file = open(self._resolved(path, name), "rb", opener=_open_at_once)  # noqa: SIM115
         except ValueError:  # of names with a null character or a lone surrogate
             raise ImageError("image_not_found", f"{name} is no path that a file can have") from None
         except OSError as error:
             _refuse_file(error, name)
-        return self._decoded(data, name)
+        try:
+            self._check_file(os.fstat(file.fileno()), name)
+        except BaseException:
+            file.close()
+            raise
+        return _Opened(file, name)
 
     def _resolved(self, path: str, name: str) -> pathlib.Path:
         """The path without symbolic links. Outside of the folders it is refused before the file is looked for."""
@@ -166,17 +218,33 @@ class ImageLoader:
 
     def _decoded(self, data: bytes, name: str) -> LoadedImage:
         """Raises ImageError. name: of the image, in messages."""
-        from PIL import Image, UnidentifiedImageError
-
         if len(data) > self._settings.max_bytes:
             self._refuse_size(name, len(data))
-        try:
-            encoded = Image.open(io.BytesIO(data), formats=FORMATS)
-            if encoded.width * encoded.height > self._settings.max_pixels:
-                self._refuse_pixels(f"{name} has {encoded.width:,} × {encoded.height:,} pixels")
+        with self._refusing(name):
+            encoded = self._parsed(io.BytesIO(data), name)
             if encoded.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > _MAX_SCANS:
                 raise ImageError("image_broken", f"{name} has more than {_MAX_SCANS} scans; save it as a plain JPEG")
             image = _as_rgb(encoded)
+        digest = hashlib.sha256(data).hexdigest()
+        return LoadedImage(image, digest, encoded.format or "", width=image.width, height=image.height,
+                           num_bytes=len(data))  # fmt: skip
+
+    def _parsed(self, file: IO[bytes], name: str) -> "Image.Image":
+        """The image by its header. Its pixels are decoded when they are read."""
+        from PIL import Image
+
+        encoded = Image.open(file, formats=FORMATS)
+        if encoded.width * encoded.height > self._settings.max_pixels:
+            self._refuse_pixels(f"{name} has {encoded.width:,} × {encoded.height:,} pixels")
+        return encoded
+
+    @contextlib.contextmanager
+    def _refusing(self, name: str) -> Iterator[None]:
+        """Raise ImageError for what Pillow raises in the block."""
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            yield
         except (MemoryError, ImageError):
             raise
         except UnidentifiedImageError:
@@ -186,9 +254,6 @@ class ImageLoader:
             self._refuse_pixels(f"{name} has too many pixels")
         except Exception as error:  # Pillow's decoders raise errors of many types
             raise ImageError("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
-        digest = hashlib.sha256(data).hexdigest()
-        return LoadedImage(image, digest, encoded.format or "", width=image.width, height=image.height,
-                           num_bytes=len(data))  # fmt: skip
 
     def _refuse_pixels(self, got: str) -> NoReturn:
         raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}")
@@ -239,6 +304,17 @@ def _as_rgb(image: "Image.Image") -> "Image.Image":
     opaque = Image.new("RGB", image.size, "white")
     opaque.paste(image, mask=image.getchannel("A"))
     return opaque
+
+
+def _upright_size(image: "Image.Image") -> tuple[int, int]:
+    """Width and height of the upright image."""
+    try:
+        is_on_side = image.getexif().get(_ORIENTATION) in _ON_SIDE
+    except MemoryError:
+        raise
+    except Exception:  # as in `_turn_upright`
+        is_on_side = False
+    return (image.height, image.width) if is_on_side else (image.width, image.height)
 
 
 def _turn_upright(image: "Image.Image") -> None:
