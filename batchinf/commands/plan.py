@@ -33,6 +33,7 @@ from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import LengthRange, bar_lines, histogram
 from batchinf.planning.lengths import Lengths, assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
+from batchinf.prompts.checks import check_prompts
 from batchinf.replica.images import most_host_bytes
 from batchinf.replica.worker import WINDOW
 from batchinf.source.rows import is_scanned_quickly
@@ -265,7 +266,7 @@ class PlanReport:
 
     def _table(self) -> Iterator[str]:
         heads = _HEADS
-        if self.job is not None:
+        if self.job is not None or any(plan.seconds is not None for plan in self.gpus):
             has_cost = any(plan.cost is not None for plan in self.gpus)
             heads += _JOB_HEADS if has_cost else _JOB_HEADS[:-1]
         rows = [heads, *(plan.cells() for plan in self.gpus)]
@@ -323,6 +324,13 @@ class PlanOptions:
     """Price of a GPU for an hour."""
     output_tokens: float | None = None
     """Tokens of a request's output, on average."""
+    num_rows: int | None = None
+    """Rows of the job, in place of those that the input has."""
+
+    @property
+    def has_time(self) -> bool:
+        """Whether a plan without the rows of an input has a time."""
+        return self.num_rows is not None
 
 
 def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> PlanReport:
@@ -330,13 +338,17 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     _check_numbers(asked)
     gpus = _gpus_of(asked)
     file, is_job = _spec_of(target, overrides)
-    if asked.price is not None and not is_job:
-        raise UserError("price: a model alone has no rows, so it has no cost; plan a job spec, or leave out --price")
+    if asked.price is not None and not is_job and not asked.has_time:
+        raise UserError(
+            "price: a model alone has no rows, so it has no cost; plan a job spec, add --rows, or leave out --price"
+        )
     notes: list[str] = []
     job, work = _job(file, asked, notes) if is_job else (None, None)
     model = resolve(file.spec.model)
     with placing(file):
         check_heads(file.spec, model)
+    if is_job and job is None:
+        notes += _refusals(file.spec, model)
     if job is not None and file.spec.has_auto_length:
         file = with_length(file, job.max_model_len)
         notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
@@ -344,7 +356,7 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     context = _context(asked, file.spec, model)
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
         notes.append(f"warning: {warning}")
-    work = work or assumed_work(task_of(file.spec), context, asked.output_tokens)
+    work = work or _assumed(file.spec, context, asked)
     base = dataclasses.replace(base, largest_image=work.images.largest_tokens)
     plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
     notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
@@ -354,6 +366,21 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
     )
+
+
+def _assumed(spec: JobSpec, context: int, asked: PlanOptions) -> Workload:
+    """The work without the rows of an input."""
+    output_tokens = spec.sampling.max_tokens if asked.output_tokens is None else asked.output_tokens
+    work = assumed_work(task_of(spec), context, output_tokens)
+    return work if asked.num_rows is None else dataclasses.replace(work, num_requests=asked.num_rows * spec.sampling.n)
+
+
+def _refusals(spec: JobSpec, model: Model) -> Iterator[str]:
+    """Why `run` would refuse the job, such as a missing chat template, as far as it is known without the input."""
+    try:
+        check_prompts(spec, model)
+    except UserError as error:
+        yield f"warning: `run` will refuse the job: {error}"
 
 
 def _gpus_of(asked: PlanOptions) -> list[Gpu]:
@@ -425,6 +452,7 @@ def _check_numbers(asked: PlanOptions) -> None:
         ("context", asked.context, 1),
         ("price", asked.price, 0),
         ("output_tokens", asked.output_tokens, 1),
+        ("rows", asked.num_rows, 1),
     )
     for name, number, bound in least:
         if number is not None and not bound <= number < math.inf:
@@ -438,6 +466,9 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
             assert sample is not None
             job, num_rows = sample
             lengths = lengths_of(job, file, num_rows)
+            if asked.num_rows is not None:
+                notes.append(f"--rows: the {lengths.num_rows:,} rows of the input stand for {asked.num_rows:,}")
+                lengths = lengths.scaled(asked.num_rows)
             work = lengths.workload(job, asked.output_tokens)
             if num_rows is None and _assumes_lengths(file.spec):
                 notes.append(
@@ -447,6 +478,8 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
             length = _auto_length(job, lengths)
     except InputError as error:
         notes.append(f"without lengths of rows, as the input cannot be read: {error}")
+        if asked.has_time:
+            notes.append(f"--rows: the time is for {asked.num_rows:,} rows of the lengths that the choice names")
         return None, None
     except ModelError as error:
         # The config, from which the memory is computed, has been read. Only the tokenizer is missing.
@@ -543,7 +576,7 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     plan = dataclasses.replace(
         plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, fixed)
     )
-    if chosen.prediction is None or work.is_assumed:
+    if chosen.prediction is None or (work.is_assumed and not asked.has_time):
         return plan
     seconds = _START_S + chosen.prediction.seconds
     hours = seconds * chosen.data * chosen.degrees.num_devices / 3600

@@ -50,6 +50,7 @@ from batchinf.manifest.versions import later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
+from batchinf.planning.image_rows import images_of_rows
 from batchinf.planning.lengths import shared_share
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
@@ -114,7 +115,10 @@ def start(
     job_id = before.job_id or uuid.uuid4().hex
     with placing(prepared.file):
         share = functools.partial(shared_share, prepared.file)
-        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
+        # Rows that come later, with `--extend` or from another file, may have more images.
+        has_new_images = prepared.spec.input.has_images and prepared.state is None
+        images = images_of_rows(prepared.file) if has_new_images else None
+        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share, images=images)
         replicas = Replicas(launcher, job_id)
     chain = None if mirror is None else mirror.chain
     manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain)

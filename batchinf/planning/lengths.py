@@ -96,6 +96,11 @@ class Lengths:
             return "each output is as long as its longest choice"
         return "the spec has no max_tokens, so this is a guess" if self.is_assumed else "each output has its max_tokens"
 
+    def scaled(self, num_rows: int) -> "Lengths":
+        """Those of so many rows, for which these stand."""
+        output_bytes = round(self.output_bytes / max(1, self.num_rows) * num_rows)
+        return dataclasses.replace(self, num_rows=num_rows, output_bytes=output_bytes)
+
     def workload(self, job: Job, output_tokens: float | None = None) -> Workload:
         """All requests of the job, on average. output_tokens: of a request; None: each reaches its `max_tokens`."""
         number = max(1, len(self.prompts))

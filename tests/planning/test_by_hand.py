@@ -93,8 +93,8 @@ def test_weights_cache_and_degrees_beside_arithmetic_by_hand(
         assert least.cache_tokens == room // (token // tensor)
 
 
-# Qwen3-VL-8B's encoder: queries, keys, values and output of 1,152; an MLP of 4,304; patches of 3 colours, twice, of 16 ×
-# 16. Four patches are joined to a token of 4 × 1,152, by two matrices; so are the outputs of three layers in between.
+# Qwen3-VL-8B's encoder: queries, keys, values and output of 1,152; an MLP of 4,304; patches of 3 colours of 16 × 16,
+# twice. Two matrices join four patches to a token of 4 × 1,152. Two more do so after each of three layers in between.
 VISION_LAYER = 4 * 1152 * 1152 + 2 * 1152 * 4304
 VISION_PATCH = 3 * 2 * 16 * 16
 VISION_JOINT = 4 * (4608 * 4608 + 4608 * 4096)

@@ -4,14 +4,20 @@ import json
 import pathlib
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from pictures import VISION, write_lines
+from pictures import VISION, png, write_lines
 from PIL import Image
 from transformers import AutoProcessor
 
 import jobs
+from batchinf.fleet.image_settings import step_for_images, with_most_images
 from batchinf.model.identity import Model, resolve
 from batchinf.model.image_tokens import image_tokens
+from batchinf.model.memory import GIB, Fit, Needs
+from batchinf.planning.image_rows import ImagesOfRows, images_of_rows
 from batchinf.planning.lengths import Lengths, lengths_of, opened
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import ModelSpec
@@ -71,11 +77,11 @@ def test_validate_shows_lengths_with_images_and_rows_without_them(folder: pathli
     done = jobs.run("validate", spec_of(folder, tmp_path), *"--row 0 --row 1 --row 3 --json".split())
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert sum(each["num_rows"] for each in report["lengths"]["histogram"]) == 3
-    assert {each["error_type"] for each in report["lengths"]["errors"]} == {"image_not_found", "too_many_images"}
+    assert sum(each["num_rows"] for each in report["prompt_lengths"]["histogram"]) == 3
+    assert {each["error_type"] for each in report["prompt_lengths"]["errors"]} == {"image_not_found", "too_many_images"}
     one, two, gone = report["rows"]
     assert two["num_image_tokens"] == 2 * one["num_image_tokens"] > 0
-    assert len(one["token_ids"]) + one["num_image_tokens"] == report["lengths"]["histogram"][0]["shortest"]
+    assert len(one["token_ids"]) + one["num_image_tokens"] == report["prompt_lengths"]["p50"]
     assert gone["error"]["error_type"] == "image_not_found"
 
 
@@ -86,15 +92,61 @@ def test_a_prompt_that_is_too_long_with_its_images(folder: pathlib.Path, tmp_pat
     assert found.row_error is not None and found.row_error.error_type == "prompt_too_long"
 
 
-def test_tokens_of_a_model_that_takes_images_of_all_sizes(tmp_path: pathlib.Path) -> None:
-    """Its processor needs torchvision for videos; that of images does not."""
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("qwen")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((VISION / name).read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN_PROCESSOR))
-    model: Model = resolve(ModelSpec(name=str(tmp_path), load_format="dummy"))
+        (folder / name).write_bytes((VISION / name).read_bytes())
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(QWEN_PROCESSOR))
+    return resolve(ModelSpec(name=str(folder), load_format="dummy"))
+
+
+def test_tokens_of_a_model_that_takes_images_of_all_sizes(qwen: Model) -> None:
+    """Its processor needs torchvision for videos; that of images does not."""
     sizes = [(640, 480), (4000, 3000), (40, 3000), (10, 3000)]
-    found = image_tokens(model, sizes, {})
-    # A token has 32 × 32 pixels. Both sides of a large picture are scaled by the same factor, to whole tokens.
-    assert found == {(640, 480): 20 * 15, (4000, 3000): 36 * 27, (40, 3000): 1 * 94}
-    assert image_tokens(model, sizes[:1], {"mm_processor_kwargs": {"max_pixels": 1 << 16}}) == {(640, 480): 9 * 6}
+    # A token has 32 × 32 pixels. Both sides of a large picture are scaled by the same factor, to whole tokens. The last
+    # one is too narrow.
+    assert image_tokens(qwen, sizes, {}) == {(640, 480): 20 * 15, (4000, 3000): 36 * 27, (40, 3000): 1 * 94}
+    assert image_tokens(qwen, sizes[:1], {"mm_processor_kwargs": {"max_pixels": 1 << 16}}) == {(640, 480): 9 * 6}
+
+
+def test_the_most_images_of_a_row(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A limit below the spec's must be sure: a row with more images would be an error row."""
+    told: list[str] = []
+    photos = ["a.png", None, ["a.png", "b.jpg"]]
+    rows = write_lines(
+        folder / "good.jsonl", [{"id": str(number), "photo": photo} for number, photo in enumerate(photos)]
+    )
+    whole = read_spec(spec_of(folder, tmp_path), [f"input.path={rows}"])
+    found = images_of_rows(whole)
+    assert found == ImagesOfRows(2, (640, 480))
+    images = with_most_images(whole.spec, found, told.append).input.images
+    assert images is not None and images.max_per_row == 2 and len(told) == 1
+    # The user's own number stays, and so does the default if a row cannot be read: its images may be there later.
+    by_user = read_spec(spec_of(folder, tmp_path), [f"input.path={rows}", "input.images={max_per_row: 3}"])
+    assert with_most_images(by_user.spec, found, told.append) is by_user.spec
+    assert images_of_rows(read_spec(spec_of(folder, tmp_path))) == ImagesOfRows(None, (640, 480))
+    assert len(told) == 1
+
+
+def test_bytes_are_one_image_in_each_row(tmp_path: pathlib.Path) -> None:
+    pixels = png(np.zeros((4, 6, 3)))
+    table = pa.table({"id": [str(number) for number in range(1200)], "photo": [pixels] * 1200})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    for name, most in (("photo", 1), ("id", None)):  # a text may be a list of paths
+        content = [{"type": "image", "column": name}]
+        where = {"path": str(tmp_path / "rows.parquet"), "messages": [{"role": "user", "content": content}]}
+        path = jobs.spec_of(tmp_path, model=str(VISION), input=where, output={"keep_columns": []})
+        found = images_of_rows(read_spec(path))
+        assert found is not None and found.most_per_row == most
+
+
+def test_a_step_holds_the_largest_image(qwen: Model, tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
+    spec = read_spec(spec_of(folder, tmp_path)).spec
+    fit = Fit(Needs(None, None), 40 * GIB, "NVIDIA A100", batch_limits={"max_num_batched_tokens": 512})
+    large, small = (ImagesOfRows(1, size) for size in ((4000, 3000), (640, 480)))
+    assert step_for_images(spec, qwen, fit, large)["max_num_batched_tokens"][0] == 36 * 27
+    assert step_for_images(spec, qwen, fit, small) == {}
+    own = spec.model_copy(update={"engine": {"max_num_batched_tokens": 512}})
+    assert step_for_images(own, qwen, fit, large) == {}
