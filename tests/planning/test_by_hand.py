@@ -1,5 +1,6 @@
 """Weights, cache and the least degrees of ten models on GPUs, beside arithmetic that is written out."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -132,6 +133,9 @@ def test_the_speed_with_images_is_that_of_the_measurement() -> None:
     assert shape is not None
     work = Workload(4000, prompt_tokens=351, output_tokens=64, longest_output=64, images=ImageWork(1, 300))
     seconds = prediction_of(fit, shape, gpu=gpu, work=work, share=0.92).seconds
+    text = dataclasses.replace(work, images=ImageWork())
+    of_text = prediction_of(fit, shape, gpu=gpu, work=text, share=0.92).seconds
+    assert seconds - of_text == pytest.approx(4000 * FLOPS_640 / (0.6 * gpu.bf16), rel=0.01)
     assert 4000 / seconds == pytest.approx(75.4, rel=0.25)
 
 
