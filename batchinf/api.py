@@ -25,7 +25,8 @@ from batchinf.base.places import check_caches, check_is_here
 from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
-from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
+from batchinf.commands.plan.plan import PlanOptions, make_plan
+from batchinf.commands.plan.report import PlanReport
 from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate.findings import ValidateFinding, ValidateReport
 from batchinf.commands.validate.validate import validate_job

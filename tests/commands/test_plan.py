@@ -18,7 +18,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.errors import UserError
-from batchinf.commands.plan import PlanOptions, make_plan
+from batchinf.commands.plan.plan import PlanOptions, make_plan
 from batchinf.model.memory import GIB
 from batchinf.report.plan_chart import plan_chart
 from batchinf.source.files import InputLocation

@@ -13,7 +13,8 @@ from model_configs import GPT_OSS_120B, QWEN3_235B_FP8
 
 import jobs
 from batchinf.base.errors import SpecError, UserError
-from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
+from batchinf.commands.plan.plan import PlanOptions, make_plan
+from batchinf.commands.plan.report import PlanReport
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.parallel import with_degrees
 from batchinf.model import memory
