@@ -25,7 +25,8 @@ from batchinf.base.places import check_caches, check_is_here
 from batchinf.base.slices import Slice
 from batchinf.base.stop_signals import interruptible
 from batchinf.base.text import name_type
-from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
+from batchinf.commands.plan.plan import PlanOptions, make_plan
+from batchinf.commands.plan.report import PlanReport
 from batchinf.commands.status import StatusReport, job_status
 from batchinf.commands.validate.findings import ValidateFinding, ValidateReport
 from batchinf.commands.validate.validate import validate_job
@@ -177,13 +178,14 @@ def plan(
     context: int | None = None,
     price: float | None = None,
     output_tokens: float | None = None,
+    rows: int | None = None,
 ) -> PlanReport:
     """What fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine.
 
     target: a spec as in `run`, or a model: a hub id, a folder or a config.json. gpu: a name such as `h100-80`, or
     several; default: all of the table. gpus: of each node. free_gib: memory of each GPU that other programs leave.
     context: tokens of the longest sequence. price: of one GPU for an hour. output_tokens: of an output, on average;
-    default: `max_tokens`.
+    default: `max_tokens`. rows: as if the input had so many rows; those that are there stand for them.
 
     Raises UserError or one of its subclasses.
     """
@@ -196,6 +198,7 @@ def plan(
         context=context,
         price=price,
         output_tokens=output_tokens,
+        num_rows=rows,
     )
     return make_plan(target, overrides, options)
 

@@ -248,6 +248,10 @@ def _plan(
         float | None,
         typer.Option(min=1, max=1e9, metavar="N", help="Tokens of an output on average; default: max_tokens."),
     ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, max=10**12, metavar="N", help="As if the input had N rows; it may be missing."),
+    ] = None,
     plot: Annotated[str | None, path_option(metavar="FILE.svg", help="Draw the degrees, or a model's memory.")] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
@@ -268,6 +272,7 @@ def _plan(
         context=context,
         price=price,
         output_tokens=output_tokens,
+        rows=rows,
     )
     if plot is not None:
         write_chart(report, plot)

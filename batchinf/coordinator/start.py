@@ -52,6 +52,8 @@ from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
 from batchinf.planning.histogram import LengthCounts
+from batchinf.planning.image_rows import images_of_rows
+from batchinf.planning.images import SampledImages
 from batchinf.planning.lengths import shared_share
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
@@ -116,7 +118,10 @@ def start(
     job_id = before.job_id or uuid.uuid4().hex
     with placing(prepared.file):
         share = functools.partial(shared_share, prepared.file)
-        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
+        # Rows that come later, with `--extend` or from another file, may have more images.
+        has_new_images = prepared.spec.input.has_images and prepared.state is None
+        images = images_of_rows(prepared.file) if has_new_images else None
+        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share, images=images)
         replicas = Replicas(launcher, job_id)
     chain = None if mirror is None else mirror.chain
     manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain)
@@ -382,11 +387,12 @@ def _error_row_lines(job: Job, positions: Sequence[int]) -> Iterator[str]:
     groups = [group for sampled in sample_rows(positions, 0) for group in _groups(sampled)]
     random.Random(0).shuffle(groups)
     builder = job.prompt_builder()
+    images = SampledImages(job, builder)
     prompts: list[Prompt] = []
     began = time.monotonic()
     for group in groups:
         rows = job.source.read_rows(np.sort(np.asarray(group, np.int64)), builder.columns)
-        prompts += builder.build(rows, max_model_len(job))
+        prompts += images.looked_at(builder.build(rows, max_model_len(job)))
         if time.monotonic() - began > _LOOK_S:
             break
     counts = LengthCounts(len(positions), max_model_len(job), job.spec.sampling.max_tokens)

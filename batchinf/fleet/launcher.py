@@ -15,6 +15,7 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.engine_defaults import Chosen, chosen_arguments, replicas_per_device
 from batchinf.fleet.fleet import Ended, Fleet
+from batchinf.fleet.image_settings import step_for_images, with_most_images
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
@@ -26,6 +27,7 @@ from batchinf.model.identity import Model, check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
+from batchinf.planning.image_rows import ImagesOfRows
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
 from batchinf.tasks.base import Task
@@ -64,13 +66,14 @@ class Launcher:
         epoch: int,
         say: Callable[[str], None],
         shared_share: Callable[[], float | None] = lambda: None,
+        images: ImagesOfRows | None = None,
     ) -> "Launcher":
-        """shared_share: see `chosen_arguments`.
+        """shared_share: see `chosen_arguments`. images: of the rows of a new job.
 
         Raises UserError if weights are missing or there are too few devices.
         """
-        task = job.task
-        spec = task.spec
+        spec = with_most_images(job.task.spec, images, say)
+        task = job.task.over(spec)
         model = job.model
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
@@ -88,6 +91,7 @@ class Launcher:
             task = task.over(spec)
             slots = backend.place(spec)
         chosen = chosen_arguments(spec, fit, task, slots[0].sharers, shared_share=shared_share)
+        chosen = Chosen({**chosen.choices, **step_for_images(spec, model, fit, images)})
         for line in chosen.lines():
             say(line)
         settings = EngineSettings(spec, fit, _lowered_before(spec, job.state, say), chosen.engine)

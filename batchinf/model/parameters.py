@@ -4,9 +4,6 @@
 kept in the user's cache folder. Also gives the config with the defaults of its class, which many config.json leave out.
 """
 
-import contextlib
-import hashlib
-import importlib.metadata
 import json
 import math
 import pathlib
@@ -18,16 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from batchinf.base.errors import ModelError
-from batchinf.base.places import user_cache
-from batchinf.base.process import NoAnswerError, Question
 from batchinf.base.text import one_line
 from batchinf.model import files as model_files
+from batchinf.model.answers import answer_of, kept_file
 
 # `linear`: a matrix that quantization changes. `embedding` and `head` stay as they are, and so do all `other` ones.
 Part = Literal["linear", "expert", "embedding", "head", "other"]
 
 _VERSION = 2  # of the cached counts
-_WAIT_S = 300.0
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.")
 # Encoders of images and sound, and what joins them to the text model, which vLLM loads in 16 bits.
 _OTHER_MODELS = re.compile(r"vision|visual|image|audio|multi_modal|mm_proj|connector|vit\.", re.IGNORECASE)
@@ -194,26 +189,10 @@ def described(config: Mapping[str, Any], *, trust_remote_code: bool = False, fol
         "trust_remote_code": trust_remote_code,
         "folder": folder if trust_remote_code else None,
     }
-    version = f"{_VERSION} {importlib.metadata.version('transformers')}"
-    name = hashlib.sha256(f"{version} {json.dumps(question, sort_keys=True)}".encode()).hexdigest()
     # A folder's own code may change under the same config.
-    cached = None if trust_remote_code else user_cache("parameters") / f"{name}.json"
-    if cached is not None and cached.is_file():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return _decoded(json.loads(cached.read_text()))
-    try:
-        # Without devices, torch never makes a CUDA context.
-        environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        with Question("batchinf.model.parameters", question, _WAIT_S, environment) as running:
-            answer = running.answer()
-    except NoAnswerError as error:
-        raise ModelError(f"the model's parameters could not be counted: {error}") from None
-    if "error" in answer:
-        raise ModelError(answer["error"])
-    if cached is not None:
-        with contextlib.suppress(OSError):
-            model_files.write_cached(cached, json.dumps(answer).encode())
-    return _decoded(answer)
+    kept = None if trust_remote_code else kept_file("parameters", _VERSION, question)
+    what = "the model's parameters could not be counted"
+    return answer_of(__name__, question, _decoded, kept=kept, what=what)
 
 
 def _decoded(answer: Mapping[str, Any]) -> Described:

@@ -21,14 +21,16 @@ from batchinf.job.open import location_of, open_job
 from batchinf.job.ordering import prefix_key, shared_in_order
 from batchinf.job.sample import RUN_ROWS, sample_rows
 from batchinf.model.cache import BLOCK_TOKENS
-from batchinf.planning.throughput import Workload
+from batchinf.planning.images import SampledImages
+from batchinf.planning.throughput import NO_IMAGES, ImageWork, Workload
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Prompt
+from batchinf.records import Int64Array, Prompt
 from batchinf.source.find import find_files, is_dataset
 from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, is_scanned_quickly, sample_input
 from batchinf.spec.file import SpecFile
+from batchinf.spec.input import InputSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, Task
 
@@ -71,6 +73,10 @@ class Lengths:
     """That of the first tokenised row that has one."""
     num_shared: int = 0
     """Tokens with which all tokenised prompts begin."""
+    images: ImageWork = NO_IMAGES
+    """Those of a request."""
+    image_notes: tuple[str, ...] = ()
+    """How images were counted, for people."""
 
     @property
     def error(self) -> float:
@@ -90,6 +96,11 @@ class Lengths:
             return "each output is as long as its longest choice"
         return "the spec has no max_tokens, so this is a guess" if self.is_assumed else "each output has its max_tokens"
 
+    def scaled(self, num_rows: int) -> "Lengths":
+        """Those of so many rows, for which these stand."""
+        output_bytes = round(self.output_bytes / max(1, self.num_rows) * num_rows)
+        return dataclasses.replace(self, num_rows=num_rows, output_bytes=output_bytes)
+
     def workload(self, job: Job, output_tokens: float | None = None) -> Workload:
         """All requests of the job, on average. output_tokens: of a request; None: each reaches its `max_tokens`."""
         number = max(1, len(self.prompts))
@@ -104,6 +115,7 @@ class Lengths:
             longest_output=longest if generates else 0,
             logits=_logits_of(task),
             cached_tokens=self._num_cached(job),
+            images=self.images,
         )
 
     def _num_cached(self, job: Job) -> int:
@@ -175,19 +187,31 @@ def lengths_of(job: Job, file: SpecFile, num_rows: int | None) -> Lengths:
         if num_rows is not None:
             all_rows = round(num_rows * len(positions) / max(1, job.source.num_rows) * (where.sample or 1.0))
             all_rows = min(all_rows, where.limit or all_rows)
-        return lengths_of_rows(job, positions, all_rows, is_estimated=is_sample)
+        return lengths_of_rows(job, positions, all_rows, is_estimated=is_sample, where=where)
 
 
-def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool) -> Lengths:
-    """Read a sample of at most 1,000 rows at these positions, which stand for `num_rows` rows."""
+def lengths_of_rows(
+    job: Job, positions: Sequence[int], num_rows: int, *, is_estimated: bool, where: InputSpec | None = None
+) -> Lengths:
+    """Read a sample of at most 1,000 rows at these positions, which stand for `num_rows` rows.
+
+    where: see `SampledImages`.
+    """
     builder = job.prompt_builder()
     length = max_model_len(job)
     sample = _Sample.of(job, positions, builder.columns, length)
+    images = SampledImages(job, builder, where)
+    prompts: list[Prompt] = []
+    ratios: list[list[float]] = []
+    for rows, of_rows in sample.runs:
+        prompts += images.looked_at(builder.build(rows, length))
+        ratios += of_rows
+    largest = images.looked_at(builder.build(sample.largest, length))
+    prompts = images.with_tokens([*prompts, *largest])
     requests = _Requests(job, length or _LONG)
-    for rows, shares in sample.runs:
-        for prompt, ratios in zip(builder.build(rows, length), shares, strict=True):
-            requests.add(prompt, ratios)
-    for prompt in builder.build(sample.largest, length):
+    for prompt, of_prompt in zip(prompts, ratios, strict=False):  # without the largest
+        requests.add(prompt, of_prompt)
+    for prompt in prompts[len(ratios) :]:
         if prompt.error is None:
             requests.add_largest(prompt)
     return Lengths(
@@ -203,6 +227,10 @@ def lengths_of_rows(job: Job, positions: Sequence[int], num_rows: int, *, is_est
         longest=requests.longest,
         row_error=requests.row_error,
         num_shared=requests.num_shared,
+        images=dataclasses.replace(
+            requests.image_work(), largest_tokens=images.largest, most_pixels=images.most_pixels
+        ),
+        image_notes=tuple(images.notes),
     )
 
 
@@ -225,6 +253,8 @@ class _Requests:
         self.longest = 1
         self.row_error: RowError | None = None
         self.is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
+        self._num_images = 0
+        self._num_image_tokens = 0
 
     @property
     def num_shared(self) -> int:
@@ -237,6 +267,8 @@ class _Requests:
             self.row_error = self.row_error or prompt.error
             return
         self._built.append(prompt)
+        self._num_images += len(prompt.image_shapes) * len(ratios)
+        self._num_image_tokens += sum(token_id < 0 for token_id in prompt.token_ids) * len(ratios)
         num_samples = (prompt.sampling or self._job.spec.sampling).n if self._job.task.draws_tokens else 1
         for ids, output in self._requests_of(prompt):
             self._shared = ids if self._shared is None else self._shared[: _num_equal(self._shared, ids)]
@@ -244,6 +276,11 @@ class _Requests:
             self.prompts += [min(self._length, round(len(ids) * ratio)) for ratio in ratios]
             self.outputs += [self.choices.bound(prompt.sampling, output)] * len(ratios)
             self.number += num_samples * len(ratios)
+
+    def image_work(self) -> ImageWork:
+        """The images of a row are computed once, and all of its requests share them."""
+        number = max(1, self.number)
+        return ImageWork(self._num_images / number, self._num_image_tokens / number)
 
     def add_largest(self, prompt: Prompt) -> None:
         """Only the length of its requests counts: another row stands for it in the means."""
@@ -286,16 +323,24 @@ class _Sample:
         read = job.source.read_rows
         sizes: list[tuple[int, int]] = []  # in bytes, and the position
         groups: list[list[Row]] = []
+        all_places: list[Int64Array] = []
         num_bytes = 0
+        # Images may have thousands of times as many bytes as texts, and have other lengths: they are read later.
+        of_images = {column for _, column in job.spec.input.image_columns}
+        texts = [column for column in columns if column not in of_images]
         for group in sample_rows(positions, 0):
             places = np.sort(np.asarray(group, np.int64))
-            rows = read(places, columns)
+            all_places.append(places)
+            rows = read(places, texts)
             row_bytes = [min(most_bytes, len(repr(row.values).encode(errors="replace"))) for row in rows]
             sizes += zip(row_bytes, places.tolist(), strict=True)
             num_bytes += sum(row_bytes)
             groups.append(rows)
-            if num_bytes > _MOST_BYTES:
+            if num_bytes > _MOST_BYTES or of_images:
                 groups.clear()
+        if num_bytes <= _MOST_BYTES and of_images:
+            pieces = (places[at : at + RUN_ROWS] for places in all_places for at in range(0, len(places), RUN_ROWS))
+            return cls(len(sizes), ((read(piece, columns), [[1.0]] * len(piece)) for piece in pieces), [])
         if num_bytes <= _MOST_BYTES:
             return cls(len(sizes), [(rows, [[1.0]] * len(rows)) for rows in groups], [])
         sizes.sort()

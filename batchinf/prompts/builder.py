@@ -68,6 +68,11 @@ class PromptBuilder:
         """The input columns of the prompt, of the row's own sampling and of its adapter."""
         return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns, *self._adapter.columns]))
 
+    @property
+    def image_id(self) -> int | None:
+        """The token with which the place of an image begins; None if the tokenizer does not tell."""
+        return None if self._placeholders is None else self._placeholders.first_id
+
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. A prompt leaves room for `output_room` tokens in `max_model_len`.
 

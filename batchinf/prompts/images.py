@@ -5,21 +5,17 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from batchinf.base.errors import RowError, SpecError
+from batchinf.base.errors import ImageError, RowError, SpecError
 from batchinf.base.text import counted, name_type, shorten
 from batchinf.prompts.chat import ChatTemplate, Message
 from batchinf.prompts.encoder import Encoder
+from batchinf.records import Prompt, RenderedPrompt, Span
 from batchinf.spec.input import InputSpec
 
 WRONG_PLACES = "image_placeholder"  # the error type of a prompt that has not one place for each image
-# For commands that make prompts without an engine.
-NO_IMAGE_TOKENS = (
-    "warning: images are not loaded here: the lengths have one placeholder in place of the tokens of each image, and "
-    "images that cannot be used are found only by `run`"
-)
 _TOO_MANY = "a text must not spell it beside the places of the images"
 _TOO_FEW = (
     "write it where an image goes; or set input.add_generation_prompt: true, which makes the prompt a message of the "
@@ -236,6 +232,12 @@ class Placeholders:
             return None
         return Encoder(PreTrainedTokenizerFast(tokenizer_object=renamed), adds_special_tokens=False)
 
+    @property
+    def first_id(self) -> int:
+        """The token with which the place of an image begins."""
+        token_id: int = next(iter(self._in_mark))
+        return token_id
+
     def objection(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
         """Why these ids do not have exactly one place for each image."""
         for token_id, number in self._in_mark.items():
@@ -247,3 +249,46 @@ class Placeholders:
             hint = _TOO_MANY if got > number * num_images else _TOO_FEW
             return RowError(WRONG_PLACES, f"{has}; expected {number} for each image: {hint}")
         return None
+
+
+# -- prompts whose images are looked at --------------------------------------------------------------------------------
+
+
+def too_many(sources: Sequence[ImageSource], max_per_row: int) -> RowError | None:
+    """The error of a row with more images than the spec allows."""
+    if len(sources) <= max_per_row:
+        return None
+    allowed = f"input.images.max_per_row allows {max_per_row:,}"
+    return RowError("too_many_images", f"the row has {len(sources):,} images; {allowed}")
+
+
+def image_error(error: ImageError, number: int) -> RowError:
+    """The error of a row whose image with this number, from 1, cannot be used."""
+    return RowError(error.error_type, f"image {number}: {error.message}")
+
+
+def shared_ids(prompt: Prompt) -> list[int]:
+    """The ids with which all requests of a row begin, and which have all of its placeholders."""
+    if prompt.scoring is None:
+        return prompt.token_ids
+    first = prompt.scoring.spans[0]
+    return first.token_ids[: first.start]
+
+
+def with_rendered(prompt: Prompt, num_replaced: int, rendered: RenderedPrompt) -> Prompt:
+    """The prompt with the rendered ids in place of its first `num_replaced` ones."""
+
+    def longer(token_ids: list[int]) -> list[int]:
+        return [*rendered.token_ids, *token_ids[num_replaced:]]
+
+    scoring = prompt.scoring
+    if scoring is not None:
+        shift = len(rendered.token_ids) - num_replaced
+        spans = (Span(longer(span.token_ids), span.start + shift, span.num_bytes) for span in scoring.spans)
+        scoring = replace(scoring, spans=tuple(spans))
+    return replace(
+        prompt,
+        token_ids=longer(prompt.token_ids),
+        scoring=scoring,
+        image_positions=rendered.image_positions,
+    )

@@ -6,6 +6,7 @@ Rows are not trusted. A file is read only below the folders that the spec allows
 
 import base64
 import binascii
+import contextlib
 import errno
 import hashlib
 import io
@@ -16,9 +17,9 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 from urllib.parse import unquote_to_bytes
 
 from batchinf.base.bucket import Bucket, ObjectTooLargeError, StoreError
@@ -43,6 +44,9 @@ _BEGIN_OF_SCAN = b"\xff\xda"
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
 _WHITE_IS_ZERO = 0
+# Tag of EXIF, and its values for images that are turned by 90 degrees.
+_ORIENTATION = 274
+_ON_SIDE = (5, 6, 7, 8)
 # A row's path that no file can have.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
@@ -96,6 +100,24 @@ class ImageLoader:
         `az:`; or a mapping with `bytes` or `path`, as the feature `Image` of Hugging Face datasets.
         """
         return self._decoded(*self._encoded(source))
+
+    def size_of(self, source: object) -> tuple[int, int] | None:
+        """The width and height of an image, upright, by its header; None if a server or a store has it.
+
+        Raises ImageError. A file that is cut short has a good header. source: see `load`.
+        """
+        if self.fetches(source):
+            return None
+        path = _path_of(source)
+        if path is None:
+            data, name = self._encoded(source)
+            if len(data) > self._settings.max_bytes:
+                self._refuse_size(name, len(data))
+            file: IO[bytes] = io.BytesIO(data)
+        else:
+            file, name = self._file(path)
+        with file, self._refusing(name):
+            return _upright_size(self._parsed(file, name))
 
     def digest(self, source: object) -> str:
         """`LoadedImage.digest` of an image, without decoding it. Raises ImageError. source: see `load`."""
@@ -161,16 +183,28 @@ class ImageLoader:
             raise ImageError("image_broken", f"the data: URL is no base64: {error_message(error)}") from error
 
     def _read(self, path: str) -> tuple[bytes, str]:
+        file, name = self._file(path)
+        with file:
+            try:
+                return file.read(self._settings.max_bytes + 1), name
+            except OSError as error:
+                _refuse_file(error, name)
+
+    def _file(self, path: str) -> tuple[IO[bytes], str]:
+        """The open file, and its name in messages."""
         name = f"'{clip(path, 200)}'"
         try:
-            with open(self._resolved(path, name), "rb", opener=_open_at_once) as file:
-                self._check_file(os.fstat(file.fileno()), name)
-                data = file.read(self._settings.max_bytes + 1)
+            file = open(self._resolved(path, name), "rb", opener=_open_at_once)  # noqa: SIM115
         except ValueError:  # of names with a null character or a lone surrogate
             raise ImageError("image_not_found", f"{name} is no path that a file can have") from None
         except OSError as error:
             _refuse_file(error, name)
-        return data, name
+        try:
+            self._check_file(os.fstat(file.fileno()), name)
+        except BaseException:
+            file.close()
+            raise
+        return file, name
 
     def _resolved(self, path: str, name: str) -> pathlib.Path:
         """The path without symbolic links. Outside of the folders it is refused before the file is looked for."""
@@ -197,17 +231,32 @@ class ImageLoader:
 
     def _decoded(self, data: bytes, name: str) -> LoadedImage:
         """Raises ImageError. name: of the image, in messages."""
-        from PIL import Image, UnidentifiedImageError
-
         if len(data) > self._settings.max_bytes:
             self._refuse_size(name, len(data))
-        try:
-            encoded = Image.open(io.BytesIO(data), formats=FORMATS)
-            if encoded.width * encoded.height > self._settings.max_pixels:
-                self._refuse_pixels(f"{name} has {encoded.width:,} × {encoded.height:,} pixels")
+        with self._refusing(name):
+            encoded = self._parsed(io.BytesIO(data), name)
             if encoded.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > _MAX_SCANS:
                 raise ImageError("image_broken", f"{name} has more than {_MAX_SCANS} scans; save it as a plain JPEG")
             image = _as_rgb(encoded)
+        return LoadedImage(image, _digest(data), encoded.format or "", width=image.width, height=image.height,
+                           num_bytes=len(data))  # fmt: skip
+
+    def _parsed(self, file: IO[bytes], name: str) -> "Image.Image":
+        """The image by its header. Its pixels are decoded when they are read."""
+        from PIL import Image
+
+        encoded = Image.open(file, formats=FORMATS)
+        if encoded.width * encoded.height > self._settings.max_pixels:
+            self._refuse_pixels(f"{name} has {encoded.width:,} × {encoded.height:,} pixels")
+        return encoded
+
+    @contextlib.contextmanager
+    def _refusing(self, name: str) -> Iterator[None]:
+        """Raise ImageError for what Pillow raises in the block."""
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            yield
         except (MemoryError, ImageError):
             raise
         except UnidentifiedImageError:
@@ -217,8 +266,6 @@ class ImageLoader:
             self._refuse_pixels(f"{name} has too many pixels")
         except Exception as error:  # Pillow's decoders raise errors of many types
             raise ImageError("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
-        return LoadedImage(image, _digest(data), encoded.format or "", width=image.width, height=image.height,
-                           num_bytes=len(data))  # fmt: skip
 
     def _refuse_pixels(self, got: str) -> NoReturn:
         raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}")
@@ -297,6 +344,15 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _path_of(source: object) -> str | None:
+    """The path of an image in a file; None of an image in memory, or of no image."""
+    if isinstance(source, Mapping):
+        source = source.get("path") if source.get("bytes") is None else None
+    if not isinstance(source, str) or source[:5].lower() == "data:":
+        return None
+    return _path_of_url(source) if source[:5].lower() == "file:" else None if "://" in source else source
+
+
 def _path_of_url(url: str) -> str:
     """The path of a `file:` URL."""
     rest = url[len("file:") :]
@@ -342,6 +398,17 @@ def _as_rgb(image: "Image.Image") -> "Image.Image":
     opaque = Image.new("RGB", image.size, "white")
     opaque.paste(image, mask=image.getchannel("A"))
     return opaque
+
+
+def _upright_size(image: "Image.Image") -> tuple[int, int]:
+    """Width and height of the upright image."""
+    try:
+        is_on_side = image.getexif().get(_ORIENTATION) in _ON_SIDE
+    except MemoryError:
+        raise
+    except Exception:  # as in `_turn_upright`
+        is_on_side = False
+    return (image.height, image.width) if is_on_side else (image.width, image.height)
 
 
 def _turn_upright(image: "Image.Image") -> None:

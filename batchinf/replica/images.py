@@ -22,8 +22,9 @@ from batchinf.base.places import is_http, shown_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
 from batchinf.output.open_lease import OpenLease
+from batchinf.prompts.images import image_error, shared_ids, too_many, with_rendered
 from batchinf.prompts.media import ImageLoader, LoadedImage
-from batchinf.records import Prompt, RenderedPrompt, Span
+from batchinf.records import Prompt, RenderedPrompt
 from batchinf.spec.images import ImageSettings
 from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
 
@@ -33,9 +34,19 @@ Render = Callable[[list[int], Sequence[Any]], RenderedPrompt]
 # Rows that are made ahead, one on each thread: half as many as cores. At 12 megapixels, a decoded image has 36 MB.
 _LEAST_AHEAD = 4
 _MOST_AHEAD = 16
+# Tensors of images in the engine, as vLLM may keep them in two processes. More requests wait outside.
+IMAGE_BYTES = 4 << 30
 
 # A prompt with the tokens of its images, and its tensors; or with the error why it has none.
 _Made = tuple[Prompt, RenderedPrompt | None]
+
+
+def most_host_bytes(pixel_bytes: float, most_pixels: int) -> int:
+    """What images take of a host's memory at most, for each replica.
+
+    pixel_bytes: of all requests that an engine may have. most_pixels: of the largest image, which is decoded to RGB.
+    """
+    return round(min(IMAGE_BYTES, pixel_bytes)) + _MOST_AHEAD * 3 * most_pixels
 
 
 class ImagePrompts:
@@ -86,24 +97,23 @@ class ImagePrompts:
         unrendered_hash = prompt_hash(np.array(prompt.token_ids, np.int32), digests)
         prompt = replace(prompt, image_sources=(), image_digests=digests, image_shapes=shapes,
                          unrendered_hash=unrendered_hash)  # fmt: skip
-        shared = _shared_ids(prompt)
+        shared = shared_ids(prompt)
         try:
             rendered = render(shared, [image.image for image in loaded])
         except RequestRefused as refusal:
             return _failed(prompt, refusal.error), None
-        return _expanded(prompt, len(shared), rendered), rendered
+        return with_rendered(prompt, len(shared), rendered), rendered
 
     def _load(self, prompt: Prompt) -> list[LoadedImage] | RowError:
         sources = prompt.image_sources
-        if len(sources) > self._max_per_row:
-            allowed = f"input.images.max_per_row allows {self._max_per_row}"
-            return RowError("too_many_images", f"the row has {len(sources):,} images; {allowed}")
+        if (refusal := too_many(sources, self._max_per_row)) is not None:
+            return refusal
         loaded = []
         for number, source in enumerate(sources, start=1):
             try:
                 loaded.append(self._loader.load(source))
             except ImageError as error:
-                return RowError(error.error_type, f"image {number}: {error.message}")
+                return image_error(error, number)
         return loaded
 
 
@@ -144,30 +154,3 @@ def stored_digests(opened: OpenLease, part: pathlib.Path | None) -> dict[int, Se
 
 def _failed(prompt: Prompt, error: RowError) -> Prompt:
     return replace(prompt, image_sources=(), token_ids=[], scoring=None, unrendered_hash=None, error=error)
-
-
-def _shared_ids(prompt: Prompt) -> list[int]:
-    """The ids with which all requests of a row begin, and which have all of its placeholders."""
-    if prompt.scoring is None:
-        return prompt.token_ids
-    first = prompt.scoring.spans[0]
-    return first.token_ids[: first.start]
-
-
-def _expanded(prompt: Prompt, num_replaced: int, rendered: RenderedPrompt) -> Prompt:
-    """The prompt with the rendered ids in place of its first `num_replaced` ones."""
-
-    def longer(token_ids: list[int]) -> list[int]:
-        return [*rendered.token_ids, *token_ids[num_replaced:]]
-
-    scoring = prompt.scoring
-    if scoring is not None:
-        shift = len(rendered.token_ids) - num_replaced
-        spans = (Span(longer(span.token_ids), span.start + shift, span.num_bytes) for span in scoring.spans)
-        scoring = replace(scoring, spans=tuple(spans))
-    return replace(
-        prompt,
-        token_ids=longer(prompt.token_ids),
-        scoring=scoring,
-        image_positions=rendered.image_positions,
-    )

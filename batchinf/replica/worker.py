@@ -36,7 +36,7 @@ from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.calls import Calls
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
-from batchinf.replica.images import ImagePrompts, stored_digests
+from batchinf.replica.images import IMAGE_BYTES, ImagePrompts, stored_digests
 from batchinf.replica.messages import Event, InFlightRequest, Progress
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
@@ -126,10 +126,8 @@ class TokenCount:
         self.latest = self._num_prompt_tokens, num_output_tokens
 
 
-# Tensors of images in the engine, as vLLM may keep them in two processes. More requests wait outside.
-_IMAGE_BYTES = 4 << 30
 # Requests kept in the engine for each that it can run at once. 1.2 was measured best.
-_WINDOW = 1.2
+WINDOW = 1.2
 _IDLE_S = 0.05
 # Results of shared requests that are kept. Each has a few tokens.
 _MOST_SHARED = 10_000
@@ -245,8 +243,8 @@ class Worker:
         idle_s = 0.0 if num_unfinished else _IDLE_S
         # The feeder sleeps while the engine is filled. When it was awake, it held the interpreter so often that the
         # engine ran 13 of 1,229 requests alone for half a second.
-        room = max(0, self._window - num_unfinished) if self._image_bytes < _IMAGE_BYTES else 0
-        for pending in self.ready.take(room, idle_s, max_bytes=_IMAGE_BYTES - self._image_bytes, shuts=True):
+        room = max(0, self._window - num_unfinished) if self._image_bytes < IMAGE_BYTES else 0
+        for pending in self.ready.take(room, idle_s, max_bytes=IMAGE_BYTES - self._image_bytes, shuts=True):
             if not pending.lease.is_given_back:
                 self._add(pending)
         self.ready.open()
@@ -321,7 +319,7 @@ def _shared_key(request: Request) -> Hashable:
 
 def window(max_num_seqs: int) -> int:
     """Requests to keep in an engine."""
-    return max(2, round(_WINDOW * max_num_seqs))
+    return max(2, round(WINDOW * max_num_seqs))
 
 
 def num_bytes(completion: Completion) -> int:

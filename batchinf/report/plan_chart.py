@@ -7,7 +7,7 @@ from typing import Any
 from batchinf.base.chart import CHART_MARK, svg_of
 from batchinf.base.errors import UserError
 from batchinf.base.storage import has_mark, naming_option, refuse_foreign, write_named
-from batchinf.commands.plan import GpuPlan, PlanReport
+from batchinf.commands.plan.report import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
 from batchinf.planning.degrees import shape_text
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -18,7 +19,7 @@ from model_configs import model_folder
 import batchinf
 import jobs
 from batchinf.base.errors import UserError
-from batchinf.commands.plan import PlanOptions, make_plan
+from batchinf.commands.plan.plan import PlanOptions, make_plan
 from batchinf.model.memory import GIB
 from batchinf.report.plan_chart import plan_chart
 from batchinf.source.files import InputLocation
@@ -55,6 +56,30 @@ def test_a_job_without_its_input_and_a_model_by_its_config(tmp_path: pathlib.Pat
     of_model = planned(str(jobs.MODEL / "config.json"), "--gpu", "a100", "--set", "model.quantization=fp8")
     assert of_model["model"]["weight_bytes"] < report["model"]["weight_bytes"]
     assert len(planned(str(jobs.MODEL))["gpus"]) > 12
+
+
+def test_rows_that_are_not_there_yet(tmp_path: pathlib.Path) -> None:
+    path = str(jobs.spec_of(tmp_path))
+    arguments = (path, "--gpu", "h200", "--rows", "1000000")
+    found = planned(*arguments)
+    assert found["job"]["num_rows"] == found["job"]["num_requests"] == 1_000_000
+    assert found["job"]["num_sampled"] == jobs.NUM_FEWER
+    without = planned(*arguments, "--set", f"input.path={tmp_path}/none.jsonl", "--price", "2")
+    assert without["job"] is None
+    [gpu] = without["gpus"]
+    assert gpu["cost"] == pytest.approx(2 * gpu["gpu_hours"]) and gpu["seconds"] > 90
+    assert "(for assumed prompts of 1,024 and outputs of 32 tokens)" in without["choice"]
+
+
+def test_a_missing_chat_template_is_said_without_the_input(tmp_path: pathlib.Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(jobs.MODEL, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    where = {"path": str(tmp_path / "none.jsonl"), "messages_column": "chat"}
+    report = planned(str(jobs.spec_of(tmp_path, model=str(model), input=where)), "--gpu", "a100")
+    assert any("it needs a chat template" in note for note in report["notes"])
 
 
 def test_samples_count_once_if_rows_have_their_own_temperature(tmp_path: pathlib.Path) -> None:

@@ -14,7 +14,8 @@ from model_configs import GPT_OSS_120B, QWEN3_235B_FP8, model_folder
 
 import jobs
 from batchinf.base.errors import SpecError, UserError
-from batchinf.commands.plan import PlanOptions, PlanReport, make_plan
+from batchinf.commands.plan.plan import PlanOptions, make_plan
+from batchinf.commands.plan.report import PlanReport
 from batchinf.fleet.parallel import with_degrees
 from batchinf.model import memory
 from batchinf.model.parameters import Described, described

@@ -17,10 +17,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from batchinf.base.errors import RequestRefused, UserError
 from batchinf.model.identity import resolve
+from batchinf.planning.lengths import lengths_of, opened
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
+from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.image_reference import ReferenceProcessor
 from batchinf.tasks.registry import task_of
@@ -226,6 +228,22 @@ def test_transformers_makes_the_same_prompts_as_the_engine(
         assert made.image_positions.tolist() == expected.image_positions.tolist()
     with pytest.raises(UserError, match="the prompt has 1 place for 2 images"):
         reference.render(tokenizer("one <image>")["input_ids"], [Image.new("RGB", (60, 40))] * 2)
+
+
+def test_lengths_before_a_start_are_those_of_the_engine(
+    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]
+) -> None:
+    """`plan` and `validate` count the tokens of images by their sizes alone."""
+    spec = spec_of(mappings_in_parquet(tmp_path, rows), sampling=SAMPLING)
+    file = SpecFile(spec, {}, "job.yaml")
+    with opened(file) as found:
+        assert found is not None
+        counted = lengths_of(found[0], file, found[1])
+    ids = [load_tokenizer(str(VISION), False)(row.text)["input_ids"] for row in rows]
+    pictures = [[Image.open(io.BytesIO(picture)) for picture in row.pictures] for row in rows]
+    pairs = zip(ids, pictures, strict=True)
+    expected = [len(engine.render(text, images).token_ids) if images else len(text) for text, images in pairs]
+    assert list(counted.prompts) == expected
 
 
 def test_samples_share_one_rendered_prompt(

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import jobs
 from batchinf.engines.installed import is_cpu_build
-from batchinf.model import parameters
+from batchinf.model import answers, parameters
 from batchinf.model.cache import KvCache, LayerCache
 from batchinf.model.identity import Model
 from batchinf.model.memory import (
@@ -308,7 +308,7 @@ def test_equal_configs_are_counted_once(tmp_path: pathlib.Path, monkeypatch: pyt
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(parameters, "sys", SimpleNamespace(modules={}))
-    monkeypatch.setattr(parameters, "Question", answering)
+    monkeypatch.setattr(answers, "Question", answering)
     for folder in ("a", "b"):
         assert parameters.described({"x": 1}, folder=folder).config == {"x": 1}
     parameters.described({"x": 2}, folder="a")

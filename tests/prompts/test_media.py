@@ -274,6 +274,7 @@ def test_an_odd_image_has_its_documented_meaning(name: str) -> None:
     pixel = one.image.getpixel((0, 0))
     assert max(abs(got - wanted) for got, wanted in zip(pixel, color, strict=True)) <= 4, pixel
     assert (one.digest, one.num_bytes) == (hashlib.sha256(data).hexdigest(), len(data))
+    assert loader().size_of(data) == size
 
 
 @pytest.mark.parametrize("name", HOSTILE)

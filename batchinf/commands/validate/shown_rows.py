@@ -92,6 +92,8 @@ class ShownRow:
     """The prompt as the model sees it."""
     token_ids: tuple[int, ...] = ()
     is_truncated: bool = False
+    num_image_tokens: int = 0
+    """Tokens that its images have more than their placeholders, which alone are in the text and the ids."""
     max_model_len: int | None = None
     """None: unknown."""
     sampling: ShownSampling | None = None
@@ -124,9 +126,11 @@ class ShownRow:
 
     def _prompt_lines(self, name: str) -> Iterator[str]:
         room = ""
+        num_tokens = len(self.token_ids) + self.num_image_tokens
         if self.sampling is not None and self.max_model_len is not None:
-            room = f", room for {self.max_model_len - len(self.token_ids):,} more in {self.max_model_len:,}"
-        yield f"{name}: {len(self.token_ids):,} tokens{room}{'; cut to fit' if self.is_truncated else ''}"
+            room = f", room for {self.max_model_len - num_tokens:,} more in {self.max_model_len:,}"
+        images = f" ({self.num_image_tokens:,} of its images are not shown)" if self.num_image_tokens else ""
+        yield f"{name}: {num_tokens:,} tokens{images}{room}{'; cut to fit' if self.is_truncated else ''}"
         for line in _shortened(self.text, self.is_named).split("\n"):
             # Spaces at the end of a line change the model's output but are invisible, so they are shown as dots.
             bare = line.rstrip(" ")
@@ -146,7 +150,7 @@ class ShownRow:
             yield f"  note: {self.request_note}"
         before: tuple[int, str] | None = None
         for number, scored in enumerate(shown):
-            context = (scored.num_context_tokens, scored.context)
+            context = (scored.num_context_tokens + self.num_image_tokens, scored.context)
             if context != before:
                 yield from _block("context", *context, is_whole=self.is_named, from_end=True)
             before = context

@@ -46,10 +46,11 @@ from batchinf.manifest.state import State, read_state
 from batchinf.model.identity import check_weights
 from batchinf.model.memory import Fit, fit_of, on_cpu, share_of
 from batchinf.planning.histogram import LengthCounts, PromptLengths
+from batchinf.planning.images import SampledImages
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.prompts.images import NO_IMAGE_TOKENS
+from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
@@ -198,14 +199,15 @@ def _prompt_findings(
     tokenizer = load_tokenizer(job.model.tokenizer, job.spec.model.trust_remote_code)
     builder = job.task.prompt_builder(tokenizer, job.model.vocab_size, begun_at(job, state))
     places = [find_row(job.source, job.spec.input.id_column, text) for text in named]
-    lengths = yield from _sample_findings(job, builder, positions, seed or 0)
+    images = SampledImages(job, builder)
+    lengths = yield from _sample_findings(job, builder, positions, seed or 0, images=images)
     shown: Sequence[int] = places or positions[:num_rows]
     if seed is not None and not places:
         shown = random_rows(positions, num_rows, seed)
         yield RowsDrawn(seed)
     is_noted = False
     for position in shown:
-        row = _shown_row(job, builder, position, tokenizer)
+        row = _shown_row(job, builder, position, tokenizer, images=images)
         note = None if is_noted else row.request_note
         is_noted = is_noted or note is not None
         yield dataclasses.replace(row, is_run=position in positions, is_named=bool(places), request_note=note)
@@ -213,20 +215,26 @@ def _prompt_findings(
 
 
 def _sample_findings(
-    job: Job, builder: PromptBuilder, positions: Sequence[int], seed: int
+    job: Job, builder: PromptBuilder, positions: Sequence[int], seed: int, *, images: SampledImages
 ) -> Generator[ValidateFinding, None, PromptLengths]:
     counts = LengthCounts(len(positions), max_model_len(job), job.spec.sampling.max_tokens)
     empty = EmptyValues(job.spec)
     structures = RowStructures(job.spec)
+    with_images: list[Prompt] = []
     for sampled in sample_rows(positions, seed):
         rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
         empty.add(rows)
-        for prompt in builder.build(rows, max_model_len(job)):
-            counts.add(prompt)
+        for prompt in images.looked_at(builder.build(rows, max_model_len(job))):
             structures.add(prompt)
+            if prompt.image_shapes:
+                with_images.append(prompt)
+            else:
+                counts.add(prompt)
+    for prompt in images.with_tokens(with_images):
+        counts.add(prompt)
     lengths = counts.summary()
     yield lengths
-    yield from _warnings([NO_IMAGE_TOKENS] if job.spec.input.has_images else [])
+    yield from _warnings(images.notes)
     yield from (Remark("structure", text) for text in structures.lines())
     yield from _warnings(lengths.error_rate_warning(job.spec.max_error_rate))
     yield from _warnings(empty.warnings())
@@ -234,11 +242,16 @@ def _sample_findings(
     return lengths
 
 
-def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: object) -> ShownRow:
+def _shown_row(
+    job: Job, builder: PromptBuilder, position: int, tokenizer: object, *, images: SampledImages
+) -> ShownRow:
     id_column = job.spec.input.id_column
     columns = list(dict.fromkeys([*builder.columns, *([id_column] if id_column else [])]))
     [row] = job.source.read(position, position + 1, columns)
     [prompt] = builder.build([row], max_model_len(job))
+    [whole] = images.with_tokens(images.looked_at([prompt]))
+    if whole.error is not None:
+        prompt = whole
     # Only the first sample of a row is shown, and a row may have millions.
     sampling = job.spec.sampling.model_copy(update={"n": 1})
     task = job.task.over(job.spec.model_copy(update={"sampling": sampling}))
@@ -253,7 +266,12 @@ def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: objec
         max_model_len=max_model_len(job),
     )
     num_requests = sum(not each.is_shared for _, each in requests)
-    return dataclasses.replace(row_as_run, num_requests=num_requests, request_note=task.request_note(prompt))
+    return dataclasses.replace(
+        row_as_run,
+        num_requests=num_requests,
+        num_image_tokens=len(whole.token_ids) - len(prompt.token_ids),
+        request_note=task.request_note(prompt),
+    )
 
 
 def _refuse_hopeless(lengths: PromptLengths, spec: JobSpec) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
-from batchinf.base.text import counted, duration, short_count, size_text, time_taken
+from batchinf.commands.plan.report import GpuPlan, JobPlan, ModelPlan, PlanReport
 from batchinf.fleet.parallel import fixed_degrees, on_device
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.job import Job
@@ -20,7 +20,6 @@ from batchinf.planning.degrees import (
     Degrees,
     Fixed,
     Machine,
-    Option,
     best,
     degrees_of,
     options,
@@ -30,274 +29,22 @@ from batchinf.planning.degrees import (
     that_fit,
 )
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
-from batchinf.planning.histogram import LengthRange, bar_lines, histogram
+from batchinf.planning.histogram import histogram
 from batchinf.planning.lengths import Lengths, assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
-from batchinf.prompts.images import NO_IMAGE_TOKENS
+from batchinf.prompts.checks import check_prompts
+from batchinf.replica.images import most_host_bytes
+from batchinf.replica.worker import WINDOW
 from batchinf.source.rows import is_scanned_quickly
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 
-# With short numbers they fit a terminal of 80.
-_HEADS: tuple[str, ...] = ("GPU", "GiB", "least", "weights", "cache", "seqs")
-_JOB_HEADS = ("tokens/s", "time", "GPU-h", "cost")
 _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
-_FAR = 1.5  # the sequences that run, as a multiple of vLLM's worst case, from which on plan explains the difference
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
+_MOST_SEQS = 1024  # vLLM's largest default of max_num_seqs
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """A model's memory on one device. Sizes are in bytes; None if unknown."""
-
-    name: str
-    architectures: tuple[str, ...]
-    dtype: str
-    quantization: str
-    num_parameters: int
-    """0 if the parameters were not counted."""
-    weight_bytes: int | None
-    parts: tuple[tuple[str, int], ...]
-    """Bytes of the weights by part."""
-    cache_dtype: str
-    token_bytes: int | None
-    """Cache of one more token of a long sequence."""
-    context: int
-    """Tokens of the longest sequence."""
-    context_bytes: int | None
-    """Cache of one sequence of `context` tokens."""
-    unknown: tuple[str, ...]
-    """Why sizes are unknown."""
-
-    def lines(self) -> Iterator[str]:
-        kind = f"{self.quantization} and {self.dtype}" if self.quantization else self.dtype
-        parameters = f"{short_count(self.num_parameters)} parameters, " if self.num_parameters else ""
-        yield f"model {self.name}: {', '.join(self.architectures) or 'of unknown architecture'}; {parameters}{kind}"
-        if self.weight_bytes is not None:
-            yield f"  weights {size_text(self.weight_bytes)} = {gib(self.weight_bytes)}{self._parts_text()}"
-        if self.token_bytes is not None and self.context_bytes is not None:
-            yield (
-                f"  KV cache in {self.cache_dtype}: {gib(self.context_bytes)} for one sequence of {self.context:,} "
-                f"tokens; {self.token_bytes:,} bytes for each more"
-            )
-        for why in self.unknown:
-            yield f"  unknown: {why}"
-
-    def _parts_text(self) -> str:
-        parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts if size)
-        return f" ({parts})" if parts else ""
-
-
-@dataclass(frozen=True, slots=True)
-class JobPlan:
-    """A job's rows, from a sample of them."""
-
-    path: str
-    num_rows: int
-    is_estimated: bool
-    """Whether `num_rows` may be an estimate, because the input was not scanned."""
-    num_sampled: int
-    num_requests: int
-    histogram: tuple[LengthRange, ...]
-    """Prompt lengths in tokens."""
-    prompt: float
-    """Tokens of a prompt, on average."""
-    prompt_error: float
-    """Half of the 95 % interval of that mean, as a share of it."""
-    longest: int
-    """The most tokens of a prompt and its output together."""
-    output: float
-    """Tokens of a request's output, on average."""
-    output_from: str
-    """Where that number comes from, in words."""
-    output_bytes: int
-    """Output of all rows."""
-    free_bytes: int | None
-    """What is free on the disk."""
-    host_bytes: int
-    """Memory that a replica takes of the host, for each of its GPUs."""
-    max_model_len: int | None = None
-    """If it is `auto`, the number by the sampled rows; None: the model's own."""
-
-    def lines(self) -> Iterator[str]:
-        about = "about " if self.is_estimated else ""
-        more = "" if self.num_requests == self.num_rows else f", {about}{self.num_requests:,} requests"
-        read = (
-            "" if self.num_sampled == self.num_rows and not self.is_estimated else f"; {self.num_sampled:,} rows read"
-        )
-        yield f"input {self.path}: {about}{self.num_rows:,} rows{more}{read}"
-        yield "prompt lengths in tokens:"
-        yield from bar_lines(self.histogram)
-        error = f" ± {self.prompt_error:.1%}" if self.prompt_error else ""
-        yield f"  prompts of {self.prompt:,.0f} tokens{error} on average; prompt and output at most {self.longest:,}"
-        if self.output:
-            yield f"  outputs of {self.output:,.0f} tokens on average: {self.output_from}"
-        free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
-        yield f"  output about {size_text(self.output_bytes)}{free}; host memory {gib(self.host_bytes)} for each GPU"
-
-
-@dataclass(frozen=True, slots=True)
-class GpuPlan:
-    """A model, or a job, on GPUs of one kind."""
-
-    gpu: Gpu
-    num_gpus: int
-    """GPUs of all nodes."""
-    share: float
-    """gpu_memory_utilization, lower where other programs use a part of the memory."""
-    why_not: str | None
-    """Why the model cannot run on this kind at all; None if it can."""
-    needs: Degrees | None = None
-    """The least degrees on any number of GPUs."""
-    missing_bytes: int = 0
-    """What each GPU lacks at the largest legal degree of these GPUs."""
-    refusal: str = ""
-    """Why there is no choice, in words."""
-    options: tuple[Option, ...] = ()
-    """All degrees that fit these GPUs."""
-    chosen: Option | None = None
-    """The best of the options."""
-    reason: str = ""
-    """Why it is the best, in a sentence."""
-    seconds: float | None = None
-    """Time of the job."""
-    gpu_hours: float | None = None
-    """GPU-hours of the job."""
-    cost: float | None = None
-    """Price of the job."""
-
-    def option_lines(self) -> Iterator[str]:
-        """The options, and what the job takes with the best one."""
-        for option in self.options:
-            figures = [f"{option.degrees.cache_tokens:,} tokens of cache for each replica"]
-            if option.prediction is not None:
-                figures.append(f"{option.tokens_per_s:,.0f} tokens/s")
-            if option.prediction is not None and self.seconds is not None:
-                figures.append(time_taken(option.prediction.seconds))
-            arrow = "→" if option == self.chosen else " "
-            yield f"{arrow} {shape_text(option.degrees, option.data)}: {', '.join(figures)}"
-        if self.seconds is not None:
-            cost = "" if self.cost is None else f", cost {self.cost:,.2f}"
-            yield f"  in all {duration(self.seconds)} with the start, {self.gpu_hours or 0:,.2f} GPU-hours{cost}"
-
-    def share_lines(self, num_rows: int, num_requests: int) -> Iterator[str]:
-        """How many replicas the rows keep busy, and how many rows keep all of them full."""
-        if self.chosen is None or self.chosen.prediction is None:
-            return
-        data = self.chosen.data
-        rows = counted(num_rows, "row")
-        if data > 1:
-            each = -(-num_rows // data)
-            yield f"  {rows} keep {min(num_rows, data):,} of {data:,} replicas busy, with {each:,} or fewer for each"
-        at_once = self.chosen.prediction.at_once
-        needed = math.ceil(at_once * data * num_rows / max(1, num_requests))
-        if needed > num_rows:
-            whose = "it" if data == 1 else "them"
-            yield f"  a replica runs up to {at_once:,} requests at a time: {needed:,} rows or more keep {whose} full"
-
-    def cells(self) -> tuple[str, ...]:
-        """The row of the table of GPUs. A reason takes the place of the last columns."""
-        head = (self.gpu.name, f"{self.gpu.memory_bytes / GIB:.1f}")
-        if self.why_not is not None:
-            return (*head, "no", self.why_not)
-        needs = self.needs
-        if needs is None:
-            return (*head, "no", self.refusal)
-        degree = f"{needs.num_devices}" if needs.pipeline == 1 else f"{needs.tensor} × {needs.pipeline}"
-        if self.chosen is None:
-            return (*head, degree, f"not on {self.num_gpus}: {self.refusal}")
-        shown = self.chosen.degrees
-        sequences = _sequences_text(shown.sequences)
-        cells = (*head, degree, gib(shown.weight_bytes), short_count(shown.cache_tokens), sequences)
-        if self.seconds is None or self.gpu_hours is None:
-            return cells
-        cost = () if self.cost is None else (f"{self.cost:,.2f}",)
-        return (*cells, f"{self.chosen.tokens_per_s:,.0f}", duration(self.seconds), f"{self.gpu_hours:,.2f}", *cost)
-
-
-def _sequences_text(number: float) -> str:
-    return f"{number:.1f}" if number < 100 else short_count(number)
-
-
-def _width(rows: Sequence[tuple[str, ...]], column: int) -> int:
-    """The width of a column. A reason takes the place of the last columns, and may be longer than they are."""
-    return max(len(row[column]) for row in rows if len(row) > max(column, 4) or column < 3)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PlanReport:
-    """The whole plan. `print`, and a notebook, show its lines."""
-
-    model: ModelPlan
-    job: JobPlan | None
-    """None for a model."""
-    gpus: tuple[GpuPlan, ...]
-    notes: tuple[str, ...]
-    """What could not be looked at."""
-    choice: str
-    """Empty if nothing fits."""
-
-    def lines(self) -> Iterator[str]:
-        yield from self.model.lines()
-        if self.job is not None:
-            yield ""
-            yield from self.job.lines()
-        yield ""
-        yield from self._table()
-        if len(self.gpus) == 1 and self.gpus[0].chosen is not None:
-            yield ""
-            yield from self.gpus[0].option_lines()
-            if self.job is not None:
-                yield from self.gpus[0].share_lines(self.job.num_rows, self.job.num_requests)
-        yield from self.notes
-        if self.choice:
-            yield ""
-            yield f"choice: {self.choice}"
-
-    def _table(self) -> Iterator[str]:
-        heads = _HEADS
-        if self.job is not None:
-            has_cost = any(plan.cost is not None for plan in self.gpus)
-            heads += _JOB_HEADS if has_cost else _JOB_HEADS[:-1]
-        rows = [heads, *(plan.cells() for plan in self.gpus)]
-        widths = [_width(rows, column) for column in range(len(heads))]
-        for row in rows:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        yield from self._legend(has_sizes=any(len(row) > 4 for row in rows[1:]))
-
-    def _legend(self, *, has_sizes: bool) -> Iterator[str]:
-        """What the columns of the table mean. has_sizes: a row has values in them, not only a reason."""
-        if has_sizes:
-            size = f"{self.model.context:,} tokens"
-            yield (
-                "least: GPUs that hold the model; weights: of one GPU; cache: in tokens; seqs: sequences of "
-                f"{size} in it"
-            )
-        pipelines = [plan.needs for plan in self.gpus if plan.needs is not None and plan.needs.pipeline > 1]
-        if pipelines:
-            first = pipelines[0]
-            yield (
-                f"least {first.tensor} × {first.pipeline}: tensor {first.tensor} × pipeline {first.pipeline}, which is "
-                f"{first.num_devices} GPUs"
-            )
-        yield from self._window_lines()
-
-    def _window_lines(self) -> Iterator[str]:
-        """How many sequences run where vLLM's worst case is far lower, because layers have a sliding window."""
-        for plan in self.gpus:
-            if plan.chosen is not None and plan.chosen.degrees.decoding > _FAR * plan.chosen.degrees.sequences:
-                yield (
-                    "seqs is vLLM's worst case, in which layers with a sliding window also keep all tokens of a step. "
-                    f"While sequences generate, these layers keep the window, and {plan.gpu.name} has room for "
-                    f"{_sequences_text(plan.chosen.degrees.decoding)}"
-                )
-                return
-
-    def __repr__(self) -> str:
-        return "\n".join(self.lines())
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +64,13 @@ class PlanOptions:
     """Price of a GPU for an hour."""
     output_tokens: float | None = None
     """Tokens of a request's output, on average."""
+    num_rows: int | None = None
+    """Rows of the job, in place of those that the input has."""
+
+    @property
+    def has_time(self) -> bool:
+        """Whether a plan without the rows of an input has a time."""
+        return self.num_rows is not None
 
 
 def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> PlanReport:
@@ -324,13 +78,17 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     _check_numbers(asked)
     gpus = _gpus_of(asked)
     file, is_job = _spec_of(target, overrides)
-    if asked.price is not None and not is_job:
-        raise UserError("price: a model alone has no rows, so it has no cost; plan a job spec, or leave out --price")
+    if asked.price is not None and not is_job and not asked.has_time:
+        raise UserError(
+            "price: a model alone has no rows, so it has no cost; plan a job spec, add --rows, or leave out --price"
+        )
     notes: list[str] = []
     job, work = _job(file, asked, notes) if is_job else (None, None)
     model = resolve(file.spec.model)
     with placing(file):
         check_heads(file.spec, model)
+    if is_job and job is None:
+        notes += _refusals(file.spec, model)
     if job is not None and file.spec.has_auto_length:
         file = with_length(file, job.max_model_len)
         notes.append("engine.max_model_len auto is of the rows that were read; `run` reads all of them")
@@ -338,14 +96,31 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     context = _context(asked, file.spec, model)
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
         notes.append(f"warning: {warning}")
-    work = work or assumed_work(task_of(file.spec), context, asked.output_tokens)
+    work = work or _assumed(file.spec, context, asked)
+    base = dataclasses.replace(base, largest_image=work.images.largest_tokens)
     plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
     notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
     if job is not None:
-        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
+        images = _image_bytes(base, work)
+        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes + images, image_bytes=images)
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
     )
+
+
+def _assumed(spec: JobSpec, context: int, asked: PlanOptions) -> Workload:
+    """The work without the rows of an input."""
+    output_tokens = spec.sampling.max_tokens if asked.output_tokens is None else asked.output_tokens
+    work = assumed_work(task_of(spec), context, output_tokens)
+    return work if asked.num_rows is None else dataclasses.replace(work, num_requests=asked.num_rows * spec.sampling.n)
+
+
+def _refusals(spec: JobSpec, model: Model) -> Iterator[str]:
+    """Why `run` would refuse the job, such as a missing chat template, as far as it is known without the input."""
+    try:
+        check_prompts(spec, model)
+    except UserError as error:
+        yield f"warning: `run` will refuse the job: {error}"
 
 
 def _gpus_of(asked: PlanOptions) -> list[Gpu]:
@@ -390,6 +165,16 @@ def _run_notes(chosen: Sequence[Degrees], spec: JobSpec, asked: PlanOptions) -> 
         yield "`run` does not know --output-tokens: for auto degrees, each output has its max_tokens"
 
 
+def _image_bytes(base: Fit, work: Workload) -> int:
+    """Of a host, for the images that a replica has in flight at most."""
+    encoder = base.needs.encoder
+    if encoder is None or not work.images.num_images:
+        return 0
+    in_engine = math.ceil(WINDOW * int(base.engine.get("max_num_seqs") or _MOST_SEQS))
+    num_tokens = min(in_engine, work.num_requests) * work.images.num_tokens
+    return most_host_bytes(encoder.pixel_bytes(num_tokens), work.images.most_pixels)
+
+
 def _known_fit(model: Model, spec: JobSpec) -> Fit:
     """What the model needs. Raises UserError if that is not known."""
     fit = fit_of(model, spec, None)
@@ -407,6 +192,7 @@ def _check_numbers(asked: PlanOptions) -> None:
         ("context", asked.context, 1),
         ("price", asked.price, 0),
         ("output_tokens", asked.output_tokens, 1),
+        ("rows", asked.num_rows, 1),
     )
     for name, number, bound in least:
         if number is not None and not bound <= number < math.inf:
@@ -420,6 +206,9 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
             assert sample is not None
             job, num_rows = sample
             lengths = lengths_of(job, file, num_rows)
+            if asked.num_rows is not None:
+                notes.append(f"--rows: the {lengths.num_rows:,} rows of the input stand for {asked.num_rows:,}")
+                lengths = lengths.scaled(asked.num_rows)
             work = lengths.workload(job, asked.output_tokens)
             if num_rows is None and _assumes_lengths(file.spec):
                 notes.append(
@@ -429,6 +218,8 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
             length = _auto_length(job, lengths)
     except InputError as error:
         notes.append(f"without lengths of rows, as the input cannot be read: {error}")
+        if asked.has_time:
+            notes.append(f"--rows: the time is for {asked.num_rows:,} rows of the lengths that the choice names")
         return None, None
     except ModelError as error:
         # The config, from which the memory is computed, has been read. Only the tokenizer is missing.
@@ -438,8 +229,7 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         why = "" if (first := lengths.row_error) is None else f"; the first: {first.error_type}: {first.error_message}"
         notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None, None
-    if file.spec.input.has_images:
-        notes.append(NO_IMAGE_TOKENS)
+    notes += lengths.image_notes
     return JobPlan(
         path=file.spec.input.path,
         num_rows=lengths.num_rows,
@@ -526,7 +316,7 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     plan = dataclasses.replace(
         plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, fixed)
     )
-    if chosen.prediction is None or work.is_assumed:
+    if chosen.prediction is None or (work.is_assumed and not asked.has_time):
         return plan
     seconds = _START_S + chosen.prediction.seconds
     hours = seconds * chosen.data * chosen.degrees.num_devices / 3600

@@ -1,0 +1,1 @@
+"""`batchinf plan`: what fits where, and how long it takes."""
