@@ -73,7 +73,7 @@ def measure_upload(num_mb: int) -> None:
             for _ in range(num_mb):
                 file.write(os.urandom(1 << 20))
         bucket = Bucket(f"s3://{stores.BUCKET}/{uuid.uuid4().hex}")
-        bucket.probe()  # what a run has done before its first part
+        bucket.probe().result()  # what a run has done before its first part
         before = own_mb()
         most = [before]
         is_done = threading.Event()

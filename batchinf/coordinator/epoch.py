@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+from batchinf.base.bucket import on_thread
 from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, UserError
 from batchinf.base.slices import check_place, job_folder, source_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
@@ -107,7 +108,7 @@ def run_job(
                     _run_all(epoch, began, begins_together=begins_together)
                 tidy(folder)
                 if mirror is not None:
-                    mirror.flush()
+                    mirror.finish()
         except NoRowsError:
             if read_state(folder) is not None or retry is not None:
                 raise
@@ -150,21 +151,27 @@ def mirrored(file: SpecFile, display: ProgressDisplay, *, fresh: bool) -> Iterat
             f"--fresh cannot rename {output.path}, which is in a bucket: give the new job another output.path, or "
             "delete the old objects first"
         )
-    bucket.probe()
+    # The first reads of the restore run beside the probe. They change only the work folder, which is a cache.
+    probing = on_thread(bucket.probe)
     folder = job_folder(output.folder, file.slice)
     folder.make()
-    display.say(f"the output goes to {output.path}; the job works in {folder.root}")
     with JobLock(folder).held(lambda: 0, display.say):
         own = bucket if file.slice is None else bucket.at(file.slice.name)
         source = Folder(source_folder(folder, file.slice))
         mirror = Mirror(own, folder, source, interval_s=file.spec.checkpoint_interval_s, say=display.say)
-        restore_shared(bucket, Folder(output.folder), is_alone=file.slice is None)
+        sharing = on_thread(
+            functools.partial(restore_shared, bucket, Folder(output.folder), is_alone=file.slice is None)
+        )
         mirror.restore()
+        sharing.result()
+        tidying = probing.result()
+        display.say(f"the output goes to {output.path}; the job works in {folder.root}")
         own.patience_s = output.store_timeout_s
         try:
             yield mirror
         finally:
             mirror.close()
+            tidying.result()
 
 
 def _fetch_errors(state: State, mirror: Mirror | None) -> None:
@@ -348,4 +355,4 @@ def _tidy_late(folder: Folder, mirror: Mirror | None) -> None:
         if state is not None and state.is_done:  # no other process has begun a retry since
             tidy(folder)
             if mirror is not None:
-                mirror.flush()
+                mirror.finish()

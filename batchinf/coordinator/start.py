@@ -41,7 +41,7 @@ from batchinf.job.job import Job, PreparedJob, carried_columns
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import open_input, placing
 from batchinf.job.sample import refuse_hopeless
-from batchinf.manifest.lines import BEGINNING, EXPECTED_SPEED
+from batchinf.manifest.lines import EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
@@ -117,15 +117,17 @@ def start(
         launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share)
         replicas = Replicas(launcher, job_id)
     chain = None if mirror is None else mirror.chain
-    manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain)
+    # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
+    new_id = job_id if prepared.state is None else None
+    manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain, new_id=new_id)
     if mirror is not None:
         mirror.start()
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
     with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas.ended(manifest):
         opened.callback(contents.close)
         contents.start()  # behind `read_ahead`, so that the disk is read once
-        if prepared.state is None:
-            _note_beginning(prepared, manifest, job_id, display.say)
+        if prepared.state is None and (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
+            display.say(note)
         check = opened.enter_context(_structures_check(prepared))
         _start_replicas(prepared, replicas, manifest, display.say)
         job = open_checked(prepared)
@@ -145,6 +147,7 @@ def start(
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         identity.look(replicas.fleet)
+        manifest.commit()  # after the look, which may have made one commit of all
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
             display.say(line)
         if state.committed.all():
@@ -193,14 +196,6 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
         return prepared
     spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
     return replace(prepared, file=file, task=prepared.task.over(spec))
-
-
-def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say: Say) -> None:
-    """Store the job's id, because replicas make files outside the job's folder with the id in their names."""
-    manifest.event(BEGINNING, job_id=job_id)
-    manifest.commit()
-    if (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
-        say(note)
 
 
 def _structures_check(prepared: PreparedJob) -> contextlib.AbstractContextManager[StructuresCheck | None]:
@@ -282,9 +277,9 @@ def fetch_input(job: Job, state: State, pieces: Iterable[Int64Array], say: Say) 
 def _recover(
     job: Job, state: State, manifest: Manifest, *, number: int, say: Say, mirror: Mirror | None = None
 ) -> None:
+    """The caller commits the new lines of the manifest."""
     adopted, lost = recover(job, state, manifest, mirror)
     manifest.event("epoch", epoch=number, job_id=state.header.job_id, adopted=len(adopted), lost=lost)
-    manifest.commit()
     for shard in lost[:_LOST_TO_NAME]:
         say(f"warning: part {shard} is gone or altered; its rows run again")
     if len(lost) > _LOST_TO_NAME:
