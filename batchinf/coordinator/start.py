@@ -148,6 +148,7 @@ def start(
         identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         identity.look(replicas.fleet)
         manifest.commit()  # after the look, which may have made one commit of all
+        faults.point("start.recovered")
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
             display.say(line)
         if state.committed.all():
