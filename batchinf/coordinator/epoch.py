@@ -88,7 +88,7 @@ def run_job(
         state = read_state(folder) if folder.exists("manifest") else None
         _check_held(folder, state, retry)
         prepared, contents = _prepare(file, state, retry, extends=extends)
-        if state is not None and retry is None and _is_finished(prepared, state, mirror):
+        if state is not None and retry is None and _is_finished(prepared, state, mirror, display):
             if extends:
                 display.say(NOTHING_NEW)
             if has_leftovers(folder) if mirror is None else mirror.has_leftovers():
@@ -218,14 +218,14 @@ def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
         )
 
 
-def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None) -> bool:
+def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None, display: ProgressDisplay) -> bool:
     """Whether nothing is left to run: no shard, no part that has changed, and no new row if the job takes them in."""
     folder = prepared.folder
     if not (state.is_done and RunOrder(folder, state.extents).is_whole):
         return False
     if changed_parts(folder, state) if mirror is None else mirror.changed_parts(state):
         return False
-    job = open_checked(prepared)
+    job = open_checked(prepared, display.say)
     with contextlib.closing(job.source):
         return prepared.new != "take" or not has_more(job, state)
 

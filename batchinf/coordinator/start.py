@@ -130,7 +130,7 @@ def start(
             display.say(note)
         check = opened.enter_context(_structures_check(prepared))
         _start_replicas(prepared, replicas, manifest, display.say)
-        job = open_checked(prepared)
+        job = open_checked(prepared, display.say)
         opened.callback(job.source.close)
         replicas.match(job.task, manifest)
         state = prepared.state
@@ -218,9 +218,9 @@ def _start_replicas(prepared: PreparedJob, replicas: Replicas, manifest: Manifes
 # -- with the input ----------------------------------------------------------------------------------------------------
 
 
-def open_checked(prepared: PreparedJob) -> Job:
+def open_checked(prepared: PreparedJob, say: Say) -> Job:
     """Read the input, and check that it is still the job's."""
-    job = open_input(prepared)
+    job = open_input(prepared, say=say)
     if prepared.state is not None:
         if prepared.new == "take":
             check_extended(job, prepared.state)
