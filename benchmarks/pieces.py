@@ -1,11 +1,11 @@
 """Time jobs with and without single pieces of the engine layer, on one GPU: what each piece is worth today.
 
     python benchmarks/pieces.py small-score --out results --limit-s 520      # all pieces that this workload has
-    python benchmarks/pieces.py small-score --pieces joined,copies --repeat 5
+    python benchmarks/pieces.py small-score --pieces joined,scores --repeat 5
 
-A piece is left out by `step_hook`, and vLLM's own code does its work. The job with all pieces runs first and last, as
-`all` and `again`. In the table of `run.py`, `first / it` says how much faster the job with all pieces is. `run.py`
-gets all other arguments.
+A piece is left out by `step_hook`, and vLLM's own code does its work. In a single round, the job with all pieces runs
+first and last, as `all` and `again`; in several, each round has the opposite order of the one before. In the table of
+`run.py`, `first / it` says how much faster the job with all pieces is. `run.py` gets all other arguments.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PIECES = {
     "bare-top20": ("attention", "mixed_steps", "token_loops", "holding", "scores"),
     "bare-small-top20": _TOKENS,
     "uneven": ("attention", "graph_choice"),
-    "small-score": ("whole_steps", "fresh_steps", "admission", "joined", "copies", "scores"),
+    "small-score": ("whole_steps", "fresh_steps", "admission", "joined", "scores"),
     "small-embed": ("whole_steps", "fresh_steps", "admission", "joined"),
 }
 
@@ -35,7 +35,9 @@ def main() -> None:
     pieces = args.pieces.split(",") if args.pieces else PIECES[args.workload]
     path = os.pathsep.join([str(HERE / "step_hook"), *filter(None, [os.environ.get("PYTHONPATH")])])
     left_out = {piece: {"environment": {"STEP_WITHOUT": piece, "PYTHONPATH": path}} for piece in pieces}
-    jobs = {"all": {}, **{f"without-{piece}": sections for piece, sections in left_out.items()}, "again": {}}
+    jobs = {"all": {}, **{f"without-{piece}": sections for piece, sections in left_out.items()}}
+    if "--repeat" not in others:
+        jobs["again"] = {}
     compared = [f"--compare={name}={json.dumps(sections)}" for name, sections in jobs.items()]
     command = [sys.executable, str(HERE / "run.py"), args.workload, "--rivals", "", *compared, *others]
     sys.exit(subprocess.run(command).returncode)

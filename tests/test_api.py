@@ -170,7 +170,7 @@ def test_an_exception_of_the_callback_ends_the_job(tmp_path: pathlib.Path) -> No
 
     with pytest.raises(ZeroDivisionError):
         batchinf.run(spec(tmp_path, **SLOW), progress=tell, quiet=True)
-    assert calls == ["starting"]
+    assert len(calls) == 1
     assert not jobs.replicas_of(os.getpid())
     assert not (tmp_path / "out" / "lock").exists()
 

@@ -17,7 +17,7 @@ import jobs
 from batchinf.base.errors import UserError
 from batchinf.base.slices import claim_whole
 from batchinf.cli import app
-from batchinf.commands.slurm import SlurmOptions, script_of
+from batchinf.commands.slurm import SlurmOptions, note_lines, script_of
 from batchinf.spec.file import SpecFile, read_spec
 
 FILES = sorted((jobs.ROOT / "jobs" / "slurm").glob("*.sbatch"))
@@ -136,6 +136,11 @@ def test_only_75_goes_back_into_the_queue(
     done = subprocess.run(["bash", "script"], cwd=tmp_path, env=environment, check=False, timeout=60)
     assert done.returncode == code
     assert (tmp_path / "calls").read_text().splitlines() == [ran, *(requeued if code == 75 else [])]
+
+
+@pytest.mark.parametrize(("array", "num_notes"), [("8%9", 1), ("8%8", 0), ("8", 0)])
+def test_a_limit_of_an_array_that_limits_nothing_is_noted(array: str, num_notes: int) -> None:
+    assert len([*note_lines(SlurmOptions(array=array))]) == num_notes
 
 
 def test_requeues_without_a_finished_row_are_capped(tmp_path: pathlib.Path) -> None:

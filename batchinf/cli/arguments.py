@@ -10,7 +10,7 @@ import typer.core
 
 from batchinf.base.errors import Interrupted, SpecError, UserError
 from batchinf.base.places import check_is_here, is_bucket
-from batchinf.base.slices import folder_name
+from batchinf.base.slices import folder_name, job_folders
 from batchinf.base.stop_signals import StopAskedFor, request_name
 from batchinf.cli.hints import command_hint, option_hint
 
@@ -20,8 +20,26 @@ def _spec_file(context: typer.Context, path: str) -> str:
     if not os.path.isdir(path):
         return path
     takes = f"{path} is a folder; batchinf {context.info_name} takes a job's spec, a YAML file"
-    held = os.path.join(path, "job.yaml")
-    raise UserError(f"{takes}: the spec of the job in this folder is {held}" if os.path.isfile(held) else takes)
+    held = spec_in(path)
+    raise UserError(takes if held is None else f"{takes}: the spec of the job in this folder is {held}")
+
+
+def spec_in(folder: str) -> str | None:
+    """The spec of the job, or of a slice, in an output folder; None without one."""
+    found = (os.fspath(job.folder.path("job.yaml")) for job in job_folders(folder))
+    return next(filter(os.path.isfile, found), None)
+
+
+def _spec_or_folder(context: typer.Context, path: str) -> str:
+    """Return the argument. Raises UserError for a folder without a job."""
+    if not os.path.isdir(path):
+        return path
+    if spec_in(path) is None:
+        raise UserError(
+            f"{path} is a folder without a job; batchinf {context.info_name} takes a job's spec, a YAML file, or a "
+            "job's output folder"
+        )
+    return folder_name(path)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -84,6 +102,12 @@ class App(typer.Typer):
 
 
 SpecPath = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job spec.", callback=_spec_file)]
+SpecOrOut = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB.yaml|OUT", help="The job spec, or the output folder of the job.", callback=_spec_or_folder
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=c", help="Set a field of the spec. May be repeated.")
 ]

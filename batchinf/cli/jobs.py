@@ -346,7 +346,15 @@ def _slurm(
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, unsubmitted_lines, write_script
+    from batchinf.commands.slurm import (
+        SlurmOptions,
+        folder_of,
+        note_lines,
+        script_of,
+        submit,
+        unsubmitted_lines,
+        write_script,
+    )
 
     file = read_checked(spec, set_ or ())
     options = SlurmOptions(
@@ -357,6 +365,7 @@ def _slurm(
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, options), file)
+    print_lines(note_lines(options))
     print_lines(submit(path, file, options) if submits else unsubmitted_lines(path, file, options))
 
 

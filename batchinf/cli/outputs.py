@@ -1,5 +1,7 @@
 """The commands that take an output folder: each shows, checks, compares or writes what a job made."""
 
+import json
+import os
 import shlex
 import sys
 from typing import Annotated
@@ -14,9 +16,10 @@ from batchinf.cli.arguments import (
     Columns,
     Out,
     Overrides,
-    SpecPath,
+    SpecOrOut,
     output_folder,
     path_option,
+    spec_in,
 )
 from batchinf.cli.program import app, print_json, print_lines, print_report
 
@@ -233,9 +236,9 @@ def _diff(
     print_report(report, report.lines(), as_json)
 
 
-@app.command("verify", epilog="Example: batchinf verify job.yaml -n 16 --device cuda:0")
+@app.command("verify", epilog="Example: batchinf verify out/job -n 16 --device cuda:0")
 def _verify(
-    spec: SpecPath,
+    target: SpecOrOut,
     set_: Overrides = None,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random rows.")] = 0,
@@ -252,7 +255,10 @@ def _verify(
     from batchinf import api
     from batchinf.commands.verify import verify_job
 
-    file = api.read_checked(spec, set_ or ())
+    held = spec_in(target) if os.path.isdir(target) else None
+    # The folder may have been moved since the job began.
+    place = [] if held is None else [f"output.path={json.dumps(target)}"]
+    file = api.read_checked(held or target, [*(set_ or ()), *place])
     report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
     print_report(report, report.lines(), as_json)
     report.raise_if_beyond()

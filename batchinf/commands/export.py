@@ -83,7 +83,7 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     notes = form.notes(job)
     schema = job.results.schema
     if unknown := [name for name in request.columns if name not in schema.names]:
-        computed = f"; {CONFIDENCE} is computed by `head`, see docs/commands.md" if CONFIDENCE in unknown else ""
+        computed = _computed_by_head(job) if CONFIDENCE in unknown else ""
         raise UserError(
             f"--columns: no column {list_names(unknown)}{computed}; the output has {list_names(schema.names)}"
         )
@@ -111,6 +111,13 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
                 files.open(os.path.join(request.path, name)).write(data)
     pushed_to = None if request.push_to is None else push(request.push_to, request.path)
     return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes), pushed_to=pushed_to)
+
+
+def _computed_by_head(job: ExportedJob) -> str:
+    """Of which column `head` computes the confidence; empty if the job has no such column."""
+    shown = job.task(job.spec).shown_columns
+    column = shown.label_logprob or shown.choice_sums
+    return "" if column is None else f"; {CONFIDENCE} is computed by `head` from {column}, see docs/commands.md"
 
 
 @contextlib.contextmanager

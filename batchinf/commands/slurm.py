@@ -19,7 +19,7 @@ import jinja2
 from batchinf.base.errors import OutputError, SpecError, UserError
 from batchinf.base.slices import MAX_SLICES, Slice, check_place
 from batchinf.base.storage import naming_option, write_named
-from batchinf.base.text import clip
+from batchinf.base.text import clip, counted
 from batchinf.engines.installed import cuda_of_build
 from batchinf.spec.file import SpecFile
 
@@ -362,6 +362,14 @@ def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
     except OutputError as error:
         return f"{error}" if num_slices is None else f"--array {num_slices} runs slices. {error}"
     return None
+
+
+def note_lines(options: SlurmOptions) -> Iterator[str]:
+    """What an option does other than the user may think."""
+    most_at_once = (options.array or "").partition("%")[2]
+    if options.num_slices is not None and most_at_once and int(most_at_once) > options.num_slices:
+        num_tasks = counted(options.num_slices, "task")
+        yield f"note: --array {options.array}: the array has {num_tasks}, so %{most_at_once} limits nothing"
 
 
 def unsubmitted_lines(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterator[str]:

@@ -142,8 +142,22 @@ def _named(file: SpecFile) -> str:
     return os.fspath(job_folder(out, file.slice).root)
 
 
-def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary:
-    """The summary of a job that is done. was_done: nothing was left to run. Raises ErrorRateExceeded."""
+def earlier_lines(job: Job, state: State) -> list[str]:
+    """The rows that earlier runs have finished, if this one has rows to run. state: at the start of this run."""
+    num_kept = journal.num_results(job.folder, state.parts)
+    if state.committed.all() or not (state.counts.num_rows or num_kept):
+        return []
+    in_parts = f"{counted(state.counts.num_rows, 'output row')} in parts"
+    in_journal = f"{counted(num_kept, 'request' if job.task.joins_requests else 'row')} from the journal"
+    found = [text for text, num in ((in_parts, state.counts.num_rows), (in_journal, num_kept)) if num]
+    return [f"from earlier runs: {', '.join(found)}"]
+
+
+def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: Sequence[str] = ()) -> Summary:
+    """The summary of a job that is done. was_done: nothing was left to run. Raises ErrorRateExceeded.
+
+    earlier: see `earlier_lines`.
+    """
     folder = job_folder(file.spec.output.folder, file.slice)
     counts = state.counts
     summary = Summary(
@@ -159,7 +173,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False) -> Summary
         was_done=was_done,
         speed=None if was_done else state.speed,
         errors=tuple(commonest(folder, state, most=None)) if counts.num_errors else (),
-        remarks=(*(() if was_done else state.slower), *remarks([state]), *forecast(state)),
+        remarks=(*earlier, *(() if was_done else state.slower), *remarks([state]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:

@@ -17,6 +17,7 @@ from batchinf.coordinator.coordinator import Coordinator
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.ending import (
     Summary,
+    earlier_lines,
     ended_early_lines,
     finished,
     nothing_to_run,
@@ -105,6 +106,7 @@ def run_job(
                 with start(
                     prepared, contents, backend, lock=lock, number=number, display=display, mirror=mirror, given=given
                 ) as epoch:
+                    earlier = earlier_lines(epoch.job, epoch.state)
                     _run_all(epoch, began, begins_together=begins_together)
                 tidy(folder)
                 if mirror is not None:
@@ -117,7 +119,7 @@ def run_job(
             display.close()
         state = committed_state(folder)
         _fetch_errors(state, mirror)
-        return finished(file, state)
+        return finished(file, state, earlier=earlier)
 
 
 @contextlib.contextmanager

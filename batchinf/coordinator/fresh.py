@@ -27,6 +27,7 @@ from batchinf.job.sample import refuse_hopeless
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
 from batchinf.manifest.state import last_epoch, read_beginning, read_state
+from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.spec.file import SpecFile
 
 # A folder with one of these holds a job or its remains.
@@ -74,7 +75,8 @@ def move_job_aside(prepared: PreparedJob, backend: Backend, display: ProgressDis
         finally:
             # The lock moved with the folder, and kept `_sweep_moved` of other processes away.
             Folder(aside).delete(LOCK)
-    display.say(f"moved the old job from {link} to {aside}; a new job starts")
+    fetches = ", and fetches the images of URLs again" if (aside / IMAGES_FOLDER).exists() else ""
+    display.say(f"moved the old job from {link} to {aside}; a new job starts{fetches}")
 
 
 def _refuse_others(link: pathlib.Path, moved: list[Folder]) -> None:

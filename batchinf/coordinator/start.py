@@ -7,9 +7,10 @@ devices. If anything on the way is refused, they end.
 import contextlib
 import functools
 import pathlib
+import random
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -37,10 +38,10 @@ from batchinf.job.choose import Say
 from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.drift import check_drift
-from batchinf.job.job import Job, PreparedJob, carried_columns
+from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import open_input, placing
-from batchinf.job.sample import refuse_hopeless
+from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
 from batchinf.manifest.lines import EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
@@ -50,10 +51,11 @@ from batchinf.manifest.versions import later_columns, later_columns_line
 from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
+from batchinf.planning.histogram import LengthCounts
 from batchinf.planning.lengths import shared_share
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
-from batchinf.records import Int64Array
+from batchinf.records import Int64Array, Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.schedule.predicate import Predicate
 from batchinf.schedule.shards import shard_at, total_rows
@@ -61,6 +63,7 @@ from batchinf.schedule.shards import shard_at, total_rows
 _LOST_TO_NAME = 20
 _POLL_S = 0.2
 _LOOK_EVERY_S = 1.0
+_LOOK_S = 1.0  # for a sample of the rows, while the engines start
 CHECKING = "checking the structured outputs with vLLM, whose import takes 10 s or more"
 
 
@@ -160,7 +163,8 @@ def start(
                 job, state, (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards), display.say
             )
             replicas.fleet.give_work(work_of(job, state, None))
-            _warn(job, display.say)  # the replicas open the input meanwhile
+            # The replicas open the input meanwhile.
+            _warn(job, () if choice is None else choice.order(job.folder), display.say)
             _note_expected(job, state, replicas.launcher, manifest, say=display.say)
         yield Epoch(
             job=job,
@@ -322,14 +326,44 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
     return f"sampling: {sampling}"
 
 
-def _warn(job: Job, say: Say) -> None:
+def _warn(job: Job, positions: Sequence[int], say: Say) -> None:
+    """positions: of the rows of a new job that run."""
     for line in (
         *input_notes(job.source),
         *column_warnings(job.task, job.source),
         *job.task.prompt_warnings(job.model, job.source),
         *first_row_warnings(job.spec, job.source),
+        *(_error_row_lines(job, positions) if len(positions) else ()),
     ):
         say(line)
+
+
+def _error_row_lines(job: Job, positions: Sequence[int]) -> Iterator[str]:
+    """The rows of a sample that will be error rows, as `validate` prints them. positions: of the rows that run.
+
+    It reads the same rows as `validate`, or as many of them as can be read in `_LOOK_S`, from all parts of the input.
+    """
+    groups = [group for sampled in sample_rows(positions, 0) for group in _groups(sampled)]
+    random.Random(0).shuffle(groups)
+    builder = job.prompt_builder()
+    prompts: list[Prompt] = []
+    began = time.monotonic()
+    for group in groups:
+        rows = job.source.read_rows(np.sort(np.asarray(group, np.int64)), builder.columns)
+        prompts += builder.build(rows, max_model_len(job))
+        if time.monotonic() - began > _LOOK_S:
+            break
+    counts = LengthCounts(len(positions), max_model_len(job), job.spec.sampling.max_tokens)
+    for prompt in sorted(prompts, key=lambda prompt: prompt.row_index):
+        counts.add(prompt)
+    lengths = counts.summary()
+    yield from (line.removeprefix("  ") for line in lengths.error_lines())
+    yield from lengths.error_rate_warning(job.spec.max_error_rate)
+    yield from counts.wrong_answer_warning()
+
+
+def _groups(positions: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (positions[start : start + RUN_ROWS] for start in range(0, len(positions), RUN_ROWS))
 
 
 def _note_expected(job: Job, state: State, launcher: Launcher, manifest: Manifest, *, say: Say) -> None:

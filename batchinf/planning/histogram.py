@@ -78,12 +78,14 @@ class PromptLengths:
         if self.num_truncated:
             verb = "is" if self.num_truncated == 1 else "are"
             yield f"  {self.num_truncated:,} of them {verb} cut to fit (prompt_truncated)"
-        if self.errors:
-            yield from self._error_lines()
+        yield from self.error_lines()
 
-    def _error_lines(self) -> Iterator[str]:
-        num_errors = sum(error.num_rows for error in self.errors)
-        yield f"  {num_errors:,} of {self.num_sampled:,} rows will be error rows:"
+    def error_lines(self) -> Iterator[str]:
+        """The rows of the sample that will be error rows, by their reasons. `run` prints these lines, too."""
+        if not self.errors:
+            return
+        which = "rows" if self.num_sampled == self.num_rows else "sampled rows"
+        yield f"  {self._num_errors:,} of {self.num_sampled:,} {which} will be error rows:"
         shown, rest = most_frequent(self.errors)
         for error in shown:
             words = one_line(
@@ -91,6 +93,19 @@ class PromptLengths:
             )
             yield f"    {words if len(words) <= _MOST_ERROR_CHARS else words[: _MOST_ERROR_CHARS - 1] + '…'}"
         yield from (f"    {line}" for line in rest)
+
+    def error_rate_warning(self, allowed: float) -> Iterator[str]:
+        """A warning if more rows of the sample than `max_error_rate` will be error rows."""
+        rate = self._num_errors / max(1, self.num_sampled)
+        if allowed < rate < 1:
+            yield (
+                f"warning: {rate:.1%} errors are more than max_error_rate {allowed:.1%}, so that `run` stores all "
+                "rows and then exits with 3; a higher max_error_rate allows this"
+            )
+
+    @property
+    def _num_errors(self) -> int:
+        return sum(error.num_rows for error in self.errors)
 
 
 @dataclass(slots=True)
@@ -110,6 +125,9 @@ class LengthCounts:
     """The first of each."""
     num_truncated: int = 0
     num_tight: int = 0
+    num_wrong_answers: int = 0
+    """Rows whose answer is no choice."""
+    first_wrong_answer: str = ""
 
     def add(self, prompt: Prompt) -> None:
         if (error := prompt.error) is not None:
@@ -117,11 +135,24 @@ class LengthCounts:
             self.errors[key] += 1
             self.firsts.setdefault(key, PromptErrors(error.error_type, 0, prompt.row_index, error.error_message))
             return
+        if prompt.scoring is not None and prompt.scoring.answer_error is not None:
+            self.num_wrong_answers += 1
+            first = f"Row {prompt.row_index}: {prompt.scoring.answer_error}"
+            self.first_wrong_answer = self.first_wrong_answer or first
         length = len(prompt.token_ids)
         self.lengths.append(length)
         self.num_truncated += prompt.is_truncated
         max_tokens = self.max_tokens if prompt.sampling is None else prompt.sampling.max_tokens
         self.num_tight += max_tokens is not None and self.room is not None and length + max_tokens > self.room
+
+    def wrong_answer_warning(self) -> Iterator[str]:
+        """A warning of rows whose answers are no choices."""
+        if self.num_wrong_answers:
+            yield (
+                f"warning: {self.num_wrong_answers:,} of {len(self.lengths):,} sampled rows have values in "
+                "input.answer_column that are no choices; `run` scores them, and their answer is null. "
+                f"{self.first_wrong_answer}"
+            )
 
     def summary(self) -> PromptLengths:
         lengths = sorted(self.lengths)

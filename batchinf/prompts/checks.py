@@ -173,7 +173,9 @@ def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[st
     shows_calls = template is None or "tool_calls" in template or "tojson" in template
     unread: dict[str, int] = {}  # words → the first row
     column = where.messages_column
+    num_looked_at = 0
     for row in _first_rows(source, _num_first(spec, source, _LOOKED_AT), ["body" if column is None else column]):
+        num_looked_at += 1
         messages, options = _conversation_of(row, column)
         if not shows_calls and isinstance(messages, list) and any("tool_calls" in message for message in messages):
             unread.setdefault("tool_calls of messages, which the chat template does not show", row.row_index)
@@ -182,8 +184,8 @@ def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[st
                 unread.setdefault(f"chat_template_kwargs.{name}, which the chat template never reads", row.row_index)
     for words, first in unread.items():
         yield (
-            f"warning: some rows (row {first} first) have {words}, so the model does not see them; give another "
-            "template as input.chat_template, or leave them out"
+            f"warning: some of the first {num_looked_at:,} rows (row {first} first) have {words}, so the model does "
+            "not see them; give another template as input.chat_template, or leave them out"
         )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import sys
 import threading
 
 from batchinf.base.errors import OutputError
@@ -21,6 +22,7 @@ class UrlCache:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._num_new_bytes = 0
+        self._has_warned = False
 
     def get(self, url: str) -> bytes | None:
         """The bytes of an image; None if they are not here or damaged."""
@@ -33,17 +35,31 @@ class UrlCache:
         return data if hashlib.sha256(data).digest() == stored[:_DIGEST_BYTES] else None
 
     def put(self, url: str, data: bytes) -> None:
-        """Keep an image. Does nothing on an error of the disk: the image is then fetched again."""
+        """Keep an image. On an error of the disk, the image is fetched again later. The first one is in the log."""
         if len(data) > self._max_bytes // _SHARE:
             return
-        with contextlib.suppress(OSError, OutputError):
+        try:
             self._folder.make()
             self._folder.write_atomic(_name(url), hashlib.sha256(data).digest() + data, durable=False, fault="images")
+        except (OSError, OutputError) as error:
+            self._warn(error)
         with self._lock:
             self._num_new_bytes += len(data)
             if self._num_new_bytes > self._max_bytes // _SHARE:
                 self._num_new_bytes = 0
                 self._drop_oldest()
+
+    def _warn(self, error: Exception) -> None:
+        with self._lock:
+            is_first = not self._has_warned
+            self._has_warned = True
+        if is_first:
+            print(
+                f"warning: an image of a URL cannot be kept in {self._folder.root}, so that a resume fetches it again: "
+                f"{error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _drop_oldest(self) -> None:
         entries: list[tuple[int, int, str]] = []

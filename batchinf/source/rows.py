@@ -224,7 +224,7 @@ def _again(
         )
     scanner = Scanner(format, cache, digests, input.say)
     compared = compare_files(scanner, known, files, scans_new=new == "take")
-    refuse_changes(compared, input.path, takes_new=new != "refuse")
+    refuse_changes(compared, input.path, takes_new=new != "refuse", is_job=input.parts is not None)
     addition = next_version(versions[-1], known, compared, format) if new == "take" else None
     if addition is None:
         return scanner, versions, compared.usable

@@ -301,23 +301,25 @@ def _has_grown(scanner: Scanner, old: FileRange, file: InputFile, entry: FileEnt
     return scanner.format.prefix(file, entry, old.num_bytes, scanner.cache) == (old.hash, old.stop_row)
 
 
-def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool) -> None:
-    """Raise DriftError if a known file is changed or gone, or if there are new files or rows and `takes_new` is off."""
+def refuse_changes(compared: FileComparison, path: str, *, takes_new: bool, is_job: bool = False) -> None:
+    """Raise DriftError if a known file is changed or gone, or if there are new files or rows and `takes_new` is off.
+
+    is_job: the files are the parts of another job, `path` is its folder.
+    """
     if changes := _in_words({"changed": compared.changed, "gone": compared.gone}):
+        restore = "restore these to continue the job, and give corrected rows as a file of their own with --retry "
+        advice = f"{restore}errors --input FILE; or " if not is_job else "that job has run rows again since: "
         raise DriftError(
-            f"{path} is not the input that the job in the output folder began with: {changes}; restore these to "
-            "continue the job, and give corrected rows as a file of their own with --retry errors --input FILE; or "
-            "start a new job with another output.path, where `input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` "
-            "leaves out the unchanged rows"
+            f"{path} is not the input that the job in the output folder began with: {changes}; {advice}start a new job "
+            "with another output.path, where `input.exclude: {job: OLD_OUTPUT, on: prompt_hash}` leaves out the "
+            "unchanged rows"
         )
     if takes_new:
         return
     grown = [file.name for file, _ in compared.grown.values()]
     if additions := _in_words({"new": [file.name for file in compared.unknown], "longer than before": grown}):
-        raise DriftError(
-            f"{path} has more than the job in the output folder knows: {additions}; use --extend to run the new rows "
-            "too, or move the new data away"
-        )
+        advice = "use --extend to run the new rows too" + ("" if is_job else ", or move the new data away")
+        raise DriftError(f"{path} has more than the job in the output folder knows: {additions}; {advice}")
 
 
 def _in_words(files: Mapping[str, Sequence[str]]) -> str:

@@ -38,7 +38,6 @@ PIECES: dict[str, list[tuple[str, str, Any]]] = {
     "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_decode_block_size", None)],
     "holding": [(f"{_ENGINE}.scheduling.scheduler", "_is_held_back", False)],
     "joined": [(f"{_ENGINE}.scheduling.joined", "start_joining", False)],
-    "copies": [(f"{_ENGINE}.copies", "join_prompt_scores", None)],
     "scores": [(f"{_ENGINE}.kernels.scores", "is_right", False)],
 }
 

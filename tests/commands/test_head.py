@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jobs
+from batchinf.base.errors import UserError
+from batchinf.commands.export import ExportRequest, export_job
 from batchinf.commands.head import Head, head_table
 from batchinf.tasks.base import ShownColumns
 
@@ -188,6 +190,8 @@ def test_the_confidence_of_a_label_is_a_column_that_may_be_named(tmp_path: pathl
     shown = [json.loads(line) for line in head(tmp_path / "out", "--json", "--columns", "confidence, id")]
     assert shown == [{"confidence": math.exp(row["cumulative_logprob"]), "id": row["id"]} for row in rows]
     assert head(tmp_path / "out", "--columns", "confidence")[0].split() == ["confidence"]
+    with pytest.raises(UserError, match="confidence is computed by `head` from cumulative_logprob"):
+        export_job(str(tmp_path / "out"), ExportRequest(to="jsonl", columns=("confidence",)))
 
 
 def test_a_second_column_of_the_ids_goes_first() -> None:

@@ -2,13 +2,16 @@
 
 import os
 import pathlib
+import subprocess
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.commands.status import JobState, StatusReport, _load, job_status
+from batchinf.commands.status import InputCopies, JobState, StatusReport, _load, job_status
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import JobLock
 
@@ -65,6 +68,27 @@ def test_slices_that_run_are_summed_up(tmp_path: pathlib.Path) -> None:
     with JobLock(folder).held(lambda: 1):
         resumed = job_status(str(out / "slice-1"))
     assert (resumed.jobs[0].activity, resumed.jobs[0].progress, resumed.load) == ("starting", None, None)
+
+
+def test_copies_of_the_input_may_be_deleted(tmp_path: pathlib.Path) -> None:
+    """Parquet with one large row group: `status` says how to delete its copy, and a retry makes it again."""
+    rows = pa.table({"id": range(20_001), "prompt": ["a"] * 20_001})
+    pq.write_table(rows, tmp_path / "rows.parquet", row_group_size=len(rows))
+    where = {"path": str(tmp_path / "rows.parquet"), "limit": 3}
+    out = tmp_path / "it's out"
+    quick = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+    spec = jobs.spec_of(tmp_path, input=where, output={"path": str(out), "keep_columns": []}, **quick)
+    jobs.finish(spec)
+    [copy] = (out / "source").glob("*.rows")
+    copies = job_status(str(out)).input_copies
+    assert copies == InputCopies(copy.stat().st_size, ("source/*.rows",))
+    [line] = [line for line in lines_of(job_status(str(out))).split("\n") if line.startswith("copies of the input: ")]
+    command = line.partition("them: ")[2].partition(" deletes")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert not copy.exists() and job_status(str(out)).input_copies is None
+    jobs.finish(spec, "--retry", "row_index = 1")
+    assert copy.exists()
+    assert [row["num_prompt_tokens"] for row in jobs.rows_of(out)] == [2] * 3
 
 
 def test_a_device_that_two_replicas_share_is_one() -> None:

@@ -93,6 +93,14 @@ def test_a_job_of_the_real_engine_is_within_a_thousandth(made: pathlib.Path) -> 
     assert done.stdout.splitlines()[0] == "verdict: within the tolerance of 0.001"
 
 
+def test_a_folder_that_was_moved_is_verified(job: pathlib.Path) -> None:
+    out = job.parent / "it's: moved"
+    (job.parent / "out").rename(out)
+    job.unlink()
+    done = jobs.run("verify", out, "-n", "1")
+    assert done.stdout.splitlines()[1].startswith(f"{out}: 1 of 24 rows"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("column", "change", "kind", "place"),
     [

@@ -307,6 +307,7 @@ def test_what_is_there_stays_unless_told(batch: pathlib.Path, tmp_path: pathlib.
         ({"to": "xlsx"}, "--to: got xlsx; must be one of jsonl, csv, parquet, hf, openai-batch"),
         ({"path": "rows.txt"}, "--to: missing, and 'rows.txt' does not say it; must be one of jsonl"),
         ({"to": "jsonl", "columns": ("txt",)}, "--columns: no column txt; the output has id, row_index"),
+        ({"to": "jsonl", "columns": ("confidence",)}, "--columns: no column confidence; the output has id, row_index"),
         ({"to": "openai-batch", "columns": ("id",)}, "--columns: not with openai-batch, whose lines have one form"),
         ({"to": "hf", "path": STDOUT}, "-o: got stdout, which holds one file; give a path"),
         ({"to": "jsonl", "path": STDOUT, "num_files": 2}, "-o: got stdout, which holds one file"),

@@ -72,7 +72,9 @@ def test_only_new_rows_of_the_first_job_run(chained: pathlib.Path) -> None:
     write_rows(chained, "b", ["Six", "Seven"])
     jobs.finish(first_in(chained), "--extend")
     spec = second_in(chained)
-    with pytest.raises(batchinf.DriftError, match=r"1 file is new: parts/part-000003.parquet; use --extend"):
+    with pytest.raises(
+        batchinf.DriftError, match=r"1 file is new: parts/part-000003.parquet; use --extend to run the new rows too$"
+    ):
         batchinf.run(spec, quiet=True)
     assert "extended: 2 more input rows" in jobs.finish(spec, "--extend").stderr
     assert len(rows_of_both(chained)) == 6
@@ -84,7 +86,9 @@ def test_only_new_rows_of_the_first_job_run(chained: pathlib.Path) -> None:
 
     # A retry replaces a part of the first job.
     jobs.finish(first_in(chained), "--retry", "id = 'a1'", "--set", "sampling.max_tokens=2")
-    with pytest.raises(batchinf.DriftError, match=r"1 file is changed: parts/part-000000.parquet"):
+    with pytest.raises(
+        batchinf.DriftError, match=r"parts/part-000000.parquet; that job has run rows again since: start a new job"
+    ):
         batchinf.run(spec, quiet=True)
 
 

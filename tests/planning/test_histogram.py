@@ -101,7 +101,7 @@ def test_what_is_said_of_a_sample() -> None:
         f"  p50 20 · p95 30 · max 97 · about {mean / 1000:.3g}k prompt tokens in all",
         "  2 of them leave less than max_tokens below max_model_len 128",
         "  1 of them is cut to fit (prompt_truncated)",
-        "  7 of 1,000 rows will be error rows:",
+        "  7 of 1,000 sampled rows will be error rows:",
         "    5 null_prompt, first row 995: column 'prompt' is null",
         "    1 unreadable, first row 1,000: not JSON: " + "x" * 358 + "…",
         "    1 null_prompt, first row 1,001: another",

@@ -211,6 +211,26 @@ def test_run_warns_of_columns_without_text(tmp_path: pathlib.Path) -> None:
     assert len(jobs.rows_of(tmp_path / "out")) == 2
 
 
+def test_run_warns_of_error_rows_and_wrong_answers_as_validate_does(tmp_path: pathlib.Path) -> None:
+    rows = [("a", "x"), (None, "x"), ("c", "z"), (None, "y")]
+    lines = [json.dumps({"q": question, "answer": answer}) for question, answer in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    where = {
+        "path": str(tmp_path / "rows.jsonl"),
+        "prompt_template": "{{ q }}",
+        "choices": ["x", "y"],
+        "answer_column": "answer",
+    }
+    quick = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}, "output": {"keep_columns": []}}
+    spec = jobs.spec_of(tmp_path, task="score", sampling=None, input={**where, "id_column": None}, **quick)
+    shown = [line.strip() for line in jobs.run("validate", spec).stdout.splitlines()]
+    said = [line.strip() for line in jobs.run("run", spec).stderr.splitlines()]
+    parts = ("3 of 4 rows will be error", "2 null_prompt, first row 1: ", "75.0% errors are more", "are no choices")
+    for part in parts:
+        [line] = [line for line in shown if part in line]
+        assert said.count(line) == 1, said
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [
@@ -257,4 +277,4 @@ def test_what_a_chat_template_never_reads(more: str, num: int, is_batch_file: bo
     with contextlib.closing(job.source):
         warnings = list(job.task.prompt_warnings(job.model, job.source))
     assert len(warnings) == (num if is_batch_file else int(num == 2))
-    assert all("some rows (row 0 first) have" in line for line in warnings)
+    assert all("some of the first 1 rows (row 0 first) have" in line for line in warnings)

@@ -146,6 +146,15 @@ def test_the_cache_keeps_the_images_that_were_used_last(tmp_path: pathlib.Path) 
     assert not [file for file in (tmp_path / "images").iterdir() if "https" in file.name]
 
 
+def test_a_cache_that_cannot_write_says_so_once(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "images").write_text("no folder")
+    cache = UrlCache(Folder(tmp_path / "images"), 1 << 20)
+    for _ in range(2):
+        cache.put("https://a/b", b"picture")
+    assert cache.get("https://a/b") is None
+    assert capfd.readouterr().err.count("warning: an image of a URL cannot be kept in ") == 1
+
+
 def test_a_torn_file_of_the_cache_is_not_used(tmp_path: pathlib.Path) -> None:
     cache = UrlCache(Folder(tmp_path / "images"), 1 << 20)
     cache.put("https://a/b", b"picture")

@@ -128,6 +128,7 @@ def test_the_markdown_has_the_same_facts_and_is_text(hostile: pathlib.Path, tmp_
         assert (words in page.text) == (words in of_html.text), words
     names = ("Summary", "Replicas", "Lengths", "Outputs", "Errors", "Spec", "Environment")
     assert all(f"\n## {name}" in text for name in names)
+    assert not re.search(r"\b0 (below|above|not finite)", text)
     again = jobs.run("report", out, "-o", tmp_path / "report.md", "--to", "html")
     assert again.returncode == 2
     assert "a file is there that this command has not written" in again.stderr

@@ -65,6 +65,21 @@ def test_a_split_that_is_not_chosen_is_named(tmp_path: pathlib.Path) -> None:
         found.close()
 
 
+def test_a_split_of_a_dataset_by_id_that_is_not_chosen_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    (tmp_path / "repo").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "repo" / f"{name}.jsonl").write_text(f'{{"x": "{name}"}}\n')
+    said = f"note: {tmp_path}/repo: the split train is read, of train, test; `input.split` names another one"
+    for split, lines in ((None, [said]), (None, [said]), ("test", [])):  # the second time, the hub is not asked
+        found = open_source(InputLocation(f"{tmp_path}/repo", "hf", split=split), tmp_path / f"cache {split}")
+        assert found.read(0, 1)[0].values["x"] == (split or "train")
+        assert list(input_notes(found)) == lines
+        found.close()
+
+
 def test_a_dataset_that_the_hub_does_not_give(tmp_path: pathlib.Path) -> None:
     code = (
         "import sys, pathlib; from batchinf.source.rows import *; from batchinf.base.errors import InputError\n"

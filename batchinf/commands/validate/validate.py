@@ -50,7 +50,6 @@ from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warning
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.images import NO_IMAGE_TOKENS
-from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
@@ -223,39 +222,20 @@ def _sample_findings(
     counts = LengthCounts(len(positions), max_model_len(job), job.spec.sampling.max_tokens)
     empty = EmptyValues(job.spec)
     structures = RowStructures(job.spec)
-    wrong_answers: list[Prompt] = []
     for sampled in sample_rows(positions, seed):
         rows = job.source.read_rows(np.sort(np.asarray(sampled, np.int64)), builder.columns)
         empty.add(rows)
         for prompt in builder.build(rows, max_model_len(job)):
             counts.add(prompt)
             structures.add(prompt)
-            if prompt.scoring is not None and prompt.scoring.answer_error is not None:
-                wrong_answers.append(prompt)
     lengths = counts.summary()
     yield lengths
     yield from _warnings([NO_IMAGE_TOKENS] if job.spec.input.has_images else [])
     yield from (Remark("structure", text) for text in structures.lines())
-    yield from _warnings(_error_rate_warning(lengths, job.spec.max_error_rate))
+    yield from _warnings(lengths.error_rate_warning(job.spec.max_error_rate))
     yield from _warnings(empty.warnings())
-    yield from _warnings(_wrong_answers(wrong_answers, len(counts.lengths)))
+    yield from _warnings(counts.wrong_answer_warning())
     return lengths
-
-
-def _error_rate_warning(lengths: PromptLengths, allowed: float) -> Iterator[str]:
-    rate = sum(error.num_rows for error in lengths.errors) / max(1, lengths.num_sampled)
-    if allowed < rate < 1:
-        text = f"warning: {rate:.1%} errors are more than max_error_rate {allowed:.1%}, so that `run` stores all rows"
-        yield f"{text} and then exits with 3; a higher max_error_rate allows this"
-
-
-def _wrong_answers(prompts: Sequence[Prompt], num_prompts: int) -> Iterator[str]:
-    """A warning of these rows, whose answers are no choices."""
-    if not prompts or prompts[0].scoring is None:
-        return
-    first = f"Row {prompts[0].row_index}: {prompts[0].scoring.answer_error}"
-    which = f"{len(prompts):,} of {num_prompts:,} sampled rows have values in input.answer_column that are no choices"
-    yield f"warning: {which}; `run` scores them, and their answer is null. {first}"
 
 
 def _shown_row(job: Job, builder: PromptBuilder, position: int, tokenizer: object) -> ShownRow:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from batchinf.engines.vllm.copies import join_prompt_scores
 from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
@@ -69,7 +68,6 @@ class RowsExtension:
         if not _is_v2(runner):
             runner._get_prompt_logprobs_dict = _prompt_scores(runner, None)
             return True
-        join_prompt_scores(runner)
         return _install_kernels(runner, ks)
 
     def join_results(self) -> bool:

@@ -145,15 +145,18 @@ def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
         dataset = _load(input)
         files = [[file, *checked[os.path.realpath(file)]] for file in _files(dataset)]
         about = f"{dataset.num_rows} {dataset.features}"
-        return DatasetReader(input.path, dataset, about, files, remark=_unnamed_split(path, input.split))
+        return DatasetReader(input.path, dataset, about, files, remark=_unnamed_split(input, _saved_splits(path)))
     return _open_hub_dataset(input, cache)
 
 
-def _unnamed_split(path: str, split: str | None) -> str:
-    """A remark about the split that is read of a folder with several, if the spec names none; else empty."""
+def _saved_splits(path: str) -> Sequence[str]:
     splits = pathlib.Path(path, "dataset_dict.json")
-    names = _object(splits)["splits"] if split is None and splits.is_file() else ()
-    if len(names) < 2:
+    return [str(name) for name in _object(splits)["splits"]] if splits.is_file() else ()
+
+
+def _unnamed_split(input: InputLocation, names: Sequence[str]) -> str:
+    """A remark about the split that is read of several, if the spec names none; else empty. names: of all splits."""
+    if input.split is not None or len(names) < 2:
         return ""
     return f"the split {_DEFAULT_SPLIT} is read, of {', '.join(names)}; `input.split` names another one"
 
@@ -192,17 +195,19 @@ def _open_hub_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
         known = {"files": []}
     dataset = _from_files(known)
     about = known.get("about")
+    splits = known.get("splits", [])  # jobs of earlier versions do not have them
     if dataset is None:
         dataset = _load(input)
         about = dataset._fingerprint
+        splits = [*(dataset.info.splits or ())]
     # A file whose stamp has changed is read again: the content counts.
     digests = {tuple(file[:-1]): file[-1] for file in known["files"]}
     stamps = [(path, *settled_stamp(path)) for path in _files(dataset)]
     files = [[*stamped, digests.get(stamped) or _digest(stamped[0])] for stamped in stamps]
-    record = {"asked": asked, "num_rows": dataset.num_rows, "about": about, "files": files}
+    record = {"asked": asked, "num_rows": dataset.num_rows, "about": about, "splits": splits, "files": files}
     if record != known:
         _keep(cache, _RECORD, record)
-    return DatasetReader(input.path, dataset, str(about), files)
+    return DatasetReader(input.path, dataset, str(about), files, remark=_unnamed_split(input, splits))
 
 
 def _files(dataset: Any) -> list[str]:
