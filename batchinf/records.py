@@ -304,6 +304,8 @@ class Prompt:
     """Of each image with a digest: Pillow's name of the format; width and height of the upright image, in pixels."""
     image_positions: IntArray | None = None
     """The positions in `token_ids` at which the model sees images and no tokens."""
+    unrendered_hash: int | None = None
+    """Hash of `token_ids` with one placeholder for each image, and of the digests; None until they are loaded."""
 
     def part_of(self, request_index: int) -> "Prompt":
         """The part that has this request; the prompt itself if it has no parts."""

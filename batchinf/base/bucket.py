@@ -35,6 +35,7 @@ from batchinf.base.places import bucket_and_prefix
 from batchinf.base.storage import create
 from batchinf.base.text import clip
 
+NEEDS_OBSTORE = "a bucket needs the package obstore: install it with pip install 'batchinf[buckets]'"
 PATIENCE_S = 60.0
 """How long a request is tried again, unless the caller says otherwise."""
 MOST_BYTES = 5 << 30  # of one request with a condition
@@ -68,6 +69,14 @@ class Listed:
 
     name: str
     num_bytes: int
+
+
+class ObjectTooLargeError(Exception):
+    """An object has more bytes than the caller takes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"{num_bytes:,} bytes")
+        self.num_bytes = num_bytes
 
 
 class _AgainError(Exception):
@@ -104,6 +113,38 @@ class Bucket:
     def get(self, name: str) -> Object | None:
         """An object; None if it is absent."""
         return self._try(lambda: self._read(name), name)
+
+    def read_once(self, name: str, *, most_bytes: int, timeout_s: float) -> bytes:
+        """The bytes of an object, by one request.
+
+        Raises FileNotFoundError, PermissionError, ObjectTooLargeError and TimeoutError, each with a message of one line
+        without the object's name, and StoreError for a failure that may pass.
+        """
+
+        def attempt() -> bytes:
+            found = self._obstore.get(self._large, name)
+            if found.meta["size"] > most_bytes:
+                raise ObjectTooLargeError(found.meta["size"])
+            return bytes(found.bytes())
+
+        future = on_thread(attempt)
+        try:
+            return future.result(timeout_s)
+        except NotYet:
+            raise TimeoutError("the store has not answered") from None
+        except ObjectTooLargeError:
+            raise
+        except FileNotFoundError as error:
+            is_there = not _NO_BUCKET.search(str(error))
+            raise FileNotFoundError(
+                "does not exist" if is_there else "does not exist: there is no such bucket"
+            ) from None
+        except Exception as error:
+            if missing := no_credentials(error):
+                raise PermissionError(missing) from None
+            if _is_refused(error):
+                raise PermissionError(f"the store refused it: {one_line(error)}") from None
+            raise StoreError(one_line(error)) from None
 
     def get_range(self, name: str, first: int, stop: int) -> Object | None:
         """The bytes `first` to `stop` of an object, with its ETag; None if it is absent or shorter than `first`."""
@@ -400,9 +441,7 @@ def _import_obstore() -> Any:
     try:
         import obstore
     except ImportError:
-        raise StoreError(
-            "an output in a bucket needs the package obstore: install it with pip install 'batchinf[buckets]'"
-        ) from None
+        raise StoreError(NEEDS_OBSTORE) from None
     return obstore
 
 
@@ -479,9 +518,14 @@ def _remedy(error: BaseException) -> str:
         return "make room there, or ask for a larger quota"
     if _NO_BUCKET.search(text):
         return "make the bucket first, or correct output.path"
-    if isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED or _EXPIRED.search(text):
+    if _is_refused(error):
         return "check that the key is right, has not expired, and may read, list, write and delete there"
     return no_credentials(error)
+
+
+def _is_refused(error: BaseException) -> bool:
+    is_named_so = isinstance(error, PermissionError) or type(error).__name__ in _NOT_ALLOWED
+    return is_named_so or _EXPIRED.search(str(error)) is not None
 
 
 def no_credentials(error: BaseException) -> str:

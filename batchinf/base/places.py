@@ -5,6 +5,7 @@ Without the check, such a place is a relative path: a job would fill a folder `s
 
 import os
 import pathlib
+import posixpath
 import re
 
 from batchinf.base.errors import UserError
@@ -85,6 +86,24 @@ def split_bucket_url(url: str) -> tuple[str, str] | None:
     """The URL of the bucket of an object, and the object's name in it; None for a URL that is none of a bucket."""
     match = _OBJECT.fullmatch(url)
     return None if match is None else (match["root"], match["name"])
+
+
+def folder_problem(url: str) -> str | None:
+    """What is wrong with the URL of a folder of a bucket, or of a whole bucket; None if nothing is."""
+    names = url.rstrip("/").split("/")[3:]
+    if re.match(r"(?:s3|gs|az)://[^/@?#]+(?:/|$)", url) and not {"", ".", ".."} & {*names}:
+        return None
+    return (
+        f"got '{clip(shown_url(url), 200)}'; must be a folder in a bucket, such as s3://bucket/photos, gs://… or "
+        "az://…, without a key; give the key in the environment"
+    )
+
+
+def normal_bucket_url(url: str) -> str:
+    """The URL of an object in a bucket without `.` and `..`, which do not lead out of the bucket."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, name = rest.partition("/")
+    return f"{scheme.lower()}://{bucket}/{posixpath.normpath(f'/{name}').lstrip('/')}"
 
 
 def check_is_here(path: str | os.PathLike[str], name: str, instead: str) -> None:

@@ -167,10 +167,10 @@ def short_count(number: float) -> str:
 # -- reasons of errors -------------------------------------------------------------------------------------------------
 
 # Errors of rows are grouped by type and reason, so that no row is counted under the message of a row that failed
-# otherwise. A reason is a message without its numbers and without the value after `got`.
+# otherwise. A reason is a message without its numbers, the value after `got`, and the names of images.
 
 # DuckDB reads it too.
-VARYING = r"""got (?:'[^']*'|"[^"]*")|[0-9][0-9,.]*"""
+VARYING = r"""(?:got|image [0-9]+:) (?:'[^']*'|"[^"]*")|[0-9][0-9,.]*"""
 COMPARED_CHARS = 400
 _SHOWN_OF_A_TYPE = 3
 

@@ -40,7 +40,14 @@ def _init(
         str, typer.Argument(metavar="JOB.yaml", help="The file to write.", callback=new_spec_file)
     ] = "job.yaml",
     purpose: Annotated[
-        str | None, typer.Option("--for", metavar="WHAT", help=f"What the job is for: {_PURPOSES}.")
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="WHAT",
+            help="What the job is for. Pictures and texts: label (the model writes one of a few words), generate (a "
+            "text), score (logprobs of labels, choices or texts) or embed (a vector). Texts alone: logits (of the next "
+            "token) or rerank (documents for a query).",
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face id, or the model's folder.")] = None,
     data: Annotated[str | None, typer.Option(help="The rows: a file, a glob, a folder, a URL.")] = None,

@@ -289,7 +289,9 @@ class DiffReport:
         alone = f"; {self.num_only_a:,} only in A, {self.num_only_b:,} only in B" if has_alone else ""
         yield f"rows: {changes.num_both:,} in both, by {self.key}{alone}"
         if num := changes.num_other_prompts:
-            yield f"prompts: {num:,} rows have other token ids: a changed template, tokenizer or input"
+            images = changes.num_other_images
+            what = f"token ids or images, {images:,} of them other images" if images else "token ids"
+            yield f"prompts: {num:,} rows have other {what}: a changed template, tokenizer or input"
         if changes.num_errors_only_a or changes.num_errors_only_b:
             yield f"errors: {changes.num_errors_only_b:,} rows only in B, {changes.num_errors_only_a:,} only in A"
         yield from changes.own.lines()

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 
 from batchinf.base.errors import ImageError, ModelError, UserError
-from batchinf.base.places import is_http
+from batchinf.base.places import is_bucket, is_http
 from batchinf.base.storage import reason
-from batchinf.base.text import list_names, names_in
+from batchinf.base.text import clip, list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.prompts.chat import IMAGE_PARTS
@@ -26,14 +26,14 @@ from batchinf.prompts.media import ImageLoader
 from batchinf.source.files import CsvDialect, InputLocation
 from batchinf.source.find import find_files, folder_of
 from batchinf.source.formats.csv import Csv, seems_cp1252
-from batchinf.source.formats.images import NUM_BYTES, PATH, Images
+from batchinf.source.formats.images import FOLDER, NUM_BYTES, PATH, Images
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, Source, format_of, open_source
 from batchinf.source.types import is_text
 from batchinf.spec.images import ImageSettings
 from batchinf.spec.job import ModelSpec
-from batchinf.tasks.starters import PURPOSES, TAKE_LABELS, Data, StarterWanted, write_spec
+from batchinf.tasks.starters import PURPOSES, TAKE_LABELS, Data, StarterWanted, scores_labels, write_spec
 
 # Names of columns, the likeliest first.
 _TEXTS = "prompt question instruction text content document body review comment sentence title input query message"
@@ -49,6 +49,8 @@ _CONTINUATIONS = "continuation completion response chosen target output answer"
 _OF_A_ROW = {*f"{_TEXTS} {_LABELS} {_ANSWERS} {_CONTINUATIONS}".lower().split()}  # never an id
 _LOOKED_AT = 1000
 _IMAGES_LOOKED_AT = 8  # values of a column that may have images
+_MOST_FOLDERS = 4  # of buckets that a spec names; of more, it names the buckets
+_MOST_FOLDERS_WALKED = 1000
 _MOST_LABELS = 12
 _MOST_LABEL_CHARS = 40
 _MOST_ID_CHARS = 40
@@ -198,32 +200,69 @@ class _Images:
 
     def __init__(self, path: str, columns: _Columns) -> None:
         self._values = columns.values
-        self._loader = ImageLoader(ImageSettings(), base_folder=folder_of(path))
+        self._base_folder = folder_of(path)
+        self.lost: dict[str, str] = {}
+        """By columns that name pictures, none of which is there: the first of these names."""
+        self._loader = ImageLoader(ImageSettings(), base_folder=self._base_folder)
         self.names = [name for name in columns.types if self._has_images(name)]
         sources = [source for name in self.names for value in self._values[name] for source in _images_in(value)]
-        urls = [source for source in sources if isinstance(source, str) and is_http(source)]
-        self.hosts = tuple(dict.fromkeys(filter(None, map(_host, urls))))
+        urls = [source for source in sources if isinstance(source, str)]
+        self.hosts = tuple(dict.fromkeys(filter(None, map(_host, filter(is_http, urls)))))
+        # A folder of a bucket that the input is in itself need not be allowed.
+        own = f"{self._base_folder}/"
+        beyond = (source for source in urls if is_bucket(source) and not source.startswith(own))
+        self.folders = tuple(dict.fromkeys(source.rpartition("/")[0] for source in beyond))
+        if len(self.folders) > _MOST_FOLDERS:
+            self.folders = tuple(dict.fromkeys("/".join(folder.split("/")[:3]) for folder in self.folders))
         rows = [sum(len(_images_in(row.values.get(name))) for name in self.names) for row in columns.rows]
         self.most = max(rows, default=0)
         self.are_in_parts = any(_has_parts(value) for row in columns.rows for value in row.values.values())
 
     def _has_images(self, name: str) -> bool:
         sources = [source for value in self._values[name][:_IMAGES_LOOKED_AT] for source in _images_in(value)]
-        return any(map(self._is_image, sources[:_IMAGES_LOOKED_AT]))
+        sources = sources[:_IMAGES_LOOKED_AT]
+        if any(map(self._is_image, sources)):
+            return True
+        names = [source for source in sources if isinstance(source, str) and _is_named_as_picture(source)]
+        if names and len(names) == len(sources):
+            self.lost[name] = names[0]
+        return False
 
     def _is_image(self, source: ImageSource) -> bool:
-        if isinstance(source, str) and is_http(source):
-            return source.partition("?")[0].lower().endswith(Images.endings)
+        if isinstance(source, str) and (is_http(source) or is_bucket(source)):
+            return _is_named_as_picture(source.partition("?")[0])
         try:
             self._loader.load(source)
         except ImageError:
             return False
         return True
 
+    @property
+    def lost_line(self) -> str | None:
+        """What to do about a picture that is not where its path leads; None if there is none."""
+        if not self.lost or self._base_folder is None or is_bucket(self._base_folder):
+            return None
+        column, lost = next(iter(self.lost.items()))
+        shown = f"column {column!r}: '{clip(lost, 200)}'"
+        line = f"{shown} is no picture in {self._base_folder}, where relative paths begin"
+        name = os.path.basename(lost)
+        for number, (folder, folders, files) in enumerate(os.walk(self._base_folder)):
+            folders[:] = [each for each in folders if not each.startswith(".")]
+            if name in files and folder != self._base_folder:
+                where = os.path.relpath(folder, self._base_folder)
+                return f"{line}, but there is one in {where}: write paths such as {where}/{name} into the column"
+            if number == _MOST_FOLDERS_WALKED:
+                break
+        return f"{line}: correct the paths, or give absolute ones and name their folder in input.images.folders"
+
 
 def _images_in(value: object) -> list[ImageSource]:
     sources = sources_of(value, "")
     return sources if isinstance(sources, list) else []
+
+
+def _is_named_as_picture(text: str) -> bool:
+    return text.lower().endswith(Images.endings) and "\n" not in text
 
 
 def _host(url: str) -> str | None:
@@ -260,6 +299,9 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     # Beside images, other columns may be about them: labels, names.
     longest = None if images.names else max(free, key=columns.mean_length, default=None)
     text = _first(free, _TEXTS) or longest or messages
+    if text is not None and text in images.lost:  # its names of files are no texts
+        images.names = [text]
+        text = None
     if text is None and not images.names:
         raise UserError(f"{path} has no column of text or images; it has {', '.join(names)}")
     of_labels = [name for name in free if name != text and _are_labels(columns.values[name])]
@@ -292,6 +334,8 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         query=query,
         images=tuple(images.names),
         image_hosts=images.hosts,
+        image_folders=images.folders,
+        lost_image=images.lost_line,
         most_images=images.most,
         has_image_parts=images.are_in_parts,
         documents=_first([name for name in names if columns.are_text_lists(name)], _DOCUMENTS),
@@ -377,8 +421,15 @@ def written_lines(path: str, data: Data, purpose: str) -> list[str]:
     if data.image_hosts:
         lines.append(f"images are fetched from {list_names(data.image_hosts)}, the hosts of the first rows; see "
                      f"input.images.hosts in {path}")  # fmt: skip
-    if purpose == "label" or (purpose in TAKE_LABELS and data.has_given_labels):
-        source = "" if data.labelled is None else f", the words of the column {data.labelled!r}"
+    if data.image_folders:
+        lines.append(f"images are read from {list_names(data.image_folders)}, the folders of the first rows; see "
+                     f"input.images.folders in {path}")  # fmt: skip
+    if data.lost_image is not None:
+        lines.append(f"warning: {data.lost_image}")
+    if purpose == "label" or (purpose in TAKE_LABELS and scores_labels(data)):
+        is_of_folders = data.labelled == FOLDER and PATH in data.images
+        words = "the names of the folders" if is_of_folders else f"the words of the column {data.labelled!r}"
+        source = "" if data.labelled is None else f", {words}"
         lines.append(f"labels: {', '.join(data.labels)}{source}; change them in {path} if they are not yours")
     return lines
 

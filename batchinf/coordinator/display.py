@@ -227,10 +227,13 @@ def _errors(status: JobStatus) -> Figure:
     kinds = [f"{num_rows:,} {name}" for name, num_rows in status.errors.items()]
     if not kinds:
         return number, ""
-    if (num_before := status.num_errors - sum(status.errors.values())) > 0:
-        kinds.append(f"{num_before:,} before")
+    num_results = sum(status.errors.values())
+    if status.num_errors > num_results:
+        kinds.append(f"{status.num_errors - num_results:,} before")
     kind, num_rows = next(iter(status.errors.items()))
     mostly = f"{number}, mostly {kind}" if 2 * num_rows > status.num_errors else number
+    if num_results > status.num_errors:  # a row has several requests
+        return f"{number}, in requests: {', '.join(kinds)}", mostly, number
     return f"{number}: {', '.join(kinds)}", mostly, number
 
 

@@ -16,6 +16,7 @@ from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, most_frequent, size_text, time_taken, time_text, without_numbers
 from batchinf.fleet.speed_text import speed_lines, tokens_text
+from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job
 from batchinf.manifest.lines import CHOSEN, EventLine
 from batchinf.manifest.names import part_name
@@ -28,6 +29,7 @@ from batchinf.records import Speed
 from batchinf.results import Results
 from batchinf.schedule.shards import total_rows
 from batchinf.spec.file import SpecFile
+from batchinf.spec.input import InputSpec
 
 _COLUMNS = ["row_index", "error_type", "error_message"]
 # Limits that make the closing lines quick for a job of any size.
@@ -80,6 +82,8 @@ class Summary:
     """Speed of this run; None if no engine worked."""
     errors: tuple[Failure, ...] = ()
     """Each reason of each error type, with its first row, the most frequent first."""
+    image_folder: str | None = None
+    """In which relative paths of images begin, if an image was not found."""
     remarks: tuple[str, ...] = ()
     """Further lines, such as an accuracy or a forecast."""
     has_begun: bool = True
@@ -107,6 +111,7 @@ class Summary:
             f"{self._device_time()} over all attempts",
             *self.remarks,
             *_error_lines(self.errors, self.num_errors),
+            *_image_folder_lines(self.image_folder),
             f"next: batchinf head {shlex.quote(self.folder)}{' --errors' if self.errors else ''}",
         ]
 
@@ -125,6 +130,15 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
         words = clip(failure.error_message, _DONE_CHARS)
         yield f"{failure.num_rows:,} × {failure.error_type}: {words} (as in row_index {failure.row_index})"
     yield from rest
+
+
+def _image_folder(where: InputSpec, errors: Sequence[Failure]) -> str | None:
+    """See `Summary.image_folder`."""
+    return image_folder(where) if any(failure.error_type == "image_not_found" for failure in errors) else None
+
+
+def _image_folder_lines(folder: str | None) -> list[str]:
+    return [] if folder is None else [f"relative paths of images begin in {folder}"]
 
 
 def nothing_to_run(file: SpecFile) -> Summary:
@@ -160,6 +174,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
     """
     folder = job_folder(file.spec.output.folder, file.slice)
     counts = state.counts
+    errors = tuple(commonest(folder, state, most=None)) if counts.num_errors else ()
     summary = Summary(
         folder=_named(file),
         num_rows=counts.num_rows,
@@ -172,7 +187,8 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
         has_gpus=state.has_devices,
         was_done=was_done,
         speed=None if was_done else state.speed,
-        errors=tuple(commonest(folder, state, most=None)) if counts.num_errors else (),
+        errors=errors,
+        image_folder=_image_folder(file.spec.input, errors),
         remarks=(*earlier, *(() if was_done else state.slower), *remarks([state]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
@@ -236,6 +252,7 @@ def ended_early_lines(job: Job, state: State) -> list[str]:
     failures = commonest(job.folder, state, journal.Journal(job.folder, "look", state.header.columns.journal_schema))
     return [
         *failure_lines(failures, _prompts(job, failures, state)),
+        *_image_folder_lines(_image_folder(job.spec.input, failures)),
         f"kept: {state.counts.num_rows:,} output rows in {len(state.parts):,} parts, and all other finished requests "
         "in the journal",
         "correct the spec or the input and give the new job another output.path; or continue this job despite its "

@@ -47,7 +47,7 @@ def _share_lines(replicas: Sequence[ReplicaShare]) -> Iterator[str]:
     time = f"{min(busy):.0%}" if min(busy) == max(busy) else f"{min(busy):.0%} to {max(busy):.0%}"
     yield f"rows by replica: {rows}; each had requests for {time} of the time"
     if num_idle := numbers.count(0):
-        yield f"{num_idle:,} of {len(replicas):,} replicas had no rows: {counted(sum(numbers), 'row')} in all"
+        yield f"{num_idle:,} of {len(replicas):,} replicas had no rows: {counted(sum(numbers), 'row')} ran in all"
 
 
 def tokens_text(prompt: float, output: float) -> str:

@@ -5,24 +5,27 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.errors import OutputError, SpecError
+from batchinf.base.errors import ImageError, OutputError, SpecError
 from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folders, read_cut, source_folder
 from batchinf.base.storage import Folder
 from batchinf.job.disk_space import check_size
 from batchinf.job.drift import check_cut, join_cut
+from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, max_model_len
 from batchinf.job.scratch import ScratchDatabase, scratch_database
 from batchinf.manifest.lock import not_begun_message
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State, read_state
-from batchinf.records import BoolArray, Extent, Int64Array
+from batchinf.prompts.media import ImageLoader
+from batchinf.records import BoolArray, Extent, Int64Array, Prompt
 from batchinf.schedule.positions import (
     RUN_FOLDER,
     Choice,
@@ -36,7 +39,7 @@ from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.rows import Source
 from batchinf.source.types import is_json_column, is_text
-from batchinf.tasks.columns import prompt_hash
+from batchinf.tasks.columns import IMAGE_DIGESTS, UNRENDERED_HASH, prompt_hash
 
 # Rows read at once: few at first, then as many as take _BYTES_AT_ONCE.
 _FIRST_ROWS = 1
@@ -237,6 +240,7 @@ _FIRST_BYTES = 1 << 16
 _MOST_BYTES = 8 << 20
 _PART_ROWS_AT_ONCE = 1 << 16
 _ROWS_TO_TOKENIZE = 256
+_NUM_IMAGE_READERS = 16
 
 
 class Exclusion:
@@ -267,6 +271,9 @@ class Exclusion:
         self._key = pa.field("prompt_hash", pa.int64())
         # Chat templates that print the date get the date when the job began, even if rows are chosen later.
         self._builder = job.prompt_builder(state)
+        images = where.images
+        self._loader = None if images is None else ImageLoader(images, base_folder=image_folder(where))
+        self._most_images = 0 if images is None else images.max_per_row
 
     def left(self, batches: Batches, folder: Folder, *, has_limit: bool) -> Generator[Int64Array, None, None]:
         """Positions of the rows that are left. batches: positions, and a table with `columns` of these rows.
@@ -286,8 +293,22 @@ class Exclusion:
         for first in range(0, len(rows), _ROWS_TO_TOKENIZE):
             read = self._job.source.read_rows(rows[first : first + _ROWS_TO_TOKENIZE], self._builder.columns)
             prompts = self._builder.build(read, max_model_len(self._job))
-            hashes += [prompt_hash(np.array(prompt.token_ids, np.int32)) for prompt in prompts]
+            if self._loader is None:
+                hashes += map(self._hash, prompts)
+                continue
+            with ThreadPoolExecutor(_NUM_IMAGE_READERS) as threads:
+                hashes += threads.map(self._hash, prompts)
         return pa.chunked_array([hashes], pa.int64())
+
+    def _hash(self, prompt: Prompt) -> int | None:
+        """Of a prompt as it is before its images are rendered. None if it cannot run: the row is to run again."""
+        if len(prompt.image_sources) > self._most_images:
+            return None
+        try:
+            digests = [self._loader.digest(source) for source in prompt.image_sources] if self._loader else []
+        except ImageError:
+            return None
+        return prompt_hash(np.array(prompt.token_ids, np.int32), digests)
 
     def _read_done(self, scratch: ScratchDatabase) -> None:
         """Make the table `done` with the keys of the rows that the jobs have done."""
@@ -315,10 +336,22 @@ class Exclusion:
     def _keys_of_part(self, out: str, folder: Folder, name: str) -> Iterator[pa.Table]:
         with open_part(folder.path(name), page_checksum_verification=True) as file:
             self._check_type(out, file.schema_arrow)
-            for batch in file.iter_batches(_PART_ROWS_AT_ONCE, columns=[self._on, "error_type"]):
+            key = self._key_of(out, file.schema_arrow.names)
+            for batch in file.iter_batches(_PART_ROWS_AT_ONCE, columns=[key, "error_type"]):
                 table = pa.Table.from_batches([batch])
                 good = table.filter(pc.is_null(table.column("error_type")))
-                yield pa.table({"key": key_column(good.column(self._on), good.schema.field(self._on))})
+                yield pa.table({"key": key_column(good.column(key), good.schema.field(key))})
+
+    def _key_of(self, out: str, names: Sequence[str]) -> str:
+        """The column of a part that has the keys."""
+        if self._on == "id" or self._loader is None or IMAGE_DIGESTS not in names:
+            return self._on
+        if UNRENDERED_HASH not in names:
+            raise self._wrong(
+                f"got prompt_hash, but the rows in {out} have no {UNRENDERED_HASH}, because that job began with an "
+                "older version of batchinf; give both jobs an id_column and use id"
+            )
+        return UNRENDERED_HASH
 
     def _check_type(self, out: str, schema: pa.Schema) -> None:
         if self._on not in schema.names:

@@ -57,7 +57,8 @@ class Pictures:
         """has_copies: make small copies. fetches: load images of URLs too, from the hosts that the spec names."""
         settings = job.spec.input.images
         assert settings is not None
-        self._loader = ImageLoader(settings, base_folder=image_folder(job.spec.input))
+        self._folder = image_folder(job.spec.input)
+        self._loader = ImageLoader(settings, base_folder=self._folder)
         self._has_copies = has_copies
         self._fetches = fetches
         self._bytes_left = _MOST_BYTES
@@ -69,13 +70,14 @@ class Pictures:
 
     def _picture(self, source: ImageSource, digest: str | None) -> Picture:
         name = _name_of(source)
-        if _is_url(source) and not self._fetches:
+        if not self._fetches and self._loader.fetches(source):
             return Picture(name, digest, note="not fetched for this page; `batchinf inspect` shows it")
         try:
             loaded = self._loader.load(source)
         except ImageError as error:
             gone = "" if digest is None else "it is not there any more: "
-            return Picture(name, digest, note=gone + error.message)
+            where = f"; relative paths begin in {self._folder}" if error.error_type == "image_not_found" else ""
+            return Picture(name, digest, note=gone + error.message + (where if self._folder else ""))
         if digest is not None and loaded.digest != digest:
             return Picture(name, digest, note="it has changed since the job ran the row")
         about = f"{loaded.width:,} × {loaded.height:,}, {loaded.format}, {size_text(loaded.num_bytes)}"
@@ -98,10 +100,6 @@ def small_copy(image: "Image.Image") -> str:
     file = io.BytesIO()
     small.save(file, "jpeg", quality=_QUALITY)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _is_url(source: ImageSource) -> bool:
-    return isinstance(source, str) and source.lower().startswith(("http:", "https:"))
 
 
 def _name_of(source: ImageSource) -> str:

@@ -11,18 +11,22 @@ import hashlib
 import io
 import os
 import pathlib
+import random
 import re
 import stat
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import unquote_to_bytes
 
+from batchinf.base.bucket import Bucket, ObjectTooLargeError, StoreError
 from batchinf.base.errors import ImageError
-from batchinf.base.places import shown_url
+from batchinf.base.places import is_bucket, normal_bucket_url, shown_url, split_bucket_url
 from batchinf.base.storage import Folder
-from batchinf.base.text import clip, error_message, name_type
+from batchinf.base.text import clip, counted, error_message, name_type
+from batchinf.prompts.url_cache import UrlCache
 from batchinf.spec.images import ImageSettings
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ _WHITE_IS_ZERO = 0
 # A row's path that no file can have.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
+_STORES = ("s3", "gs", "az")
+_FIRST_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,54 +72,79 @@ class ImageLoader:
     """Loads images as rows give them. Threads may share it."""
 
     def __init__(self, settings: ImageSettings, *, base_folder: str | None, cache_folder: Folder | None = None) -> None:
-        """base_folder: the input's folder, in which relative paths begin; None if the input has no folder here.
+        """base_folder: the input's folder, in which relative paths begin: here or in a bucket. None: it has none.
 
-        cache_folder: for images of URLs. Without it, they are kept in memory for a short time.
+        cache_folder: for images of URLs. Without it, those of web servers are kept in memory for a short time.
         """
         self._settings = settings
-        self._cache_folder = cache_folder if settings.cache_bytes else None
-        self._base_folder = None if base_folder is None else os.path.realpath(base_folder)
+        self._cache: UrlCache | None = None
+        if cache_folder is not None and settings.cache_bytes:
+            self._cache = UrlCache(cache_folder, settings.cache_bytes)
+        is_in_bucket = base_folder is not None and is_bucket(base_folder)
+        self._bucket_folder = base_folder if is_in_bucket else None
+        self._base_folder = None if base_folder is None or is_in_bucket else os.path.realpath(base_folder)
         folders = (*settings.folders, *([] if base_folder is None else [base_folder]))
         self._lock = threading.Lock()
         self._downloads: Downloads | None = None
-        self._folders = [os.path.realpath(folder) for folder in folders]
+        self._folders = [os.path.realpath(folder) for folder in folders if not is_bucket(folder)]
+        self._objects = _Objects(settings, [folder for folder in folders if is_bucket(folder)], self._cache)
 
     def load(self, source: object) -> LoadedImage:
         """Read and decode an image. Raises ImageError.
 
-        source: the encoded bytes; text with a path or with a `data:`, `file:`, `http:` or `https:` URL; or a mapping
-        with `bytes` or `path`, as the feature `Image` of Hugging Face datasets.
+        source: the encoded bytes; text with a path or with a URL: `data:`, `file:`, `http:`, `https:`, `s3:`, `gs:` or
+        `az:`; or a mapping with `bytes` or `path`, as the feature `Image` of Hugging Face datasets.
         """
+        return self._decoded(*self._encoded(source))
+
+    def digest(self, source: object) -> str:
+        """`LoadedImage.digest` of an image, without decoding it. Raises ImageError. source: see `load`."""
+        data, _ = self._encoded(source)
+        return _digest(data)
+
+    def _encoded(self, source: object) -> tuple[bytes, str]:
+        """The bytes of an image, and its name in messages."""
         if isinstance(source, Mapping):
             source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
         if isinstance(source, bytes | bytearray | memoryview):
-            return self._decoded(bytes(source), _UNNAMED)
+            return bytes(source), _UNNAMED
         if not isinstance(source, str):
             got = name_type(source)
             raise ImageError("image_broken", f"got {got}; an image is bytes, or text with a path or a URL")
         scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:)", source, re.IGNORECASE)
         match scheme and scheme[0].lower():
             case "data":
-                return self._decoded(self._bytes_of_data_url(source), _UNNAMED)
+                return self._bytes_of_data_url(source), _UNNAMED
             case "file":
                 return self._read(_path_of_url(source))
             case "http" | "https":
-                return self._decoded(self._fetched(source), f"'{clip(shown_url(source), 200)}'")
+                return self._fetched(source), f"'{clip(shown_url(source), 200)}'"
+            case store if store in _STORES and "://" in source:
+                return self._objects.read(source)
             case _ if "://" in source:
                 shown = clip(shown_url(source), 200)
-                raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a data:, file:, http: or "
-                                 "https: URL; copy it to a folder, and give its path")  # fmt: skip
+                raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a URL: data:, file:, http:, "
+                                 "https:, s3:, gs: or az:; copy it to a folder, and give its path")  # fmt: skip
+        if self._bucket_folder is not None and not os.path.isabs(source):
+            return self._objects.read(f"{self._bucket_folder}/{source}")
         return self._read(source)
+
+    def fetches(self, source: object) -> bool:
+        """Whether a server or a store has the image. source: see `load`."""
+        if isinstance(source, Mapping):
+            source = source.get("path") if source.get("bytes") is None else None
+        if not isinstance(source, str):
+            return False
+        if "://" in source or source[:5].lower() in ("data:", "file:"):
+            return source.partition("://")[0].lower() in ("http", "https", *_STORES)
+        return self._bucket_folder is not None and not os.path.isabs(source)
 
     def _fetched(self, url: str) -> bytes:
         with self._lock:
             if self._downloads is None:
                 from batchinf.prompts.downloads import Downloads
-                from batchinf.prompts.url_cache import UrlCache
 
-                folder = self._cache_folder
-                cache = None if folder is None else UrlCache(folder, self._settings.cache_bytes)
-                self._downloads = Downloads(self._settings, cache)
+                self._downloads = Downloads(self._settings, self._cache)
         return self._downloads.fetch(url)
 
     def _bytes_of_data_url(self, url: str) -> bytes:
@@ -129,7 +160,7 @@ class ImageLoader:
         except (binascii.Error, ValueError) as error:
             raise ImageError("image_broken", f"the data: URL is no base64: {error_message(error)}") from error
 
-    def _read(self, path: str) -> LoadedImage:
+    def _read(self, path: str) -> tuple[bytes, str]:
         name = f"'{clip(path, 200)}'"
         try:
             with open(self._resolved(path, name), "rb", opener=_open_at_once) as file:
@@ -139,7 +170,7 @@ class ImageLoader:
             raise ImageError("image_not_found", f"{name} is no path that a file can have") from None
         except OSError as error:
             _refuse_file(error, name)
-        return self._decoded(data, name)
+        return data, name
 
     def _resolved(self, path: str, name: str) -> pathlib.Path:
         """The path without symbolic links. Outside of the folders it is refused before the file is looked for."""
@@ -186,12 +217,84 @@ class ImageLoader:
             self._refuse_pixels(f"{name} has too many pixels")
         except Exception as error:  # Pillow's decoders raise errors of many types
             raise ImageError("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
-        digest = hashlib.sha256(data).hexdigest()
-        return LoadedImage(image, digest, encoded.format or "", width=image.width, height=image.height,
+        return LoadedImage(image, _digest(data), encoded.format or "", width=image.width, height=image.height,
                            num_bytes=len(data))  # fmt: skip
 
     def _refuse_pixels(self, got: str) -> NoReturn:
         raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}")
+
+
+class _Objects:
+    """Reads images from buckets. Threads may share it.
+
+    A process uses it only after its last fork, as `base/bucket.py` says: replicas load images once their engine is up.
+    """
+
+    def __init__(self, settings: ImageSettings, folders: Sequence[str], cache: UrlCache | None) -> None:
+        """folders: those that rows may name."""
+        self._settings = settings
+        self._folders = [f"{folder.rstrip('/')}/" for folder in folders]
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._buckets: dict[str, Bucket] = {}
+
+    def read(self, url: str) -> tuple[bytes, str]:
+        """The bytes of an object, and its name in messages. What is in the cache is not read. Raises ImageError."""
+        url = normal_bucket_url(url)
+        # A name may have `#` and `?`, but what follows `?` may be a key.
+        shown = clip(re.sub("//[^/@]*@", "//…@", re.sub(r"\?.*", "?…", url)), 200)
+        name = f"'{shown}'"
+        place = split_bucket_url(url)
+        if place is None or not url.startswith(tuple(self._folders)):
+            folder = "" if place is None else f", {shown.partition('?')[0].rpartition('/')[0]},"
+            raise ImageError("image_forbidden", f"{name} is outside of the input's folder; name its folder{folder} in "
+                             "input.images.folders to allow it")  # fmt: skip
+        data = None if self._cache is None else self._cache.get(url)
+        if data is None:
+            data = self._with_retries(*place, name)
+            if self._cache is not None:
+                self._cache.put(url, data)
+        return data, name
+
+    def _with_retries(self, root: str, path: str, name: str) -> bytes:
+        settings = self._settings
+        bucket = self._bucket(root, name)
+        end = time.monotonic() + settings.timeout_s
+        num_tries = 0
+        while True:
+            num_tries += 1
+            left_s = max(0.0, end - time.monotonic())
+            try:
+                return bucket.read_once(path, most_bytes=settings.max_bytes, timeout_s=left_s)
+            except FileNotFoundError as error:
+                raise ImageError("image_not_found", f"{name} {error}") from None
+            except PermissionError as error:
+                raise ImageError("image_forbidden", f"{name} cannot be read: {error}") from None
+            except ObjectTooLargeError as error:
+                raise ImageError("image_too_large", f"{name} has {error}, and input.images.max_bytes allows "
+                                 f"{settings.max_bytes:,}") from None  # fmt: skip
+            except TimeoutError:
+                raise ImageError("image_timeout", f"{name} was not fetched in {settings.timeout_s:g} s "
+                                 "(input.images.timeout_s)") from None  # fmt: skip
+            except StoreError as error:
+                pause_s = _FIRST_PAUSE_S * 2 ** (num_tries - 1) * random.uniform(0.5, 1)
+                if num_tries > settings.retries or time.monotonic() + pause_s > end:
+                    raise ImageError("image_unavailable", f"{name} was not fetched in {counted(num_tries, 'request')}: "
+                                     f"{error}") from None  # fmt: skip
+            time.sleep(pause_s)
+
+    def _bucket(self, root: str, name: str) -> Bucket:
+        with self._lock:
+            if root not in self._buckets:
+                try:
+                    self._buckets[root] = Bucket(root)
+                except StoreError as error:  # the package is missing
+                    raise ImageError("image_unavailable", f"{name} cannot be read: {error}") from None
+            return self._buckets[root]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _path_of_url(url: str) -> str:

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowError
@@ -24,7 +25,7 @@ from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.media import ImageLoader, LoadedImage
 from batchinf.records import Prompt, RenderedPrompt, Span
 from batchinf.spec.images import ImageSettings
-from batchinf.tasks.columns import IMAGE_DIGESTS
+from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
 
 # `Engine.render`.
 Render = Callable[[list[int], Sequence[Any]], RenderedPrompt]
@@ -82,7 +83,9 @@ class ImagePrompts:
         digests = tuple(image.digest for image in loaded)
         _refuse_changes(prompt, digests, known.get(prompt.row_index))
         shapes = tuple((image.format, image.width, image.height) for image in loaded)
-        prompt = replace(prompt, image_sources=(), image_digests=digests, image_shapes=shapes)
+        unrendered_hash = prompt_hash(np.array(prompt.token_ids, np.int32), digests)
+        prompt = replace(prompt, image_sources=(), image_digests=digests, image_shapes=shapes,
+                         unrendered_hash=unrendered_hash)  # fmt: skip
         shared = _shared_ids(prompt)
         try:
             rendered = render(shared, [image.image for image in loaded])
@@ -140,7 +143,7 @@ def stored_digests(opened: OpenLease, part: pathlib.Path | None) -> dict[int, Se
 
 
 def _failed(prompt: Prompt, error: RowError) -> Prompt:
-    return replace(prompt, image_sources=(), token_ids=[], scoring=None, error=error)
+    return replace(prompt, image_sources=(), token_ids=[], scoring=None, unrendered_hash=None, error=error)
 
 
 def _shared_ids(prompt: Prompt) -> list[int]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from batchinf.base.errors import InputError
+from batchinf.base.places import folder_problem, is_bucket
 from batchinf.base.text import near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
@@ -70,7 +71,13 @@ def _is_device(path: str) -> bool:
 
 
 def folder_of(path: str) -> str | None:
-    """The folder to which paths in the rows of an input are relative; None for a URL or a dataset of the hub."""
+    """The folder to which paths in the rows of an input are relative, on this host or in a bucket.
+
+    None for another URL or a dataset of the hub. In a bucket, a name with the ending of a format is that of a file.
+    """
+    if is_bucket(path) and folder_problem(path) is None:
+        is_file = glob.has_magic(path) or format_by_ending(path) is not None
+        return (_root_of(path) if is_file else path).rstrip("/")
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         return os.path.abspath(path)
@@ -129,5 +136,14 @@ def one_format(files: Sequence[InputFile], input: InputLocation) -> FileFormat:
         last_files[format] = file.name
     if len(last_files) > 1:
         names = ", ".join(last_files.values())
-        raise InputError(f"{input.path} mixes formats: {names}; set `format` or narrow the path")
+        offered = _offered(input.path, last_files)
+        raise InputError(f"{input.path} mixes formats: {names}; set `input.format` to {offered}, or narrow the path")
     return next(iter(last_files)).for_input(input)
+
+
+def _offered(path: str, formats: Iterable[FileFormat]) -> str:
+    """The formats that a mixed input may be read as, with those of a folder that are passed over beside others."""
+    names = {format.name for format in formats}
+    for _, _, files in os.walk(os.path.expanduser(path)):
+        names |= {format.name for format in map(format_by_ending, files) if format and format.is_often_beside_data}
+    return " or ".join(sorted(names))

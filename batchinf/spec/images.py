@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, on_this_host, wrong
+from batchinf.base.places import elsewhere, folder_problem, is_bucket
+from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, wrong
 
 # A name in ASCII, with or without `*.` before it, or an IPv4 address; an IPv6 address; and a port.
 _HOST = re.compile(
@@ -31,7 +32,15 @@ def _checked_host(host: str) -> str:
     )
 
 
-_Folder = Annotated[Path, on_this_host("copy the images to this host, and give their folder")]
+def _checked_folder(folder: str) -> str:
+    instead = "copy the images to this host, and give their folder"
+    message = folder_problem(folder) if is_bucket(folder) else elsewhere(folder, instead)
+    if message is not None:
+        raise wrong(message)
+    return folder
+
+
+_Folder = Annotated[Path, AfterValidator(_checked_folder)]
 _Host = Annotated[Text, AfterValidator(_checked_host)]
 
 
@@ -46,7 +55,7 @@ class ImageSettings(Section):
     max_pixels: Annotated[int, Field(ge=1, le=89_478_485), RUNTIME] = 40_000_000
     """Width × height of an image. A larger one makes an error row, and is not decoded."""
     folders: Annotated[tuple[_Folder, ...], Field(strict=False), RUNTIME] = ()
-    """Folders of this host in which rows may name files, besides the folder of the input."""
+    """Folders in which rows may name images, besides the input's: of this host, or in a bucket, `s3://bucket/photos`."""
     hosts: Annotated[tuple[_Host, ...], Field(strict=False), RUNTIME] = ()
     """Hosts from which images of `http:` and `https:` URLs may be fetched: see docs/security.md. Default: none."""
     timeout_s: Annotated[float, Field(gt=0, le=3600), RUNTIME] = 20.0

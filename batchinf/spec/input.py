@@ -292,15 +292,16 @@ class InputSpec(Section):
         if self.job is not None and is_bucket(self.job):
             # Replicas look in the other job for the folder of its images, and have no access to a bucket.
             raise wrong(f"got {self.job!r} in a job with images; must be a folder of this host: copy it here", "job")
-        takes_none = next((form for form in ("text_column", "query_column") if getattr(self, form) is not None), None)
-        if takes_none is not None:
-            raise wrong("got it in a job with images; only a prompt has them: leave one of them out", takes_none)
+        if self.text_column is not None:
+            raise wrong("got it in a job with images, which a whole text cannot have: leave the images out, or score "
+                        "choices or a continuation after a prompt with images", "text_column")  # fmt: skip
+        if self.query_column is not None:
+            raise wrong("got it in a job with images, which queries and documents cannot have: leave the images out. "
+                        "To rank pictures, embed them and the query with task embed, or score yes and no after each",
+                        "query_column")  # fmt: skip
         if self.on_overlong != "error":
             raise wrong(f"got {self.on_overlong} in a job with images; it would cut images off: leave it out",
                         "on_overlong")  # fmt: skip
-        if self.exclude is not None and self.exclude.on == "prompt_hash":
-            raise wrong("got prompt_hash in a job with images, whose prompts are known only when it runs; give an "
-                        "id_column and use id", "exclude.on")  # fmt: skip
 
     def _check_exclude(self) -> None:
         if self.exclude is not None and self.exclude.on == "id" and self.id_column is None and not self.is_batch_file:

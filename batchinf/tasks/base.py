@@ -4,6 +4,7 @@ import abc
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 
+from batchinf.base.bucket import NEEDS_OBSTORE
 from batchinf.base.errors import SpecError
+from batchinf.base.places import is_bucket
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
@@ -19,13 +22,22 @@ from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_U
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
-from batchinf.tasks.columns import Fields, leaf_of, repeat, result_schema, shared_columns, without_requests
+from batchinf.tasks.columns import (
+    UNRENDERED_HASH,
+    Fields,
+    leaf_of,
+    repeat,
+    result_schema,
+    shared_columns,
+    without_requests,
+)
 from batchinf.tasks.compare import Comparison
 from batchinf.tasks.verification import Verification
 
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # No dictionary encoding: nearly every value is different.
-_UNIQUE = frozenset({"id", "row_index", "prompt_hash", "prompt", "text", "reasoning", "cumulative_logprob"})
+_HASHES = ("prompt_hash", UNRENDERED_HASH)
+_UNIQUE = frozenset({"id", "row_index", *_HASHES, "prompt", "text", "reasoning", "cumulative_logprob"})
 _NO_STATISTICS = frozenset({"prompt", "text", "reasoning", "error_message"})
 # Assumed number of tokens of a prompt or an output whose length is unknown.
 LIKELY_TOKENS = 256
@@ -166,6 +178,9 @@ class Task(abc.ABC):
         if self.spec.input.has_images and not self.takes_images:
             field = next((field for field, _ in self.spec.input.image_columns), "input.images")
             raise SpecError(f"{field}: got it with task {self.name}, which takes no images yet: leave it out")
+        images = self.spec.input.images
+        if images is not None and any(map(is_bucket, images.folders)) and importlib.util.find_spec("obstore") is None:
+            raise SpecError(f"input.images.folders: {NEEDS_OBSTORE}")
 
     def describe(self) -> str:
         """A line that tells users what is stored of each row; empty if the task's name and the sampling say enough."""
@@ -420,4 +435,4 @@ def _is_split(path: str, item: pa.DataType) -> bool:
     if ".list." in path:
         # DuckDB cannot read byte-stream split float16. It would save 0.22 of 1.77 bytes a logprob.
         return bool(pa.types.is_primitive(item)) and item not in (pa.float16(), pa.bool_())
-    return path == "prompt_hash" or item in (pa.float64(), pa.float32())
+    return path in _HASHES or item in (pa.float64(), pa.float32())

@@ -19,6 +19,9 @@ Fields = Sequence[tuple[str, pa.DataType]]
 ITEM = "element"
 INT32 = np.dtype(np.int32)
 IMAGE_DIGESTS = "image_digests"  # only in jobs with images
+# Only in jobs with images that began with this column: see `Prompt.unrendered_hash`. `input.exclude` compares it, since
+# it is known without the model's processor. In rows without images it is `prompt_hash`.
+UNRENDERED_HASH = "unrendered_prompt_hash"
 _MAX_OFFSET = 2**31 - 1
 
 
@@ -88,7 +91,18 @@ def _image_columns(prompts: Sequence[Prompt]) -> dict[str, pa.Array]:
         name: pa.array([None if row is None else [shape[place] for shape in row] for row in shapes], type)
         for place, (name, type) in enumerate(IMAGE_FACTS)
     }
-    return {IMAGE_DIGESTS: pa.array(digests, list_of(pa.string())), **facts}
+    hashes = [_unrendered_hash(prompt) for prompt in prompts]
+    return {
+        IMAGE_DIGESTS: pa.array(digests, list_of(pa.string())),
+        UNRENDERED_HASH: pa.array(hashes, pa.int64()),
+        **facts,
+    }
+
+
+def _unrendered_hash(prompt: Prompt) -> int | None:
+    if prompt.unrendered_hash is not None or prompt.image_digests != ():
+        return prompt.unrendered_hash
+    return prompt_hash(np.array(prompt.token_ids, np.int32))
 
 
 def _prompt_columns(prompts: Sequence[Prompt], include_prompt: bool) -> dict[str, pa.Array]:
@@ -291,7 +305,7 @@ def result_schema(spec: JobSpec, task_fields: Fields, *, may_truncate: bool | No
         ("num_requests", pa.int32()),
         ("prompt_hash", pa.int64()),
         *([("request", pa.string())] if spec.input.is_batch_file else []),
-        *([(IMAGE_DIGESTS, list_of(pa.string())), *IMAGE_FACTS] if spec.input.has_images else []),
+        *(_image_fields() if spec.input.has_images else []),
         *(prompt if spec.output.include_prompt else []),
         *task_fields,
         ("num_prompt_tokens", pa.int32()),
@@ -303,6 +317,10 @@ def result_schema(spec: JobSpec, task_fields: Fields, *, may_truncate: bool | No
         (encoder.SECOND_BOS_COLUMN, pa.bool_()),
     ]
     return pa.schema(fields)
+
+
+def _image_fields() -> Fields:
+    return [(IMAGE_DIGESTS, list_of(pa.string())), (UNRENDERED_HASH, pa.int64()), *IMAGE_FACTS]
 
 
 def without_requests(schema: pa.Schema) -> pa.Schema:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from batchinf.base.ragged import Ragged, to_ragged
 from batchinf.records import BoolArray
+from batchinf.tasks.columns import IMAGE_DIGESTS
 
 Floats = npt.NDArray[np.float64]
 
@@ -70,7 +71,9 @@ class RowChanges:
     num_both: int = 0
     num_changed: int = 0
     num_other_prompts: int = 0
-    """Rows whose prompts differ in token ids."""
+    """Rows whose prompts differ in token ids or images."""
+    num_other_images: int = 0
+    """Those of them whose images differ. 0 if one of the jobs has no images."""
     num_errors_only_a: int = 0
     num_errors_only_b: int = 0
     own: TaskChanges
@@ -89,7 +92,7 @@ class Changes(abc.ABC):
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int, columns: Sequence[str]) -> None:
         """columns: those of the task. Only columns that both jobs have are compared."""
-        names = ("prompt_hash", *columns, "error_type")
+        names = ("prompt_hash", IMAGE_DIGESTS, *columns, "error_type")
         self.columns = [name for name in names if name in a.schema.names and name in b.schema.names]
         self._num_examples = num_examples
         self._examples: list[tuple[float, dict[str, Any]]] = []
@@ -110,6 +113,7 @@ class Changes(abc.ABC):
             num_both=rows.num_rows,
             num_changed=int(np.count_nonzero(columns["is_changed"])),
             num_other_prompts=int(np.count_nonzero(~columns["is_same_prompt"])),
+            num_other_images=int(np.count_nonzero(~self._are_same_images(rows))),
             num_errors_only_a=int(np.count_nonzero(a & ~b)),
             num_errors_only_b=int(np.count_nonzero(b & ~a)),
         )
@@ -120,6 +124,13 @@ class Changes(abc.ABC):
         by_distance = sorted([*self._examples, *examples], key=lambda example: -example[0])
         self._examples = by_distance[: self._num_examples]
         return table
+
+    def _are_same_images(self, rows: pa.RecordBatch) -> BoolArray:
+        if IMAGE_DIGESTS not in self.columns:
+            return np.ones(rows.num_rows, np.bool_)
+        a, b = (pc.binary_join(digests, " ") for digests in both_columns(rows, IMAGE_DIGESTS))
+        # Of an image that could not be loaded, nothing is known.
+        return np.asarray(pc.fill_null(pc.equal(a, b), True).to_numpy(zero_copy_only=False), np.bool_)
 
     @abc.abstractmethod
     def _compare(self, rows: pa.RecordBatch) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The specs that `batchinf init` writes: one short commented YAML file for each purpose."""
 
+import itertools
 import json
 import re
 import shlex
@@ -66,6 +67,10 @@ class Data:
     """Of CSV files; None for the default."""
     image_hosts: tuple[str, ...] = ()
     """Of their URLs."""
+    image_folders: tuple[str, ...] = ()
+    """Of their objects in buckets."""
+    lost_image: str | None = None
+    """What to do about an image that is not where its path leads."""
     most_images: int = 0
     """Of a row."""
     has_image_parts: bool = False
@@ -76,6 +81,11 @@ class Data:
         """The column with the text, of an input without images."""
         assert self.text is not None
         return self.text
+
+    @property
+    def has_several_images(self) -> bool:
+        """Whether a row has several images."""
+        return len(self.images) > 1 or self.most_images > 1
 
     @property
     def has_only_messages(self) -> bool:
@@ -165,7 +175,8 @@ def _question(data: Data) -> str:
 
 
 def _which_label(data: Data) -> str:
-    return f"Which label fits the {'picture' if data.images else 'text'}?"
+    what = "text" if not data.images else "pictures" if data.has_several_images else "picture"
+    return f"Which label fits the {what}?"
 
 
 def _generate(data: Data, wanted: StarterWanted) -> _Starter:
@@ -207,8 +218,13 @@ def _score(data: Data, wanted: StarterWanted) -> _Starter:
     return "Scores each text: logprobs, perplexity and bits per byte.", lines, section
 
 
+def scores_labels(data: Data) -> bool:
+    """Whether `score` scores the labels of `data`, and not choices or continuations of the rows."""
+    return data.has_given_labels or (bool(data.images) and data.choices is None)
+
+
 def _score_labels(data: Data, wanted: StarterWanted) -> _Starter:
-    has_labels = data.choices is None or data.has_given_labels
+    has_labels = scores_labels(data)
     lines = _asked(data, wanted, _question(data) if has_labels else _which_label(data))
     answer = data.labelled
     if has_labels:
@@ -243,7 +259,8 @@ def _embed(data: Data, wanted: StarterWanted) -> _Starter:
         asked = ["  format: openai    # a line has its inputs, and may have its own dimensions and encoding_format"]
         return "Embeds the inputs of an OpenAI batch file.", asked, pooling
     if data.images:
-        return "Stores a vector for each picture.", _asked(data, wanted, ""), pooling
+        what = "row's pictures" if data.has_several_images else "picture"
+        return f"Stores a vector for each {what}.", _asked(data, wanted, "", describes=False), pooling
     prompt = _conversations(data) if data.has_only_messages else f"  prompt_column: {_yaml(data.text_column)}"
     return "Stores a vector for each text.", [prompt], pooling
 
@@ -280,13 +297,16 @@ PURPOSES: dict[str, Callable[[Data, StarterWanted], _Starter]] = {
 }
 
 
-def _asked(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
-    """The prompt: the row's images and text, after an instruction if there is one."""
+def _asked(data: Data, wanted: StarterWanted, instruction: str, *, describes: bool = True) -> list[str]:
+    """The prompt: the row's images and text, after an instruction if there is one.
+
+    describes: ask for a description if a row has only images.
+    """
     if not instruction and (data.has_only_messages or (data.messages is not None and wanted.is_chat)):
         columns = [f"  images_column: [{', '.join(map(_yaml, data.images))}]"] if data.images else []
         return [_conversations(data), *columns]
     if data.images:
-        return _asked_of_images(data, wanted, instruction)
+        return _asked_of_images(data, wanted, instruction, describes=describes)
     if not (instruction or wanted.is_chat) or not data.text_column.isprintable():
         turn = ["  add_generation_prompt: true    # each prompt is a user's message in the model's chat template"]
         return [f"  prompt_column: {_yaml(data.text_column)}", *(turn if wanted.is_chat else _other_prompts(data))]
@@ -319,7 +339,7 @@ def _text_of(data: Data) -> str:
     return f"{{{{ {name if _NAME.fullmatch(name) else column_call(name)} }}}}"
 
 
-def _asked_of_images(data: Data, wanted: StarterWanted, instruction: str) -> list[str]:
+def _asked_of_images(data: Data, wanted: StarterWanted, instruction: str, *, describes: bool) -> list[str]:
     if not wanted.is_chat:
         raise UserError(
             f"--model: {wanted.model} has no chat template, so the place of an image in its prompts is not known; give "
@@ -327,23 +347,31 @@ def _asked_of_images(data: Data, wanted: StarterWanted, instruction: str) -> lis
             "placeholder, see docs/how-to/images.md"
         )
     has_text = data.text is not None and not data.has_only_messages
-    lines = [instruction] if instruction or has_text else ["Describe the picture."]
+    question = f"Describe the {'pictures' if data.has_several_images else 'picture'}." if describes else ""
+    lines = [instruction] if instruction or has_text else [question] if question else []
     if has_text:
         lines = [*lines, "", f"Text: {_text_of(data)}"] if instruction else [_text_of(data)]
+    text = ["        - type: text", "          text: |-", *(f"            {line}".rstrip() for line in lines)]
     return [
         "  messages:    # a conversation, for the model's chat template; {{ }} is a column of the row",
         "    - role: user",
         "      content:",
-        *(f"        - {{type: image, column: {_yaml(column)}}}" for column in data.images),
-        "        - type: text",
-        "          text: |-",
-        *(f"            {line}".rstrip() for line in lines),
+        *itertools.chain.from_iterable(_image_lines(data, column) for column in data.images),
+        *(text if lines else []),
     ]
+
+
+def _image_lines(data: Data, column: str) -> list[str]:
+    """The part of an image, after the name of its column if there are several such columns."""
+    image = f"        - {{type: image, column: {_yaml(column)}}}"
+    return [f"        - {{type: text, text: {_yaml(f'{column}:')}}}", image] if len(data.images) > 1 else [image]
 
 
 def _image_settings(data: Data) -> list[str]:
     """The section `input.images`, if the job needs it."""
     fields = [f"hosts: [{', '.join(map(_yaml, data.image_hosts))}]"] if data.images and data.image_hosts else []
+    if data.images and data.image_folders:
+        fields.append(f"folders: [{', '.join(map(_path, data.image_folders))}]")
     if data.images and data.most_images > _FEW_IMAGES:
         fields.append(f"max_per_row: {data.most_images}")
     if not fields and (data.images or not data.has_image_parts):

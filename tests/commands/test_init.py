@@ -21,7 +21,7 @@ from pictures import VISION
 import batchinf
 import jobs
 from batchinf.base.errors import ModelError, UserError
-from batchinf.commands.init import has_chat_template, look_at
+from batchinf.commands.init import has_chat_template, look_at, written_lines
 from batchinf.tasks.starters import PURPOSES, StarterWanted, write_spec
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
@@ -289,6 +289,35 @@ def test_images_are_found(form: str, tmp_path: pathlib.Path) -> None:
     assert "<image>" in report.rows[0].text
 
 
+def test_names_of_pictures_are_no_texts(tmp_path: pathlib.Path) -> None:
+    names = sorted(path.name for path in picture_files(tmp_path).rglob("red/*.png"))
+    data = rows_file(tmp_path, [{"file": name, "colour": "red"} for name in names])
+    path = written("generate", data, tmp_path, model=VISION)
+    assert yaml.safe_load(path.read_text())["input"]["messages"][0]["content"][0] == {"type": "image", "column": "file"}
+    found = look_at(str(data))
+    warnings = [line for line in written_lines("job.yaml", found, "generate") if line.startswith("warning")]
+    assert warnings == [
+        f"warning: column 'file': '{names[0]}' is no picture in {tmp_path}, where relative paths begin, but there is "
+        f"one in pictures/red: write paths such as pictures/red/{names[0]} into the column"
+    ]
+    # Another column has the texts; it says all the same that the pictures are left out.
+    described = look_at(str(rows_file(tmp_path, [{"file": name, "caption": "A red picture."} for name in names])))
+    assert (described.text, described.images) == ("caption", ()) and described.lost_image is not None
+
+
+def test_pictures_in_buckets_and_pairs_of_pictures(tmp_path: pathlib.Path) -> None:
+    rows = [{"before": f"s3://bucket/old/{n}.png", "after": f"s3://bucket/new/{n}.png"} for n in range(3)]
+    path = written("label", rows_file(tmp_path, rows), tmp_path, model=VISION)
+    [message] = yaml.safe_load(path.read_text())["input"]["messages"]
+    assert [part.get("column") or part["text"].partition(" Answer")[0] for part in message["content"]] == [
+        "before:", "before", "after:", "after", "Which label fits the pictures?"]  # fmt: skip
+    folders = yaml.safe_load(path.read_text())["input"]["images"]["folders"]
+    assert folders == ["s3://bucket/old", "s3://bucket/new"]
+    path.unlink()
+    [message] = yaml.safe_load(written("embed", PICTURES, tmp_path, model=VISION).read_text())["input"]["messages"]
+    assert message["content"] == [{"type": "image", "column": "path"}]
+
+
 def test_a_folder_of_pictures_with_labels_runs(tmp_path: pathlib.Path) -> None:
     pictures = picture_files(tmp_path)
     for purpose in ("label", "score", "embed"):
@@ -298,6 +327,7 @@ def test_a_folder_of_pictures_with_labels_runs(tmp_path: pathlib.Path) -> None:
                     "--out", tmp_path / "out")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "images from the column 'path'" in done.stdout
+    assert ", the names of the folders; change them" in "\n".join(written_lines("x", look_at(str(pictures)), "score"))
     with (tmp_path / "job.yml").open("a") as spec:
         spec.write("scripted: {}\nparallel: {data_parallel_size: 1}\n")
     jobs.finish(tmp_path / "job.yml")

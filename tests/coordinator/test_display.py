@@ -122,6 +122,9 @@ def test_more_is_shown_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_known_before_a_row_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each row of a scored job has several requests.
+    of_requests = lines_at(400, monkeypatch, num_errors=2, errors={"image_not_found": 4})[1]
+    assert "2 errors, in requests: 4 image_not_found" in of_requests
     none_done = {"num_rows_done": 0, "num_errors": 0, "errors": {}, "left_s": None}
     bar, below = lines_at(80, monkeypatch, **none_done)
     assert "0/100 output rows" in bar

@@ -15,7 +15,7 @@ import jobs
 from batchinf.base.slices import job_folders
 from batchinf.base.stop_signals import StopRequests
 from batchinf.base.storage import Folder
-from batchinf.base.text import counted
+from batchinf.base.text import counted, without_numbers
 from batchinf.commands.status import _job_state
 from batchinf.coordinator.ending import finished
 from batchinf.manifest.lines import EventLine
@@ -269,3 +269,9 @@ def test_what_engines_did_without_is_told_in_the_closing_lines_and_by_status(tmp
     assert (job.slower, [line for line in job.lines(None) if "0.32.9" in line]) == (tuple(lines), lines)
     state.events.append(EventLine("epoch", "", {}))
     assert state.slower == ()
+
+
+def test_errors_of_images_are_one_reason_whatever_their_names() -> None:
+    gone = [without_numbers(f"image {n}: '{name}' does not exist") for n, name in ((1, "a.png"), (2, "b/c d.jpg"))]
+    folder = without_numbers("image 1: 'a.png' is a folder, not a file")
+    assert len({*gone}) == 1 and folder not in gone

@@ -87,7 +87,7 @@ def test_five_rows_keep_two_replicas_busy(tmp_path: pathlib.Path) -> None:
 
 def test_the_closing_lines_say_that_replicas_had_no_rows(tmp_path: pathlib.Path) -> None:
     said = finish_together(spec_of(tmp_path, 1, 2), tmp_path)
-    assert "1 of 2 replicas had no rows: 1 row in all" in said
+    assert "1 of 2 replicas had no rows: 1 row ran in all" in said
     assert sorted(rows_by_replica(tmp_path / "out")) == [0, 1]
 
 

@@ -139,7 +139,7 @@ def said_of(out: pathlib.Path) -> list[str]:
         f"accuracy: best {jobs.share_said(found.num_right, found.num_answered)}, best_per_token "
         f"{jobs.share_said(found.num_right_per_token, found.num_answered)}, best_per_byte "
         f"{jobs.share_said(found.num_right_per_byte, found.num_answered)} of {found.num_answered} rows; "
-        f"{NUM_ROWS - found.num_answered} rows have no answer, or no scores",
+        f"{NUM_ROWS - found.num_answered} other rows are error rows, or have no answer or no scores",
         f"warning: the prompts of {num_doubled} input rows begin with two BOS tokens: ",
     ]
 
@@ -199,7 +199,7 @@ def test_a_report_has_only_the_counts_of_answers(job: dict[str, Any]) -> None:
 def test_slices_are_summed(job: dict[str, Any]) -> None:
     state = jobs.state_of(job["out"])
     found = accuracy(jobs.rows_of(job["out"]) * 2)
-    others = f"{2 * NUM_ROWS - found.num_answered} rows have no answer, or no scores"
+    others = f"{2 * NUM_ROWS - found.num_answered} other rows are error rows, or have no answer or no scores"
     assert remarks([state] * 2)[0] == f"accuracy: {found}; {others}"
 
 

@@ -247,8 +247,7 @@ def test_a_template_without_images_is_refused() -> None:
     ("where", "more", "message"),
     [
         ({"on_overlong": "truncate_left"}, {}, "it would cut images off"),
-        ({"exclude": {"job": "out", "on": "prompt_hash"}}, {}, "give an id_column and use id"),
-        ({"text_column": "text"}, {"task": "score"}, "only a prompt has them"),
+        ({"text_column": "text"}, {"task": "score"}, "which a whole text cannot have"),
         ({}, {"engine": {"max_model_len": "auto"}}, "known only when it runs"),
         ({}, {"engine": {"limit_mm_per_prompt": {"image": 9}}}, "set input.images.max_per_row"),
         ({}, {"engine": {"mm_processor_cache_gb": 4}}, "leave it out"),
@@ -274,8 +273,9 @@ def test_models_and_tasks_without_images_are_refused_before_a_start(tmp_path: pa
     assert "takes no images: its config has no vision_config" in refusal(tmp_path)
     said = refusal(tmp_path, model=str(VISION), more={"chat_template": "{{ messages[0].content[1].text }}"})
     assert "the chat template does not show parts of type image" in said
-    said = refusal(tmp_path, model=str(VISION), task="reward", sampling=None, output={"keep_columns": []})
-    assert "got it with task reward, which takes no images yet" in said
+    lines = {"format": "openai", "images_column": None, "images": {}}
+    said = refusal(tmp_path, more=lines, model=str(VISION), task="rerank", sampling=None, output={"keep_columns": []})
+    assert "got it with task rerank, which takes no images yet" in said
 
 
 def test_a_prompt_hash_depends_on_the_images() -> None:

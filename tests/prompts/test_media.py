@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import stores
 from picture_server import PICTURE, Server, noise, serving
 from PIL import Image, ImageCms
 from pydantic import ValidationError
 
 from batchinf.base.errors import ImageError
+from batchinf.base.storage import Folder
 from batchinf.prompts.downloads import AllowedHosts
 from batchinf.prompts.media import ImageLoader
 from batchinf.spec.images import ImageSettings
@@ -572,3 +574,65 @@ def test_a_loader_that_is_dropped_closes_its_connections(server: Server) -> None
     command = [sys.executable, "-W", "always", "-c", code, server.host]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "Unclosed" not in done.stderr
+
+
+# -- images in buckets -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("store_of_this_process")
+def test_an_image_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    data = encoded(left_red())
+    name = "a b#ä%20?.png"
+    stores.put(f"{url}/photos/one.png", data)
+    stores.put(f"{url}/photos/{name}", data)
+    stores.put(f"{url}/secret.png", data)
+    digest = hashlib.sha256(data).hexdigest()
+    settings = ImageSettings(folders=(f"{url}/photos/",), retries=1, timeout_s=20)
+    of_files = ImageLoader(settings, base_folder=str(tmp_path))
+    of_bucket = ImageLoader(ImageSettings(), base_folder=f"{url}/photos")
+    sources = [(of_files, f"{url}/photos/one.png"), (of_files, f"{url}/photos/x/../{name}")]
+    sources += [(of_bucket, "one.png"), (of_bucket, f"./{name}"), (of_bucket, f"{url}/photos/one.png")]
+    assert [loader.load(source).digest for loader, source in sources] == [digest] * 5
+    assert [loader.fetches(source) for loader, source in sources] == [True] * 5
+
+    # With the cache, a run and its resumes read an object once.
+    store.seen.clear()
+    cached = ImageLoader(settings, base_folder=None, cache_folder=Folder(tmp_path / "cache"))
+    assert {cached.digest(f"{url}/photos/one.png") for _ in range(3)} == {digest} and len(store.seen) == 1
+
+    def refused(loader: ImageLoader, source: str, fault: str = "") -> tuple[str, str]:
+        store.fault = lambda method, path: fault
+        with pytest.raises(ImageError) as raised:
+            loader.load(source)
+        assert "\n" not in raised.value.message and "key" not in raised.value.message.replace("SecretKey", "")
+        return raised.value.error_type, raised.value.message
+
+    for loader in (of_files, of_bucket):
+        forbidden = [
+            f"{url}/secret.png",
+            f"{url}/photos/../secret.png",
+            f"{url}/photos-2/one.png",
+            "s3://jobs",
+            "gs://b/x",
+        ]
+        kinds, messages = zip(*(refused(loader, source) for source in forbidden), strict=True)
+        assert {*kinds} == {"image_forbidden"} and f"name its folder, {url}, in input.images.folders" in messages[1]
+    assert refused(of_bucket, "../secret.png")[0] == "image_forbidden"
+    assert refused(of_bucket, "/etc/passwd")[0] == "image_forbidden"
+    one = f"{url}/photos/one.png"
+    assert refused(of_files, f"{url}/photos/none.png") == ("image_not_found", f"'{url}/photos/none.png' does not exist")
+    assert refused(of_files, one, "403")[0] == "image_forbidden"
+    assert refused(of_files, one, "400 ExpiredToken")[0] == "image_forbidden"
+    kind, message = refused(of_files, one, "503")
+    assert kind == "image_unavailable" and "in 2 requests" in message
+    small = ImageLoader(ImageSettings(max_bytes=10), base_folder=f"{url}/photos")
+    kind, message = refused(small, "one.png")
+    assert kind == "image_too_large" and f"has {len(data)} bytes, and input.images.max_bytes allows 10" in message
+    brief = ImageLoader(ImageSettings(timeout_s=0.5), base_folder=f"{url}/photos")
+    assert refused(brief, "one.png", "delay 3")[0] == "image_timeout"
+
+
+@pytest.mark.parametrize("folder", ["s3://key@bucket/x", "s3://b/../c", "hf://buckets/a/b/c", "ftp://host/x"])
+def test_folders_that_are_refused(folder: str) -> None:
+    with pytest.raises(ValidationError, match="got '"):
+        ImageSettings(folders=(folder,))

@@ -14,6 +14,7 @@ import stores
 import yaml
 from adapters import make_adapter
 from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
+from PIL import Image
 from run_batch_lines import answered, by_batchinf, by_vllm
 
 import batchinf
@@ -72,6 +73,41 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
 
 
+def test_rows_with_the_same_pictures_are_left_out(tmp_path: pathlib.Path) -> None:
+    path = spec_of(tmp_path / "old")
+    assert f"relative paths of images begin in {tmp_path / 'old'}\n" in jobs.finish(path).stdout
+    new = tmp_path / "new"
+    exclude = {"job": str(path.parent / "out"), "on": "prompt_hash"}
+    again = spec_of(new, input={"path": str(new / "rows.jsonl"), "messages": ASK, "exclude": exclude})
+    changed = sorted(path.name for path in PICTURES.iterdir())[0]
+    data = (new / "pictures" / changed).read_bytes()
+    (new / "pictures" / changed).write_bytes(data + b"more")
+    rows = [json.loads(line) for line in (new / "rows.jsonl").read_text().splitlines()]
+    # The path does not count, and bytes in the row count like those of a file.
+    (new / "pictures" / "blue-square.png").rename(new / "moved.png")
+    for row in rows:
+        if row["photo"] == "pictures/blue-square.png":
+            row["photo"] = "moved.png"
+        if row["photo"] == "pictures/blue-triangle.png":
+            row["photo"] = data_url((PICTURES / "blue-triangle.png").read_bytes())
+    write_lines(new / "rows.jsonl", rows)
+    jobs.finish(again)
+    # Those with the changed picture; 6 has two, and the picture of 7 was gone and is gone.
+    assert {row["row_index"] for row in jobs.rows_of(new / "out")} == {0, 6, 7, 12, 24, 36}
+
+    compared = jobs.run("diff", tmp_path / "old" / "out", new / "out", "--on", "id")
+    assert "token ids or images, 8 of them other images" in compared.stdout  # the rows without errors, twice
+
+    [part, *_] = sorted((tmp_path / "old" / "out" / "parts").iterdir())
+    table = pq.read_table(part)
+    pq.write_table(table.drop_columns(["unrendered_prompt_hash"]), part)
+    refused = jobs.run("run", again, "--set", f"output.path={tmp_path / 'third'}")
+    assert (
+        refused.returncode == 2
+        and "began with an older version of batchinf; give both jobs an id_column" in refused.stderr
+    )
+
+
 @pytest.mark.parametrize("fault", ["worker.store:9=kill", "feeder.read:5=kill", "storage.write.before_fsync:3=kill"])
 def test_killed_and_resumed_has_the_rows_of_one_never_hurt(
     fault: str, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]
@@ -105,12 +141,31 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
     assert stores.rows(url) == unhurt
 
 
+def test_an_input_and_its_pictures_in_a_bucket(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path, unhurt: list[dict[str, Any]]
+) -> None:
+    path = spec_of(tmp_path / "job", input={"path": f"{url}/in/rows.jsonl", "messages": ASK})
+    for file in [tmp_path / "job" / "rows.jsonl", *PICTURES.iterdir()]:
+        folder = "in" if file.suffix == ".jsonl" else "in/pictures"
+        stores.put(f"{url}/{folder}/{file.name}", file.read_bytes())
+    shutil.rmtree(tmp_path / "job" / "pictures")
+    jobs.finish(path, **store.environment)
+    rows = jobs.rows_of(tmp_path / "job" / "out")
+    gone = f"image 1: '{url}/in/pictures/gone.png' does not exist"
+    assert rows == [{**row, "error_message": gone} if row["error_type"] else row for row in unhurt]
+    # Nothing was read twice: the pictures and the one that is gone.
+    num_read = sum("pictures" in path for method, path in store.seen if method == "GET")
+    assert len(list(PICTURES.iterdir())) <= num_read <= NUM_ROWS
+    shown = jobs.run("inspect", tmp_path / "job" / "out", "row-1", "--html", tmp_path / "row.html", **store.environment)
+    assert shown.returncode == 0 and '<img src="data:image/jpeg' in (tmp_path / "row.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"task": "rerank", "input": {"messages": None, "query_column": "id", "document_column": "id", "images": {}}},
-         "input.query_column: got it in a job with images; only a prompt has them"),
-        ({"task": "reward"}, "task reward, which takes no images yet"),
+         "input.query_column: got it in a job with images, which queries and documents cannot have"),
+        ({"task": "reward"}, "has no classification head"),
         ({"task": "classify", "pooling": {"labels": ["a", "b"]}}, "has no classification head"),
         ({"task": "logits", "logits": {"positions": {"column": "id"}}}, "logits.positions: got a column in a job with"),
     ],
@@ -357,6 +412,47 @@ def test_a_batch_file_has_the_answers_of_vllm(tmp_path: pathlib.Path) -> None:
         assert body["usage"].items() <= theirs[name]["usage"].items()
         logprobs, others = ([token["logprob"] for token in of["logprobs"]["content"]] for of in (choice, other))
         assert np.allclose(logprobs, others, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rewards_of_pictures_equal_transformers(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("vllm")
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = tmp_path / "model"
+    shutil.copytree(VISION, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["Idefics3ForSequenceClassification"], "num_labels": 1}
+    (model / "config.json").write_text(
+        json.dumps({**config, "text_config": {**config["text_config"], "num_labels": 1}})
+    )
+    [weights] = model.glob("*.safetensors")
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    save_file({**load_file(weights), "score.weight": head}, weights, metadata={"format": "pt"})
+    rows = [{"id": path.name, "photo": str(path)} for path in sorted(PICTURES.iterdir())[:4]]
+    where = {
+        "path": str(write_lines(tmp_path / "rows.jsonl", rows)),
+        "messages": ASK,
+        "images": {"folders": [str(PICTURES)]},
+    }
+    path = jobs.spec_of(tmp_path, model=str(model), task="reward", input=where, output={"keep_columns": []},
+                        parallel={"data_parallel_size": 1}, scripted=None, sampling=None)  # fmt: skip
+    jobs.finish(path)
+
+    processor = AutoProcessor.from_pretrained(VISION)
+    reference = AutoModelForImageTextToText.from_pretrained(VISION, dtype=torch.float32).eval()
+    for row in jobs.rows_of(tmp_path / "out"):
+        message = {"role": "user", "content": [{"type": "text", "text": f"{row['id']}: "}, {"type": "image"}]}
+        text = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        with Image.open(PICTURES / row["id"]) as image:
+            inputs = processor(
+                text=[text], images=[[image.convert("RGB")]], return_tensors="pt", add_special_tokens=False
+            )
+        with torch.no_grad():
+            last = reference.model(**inputs).last_hidden_state[0, -1]
+        assert abs(row["reward"] - float(last @ head[0])) < 1e-4
 
 
 @pytest.mark.slow

@@ -98,7 +98,8 @@ def test_another_picture_in_the_place_of_one_is_not_shown(out: pathlib.Path) -> 
 def test_error_rows_and_rows_without_images(out: pathlib.Path) -> None:
     assert inspect_row(str(out), "none", has_copies=True).pictures == ()
     missing, loaded = inspect_row(str(out), "wrong", has_copies=True).pictures
-    assert (missing.note, missing.data_url) == ("'never.png' does not exist", None)
+    where = f"relative paths begin in {out.parent}"
+    assert (missing.note, missing.data_url) == (f"'never.png' does not exist; {where}", None)
     assert loaded.data_url is not None
 
 

@@ -27,6 +27,7 @@ from batchinf.source.rows import open_source
         ({"x.jsonl": b"{}"}, InputLocation("x.jsonl", "xml"), "format 'xml' is not known"),
         ({"x.jsonl": b"{}", "x.csv": b"a"}, InputLocation("x.*"), "mixes formats: x.csv, x.jsonl"),
         ({"f/x.jsonl": b"{}", "f/x.csv": b"a"}, InputLocation("f"), "f mixes formats"),
+        ({"f/x.txt": b"a", "f/x.csv": b"a", "f/x.png": b""}, InputLocation("f"), "to csv or images or text, or narrow"),
         ({"f/x.md": b"x", "f/_x.csv": b"x", "f/.x.csv": b"x"}, InputLocation("f"), "f has no data file"),
         ({"f/x.csv": b"x"}, InputLocation("f", "jsonl"), "f has no jsonl file"),
         ({}, InputLocation("/dev/stdin", "jsonl"), "/dev/stdin is a pipe or a device"),

@@ -86,8 +86,8 @@ def answer_lines(num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
     """The accuracy, and a warning of rows whose value in the column of answers is no choice, if there are any."""
     if (accuracy := Accuracy.of(num_rows, counts)) is not None:
         num_others = num_rows - accuracy.num_answered
-        have = "row has" if num_others == 1 else "rows have"
-        yield f"accuracy: {accuracy}" + (f"; {num_others:,} {have} no answer, or no scores" if num_others else "")
+        are = "other row is an error row, or has" if num_others == 1 else "other rows are error rows, or have"
+        yield f"accuracy: {accuracy}" + (f"; {num_others:,} {are} no answer or no scores" if num_others else "")
     if num_wrong := counts.get("num_wrong_answers"):
         have, are = ("row has a value", "is no choice") if num_wrong == 1 else ("rows have values", "are no choices")
         yield (

@@ -285,6 +285,7 @@ class Reward(Pooled):
     """`reward`: float32, or fixed_size_list<float32>[width] if the model's head has several outputs."""
 
     name = "reward"
+    takes_images = True
     comparison = RewardChanges
     # Some reward models give a number for each token; only the last token's counts.
     pooling_tasks = ("classify", "token_classify")
