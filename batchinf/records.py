@@ -1,7 +1,4 @@
-"""The frozen dataclasses that cross package boundaries, and strict types for values in stored JSON.
-
-A stored record declares its fields with these types, so that one definition serves writing, reading and checking.
-"""
+"""The frozen dataclasses that cross package boundaries, and strict types that write, read and check their JSON."""
 
 import datetime
 import operator

@@ -73,7 +73,7 @@ def measure_upload(num_mb: int) -> None:
             for _ in range(num_mb):
                 file.write(os.urandom(1 << 20))
         bucket = Bucket(f"s3://{stores.BUCKET}/{uuid.uuid4().hex}")
-        bucket.probe()  # what a run has done before its first part
+        bucket.probe().result()  # what a run has done before its first part
         before = own_mb()
         most = [before]
         is_done = threading.Event()
@@ -100,19 +100,36 @@ def own_mb() -> float:
 
 def run_job(args: argparse.Namespace, delay: float | None) -> tuple[float, Counter[str]]:
     """The seconds of one job, and its requests to the store. delay: None runs it in a folder."""
-    with tempfile.TemporaryDirectory() as name, stores.proxy(lambda method, path: wait(delay)) as store:
+    times: list[tuple[float, float]] = []
+
+    def fault(method: str, path: str) -> str:
+        began = time.monotonic()
+        time.sleep(delay or 0)
+        times.append((began, time.monotonic()))
+        return ""
+
+    with tempfile.TemporaryDirectory() as name, stores.proxy(fault) as store:
         folder = pathlib.Path(name)
         url = str(folder / "out") if delay is None else f"s3://{stores.BUCKET}/{uuid.uuid4().hex}"
         spec = write_spec(args, folder, url)
         environment = {**os.environ, **store.environment}
         began = time.monotonic()
         subprocess.run([sys.executable, "-m", "batchinf", "run", "-q", spec], check=True, cwd=ROOT, env=environment)
-        return time.monotonic() - began, Counter(kind_of(*request) for request in store.seen)
+        seconds = time.monotonic() - began
+        if times:
+            print(f"{num_in_sequence(times)} of {len(times)} requests one after another, {delay} s each")
+        return seconds, Counter(kind_of(*request) for request in store.seen)
 
 
-def wait(delay: float | None) -> str:
-    time.sleep(delay or 0)
-    return ""
+def num_in_sequence(times: list[tuple[float, float]]) -> int:
+    """The most requests of which none began before another one had ended."""
+    number = 0
+    last_end = 0.0
+    for began, ended in sorted(times, key=lambda each: each[1]):
+        if began >= last_end:
+            number += 1
+            last_end = ended
+    return number
 
 
 def write_spec(args: argparse.Namespace, folder: pathlib.Path, url: str) -> pathlib.Path:

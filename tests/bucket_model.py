@@ -9,6 +9,7 @@ a retry here changes no setting. So at any moment each row that a reader finds m
 
 What a reader finds by the glob of the parts is compared with the commits after each strike. All committed parts must be
 there. Any other part must be one that is uploaded before its commit: the commit that comes later must have its bytes.
+After half of the strikes, the next start is killed as soon as it has recovered. There is no other part then.
 """
 
 import argparse
@@ -90,7 +91,10 @@ class World:
         for _ in range(_MOST_STRIKES):
             if self._strike(options, steps, own):
                 break
-            self._look(own)
+            is_exact = self._look(own)
+            self.looks["exactly the commits" if is_exact else "a part or a replacement waits for its commit"] += 1
+            if self.chance.random() < 0.5:
+                self._recover(options, own)
         done = jobs.run("run", self._spec(), *options, **self._store.environment)
         expect(done.returncode == 0, f"{options}: {done.stderr}")
         self._look(own)
@@ -154,8 +158,20 @@ class World:
         quick["output"] = {**quick["output"], "work_dir": str(self._folder / f"work-{self._work}")}
         return stores.spec_of(folder, self.url, **quick)
 
-    def _look(self, own: str) -> None:
-        """Read as DuckDB's users do, by a pattern of the parts' names, and compare it with the commits."""
+    def _recover(self, options: tuple[str, ...], own: str) -> None:
+        """Start the command, and kill it when it has recovered: the parts are then exactly those of the commits."""
+        faults = "start.recovered:1=kill"
+        process = jobs.start("run", self._spec(), *options, faults=faults, **self._store.environment)
+        _, errors = process.communicate(timeout=600)
+        expect(process.returncode in (0, -signal.SIGKILL), f"recovery: exit {process.returncode}: {errors}")
+        expect(self._look(own), "after a recovery, a part or a replacement waits for its commit")
+        self.looks["after a recovery: exactly the commits"] += 1
+
+    def _look(self, own: str) -> bool:
+        """Read as DuckDB's users do, by a pattern of the parts' names, and compare it with the commits.
+
+        Returns whether the parts are exactly those of the commits.
+        """
         # A process that was killed may have sent requests that the store has not applied yet.
         jobs.wait_until(lambda: not self._store.num_open)
         commits = stores.commits_of_parts(own)
@@ -169,15 +185,13 @@ class World:
         self._note_early({name: digest for name, digest in digests.items() if name not in commits})
         rows = stores.rows_by_duckdb(own) if digests else []
         num_early = len(digests) - len(commits)
-        self.looks[
-            "a part or a replacement waits for its commit" if num_early or replaced else "exactly the commits"
-        ] += 1
         num_committed = sum(line["num_rows"] for line in commits.values())
         expect(len(rows) > num_committed if num_early else len(rows) == num_committed, "not the rows of the commits")
         places = [row["row_index"] for row in rows]
         expect(len({*places}) == len(places), "a row is there twice")
         whole = {row["row_index"]: row for row in expected(NUM_ROWS + NUM_MORE)}
         expect(all(row == whole[row["row_index"]] for row in rows), "a row is altered")
+        return not num_early and not replaced
 
     def _note_early(self, digests: dict[str, str]) -> None:
         """Parts before their commit: they stay as they are until then."""

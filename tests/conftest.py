@@ -52,6 +52,7 @@ atexit.register(gc.unfreeze)
 sys.modules["sklearn"] = sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 
 from batchinf.base.stop_signals import STOP_SIGNALS  # noqa: E402
+from batchinf.source import ranges  # noqa: E402
 
 # Importing this adds the tasks to the spec, for tests that import little else.
 from batchinf.tasks.registry import task_of  # noqa: E402
@@ -213,5 +214,6 @@ def store() -> Iterator[stores.Proxy]:
 @pytest.fixture
 def store_of_this_process(store: stores.Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's process uses `store`, too."""
+    ranges._bucket.cache_clear()  # of the store of an earlier test
     for name, value in store.environment.items():
         monkeypatch.setenv(name, value)

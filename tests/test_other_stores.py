@@ -58,11 +58,10 @@ def rows(url: str) -> list[dict[str, Any]]:
 
 def test_conditions_of_one_object(url: str, store: dict[str, str], tmp_path: pathlib.Path) -> None:
     bucket = Bucket(url)
-    bucket.probe()
+    bucket.probe().result()
     assert bucket.get("a") is None
-    assert bucket.put_new("a", b"1") is None and bucket.put_new("a", b"1") is None
-    there = bucket.put_new("a", b"2")
-    assert there is not None and there.data == b"1"
+    there = bucket.put_new("a", b"1")
+    assert there == bucket.put_new("a", b"1") == bucket.put_new("a", b"2") == bucket.get("a") and there.data == b"1"
     etag = bucket.put_if("a", b"3", there.etag)
     assert etag not in (None, there.etag)
     assert bucket.put_if("a", b"4", there.etag) is None

@@ -20,6 +20,7 @@ import re
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
@@ -42,7 +43,8 @@ _SHORT_S = 20  # the longest time of a request of a small object
 _LONG_S = 3600
 _LOOK_S = 0.2
 _READ_BYTES = 4 << 20
-_NUM_READERS = 16
+_NUM_AT_ONCE = 16
+_TIDY_PATIENCE_S = 5.0
 _PART_BYTES = 8 << 20
 _MOST_PARTS = 9000  # S3 takes 10,000
 _NUM_PARTS_AT_ONCE = 4
@@ -125,7 +127,7 @@ class Bucket:
                 raise ObjectTooLargeError(found.meta["size"])
             return bytes(found.bytes())
 
-        future = _on_thread(attempt)
+        future = on_thread(attempt)
         try:
             return future.result(timeout_s)
         except NotYet:
@@ -164,31 +166,25 @@ class Bucket:
 
     def get_ranges(self, name: str, ranges: Iterable[tuple[int, int]]) -> Iterator[Object | None]:
         """Several ranges of one object, all at a time; see `get_range`."""
-        begun = [_on_thread(functools.partial(self.get_range, name, first, stop)) for first, stop in ranges]
+        begun = [on_thread(functools.partial(self.get_range, name, first, stop)) for first, stop in ranges]
         yield from (future.result() for future in begun)
 
     def get_all(self, names: Iterable[str]) -> Iterator[Object | None]:
-        """Objects in the order of their names, several at a time."""
-        ordered = list(names)
-        for start in range(0, len(ordered), _NUM_READERS):
-            batch = ordered[start : start + _NUM_READERS]
-            begun = [_on_thread(functools.partial(self.get, name)) for name in batch]
-            yield from (future.result() for future in begun)
+        """Objects in the order of `names`, several at a time."""
+        return together(functools.partial(self.get, name) for name in names)
 
     def put(self, name: str, data: bytes, patience_s: float | None = None) -> None:
         """Write an object; the last writer wins."""
         self._try(lambda: self._obstore.put(self._small, name, data), name, patience_s)
 
-    def put_new(self, name: str, data: bytes) -> Object | None:
-        """Create an object. None if it now has exactly these bytes; otherwise the object of another process."""
+    def put_new(self, name: str, data: bytes) -> Object:
+        """Create an object. Returns the one that is there now: with these bytes, or that of another process."""
 
-        def attempt() -> Object | None:
+        def attempt() -> Object:
             try:
-                self._obstore.put(self._small, name, data, mode="create")
+                return Object(data, self._etag_of(self._obstore.put(self._small, name, data, mode="create")))
             except Exception as error:
-                there = self._read_after(name, error)
-                return None if there.data == data else there
-            return None
+                return self._read_after(name, error)
 
         return self._try(attempt, name)
 
@@ -209,9 +205,9 @@ class Bucket:
         return self._try(attempt, name, patience_s)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; one that is absent is passed over."""
-        for name in names:
-            self._try(functools.partial(self._delete, name), name)
+        """Delete objects, several at a time; one that is absent is passed over."""
+        deletions = ((functools.partial(self._delete, name), name) for name in names)
+        deque(together(functools.partial(self._try, *deletion) for deletion in deletions), maxlen=0)
 
     def move(self, name: str, to: str) -> None:
         """Give an object another name. The store copies it; there are both names for a moment."""
@@ -300,21 +296,30 @@ class Bucket:
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def probe(self) -> None:
-        """Raise StoreError unless the store can be written and keeps conditions. Three requests, and one to tidy up."""
+    def probe(self) -> "Future[None]":
+        """Raise StoreError unless the store can be written and keeps conditions.
+
+        Three requests, and one to tidy up, which goes on: wait for it before the process ends.
+        """
         name = f"probe-{uuid.uuid4().hex}"
         self.put_new(name, b"1")
+        modes = ("create", self._only_if("1" if self._etag_key == "version" else '"0"'))
+        tries = (functools.partial(self._is_refused, name, mode) for mode in modes)
         try:
-            for mode in ("create", self._only_if("1" if self._etag_key == "version" else '"0"')):
-                kept = self._try(functools.partial(self._is_refused, name, mode), name)
-                if not kept:
-                    raise StoreError(
-                        f"{self.url}: this store ignores the conditions of requests (If-None-Match, If-Match), so two "
-                        "processes could write one job; give a bucket of a store that keeps them, or a folder"
-                    )
+            is_kept = all([*together(functools.partial(self._try, attempt, name) for attempt in tries)])
         finally:
-            with contextlib.suppress(StoreError):
-                self.delete([name])
+            tidying = on_thread(functools.partial(self._delete_probe, name))
+        if not is_kept:
+            tidying.result()
+            raise StoreError(
+                f"{self.url}: this store ignores the conditions of requests (If-None-Match, If-Match), so two "
+                "processes could write one job; give a bucket of a store that keeps them, or a folder"
+            )
+        return tidying
+
+    def _delete_probe(self, name: str) -> None:
+        with contextlib.suppress(StoreError):
+            self._try(functools.partial(self._delete, name), name, _TIDY_PATIENCE_S)
 
     def _is_refused(self, name: str, mode: Any) -> bool:
         try:
@@ -371,7 +376,7 @@ class Bucket:
         pause_s = 0.05
         while True:
             try:
-                result = self._wait(_on_thread(attempt), began + patience_s + _LONG_S)
+                result = self._wait(on_thread(attempt), began + patience_s + _LONG_S)
             except StoreError:
                 raise
             except Exception as error:
@@ -404,7 +409,18 @@ class Bucket:
                 raise _AgainError("no answer yet")
 
 
-def _on_thread(call: Callable[[], _T]) -> "Future[_T]":
+def together(calls: Iterable[Callable[[], _T]], at_once: int = _NUM_AT_ONCE) -> Iterator[_T]:
+    """The results of calls that do not depend on each other, in their order. `at_once` of them run at a time."""
+    waiting: deque[Future[_T]] = deque()
+    for call in calls:
+        if len(waiting) == at_once:
+            yield waiting.popleft().result()
+        waiting.append(on_thread(call))
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def on_thread(call: Callable[[], _T]) -> "Future[_T]":
     """Run a call on a thread that does not keep the process alive."""
     future: Future[_T] = Future()
 

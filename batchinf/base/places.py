@@ -11,6 +11,8 @@ import re
 from batchinf.base.errors import UserError
 from batchinf.base.text import clip
 
+LARGE_BYTES = 100_000_000
+"""From this size on, a command says first what it copies from another machine."""
 # A scheme or a host before the first slash: `s3://b/x`, `zip://a::s3://b/x`, `me@host:/x`. pathlib makes `s3:/b/x` of
 # `s3://b/x`. One letter is no scheme.
 _ELSEWHERE = re.compile(r"\s*[\w+.@:-]+[\w+.@-]:+/")

@@ -187,8 +187,7 @@ def _create_shared(out: str, name: str, data: bytes, bucket: Bucket | None) -> N
     if bucket is None:
         Folder(out).create_exclusive(name, data)
         return
-    other = bucket.put_new(name, data)
-    Folder(out).write_atomic(name, data if other is None else other.data)
+    Folder(out).write_atomic(name, bucket.put_new(name, data).data)
 
 
 def share_files(out: str, digests: Mapping[str, str], bucket: Bucket | None = None) -> dict[str, str]:

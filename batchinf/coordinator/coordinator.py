@@ -132,7 +132,8 @@ class Coordinator:
                 with contextlib.suppress(BatchinfError, OSError):
                     self._show("stopped" if isinstance(error, Interrupted) else "failed", force=True)
                 raise
-            self._end_now()
+            # The job's end, or its next retry, commits these lines.
+            self._note_ended(self.fleet.kill())
             self._show("done", force=True)
 
     def _work(self) -> None:
@@ -385,7 +386,7 @@ class Coordinator:
     def _note_ended(self, ended: Sequence[Ended]) -> None:
         for end in ended:
             self._note_end(end)
-        if ended:
+        if ended and not self._is_finished:
             self._manifest.commit()
 
     def _note_end(self, end: Ended) -> None:
@@ -469,7 +470,7 @@ class Coordinator:
             self._show("stopping" if self._num_in_flight and not self._is_finished else "ending")
         # The last events may have come together with the end of the replicas.
         self._commit_parts(self._act(self.fleet.poll(0)))
-        if self._mirror is not None:
+        if self._mirror is not None and not self._is_finished:
             self._mirror.flush()
             while self._mirror.is_busy and not self._is_over():
                 time.sleep(_POLL_S / 10)

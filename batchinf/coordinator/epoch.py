@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
+from batchinf.base.bucket import on_thread
 from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, UserError
 from batchinf.base.slices import check_place, job_folder, source_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
@@ -86,7 +87,7 @@ def run_job(
         state = read_state(folder)
         _check_held(folder, state, retry)
         prepared, contents = _prepare(file, state, retry, extends=extends)
-        if state is not None and _is_finished(prepared, state, mirror):
+        if state is not None and _is_finished(prepared, state, mirror, display):
             if extends:
                 display.say(NOTHING_NEW)
             _tidy_late(folder, mirror)
@@ -159,21 +160,27 @@ def mirrored(file: SpecFile, display: ProgressDisplay, *, fresh: bool) -> Iterat
             f"--fresh cannot rename {output.path}, which is in a bucket: give the new job another output.path, or "
             "delete the old objects first"
         )
-    bucket.probe()
+    # The first reads of the restore run beside the probe. They change only the work folder, which is a cache.
+    probing = on_thread(bucket.probe)
     folder = job_folder(output.folder, file.slice)
     folder.make()
-    display.say(f"the output goes to {output.path}; the job works in {folder.root}")
     with JobLock(folder).held(lambda: 0, display.say):
         own = bucket if file.slice is None else bucket.at(file.slice.name)
         source = Folder(source_folder(folder, file.slice))
         mirror = Mirror(own, folder, source, interval_s=file.spec.checkpoint_interval_s, say=display.say)
-        restore_shared(bucket, Folder(output.folder), is_alone=file.slice is None)
+        sharing = on_thread(
+            functools.partial(restore_shared, bucket, Folder(output.folder), is_alone=file.slice is None)
+        )
         mirror.restore()
+        sharing.result()
+        tidying = probing.result()
+        display.say(f"the output goes to {output.path}; the job works in {folder.root}")
         own.patience_s = output.store_timeout_s
         try:
             yield mirror
         finally:
             mirror.close()
+            tidying.result()
 
 
 def _ended(
@@ -223,14 +230,14 @@ def _check_held(folder: Folder, state: State | None, retry: str | None) -> None:
         )
 
 
-def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None) -> bool:
+def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None, display: ProgressDisplay) -> bool:
     """Whether nothing is to run: no retry, no shard, no part that has changed, and no new row if it takes them in."""
     folder = prepared.folder
     if prepared.retry is not None or not (state.is_done and RunOrder(folder, state.extents).is_whole):
         return False
     if changed_parts(folder, state) if mirror is None else mirror.changed_parts(state):
         return False
-    job = open_checked(prepared)
+    job = open_checked(prepared, display.say)
     with contextlib.closing(job.source):
         return prepared.new != "take" or not has_more(job, state)
 
@@ -352,7 +359,7 @@ def _note_speed(epoch: Epoch, run_s: float) -> None:
 def _tidy(folder: Folder, mirror: Mirror | None) -> None:
     tidy(folder)
     if mirror is not None:
-        mirror.flush()
+        mirror.finish()
 
 
 def _tidy_late(folder: Folder, mirror: Mirror | None) -> None:

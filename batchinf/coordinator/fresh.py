@@ -121,7 +121,7 @@ def _check_all(
     prepared = with_known_degrees(prepared, backend, display.say)
     Launcher.of(replace(prepared, folder=folder), backend, epoch=epoch, say=display.say)
     folder.sweep("")
-    job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN))
+    job = open_input(prepared, None if prepared.file.slice is not None else folder.path(_SCAN), display.say)
     with contextlib.closing(job.source):
         if job.slice is not None:
             check_cut(job)

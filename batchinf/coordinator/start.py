@@ -42,7 +42,7 @@ from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import open_input, placing
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
-from batchinf.manifest.lines import BEGINNING, EXPECTED_SPEED
+from batchinf.manifest.lines import EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
@@ -124,18 +124,20 @@ def start(
         launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share, images=images)
         replicas = Replicas(launcher, job_id)
     chain = None if mirror is None else mirror.chain
-    manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain)
+    # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
+    new_id = job_id if prepared.state is None else None
+    manifest = Manifest(prepared.folder, number, lock, prepared.state, chain=chain, new_id=new_id)
     if mirror is not None:
         mirror.start()
     note_ended(before, read_status(prepared.folder), manifest, lock.predecessor_seen_at)
     with contextlib.closing(manifest), contextlib.ExitStack() as opened, replicas.ended(manifest):
         opened.callback(contents.close)
         contents.start()  # behind `read_ahead`, so that the disk is read once
-        if prepared.state is None:
-            _note_beginning(prepared, manifest, job_id, display.say)
+        if prepared.state is None and (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
+            display.say(note)
         check = opened.enter_context(_structures_check(prepared))
         _start_replicas(prepared, replicas, manifest, display.say)
-        job = open_checked(prepared)
+        job = open_checked(prepared, display.say)
         opened.callback(job.source.close)
         replicas.match(job.task, manifest)
         state = prepared.state
@@ -145,6 +147,8 @@ def start(
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
         identity.look(replicas.fleet)
+        manifest.commit()  # after the look, which may have made one commit of all
+        faults.point("start.recovered")
         for line in _job_lines(job, state, replicas.launcher, prepared.overrides):
             display.say(line)
         if state.committed.all():
@@ -194,14 +198,6 @@ def _note_later_columns(prepared: PreparedJob, say: Say) -> None:
         say(later_columns_line(later))
 
 
-def _note_beginning(prepared: PreparedJob, manifest: Manifest, job_id: str, say: Say) -> None:
-    """Store the job's id, because replicas make files outside the job's folder with the id in their names."""
-    manifest.event(BEGINNING, job_id=job_id)
-    manifest.commit()
-    if (note := others_note(Folder(prepared.file.spec.output.folder))) is not None:
-        say(note)
-
-
 def _structures_check(prepared: PreparedJob) -> contextlib.AbstractContextManager[StructuresCheck | None]:
     """The check of structured outputs, which runs beside the start; none for a job that has passed it."""
     if prepared.spec.scripted is None and (prepared.state is None or prepared.retry is not None):
@@ -221,9 +217,9 @@ def _start_replicas(prepared: PreparedJob, replicas: Replicas, manifest: Manifes
 # -- with the input ----------------------------------------------------------------------------------------------------
 
 
-def open_checked(prepared: PreparedJob) -> Job:
+def open_checked(prepared: PreparedJob, say: Say) -> Job:
     """Read the input, and check that it is still the job's."""
-    job = open_input(prepared)
+    job = open_input(prepared, say=say)
     if prepared.state is not None:
         if prepared.new == "take":
             check_extended(job, prepared.state)
@@ -307,9 +303,9 @@ def fetch_input(job: Job, state: State, pieces: Iterable[Int64Array], say: Say) 
 def _recover(
     job: Job, state: State, manifest: Manifest, *, number: int, say: Say, mirror: Mirror | None = None
 ) -> None:
+    """The caller commits the new lines of the manifest."""
     adopted, lost = recover(job, state, manifest, mirror)
     manifest.event("epoch", epoch=number, job_id=state.header.job_id, adopted=len(adopted), lost=lost)
-    manifest.commit()
     for shard in lost[:_LOST_TO_NAME]:
         say(f"warning: part {shard} is gone or altered; its rows run again")
     if len(lost) > _LOST_TO_NAME:

@@ -25,7 +25,7 @@ _LONG = 1 << 30
 def with_known_length(prepared: PreparedJob, say: Say, cache: pathlib.Path | None = None) -> PreparedJob:
     """The job with a number in place of `auto`, by all rows, the same for all slices. Raises UserError."""
     say("engine.max_model_len auto: reading all rows before the engines start")
-    job = open_input(prepared, cache)
+    job = open_input(prepared, cache, say)
     with contextlib.closing(job.source):
         longest = _longest(job)
         length = rounded(job, longest)

@@ -6,7 +6,7 @@ import glob
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from batchinf.prompts.renderer import TOOLS, check_columns, named_columns, with_
 from batchinf.prompts.row_sampling import check_sampling_columns
 from batchinf.prompts.tool_parsers import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError
-from batchinf.source.files import InputLocation
+from batchinf.source.files import InputLocation, say_on_stderr
 from batchinf.source.find import NoInputError
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.formats.parquet import Parquet
@@ -315,14 +315,19 @@ def _check_is_lines(spec: JobSpec) -> None:
 # -- with the input ----------------------------------------------------------------------------------------------------
 
 
-def open_input(prepared: PreparedJob, cache: pathlib.Path | None = None) -> Job:
-    """Scan the input, or find that it is the known one. cache: replaces the output folder's own, for a dry run."""
+def open_input(
+    prepared: PreparedJob, cache: pathlib.Path | None = None, say: Callable[[str], None] = say_on_stderr
+) -> Job:
+    """Scan the input, or find that it is the known one.
+
+    cache: replaces the output folder's own, for a dry run. say: see `InputLocation`.
+    """
     file = prepared.file
     state = prepared.state
     with placing(file), contextlib.ExitStack() as at_error:
         folder = cache or source_folder(prepared.folder, file.slice)
         with refusing_other_job(prepared.folder, prepared.spec, prepared.model, state):
-            source = open_job_input(prepared.spec, folder, _taken(file, state), prepared.new)
+            source = open_job_input(prepared.spec, folder, _taken(file, state), prepared.new, say=say)
         at_error.enter_context(contextlib.closing(source))
         faults.point("job.input_open")
         if not source.schema.names:
@@ -375,9 +380,16 @@ def location_of(spec: JobSpec) -> InputLocation:
     )
 
 
-def open_job_input(spec: JobSpec, cache: pathlib.Path, taken: Sequence[str], new: NewRows) -> Source:
-    """The job's source. See `open_source`."""
-    location = replace(location_of(spec), named=_names_in(spec))
+def open_job_input(
+    spec: JobSpec,
+    cache: pathlib.Path,
+    taken: Sequence[str],
+    new: NewRows,
+    *,
+    say: Callable[[str], None] = say_on_stderr,
+) -> Source:
+    """The job's source. See `open_source`, and `InputLocation` for `say`."""
+    location = replace(location_of(spec), named=_names_in(spec), say=say)
     if spec.input.job is not None and taken and new != "take":
         # The rows that the job knows are all there, even if the other job goes on to further ones.
         location = replace(location, parts=functools.partial(committed_parts, spec.input.job, must_be_done=False))

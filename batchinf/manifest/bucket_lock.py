@@ -21,6 +21,8 @@ class BucketLock(JobLock):
         super().__init__(where=bucket.url, heartbeat_s=heartbeat_s)
         self._bucket = bucket
         self._etag = ""
+        self._is_taken = False
+        """Whether this process has taken the lock, and the ETag is that of its own object."""
         self._lost_to: bytes | None = None
 
     def check(self) -> None:
@@ -42,16 +44,26 @@ class BucketLock(JobLock):
         self._end_beats()
         if self._me is not None and self._lost_to is None:
             with contextlib.suppress(StoreError, LockLost):
-                if self._is_mine(self._read()):
+                # An interruption may have come between the request for the lock and its answer.
+                if self._is_taken or self._is_mine(self._read()):
                     self._swap(_FREE)
+        self._is_taken = False
         self._me = None
 
     def _create(self, me: Holder) -> bool:
         there = self._bucket.put_new(LOCK, me.encode())
-        if there is not None and there.data == _FREE:
-            self._etag = there.etag
-            return self._bucket.put_if(LOCK, me.encode(), there.etag) is not None and self._is_mine(self._read())
-        return self._is_mine(self._read())
+        etag: str | None = there.etag
+        if there.data == _FREE:
+            etag = self._bucket.put_if(LOCK, me.encode(), there.etag)
+        elif not self._is_mine(there.data):
+            etag = None
+        if etag is not None:
+            self._etag = etag
+            self._is_taken = True
+        return etag is not None
+
+    def _note_epoch(self) -> None:
+        """The first heartbeat has it. Nobody waits for that: the commits have the epochs, too."""
 
     def _read(self) -> bytes | None:
         there = self._bucket.get(LOCK)
@@ -62,13 +74,15 @@ class BucketLock(JobLock):
         return self._read() == stale and self._bucket.put_if(LOCK, _FREE, self._etag) is not None
 
     def _keep_beating(self) -> None:
-        while not self._stop.wait(self._heartbeat_s):
+        while True:
             # A store that does not answer is no reason to give up: the next commit decides.
             with contextlib.suppress(StoreError):
                 try:
                     self._beat()
                 except LockLost:
                     return
+            if self._stop.wait(self._heartbeat_s):
+                return
 
     def _beat(self) -> None:
         assert self._me is not None

@@ -14,12 +14,13 @@ import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
 
 from batchinf.base import faults
-from batchinf.base.bucket import Bucket, StoreError
+from batchinf.base.bucket import Bucket, StoreError, on_thread
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.lock import LockLost
@@ -76,26 +77,34 @@ class Chain:
         from_first: also those before the last snapshot, which a start does not need.
         """
         num_before = len(self.commits)
-        if not (self.commits or from_first) and (hint := self._bucket.get(f"{COMMITS_FOLDER}/{_SNAPSHOT}")) is not None:
-            first = int(hint.data) if re.fullmatch(rb"\d{1,9}", hint.data) else 1
-            self._last = (first - 1, "")
+        # One round of requests if there is nothing new, and otherwise two.
+        listing = on_thread(partial(self._bucket.list, COMMITS_FOLDER))
+        snapshot = f"{COMMITS_FOLDER}/{_SNAPSHOT}"
+        hinting = None if self.commits or from_first else on_thread(partial(self._bucket.get, snapshot))
         first = self._last[0] + 1
-        listed = self._bucket.list(COMMITS_FOLDER, after=_name(first - 1).partition("/")[2])
-        num_listed = sum(bool(_NAME.fullmatch(each.name)) for each in listed)
-        for commit in self._from(first, num_listed):
-            self._add(commit)
+        following = self._bucket.get(_name(first))
+        if hinting is not None and (hint := hinting.result()) is not None and re.fullmatch(rb"\d{1,9}", hint.data):
+            first = int(hint.data)
+            self._last = (first - 1, "")
+        numbers = [int(each.name) for each in listing.result() if _NAME.fullmatch(each.name)]
+        num_listed = sum(number >= first for number in numbers)
+        if num_listed or following is not None:
+            for commit in self._from(first, num_listed):
+                self._add(commit)
         if first > 1 and not self.commits:
             raise self._damage(first, "it is missing")
         return len(self.commits) > num_before
 
     def _from(self, first: int, num_listed: int) -> Iterator[Commit]:
+        # A listing may lack the newest ones: so one more is asked for, and then those after it.
         number = first
-        for found in self._bucket.get_all(_name(first + index) for index in range(num_listed)):
+        for found in self._bucket.get_all(_name(first + index) for index in range(num_listed + 1)):
             if found is None:
-                raise self._damage(number, "it is missing, but later ones are there")
+                if number < first + num_listed:
+                    raise self._damage(number, "it is missing, but later ones are there")
+                return
             yield self._decode(number, found.data)
             number += 1
-        # A listing may lack the newest ones.
         while (found := self._bucket.get(_name(number))) is not None:
             yield self._decode(number, found.data)
             number += 1
@@ -130,8 +139,8 @@ class Chain:
         }
         body = json.dumps(about).encode() + b"\n" + data
         faults.point("chain.before_commit")
-        if (other := self._bucket.put_new(_name(number), body)) is not None:
-            whose = self._decode(number, other.data).epoch
+        if (there := self._bucket.put_new(_name(number), body)).data != body:
+            whose = self._decode(number, there.data).epoch
             raise LockLost(
                 f"{self._bucket.url} is no longer held by this process: another one runs it now (start {whose}); "
                 "this process writes nothing more"

@@ -221,7 +221,7 @@ class JobLock:
                 if self._take_away(data) and holder is not None:
                     greatest = max(greatest, holder.epoch)
             self._me = dataclasses.replace(me, epoch=1 + max(last_epoch(), greatest))
-            self._beat()
+            self._note_epoch()
             self._stop = threading.Event()
             self._thread = threading.Thread(target=self._keep_beating, name="lock-heartbeat", daemon=True)
             self._thread.start()
@@ -275,6 +275,9 @@ class JobLock:
                     self._folder.delete(leftover)
                 self._folder.delete(LOCK)
         self._me = None
+
+    def _note_epoch(self) -> None:
+        self._beat()
 
     def _end_beats(self) -> None:
         self._stop.set()

@@ -14,7 +14,7 @@ from batchinf.base.storage import Folder, disk_error
 from batchinf.base.text import utc_now
 from batchinf.manifest.chain import Chain
 from batchinf.manifest.commit_log import CommitLog, Fields, encode_commits
-from batchinf.manifest.lines import EventLine, Header, Retry, event_line, part_line
+from batchinf.manifest.lines import BEGINNING, EventLine, Header, Retry, event_line, part_line
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.state import MANIFEST_FOLDER, State, last_epoch, list_logs, read_state
 from batchinf.records import Extent, Part
@@ -67,10 +67,12 @@ class Manifest:
         state: State | None = None,
         *,
         chain: Chain | None = None,
+        new_id: str | None = None,
     ) -> None:
         """lock: must be held at each write; None if no other process can write. state: from `read_state`.
 
-        chain: of a job in a bucket; it gets each commit first, and the log is a copy.
+        chain: of a job in a bucket; it gets each commit first, and the log is a copy. new_id: of a job that has not
+        begun; the first commit has it.
 
         Raises OutputError if this epoch has a log already, or if the folder cannot be written.
         """
@@ -80,25 +82,28 @@ class Manifest:
         self._chain = chain
         name = f"{MANIFEST_FOLDER}/{epoch:06d}.jsonl"
         try:
-            num_commits = self._create(epoch, name, state)
+            num_commits = self._create(epoch, name, state, new_id)
         except OSError as error:
             raise OutputError(f"cannot create {disk_error(error, folder.path(name))}") from error
         self._log = CommitLog(folder, name, num_commits, None if chain is None else partial(chain.commit, epoch))
 
-    def _create(self, epoch: int, name: str, state: State | None) -> int:
+    def _create(self, epoch: int, name: str, state: State | None, new_id: str | None) -> int:
         """Create the log, compacting earlier ones; returns the number of commits in it."""
         earlier = [log for _, log in list_logs(self._folder)]
         state = read_state(self._folder, state) if len(earlier) > 1 else None
-        commits = snapshot_commits(state, earlier) if state else []
+        snapshot = snapshot_commits(state, earlier) if state else []
+        commits = [*snapshot]
+        if new_id is not None:
+            commits.append([event_line("event", EventLine(BEGINNING, utc_now(), {"job_id": new_id}))])
         data = encode_commits(commits)
         self.check_lock()
-        if commits:
+        if snapshot:
             faults.point("manifest.compact.before_rename")
         if self._chain is not None:
-            self._chain.commit(epoch, data, is_snapshot=bool(commits))
+            self._chain.commit(epoch, data, is_snapshot=bool(snapshot))
         if last_epoch(self._folder) >= epoch or not self._folder.create_exclusive(name, data):
             raise OutputError(f"another process has just started on {self._folder.root}; run the same command again")
-        if commits:
+        if snapshot:
             for log in earlier:
                 faults.point("manifest.compact.before_delete")
                 self._folder.delete(log)

@@ -19,7 +19,7 @@ from typing import overload
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
-from batchinf.base.places import bucket_problem, is_bucket, user_cache
+from batchinf.base.places import LARGE_BYTES, bucket_problem, is_bucket, user_cache
 from batchinf.base.slices import CUT_RECORD, JobFolder, folder_name, job_folders
 from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text
@@ -32,7 +32,6 @@ from batchinf.records import Part
 PATIENCE_S = 20.0
 """How long a command that reads waits for a store."""
 _KEPT_S = 7 * 24 * 3600.0
-_LARGE_BYTES = 100_000_000
 _FREE = b"free"
 
 
@@ -132,7 +131,7 @@ class PartFiles(Sequence[pathlib.Path]):
 
 def say_if_large(url: str, parts: Sequence[Part]) -> None:
     """Say on stderr how much is about to be fetched, if that may take long."""
-    if (num_bytes := sum(part.num_bytes for part in parts)) >= _LARGE_BYTES:
+    if (num_bytes := sum(part.num_bytes for part in parts)) >= LARGE_BYTES:
         print(f"reading {counted(len(parts), 'part')}, {size_text(num_bytes)}, of {url}", file=sys.stderr)
 
 

@@ -20,12 +20,14 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import starmap
 from typing import Any, TypeVar
 
 from batchinf.base import faults
-from batchinf.base.bucket import Bucket
+from batchinf.base.bucket import Bucket, Listed, on_thread, together
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import CUT_RECORD, FILES_RECORD
 from batchinf.base.storage import Folder, file_digest
@@ -43,6 +45,7 @@ from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, positions_name
 
 _NUM_UPLOADS = 4
 _BUNDLE_BYTES = 64 << 20
+_NUM_BUNDLES = 16  # that are read at a time, if they are small
 _MOST_WAITING_BYTES = 1 << 30
 # After this time without an answer another process may hold the job: a new row might be run twice.
 _ABSENT_S = TAKEOVER_AFTER_S
@@ -97,41 +100,53 @@ class Mirror:
 
     def restore(self) -> None:
         """Make the folder's manifest and selection those of the bucket, which count. The folder may be empty."""
+        self._restore(on_thread(partial(self._bucket.list, "parts")))
+
+    def _restore(self, listing: "Future[list[Listed]]") -> None:
+        """listing: of the parts. Requests that do not depend on each other run together: each may take 0.3 s."""
         before = _job_id(self._folder)
-        self.chain.read()
+        if not self.chain.read() and self.chain.commits:
+            return
         self.chain.restore(self._folder)
         if _job_id(self._folder) != before:
             for name in ("staging", "journal", IMAGES_FOLDER, RUN_FOLDER, RETRY_FOLDER):
                 shutil.rmtree(self._folder.path(name), ignore_errors=True)
-        if not self.chain.commits and self._bucket.list("parts"):
+        if not self.chain.commits and listing.result():
             raise OutputError(
                 f"{self.url} holds parts of a job without its manifest: give the new job another output.path, or "
                 "delete the parts"
             )
         state = read_state(self._folder)
         if state is not None:
+            versions = on_thread(self._restore_versions)
             self._sent.update(fetch_selection(self._bucket, self._folder, state))
-            self._restore_versions()
+            versions.result()
 
     def take_over(self) -> int:
         """Restore all that a start needs, with the lock held. Returns the last epoch."""
-        self.restore()
+        listing = on_thread(partial(self._bucket.list, "parts"))
+        bundles = on_thread(partial(self._bucket.list, "journal"))
+        self._restore(listing)
         state = read_state(self._folder)
         self._folder.make("staging", "journal", "parts")
         # Parts are in the bucket alone. A reader must not find others here.
         shutil.rmtree(self._folder.path("parts"))
         self._folder.make("parts")
         committed = {} if state is None else state.parts
-        for listed in self._bucket.list("parts"):
-            shard = parse_part_name(listed.name)
-            if shard is not None and shard not in committed:
-                # Uploaded, but not committed: the recovery adopts it like a staged part.
-                self._bucket.download(
-                    f"parts/{listed.name}", self._folder.path(f"staging/{staging_name(shard, 'uploaded')}")
-                )
+        shards = ((parse_part_name(listed.name), f"parts/{listed.name}") for listed in listing.result())
+        # Uploaded, but not committed: the recovery adopts them like staged parts.
+        self._download(
+            (name, f"staging/{staging_name(shard, 'uploaded')}")
+            for shard, name in shards
+            if shard is not None and shard not in committed
+        )
         self._dropped = {shard: part.retry for shard, part in committed.items()}
-        self._restore_journal()
+        self._restore_journal(bundles.result())
         return self.chain.last_epoch
+
+    def _download(self, names: Iterable[tuple[str, str]]) -> None:
+        """Download objects into files of the folder, several at a time."""
+        _finish(partial(self._bucket.download, name, self._folder.path(to)) for name, to in names)
 
     def has_leftovers(self) -> bool:
         """Whether killed processes left results or the lock of a finished job. False while a process may hold it."""
@@ -200,16 +215,21 @@ class Mirror:
                 self.fetch_part(part)
 
     def _restore_versions(self) -> None:
-        for listed in self._bucket.list(_VERSIONS):
-            name = listed.name
-            self._sent.add(f"{_VERSIONS}/{name}")
-            if not self._source.exists(f"versions/{name}"):
-                self._source.make("versions")
-                self._bucket.download(f"{_VERSIONS}/{name}", self._source.path(f"versions/{name}"))
+        names = [listed.name for listed in self._bucket.list(_VERSIONS)]
+        self._sent.update(f"{_VERSIONS}/{name}" for name in names)
+        absent = [name for name in names if not self._source.exists(f"versions/{name}")]
+        self._source.make("versions")
+        _finish(
+            partial(self._bucket.download, f"{_VERSIONS}/{name}", self._source.path(f"versions/{name}"))
+            for name in absent
+        )
 
-    def _restore_journal(self) -> None:
-        for listed in self._bucket.list("journal"):
-            if (found := self._bucket.get(f"journal/{listed.name}")) is None:
+    def _restore_journal(self, bundles: Sequence[Listed]) -> None:
+        largest = max((listed.num_bytes for listed in bundles), default=0)
+        gets = (partial(self._bucket.get, f"journal/{listed.name}") for listed in bundles)
+        at_once = min(_NUM_BUNDLES, max(1, _BUNDLE_BYTES // max(1, largest)))
+        for listed, found in zip(bundles, together(gets, at_once), strict=True):
+            if found is None:
                 continue
             segments = dict(unbundled(found.data))
             self._bundles[listed.name] = {place for name in segments if (place := place_of(name)) is not None}
@@ -337,6 +357,19 @@ class Mirror:
         with contextlib.suppress(OutputError, OSError):
             self._tick()
 
+    def finish(self) -> None:
+        """Delete the journal of a job that is done, and upload all that only informs, before the lock is freed."""
+        informing = on_thread(self._put_last)
+        self.flush()
+        informing.result()
+
+    def _put_last(self) -> None:
+        """Upload what only informs, unless the bucket has it as it is now."""
+        names = ("status.json", "job.yaml", self._telemetry)
+        self._put(
+            *(name for name in names if self._folder.exists(name) and _mark(self._folder.path(name)) not in self._sent)
+        )
+
     def close(self) -> None:
         """End the threads. Upload the segments and the status that the bucket lacks, in a few seconds at most."""
         self._is_closed.set()
@@ -344,8 +377,7 @@ class Mirror:
         self.until(lambda: time.monotonic() > end_by)
         for thread in self._threads:
             thread.join(_LAST_PATIENCE_S)
-        self.flush()
-        self._put("status.json", "job.yaml", self._telemetry)
+        self.finish()
 
     @property
     def _telemetry(self) -> str:
@@ -384,10 +416,14 @@ class Mirror:
 
     def _put(self, *names: str) -> None:
         """Copy files that only inform."""
-        for name in names:
-            with contextlib.suppress(OutputError, OSError):
-                self._refuse_if_lost()
-                self._bucket.put(name, self._folder.read(name), _LAST_PATIENCE_S)
+        _finish(partial(self._put_file, name) for name in names)
+
+    def _put_file(self, name: str) -> None:
+        with contextlib.suppress(OutputError, OSError):
+            self._refuse_if_lost()
+            mark = _mark(self._folder.path(name))
+            self._bucket.put(name, self._folder.read(name), _LAST_PATIENCE_S)
+            self._sent.add(mark)
 
     def _tick(self) -> None:
         """Store all new segments, and delete the bundles of which none is needed."""
@@ -403,11 +439,14 @@ class Mirror:
                     pieces = []
             if pieces:
                 self._send(pieces)
-            for bundle in [name for name, places in self._bundles.items() if all(starmap(self._is_dropped, places))]:
-                self._refuse_if_lost()
-                faults.point("mirror.before_delete")
-                self._bucket.delete([f"journal/{bundle}"])
-                del self._bundles[bundle]
+            dropped = [name for name, places in self._bundles.items() if all(starmap(self._is_dropped, places))]
+            _finish(partial(self._delete_bundle, bundle) for bundle in dropped)
+
+    def _delete_bundle(self, bundle: str) -> None:
+        self._refuse_if_lost()
+        faults.point("mirror.before_delete")
+        self._bucket.delete([f"journal/{bundle}"])
+        del self._bundles[bundle]
 
     def _send(self, pieces: Sequence[tuple[str, bytes]]) -> None:
         self._refuse_if_lost()
@@ -421,21 +460,29 @@ class Mirror:
 
     def _send_records(self) -> None:
         """Store the files of chosen rows and the versions of the input, before a commit names one."""
-        for where in (RUN_FOLDER, RETRY_FOLDER):
-            for name in self._folder.list(where):
-                path = self._folder.path(f"{where}/{name}")
-                if not name.endswith(".positions") or (mark := _mark(path)) in self._sent:
-                    continue
-                named = f"{where}/{name}-{file_digest(path)}"
-                if named not in self._sent:
-                    self._bucket.upload(named, path)
-                    self._sent.add(named)
-                self._sent.add(mark)
-        for name in self._source.list("versions"):
-            named = f"{_VERSIONS}/{name}"
-            if named not in self._sent:
-                self._bucket.put_new(named, self._source.read(f"versions/{name}"))
-                self._sent.add(named)
+        chosen = [f"{where}/{name}" for where in (RUN_FOLDER, RETRY_FOLDER) for name in self._folder.list(where)]
+        _finish(
+            [
+                *(partial(self._send_chosen, name) for name in chosen if name.endswith(".positions")),
+                *(partial(self._send_version, name) for name in self._source.list("versions")),
+            ]
+        )
+
+    def _send_chosen(self, name: str) -> None:
+        path = self._folder.path(name)
+        if (mark := _mark(path)) in self._sent:
+            return
+        named = f"{name}-{file_digest(path)}"
+        if named not in self._sent:
+            self._bucket.upload(named, path)
+            self._sent.add(named)
+        self._sent.add(mark)
+
+    def _send_version(self, name: str) -> None:
+        named = f"{_VERSIONS}/{name}"
+        if named not in self._sent:
+            self._bucket.put_new(named, self._source.read(f"versions/{name}"))
+            self._sent.add(named)
 
     def _refuse_if_lost(self) -> None:
         if self.chain.is_lost:
@@ -447,7 +494,12 @@ def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
     """Download the files of chosen rows that the folder lacks. Returns the names of all that the bucket has."""
     digests = {(RUN_FOLDER, number): extent.positions for number, extent in enumerate(state.extents, 1)}
     digests |= {(RETRY_FOLDER, number): retry.positions for number, retry in state.retries.items()}
-    listed = [f"{where}/{each.name}" for where in (RUN_FOLDER, RETRY_FOLDER) for each in bucket.list(where)]
+    listings = zip(
+        (RUN_FOLDER, RETRY_FOLDER),
+        together(partial(bucket.list, where) for where in (RUN_FOLDER, RETRY_FOLDER)),
+        strict=True,
+    )
+    listed = [f"{where}/{each.name}" for where, listing in listings for each in listing]
     folder.make(RUN_FOLDER, RETRY_FOLDER)
 
     def is_there(where: str, number: int) -> bool:
@@ -467,12 +519,19 @@ def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:
 
     is_alone: the caller holds the whole folder, so that one which the bucket does not have is of an earlier job.
     """
-    for name in (CUT_RECORD, FILES_RECORD):
-        if (there := bucket.get(name)) is not None:
+    names = (CUT_RECORD, FILES_RECORD)
+    for name, there in zip(names, bucket.get_all(names), strict=True):
+        if there is not None:
             folder.make()
             folder.write_atomic(name, there.data)
         elif is_alone:
             folder.delete(name)
+
+
+def _finish(calls: Iterable[Callable[[], object]]) -> None:
+    """Do all of this, several at a time. Raises the first error."""
+    for _ in together(calls):
+        pass
 
 
 def _job_id(folder: Folder) -> str | None:

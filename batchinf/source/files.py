@@ -3,9 +3,10 @@
 import io
 import operator
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, ClassVar
 
 import pyarrow as pa
@@ -44,6 +45,11 @@ class CsvDialect:
     """Fields that are null."""
 
 
+def say_on_stderr(line: str) -> None:
+    """Print a line."""
+    print(line, file=sys.stderr)
+
+
 @dataclass(frozen=True, slots=True)
 class InputLocation:
     """Where the rows are."""
@@ -66,6 +72,8 @@ class InputLocation:
     """Columns that must be found, however many others a row has."""
     is_shuffled: bool = False
     """Rows are read in any order, so every row must be quick to find."""
+    say: Callable[[str], None] = field(default=say_on_stderr, compare=False)
+    """Shows a line before a large copy."""
 
 
 @dataclass(frozen=True, slots=True)

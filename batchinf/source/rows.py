@@ -105,7 +105,7 @@ def _of_files(
     versions = _known_versions(cache, taken)
     if versions is None:
         format, files = _find(input)
-        scanner = Scanner(format, cache, digests)
+        scanner = Scanner(format, cache, digests, input.say)
         version, scanned = first_version(scanner, files)
         versions = [version if beside is None else fitted_beside(version, beside, format)]
     else:
@@ -215,14 +215,14 @@ def _again(
     if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
-            return Scanner(known_format, cache, digests), versions, scanned
+            return Scanner(known_format, cache, digests, input.say), versions, scanned
     format, files = _find(input)
     if format.name != versions[-1].format:
         raise DriftError(
             f"{input.path} has the format {format.name}, but the job in the output folder began with "
             f"{versions[-1].format}; restore the input, or give this job another output.path"
         )
-    scanner = Scanner(format, cache, digests)
+    scanner = Scanner(format, cache, digests, input.say)
     compared = compare_files(scanner, known, files, scans_new=new == "take")
     refuse_changes(compared, input.path, takes_new=new != "refuse", is_job=input.parts is not None)
     addition = next_version(versions[-1], known, compared, format) if new == "take" else None

@@ -1,14 +1,16 @@
 """Scans input files: finds the rows, columns and content hash of each, and keeps them in the cache of the source."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
+from batchinf.base.places import LARGE_BYTES
 from batchinf.base.storage import Folder
+from batchinf.base.text import counted, size_text
 from batchinf.source.cache import FileEntry, Scratch, is_whole, load_entries, locked, save_entries, schema_text
 from batchinf.source.digests import ReadDigests, Watch, changed
 from batchinf.source.files import InputFile, open_bytes
@@ -28,6 +30,8 @@ class Scanner:
     cache: Folder
     digests: ReadDigests
     """Of ranges that were read, for formats whose hash does not cover all bytes."""
+    say: Callable[[str], None]
+    """Shows a line before a large copy."""
 
     def scan(self, files: Sequence[InputFile]) -> list[FileEntry]:
         """The entry of each file: from the cache if path, size, mtime and inode are unchanged, else from a scan.
@@ -49,6 +53,7 @@ class Scanner:
         unsaved_bytes = 0
         trusted = {file.name: self._trusted(file, known.get(file.name)) for file in files}
         self.format.refuse_crashing([file for file in files if trusted[file.name] is None and not file.is_remote])
+        self._say_copies([file for file in files if trusted[file.name] is None and not self._is_ranged(file)])
         for file in files:
             entry = trusted[file.name] or self._unchanged(file, known.get(file.name))
             if entry is None:
@@ -164,16 +169,31 @@ class Scanner:
         """
         if not file.is_remote or self.format.is_scanned_in_order:
             return file
-        end = footer_of(file) if file.object_etag and self.format.is_read_by_ranges else None
+        end = footer_of(file) if self._is_ranged(file) else None
         if end is not None:
             copy = scratch.fetch_end(file, end.data, end.etag)
             self.format.refuse_crashing([copy])
             if self.format.has_quick_rows(copy):
                 return copy
             scratch.drop("footer")
+        if self._is_ranged(file):
+            self._say_copies([file])
         copy = scratch.fetch(file)
         self.format.refuse_crashing([copy])
         return copy
+
+    def _is_ranged(self, file: InputFile) -> bool:
+        """Whether a store gives ranges of this file, and the format may need only some of them."""
+        return bool(file.object_etag) and self.format.is_read_by_ranges
+
+    def _say_copies(self, files: Sequence[InputFile]) -> None:
+        """Say how much is about to be copied whole, if that may take long."""
+        sizes = [max(0, file.stamp()[0]) for file in files if file.is_remote]
+        if sum(sizes) >= LARGE_BYTES:
+            self.say(
+                f"copying {counted(len(sizes), 'file')} of the input, {size_text(sum(sizes))}, from "
+                f"{files[0].path.rpartition('/')[0]}/ to {self.cache.root}"
+            )
 
     def _damaged(self, file: InputFile, error: Exception) -> InputError:
         reason = " ".join(str(error).split())[:500].encode(errors="backslashreplace").decode()

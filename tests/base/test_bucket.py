@@ -27,11 +27,10 @@ def test_one_of_two_writers_creates_each_object(share: float, url: str, store: s
     def write(who: str) -> None:
         bucket = Bucket(url)
         for number in random.Random(who).sample(range(num_names), num_names):
-            other = bucket.put_new(f"n/{number}", who.encode())
-            if other is None:
+            there = bucket.put_new(f"n/{number}", who.encode())
+            assert there.etag == bucket.get(f"n/{number}").etag  # type: ignore[union-attr]
+            if there.data == who.encode():
                 claims[who].append(number)
-            else:
-                assert other.data != who.encode()
 
     writers = [threading.Thread(target=write, args=[who]) for who in claims]
     for writer in writers:
@@ -91,7 +90,7 @@ def test_a_file_is_created_once_and_replaced_only_with_its_etag(
 
 
 def test_a_store_without_conditions_is_refused(url: str, store: stores.Proxy) -> None:
-    Bucket(url).probe()
+    Bucket(url).probe().result()
     num_requests = len(store.seen)
     assert num_requests == 4
     store.fault = lambda method, path: "unconditional"

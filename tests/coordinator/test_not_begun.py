@@ -29,7 +29,7 @@ def test_nothing_is_wrong_with_it(tmp_path: pathlib.Path) -> None:
     process.kill()
     process.communicate()
     # Even where it came as far as the spec, which is written before the header.
-    assert jobs.run("run", spec, faults="manifest.mid_line:3=kill").returncode == -9
+    assert jobs.run("run", spec, faults="manifest.mid_line:2=kill").returncode == -9
     assert (out / "job.yaml").exists()
     assert "holds no job yet: its first run ended" in jobs.run("status", out).stderr
     _check_says_that_there_is_none(out)

@@ -324,7 +324,7 @@ def test_several_lives_that_end_before_the_header(
     prompts: pathlib.Path, plain_rows: list[dict[str, Any]], tmp_path: pathlib.Path
 ) -> None:
     spec, out = spec_of(tmp_path, prompts), tmp_path / "out"
-    for point in ("start.replicas", "job.input_open", "manifest.mid_line:2", "manifest.mid_line:3"):
+    for point in ("start.replicas", "job.input_open", "manifest.mid_line:1", "manifest.mid_line:2"):
         assert jobs.run("run", spec, faults=f"{point}=kill").returncode == -9
         assert read_state(Folder(out)) is None
     begun_as = read_beginning(Folder(out)).job_id
@@ -375,8 +375,8 @@ def test_a_disk_that_is_full_at_the_header(
     prompts: pathlib.Path, plain_rows: list[dict[str, Any]], tmp_path: pathlib.Path
 ) -> None:
     spec, out = spec_of(tmp_path, prompts), tmp_path / "out"
-    # Commits: the beginning, the replicas, the header.
-    process = jobs.start("run", spec, faults="manifest.before_write:3=raise 28")
+    # Commits after the first, with which the log is created: the replicas, the header.
+    process = jobs.start("run", spec, faults="manifest.before_write:2=raise 28")
     code, _, errors = jobs.end(process)
     assert (code, "no space left" in error_line(errors)) == (2, True)
     assert read_state(Folder(out)) is None

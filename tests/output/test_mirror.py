@@ -112,6 +112,50 @@ def test_a_job_waits_for_a_slow_store(
     assert stores.rows(url) == list(jobs.unhurt()[:120])
 
 
+def test_requests_that_do_not_depend_on_each_other_run_together(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path
+) -> None:
+    folder = Folder(tmp_path / "work")
+    folder.make()
+    mirror = Mirror(Bucket(url), folder, Folder(tmp_path / "source"), interval_s=10.0, say=print)
+
+    def meet(*words: str) -> threading.Barrier:
+        """Let each request for one of these wait for the others."""
+        meeting = threading.Barrier(len(words))
+
+        def fault(method: str, path: str) -> str:
+            if any(word in path for word in words):
+                try:
+                    meeting.wait(20)
+                except threading.BrokenBarrierError:
+                    return "403"
+            return ""
+
+        store.fault = fault
+        return meeting
+
+    meet("parts", "commits%2F", "commits/000000001", "commits/snapshot")
+    mirror.restore()
+    meet("parts", "journal", "commits%2F", "commits/000000001", "commits/snapshot")
+    assert mirror.take_over() == 0
+    store.fault = lambda method, path: ""
+    mirror.chain.commit(1, b"{}\n")
+    for name in ("journal/000001-1-a", "journal/000002-1-a"):
+        Bucket(url).put(name, b"")
+        mirror._bundles[name.partition("/")[2]] = set()
+    for name in ("status.json", "job.yaml", "telemetry/000001.jsonl"):
+        folder.make("telemetry")
+        folder.write_atomic(name, b"{}\n")
+    meet("status.json", "job.yaml", "telemetry", "?delete", "?delete")
+    mirror.finish()
+    assert not stores.names(url, "journal") and stores.names(url, "telemetry")
+    # What has not changed since is not sent again.
+    store.fault = lambda method, path: "403"
+    store.seen.clear()
+    mirror.close()
+    assert not store.seen
+
+
 def num_done(work: pathlib.Path) -> int:
     """Rows in parts that are staged; the bucket has none."""
     return sum(pq.read_metadata(path).num_rows for path in (work / "staging").glob("[!.]*.parquet"))

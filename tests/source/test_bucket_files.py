@@ -1,5 +1,6 @@
 """Inputs in the stores that also hold outputs: read with the same package and the same key, versions by ETag."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -51,6 +52,30 @@ def test_each_format_is_read(ending: str, glob: str, url: str, store: stores.Pro
     assert again.fingerprints == source.fingerprints
     again.close()
     assert not [path for method, path in store.seen if method == "GET" and "/in/" in path]
+
+
+def test_a_large_copy_is_said_first(
+    url: str, store: stores.Proxy, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    num_bytes = len(content("jsonl"))
+    location = InputLocation(f"{url}/in/*", say=lambda line: said.append(f"{line}; {len(store.seen)} requests"))
+    for name in ("a", "b"):
+        stores.put(f"{url}/in/{name}.jsonl", content("jsonl"))
+    open_source(location, tmp_path / "small").close()
+    assert not said
+    monkeypatch.setattr("batchinf.source.scan.LARGE_BYTES", 2 * num_bytes)
+    store.seen.clear()
+    open_source(location, tmp_path / "large").close()
+    assert not [path for _, path in store.seen[: int(said[0].split()[-2])] if ".jsonl" in path]  # said before the copy
+    assert len(said) == 1 and said[0].startswith(
+        f"copying 2 files of the input, {2 * num_bytes / 1000:.1f} kB, from {url}/in/"
+    )
+    # Nothing is said about what is there, nor about Parquet of which only ranges are read.
+    open_source(location, tmp_path / "large").close()
+    stores.put(f"{url}/in/a.parquet", stores.prompts_with_pictures())
+    open_source(dataclasses.replace(location, path=f"{url}/in/a.parquet"), tmp_path / "ranges").close()
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""The forms of jobs in a bucket for Kubernetes and SkyPilot: their own commands, run as the platform runs them.
+
+A node is a folder with the job's spec and an empty home. The environment has only what the platform and the form set.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import stores
+import yaml
+
+import jobs
+
+pytestmark = [pytest.mark.fewer_rows]
+INDEX = 3
+
+
+def _form(name: str) -> Any:
+    return yaml.safe_load((jobs.ROOT / "jobs" / name).read_text())
+
+
+def _kubernetes() -> tuple[list[str], dict[str, str], int]:
+    """The command of a pod, its environment beside the secret's, and the number of slices."""
+    job = _form("kubernetes/slices.yaml")["spec"]
+    assert job["completionMode"] == "Indexed" and job["parallelism"] <= job["completions"]
+    # Exit code 75, and 2 if the lost pod still seems to run, are not final: the next pod of the index goes on.
+    [final] = [rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert not {2, 75} & {*final} and job["backoffLimitPerIndex"] > 0
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["restartPolicy"] == "Never" and container["resources"]["limits"]["nvidia.com/gpu"] > 0
+    environment = {each["name"]: each["value"] for each in container.get("env", ())}
+    return container["command"], {**environment, "JOB_COMPLETION_INDEX": str(INDEX)}, job["completions"]
+
+
+def _skypilot() -> tuple[list[str], dict[str, str], int]:
+    """The same of a managed job."""
+    task = _form("skypilot/slice.yaml")
+    assert 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"] and task["workdir"] == "."
+    text = (jobs.ROOT / "jobs" / "skypilot" / "slice.yaml").read_text()
+    # A secret without a value is that of the command, which takes it from the environment.
+    assert {*re.findall(r"--secret (\w+)", text)} == {*task["secrets"]} == {*stores.KEYS}
+    [number] = re.findall(r"/(\d+)$", task["run"])
+    assert f"seq 0 {int(number) - 1}" in text and "--env SLICE=" in text
+    environment = {**{name: str(value) for name, value in task["envs"].items()}, "SLICE": str(INDEX)}
+    return ["bash", "-c", task["run"]], environment, int(number)
+
+
+@pytest.mark.parametrize("form", [_kubernetes, _skypilot])
+def test_a_lost_slice_goes_on_on_another_node(form: Any, url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:
+    command, environment, num_slices = form()
+    for node, faults in (("a", "mirror.after_bundle:1=kill"), ("b", "")):
+        folder = tmp_path / node
+        (folder / "home").mkdir(parents=True)
+        spec = {"output": {"path": url, "rows_per_shard": 6}, "scripted": {"step_s": 0.005}}
+        jobs.spec_of(folder, **spec)
+        own = {
+            **jobs.quick_start(),
+            **store.environment,
+            **environment,
+            "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(folder / "home"),
+            "BATCHINF_FAULTS": faults,
+        }
+        ended = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=300)
+        assert (ended.returncode == 0) == (not faults), ended.stderr
+        assert list((folder / "home" / ".cache" / "batchinf" / "jobs").iterdir())  # it works in the node's home
+    rows = jobs.unhurt()
+    own_rows = rows[INDEX * len(rows) // num_slices : (INDEX + 1) * len(rows) // num_slices]
+    slice_url = f"{url}/slice-{INDEX}"
+    assert stores.rows(slice_url) == list(own_rows)
+    epochs = [line for line in stores.lines(slice_url) if line.get("name") == "epoch"]
+    assert len(epochs) == 2  # the second start went on with the job of the first
