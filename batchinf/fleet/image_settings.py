@@ -14,13 +14,13 @@ from batchinf.spec.job import JobSpec
 _LEAST_PIXELS = 196
 
 
-def with_most_images(spec: JobSpec, rows: ImagesOfRows | None, say: Callable[[str], None]) -> JobSpec:
+def with_most_images(spec: JobSpec, rows: ImagesOfRows, say: Callable[[str], None]) -> JobSpec:
     """The spec with the most images that a row of the input has as `max_per_row`, if the user gave none.
 
     vLLM measures the memory of a step with as many images in each sequence.
     """
     images = spec.input.images
-    if images is None or rows is None or rows.most_per_row is None or "max_per_row" in images.model_fields_set:
+    if images is None or rows.most_per_row is None or "max_per_row" in images.model_fields_set:
         return spec
     most = max(1, rows.most_per_row)
     if most >= images.max_per_row:
@@ -30,14 +30,14 @@ def with_most_images(spec: JobSpec, rows: ImagesOfRows | None, say: Callable[[st
     return spec.model_copy(update={"input": where})
 
 
-def step_for_images(spec: JobSpec, model: Model, fit: Fit, rows: ImagesOfRows | None) -> dict[str, tuple[Any, str]]:
+def step_for_images(spec: JobSpec, model: Model, fit: Fit, rows: ImagesOfRows) -> dict[str, tuple[Any, str]]:
     """`max_num_batched_tokens` with its reason, if an image of the rows has more tokens than a step has by default.
 
     Some models cannot compute a part of an image: vLLM would not start, or never run the row.
     """
     name = "max_num_batched_tokens"
     usual = fit.limits[name]
-    if fit.device_bytes is None or name in spec.engine or rows is None or rows.largest is None:
+    if fit.device_bytes is None or name in spec.engine or rows.largest is None:
         return {}
     if rows.largest[0] * rows.largest[1] < usual * _LEAST_PIXELS:
         return {}

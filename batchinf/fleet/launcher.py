@@ -72,7 +72,7 @@ class Launcher:
 
         Raises UserError if weights are missing or there are too few devices.
         """
-        spec = with_most_images(job.task.spec, images, say)
+        spec = job.task.spec if images is None else with_most_images(job.task.spec, images, say)
         task = job.task.over(spec)
         model = job.model
         if spec.scripted is None:
@@ -91,7 +91,8 @@ class Launcher:
             task = task.over(spec)
             slots = backend.place(spec)
         chosen = chosen_arguments(spec, fit, task, slots[0].sharers, shared_share=shared_share)
-        chosen = Chosen({**chosen.choices, **step_for_images(spec, model, fit, images)})
+        if images is not None:
+            chosen = Chosen({**chosen.choices, **step_for_images(spec, model, fit, images)})
         for line in chosen.lines():
             say(line)
         settings = EngineSettings(spec, fit, _lowered_before(spec, job.state, say), chosen.engine)

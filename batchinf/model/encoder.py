@@ -63,32 +63,44 @@ class Encoder:
 def encoder_of(tensors: Sequence[Tensor], config: Mapping[str, Any]) -> Encoder | None:
     """The image encoder in these tensors; None without one. config: of the whole model."""
     others = [tensor for tensor in tensors if tensor.is_other and "audio" not in tensor.name]
-    in_layers = [tensor for tensor in others if _IN_LAYER.search(tensor.name)]
-    matrices = [tensor for tensor in in_layers if len(tensor.shape) == 2]
+    matrices = [tensor for tensor in others if _IN_LAYER.search(tensor.name) and len(tensor.shape) == 2]
     if not matrices:
         return None
-    # The input of queries, keys, values and the MLP.
-    widths = Counter[int]()
-    for tensor in matrices:
-        widths[tensor.shape[1]] += tensor.number
     patch = [tensor for tensor in others if len(tensor.shape) > 2 and "patch" in tensor.name]
-    behind = [tensor for tensor in others if tensor not in in_layers and "embed" not in tensor.name]
     vision = config.get("vision_config") or {}
-    text_hidden = text_section(config).get("hidden_size")
-    hidden = widths.most_common(1)[0][0]
     full = vision.get("fullatt_block_indexes")
-    deeper = vision.get("deepstack_visual_indexes") or ()
+    hidden = _hidden_of(matrices)
     return Encoder(
         layer_parameters=sum(tensor.num_parameters for tensor in (*matrices, *patch)),
-        joint_parameters=sum(tensor.num_parameters for tensor in behind if len(tensor.shape) == 2),
+        joint_parameters=sum(tensor.num_parameters for tensor in others if _is_joint(tensor)),
         num_full_layers=len(full) if full else min(tensor.number for tensor in matrices),
         hidden=hidden,
         inner=max(max(tensor.shape) for tensor in matrices),
         patch_pixels=math.prod(patch[0].shape[1:]) if patch else 0,
         patches_per_token=_patches_per_token(config, vision),
         group=None if _merged(config, vision) else _patches_of_tile(vision),
-        output_width=(text_hidden if isinstance(text_hidden, int) else hidden) * (1 + len(deeper)),
+        output_width=_output_width(config, vision, hidden),
     )
+
+
+def _hidden_of(matrices: Sequence[Tensor]) -> int:
+    """The width that most matrices of the layers read: it is that of queries, keys, values and the MLP."""
+    widths = Counter[int]()
+    for tensor in matrices:
+        widths[tensor.shape[1]] += tensor.number
+    return widths.most_common(1)[0][0]
+
+
+def _is_joint(tensor: Tensor) -> bool:
+    """Whether a tensor outside the text model is a matrix behind the layers of the encoder."""
+    return len(tensor.shape) == 2 and "embed" not in tensor.name and _IN_LAYER.search(tensor.name) is None
+
+
+def _output_width(config: Mapping[str, Any], vision: Mapping[str, Any], hidden: int) -> int:
+    """That of the text model, once for the last layer and once for each deeper layer whose output it gets."""
+    width = text_section(config).get("hidden_size")
+    deeper = vision.get("deepstack_visual_indexes") or ()
+    return (width if isinstance(width, int) else hidden) * (1 + len(deeper))
 
 
 def _merged(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int | None:

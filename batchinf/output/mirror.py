@@ -494,12 +494,7 @@ def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
     """Download the files of chosen rows that the folder lacks. Returns the names of all that the bucket has."""
     digests = {(RUN_FOLDER, number): extent.positions for number, extent in enumerate(state.extents, 1)}
     digests |= {(RETRY_FOLDER, number): retry.positions for number, retry in state.retries.items()}
-    listings = zip(
-        (RUN_FOLDER, RETRY_FOLDER),
-        together(partial(bucket.list, where) for where in (RUN_FOLDER, RETRY_FOLDER)),
-        strict=True,
-    )
-    listed = [f"{where}/{each.name}" for where, listing in listings for each in listing]
+    listed = _names_in(bucket, (RUN_FOLDER, RETRY_FOLDER))
     folder.make(RUN_FOLDER, RETRY_FOLDER)
 
     def is_there(where: str, number: int) -> bool:
@@ -512,6 +507,12 @@ def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
         while not is_there(where, number) and (candidate := next(candidates, None)) is not None:
             bucket.download(candidate, folder.path(name))
     return {*listed}
+
+
+def _names_in(bucket: Bucket, folders: Sequence[str]) -> list[str]:
+    """The names of all objects in these folders of the bucket."""
+    listings = together(partial(bucket.list, folder) for folder in folders)
+    return [f"{folder}/{each.name}" for folder, listing in zip(folders, listings, strict=True) for each in listing]
 
 
 def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:

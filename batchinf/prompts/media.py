@@ -81,17 +81,15 @@ class ImageLoader:
         cache_folder: for images of URLs. Without it, those of web servers are kept in memory for a short time.
         """
         self._settings = settings
-        self._cache: UrlCache | None = None
-        if cache_folder is not None and settings.cache_bytes:
-            self._cache = UrlCache(cache_folder, settings.cache_bytes)
+        self._cache = None if cache_folder is None else _cache_in(cache_folder, settings.cache_bytes)
         is_in_bucket = base_folder is not None and is_bucket(base_folder)
         self._bucket_folder = base_folder if is_in_bucket else None
         self._base_folder = None if base_folder is None or is_in_bucket else os.path.realpath(base_folder)
-        folders = (*settings.folders, *([] if base_folder is None else [base_folder]))
         self._lock = threading.Lock()
         self._downloads: Downloads | None = None
-        self._folders = [os.path.realpath(folder) for folder in folders if not is_bucket(folder)]
-        self._objects = _Objects(settings, [folder for folder in folders if is_bucket(folder)], self._cache)
+        local, in_buckets = _apart((*settings.folders, *([] if base_folder is None else [base_folder])))
+        self._folders = [os.path.realpath(folder) for folder in local]
+        self._objects = _Objects(settings, in_buckets, self._cache)
 
     def load(self, source: object) -> LoadedImage:
         """Read and decode an image. Raises ImageError.
@@ -269,6 +267,18 @@ class ImageLoader:
 
     def _refuse_pixels(self, got: str) -> NoReturn:
         raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}")
+
+
+def _cache_in(folder: Folder, num_bytes: int) -> UrlCache | None:
+    return UrlCache(folder, num_bytes) if num_bytes else None
+
+
+def _apart(folders: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Folders of this host, and folders of buckets."""
+    sorted_by_place: tuple[list[str], list[str]] = ([], [])
+    for folder in folders:
+        sorted_by_place[is_bucket(folder)].append(folder)
+    return sorted_by_place
 
 
 class _Objects:

@@ -167,6 +167,12 @@ class Renderer:
         if not self._is_chat:
             text = self.render(row) if self._input.token_ids_column is None else self.token_ids(row)
             return text if isinstance(text, RowError) else TextWithImages(text, tuple(own))
+        return self._chat_with_images(row, own, placeholders)
+
+    def _chat_with_images(
+        self, row: Row, own: Sequence[ImageSource], placeholders: Placeholders | None
+    ) -> TextWithImages | RowError:
+        """own: the images of the row's columns."""
         messages = self.messages(row)
         placed = messages if isinstance(messages, RowError) else place_images(messages, own)
         if isinstance(placed, RowError):

@@ -346,11 +346,7 @@ def _asked_of_images(data: Data, wanted: StarterWanted, instruction: str, *, des
             "another model, or write the spec: input.images_column, and input.prompt_template with the model's "
             "placeholder, see docs/how-to/images.md"
         )
-    has_text = data.text is not None and not data.has_only_messages
-    question = f"Describe the {'pictures' if data.has_several_images else 'picture'}." if describes else ""
-    lines = [instruction] if instruction or has_text else [question] if question else []
-    if has_text:
-        lines = [*lines, "", f"Text: {_text_of(data)}"] if instruction else [_text_of(data)]
+    lines = _words_with_images(data, instruction, describes=describes)
     text = ["        - type: text", "          text: |-", *(f"            {line}".rstrip() for line in lines)]
     return [
         "  messages:    # a conversation, for the model's chat template; {{ }} is a column of the row",
@@ -359,6 +355,15 @@ def _asked_of_images(data: Data, wanted: StarterWanted, instruction: str, *, des
         *itertools.chain.from_iterable(_image_lines(data, column) for column in data.images),
         *(text if lines else []),
     ]
+
+
+def _words_with_images(data: Data, instruction: str, *, describes: bool) -> list[str]:
+    """The lines of the text beside a row's images: an instruction, the row's text, or a question; none of a vector."""
+    if data.text is not None and not data.has_only_messages:
+        return [instruction, "", f"Text: {_text_of(data)}"] if instruction else [_text_of(data)]
+    if instruction:
+        return [instruction]
+    return [f"Describe the {'pictures' if data.has_several_images else 'picture'}."] if describes else []
 
 
 def _image_lines(data: Data, column: str) -> list[str]:
