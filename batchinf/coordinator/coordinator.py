@@ -36,6 +36,8 @@ from batchinf.fleet.status import ON_TRIAL, JobStatus, Rates, ReplicaLook, Telem
 from batchinf.job.job import Job
 from batchinf.manifest.state import Committed, State
 from batchinf.output.journal import drop, num_results
+from batchinf.output.replace import rows_of_other_images
+from batchinf.records import Part
 from batchinf.replica.messages import DISK_ERROR, LeaseBegun, NoPlace, Ready, Stop, Stopped, Tried
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import shard_at, total_shards
@@ -49,6 +51,7 @@ _LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
 _GATHER_S = 1e-5
 _STORE_S = 3.0  # that a bucket has after the replicas' last moment
 _MOST_LINES = 8  # of replicas that come up at once
+_NAMED = 3  # rows that a line names
 # The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
 FIRST_ROWS = 1000
 HOPELESS_RATE = 0.5
@@ -308,6 +311,7 @@ class Coordinator:
     def _commit(self, closed: Sequence[LeaseFinished] = ()) -> None:
         folder = self.job.folder
         parts = [(finished, finished.part) for finished in closed if finished.part is not None]
+        self._say_other_images([part for _, part in parts])
         if self._mirror is None:
             publish([part for _, part in parts], folder, self._manifest, self._lock)
         else:
@@ -326,6 +330,18 @@ class Coordinator:
         drop(folder, dict.fromkeys(part.shard for _, part in parts))
         if self._mirror is not None:
             self._mirror.note_committed([part for _, part in parts])
+
+    def _say_other_images(self, parts: Sequence[Part]) -> None:
+        """Name the rows of a retry whose earlier results were of other images. Call it while both parts are there."""
+        if self.retry is None or not self.job.spec.input.has_images:
+            return
+        rows = [row for part in parts for row in rows_of_other_images(self.job.folder, part)]
+        if rows:
+            names = ", ".join(f"row {row}" for row in rows[:_NAMED]) + (", …" if len(rows) > _NAMED else "")
+            self._display.say(
+                f"note: {counted(len(rows), 'input row')} ran again with other images than before ({names}); the new "
+                "results replace the old ones"
+            )
 
     def _num_inputs_of(self, shard: int) -> int:
         chosen = self.num_chosen

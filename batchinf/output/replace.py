@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import json
+import pathlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinf.base.errors import OutputError
@@ -20,6 +22,7 @@ from batchinf.output.parts import PIECE_BYTES, RETRY_KEY, PartTarget, footer_ent
 from batchinf.output.seal import read_sealed
 from batchinf.records import Part
 from batchinf.schedule.positions import ShardRows
+from batchinf.tasks.columns import IMAGE_DIGESTS
 
 _REPLACES_KEY = "batchinf.replaces"
 _SEAL_KEY = "batchinf.seal"
@@ -51,6 +54,21 @@ def write_replacement(target: PartTarget, shard: OpenLease) -> Part:
 def replaces(folder: Folder, staged: str, part: str) -> bool:
     """Whether a staged file was made from the part that is now at `part`."""
     return _metadata(folder, staged).get(_REPLACES_KEY) == _metadata(folder, part).get(_SEAL_KEY, "")
+
+
+def rows_of_other_images(folder: Folder, part: Part) -> list[int]:
+    """The rows whose results without an error a staged part replaces by results of other images."""
+    before = _image_digests(folder.path(f"parts/{part_name(part.shard)}"))
+    now = _image_digests(folder.path(f"staging/{part.file}"))
+    return sorted(row for row in before.keys() & now.keys() if before[row] != now[row])
+
+
+def _image_digests(path: pathlib.Path) -> dict[int, list[str]]:
+    """Of the rows whose results have no error."""
+    with open_part(path) as file:
+        rows = file.read(columns=["row_index", "error_type", IMAGE_DIGESTS])
+    good = rows.filter(pc.is_null(rows.column("error_type")))
+    return dict(zip(good.column("row_index").to_pylist(), good.column(IMAGE_DIGESTS).to_pylist(), strict=True))
 
 
 def _metadata(folder: Folder, name: str) -> dict[str, str]:

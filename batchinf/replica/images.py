@@ -6,7 +6,6 @@ are made ahead, and the queue counts their bytes.
 
 import contextlib
 import os
-import pathlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -14,10 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowError
-from batchinf.base.parquet import open_part
 from batchinf.base.places import is_http, shown_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
@@ -131,20 +128,15 @@ def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: Sequence[str]
     )
 
 
-def stored_digests(opened: OpenLease, part: pathlib.Path | None) -> dict[int, Sequence[str]]:
-    """The digests of the images of the rows of a lease that have results without an error.
+def stored_digests(opened: OpenLease) -> dict[int, Sequence[str]]:
+    """The digests of the images of the rows of a lease that have results without an error in the journal.
 
-    They are in the journal and, in a retry, in the part that it replaces.
+    Those in the part that a retry replaces do not matter: the retry replaces all results of a row.
     """
     columns = ["row_index", "error_type", IMAGE_DIGESTS]
     stored: dict[int, Sequence[str]] = {}
-    tables: list[pa.Table] = []
-    if part is not None:
-        with open_part(os.fspath(part)) as file:
-            tables.append(file.read(columns=columns))
-    tables += [segment.table().select(columns) for segment in opened.segments]
-    for table in tables:
-        for row in table.to_pylist():
+    for segment in opened.segments:
+        for row in segment.table().select(columns).to_pylist():
             if row["error_type"] is None and row[IMAGE_DIGESTS] is not None and row["row_index"] in opened.rows:
                 stored[row["row_index"]] = row[IMAGE_DIGESTS]
     for segment in opened.segments:

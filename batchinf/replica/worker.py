@@ -25,7 +25,7 @@ from batchinf.engines.protocol import Engine
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
-from batchinf.manifest.names import part_name, retry_of
+from batchinf.manifest.names import retry_of
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
@@ -482,7 +482,7 @@ class Pipeline:
         where = self._spec.input
         if where.images is None:
             return None
-        # A retry fetches images again, so that it notices those that have changed.
+        # A retry fetches images again, because they may have changed.
         cache = Folder(self.folder.path(f"{IMAGES_FOLDER}/{self._retry}"))
         return ImagePrompts(where.images, base_folder=image_folder(where), cache_folder=cache)
 
@@ -495,8 +495,7 @@ class Pipeline:
         opened = OpenLease(lease, self.task, self._journal, chosen=chosen, rows=rows)
         opened.recover()
         if self._spec.input.has_images:
-            part = self.folder.path(f"parts/{part_name(lease.index)}") if self._retry else None
-            opened.image_digests = stored_digests(opened, part)
+            opened.image_digests = stored_digests(opened)
         return opened
 
     def _fail(self, row: FailedRow) -> None:

@@ -202,8 +202,10 @@ def test_a_folder_of_pictures_is_an_input(tmp_path: pathlib.Path) -> None:
     assert after[:-1] == before
     assert (after[-1]["id"], after[-1]["row_index"]) == ("a.png", 12)
     shutil.copy(PICTURES / "red-square.png", folder / "blue-circle.png")
-    refused = jobs.run("run", path, "--retry", "row_index = 0", is_refused=True)
-    assert "row 0: image 1 ('blue-circle.png') has changed since the job ran the row" in refused.stderr
+    replaced = jobs.finish(path, "--retry", "id = 'blue-circle.png'")
+    assert "1 input row ran again with other images than before (row 0)" in replaced.stderr
+    [new] = [row for row in jobs.rows_of(tmp_path / "job" / "out") if row["row_index"] == 0]
+    assert new["image_digests"] == [hashlib.sha256((folder / "blue-circle.png").read_bytes()).hexdigest()]
 
 
 def test_a_picture_that_was_mended_in_its_folder_runs_again(tmp_path: pathlib.Path) -> None:
@@ -265,7 +267,12 @@ def test_repaired_rows_have_their_own_images(tmp_path: pathlib.Path) -> None:
     jobs.finish(path, "--retry", "errors", "--input", str(fixed))
     after = {row["id"]: row for row in jobs.rows_of(tmp_path / "job" / "out")}
     assert after["b"]["error_type"] is None
-    assert after["b"]["image_digests"] == [hashlib.sha256((PICTURES / "blue-circle.png").read_bytes()).hexdigest()]
+    digest = hashlib.sha256((PICTURES / "blue-circle.png").read_bytes()).hexdigest()
+    assert after["b"]["image_digests"] == [digest]
+    # A repair may give a good row another picture.
+    write_lines(fixed, [{"id": "a", "photo": "pictures/blue-circle.png"}])
+    jobs.finish(path, "--retry", "id = 'a'", "--input", str(fixed))
+    assert [row["image_digests"] for row in jobs.rows_of(tmp_path / "job" / "out")] == [[digest]] * 4
 
 
 def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
@@ -283,7 +290,7 @@ def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.P
         results.tokenizer()
 
 
-def test_a_retry_notices_a_changed_picture(tmp_path: pathlib.Path) -> None:
+def test_a_retry_takes_a_changed_picture_and_says_so(tmp_path: pathlib.Path) -> None:
     rows = [{"id": f"row-{name}", "photo": f"pictures/{name}"} for name in ("a.png", "b.png", "gone.png")]
     path = spec_of(tmp_path / "job", rows)
     pictures = tmp_path / "job" / "pictures"
@@ -299,13 +306,19 @@ def test_a_retry_notices_a_changed_picture(tmp_path: pathlib.Path) -> None:
     assert {row["error_type"] for row in after} == {None}
     shutil.copy(PICTURES / "red-square.png", pictures / "b.png")
     jobs.finish(path, "--retry", "row_index = 0")
-    stopped = jobs.run("run", path, "--retry", "row_index <= 1")
-    assert stopped.returncode == 2
-    assert "row 1: image 1 ('pictures/b.png') has changed since the job ran the row" in stopped.stderr
     assert jobs.rows_of(tmp_path / "job" / "out") == after
-    shutil.copy(PICTURES / "blue-circle.png", pictures / "b.png")
-    jobs.finish(path)
-    assert jobs.rows_of(tmp_path / "job" / "out") == after
+    # Killed once the retry is recorded: a plain run ends it, with the picture that is there then.
+    killed = jobs.run("run", path, "--retry", "row_index <= 1", faults="retry.after_line=kill")
+    assert killed.returncode != 0
+    resumed = jobs.finish(path)
+    assert "1 input row ran again with other images than before (row 1)" in resumed.stderr
+    replaced = jobs.rows_of(tmp_path / "job" / "out")
+    others = [number for number, row in enumerate(replaced) if row["row_index"] != 1]
+    assert [replaced[number] for number in others] == [after[number] for number in others]
+    digest = hashlib.sha256((PICTURES / "red-square.png").read_bytes()).hexdigest()
+    assert [row["image_digests"] for row in replaced if row["row_index"] == 1] == [[digest]] * 2
+    assert jobs.run("check", tmp_path / "job" / "out").returncode == 0
+    assert jobs.run("export", tmp_path / "job" / "out", "-o", tmp_path / "rows.jsonl").returncode == 0
 
 
 def test_a_resume_notices_a_picture_that_changed_between_samples(tmp_path: pathlib.Path) -> None:
