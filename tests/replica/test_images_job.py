@@ -139,6 +139,12 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
     shutil.rmtree(tmp_path / "work")
     jobs.finish(path, **store.environment)
     assert stores.rows(url) == unhurt
+    shutil.copy(PICTURES / "red-square.png", tmp_path / "job" / "pictures" / "blue-circle.png")
+    replaced = jobs.finish(path, "--retry", "row_index = 0", **store.environment)
+    assert "1 input row ran again with other images than before (row 0)" in replaced.stderr
+    digest = hashlib.sha256((PICTURES / "red-square.png").read_bytes()).hexdigest()
+    assert [row["image_digests"] for row in stores.rows(url)[:2]] == [[digest]] * 2
+    assert stores.rows(url)[2:] == unhurt[2:]
 
 
 def test_an_input_and_its_pictures_in_a_bucket(
