@@ -6,7 +6,6 @@ devices. If anything on the way is refused, they end.
 
 import contextlib
 import functools
-import pathlib
 import random
 import time
 import uuid
@@ -173,12 +172,10 @@ def start(
 # -- without the input -------------------------------------------------------------------------------------------------
 
 
-def with_known_numbers(
-    prepared: PreparedJob, backend: Backend, say: Say, cache: pathlib.Path | None = None
-) -> PreparedJob:
-    """The job with numbers in place of `auto` for the length and the degrees. cache: see `open_input`."""
+def with_known_numbers(prepared: PreparedJob, backend: Backend, say: Say) -> PreparedJob:
+    """The job with numbers in place of `auto` for the length and the degrees."""
     if prepared.spec.has_auto_length:
-        prepared = with_known_length(prepared, say, cache)
+        prepared = with_known_length(prepared, say)
     return with_known_degrees(prepared, backend, say)
 
 
