@@ -88,10 +88,10 @@ def validate_job(
         yield _task(job)
         yield from _warnings(job.task.prompt_warnings(job.model, job.source))
         yield from _warnings(column_warnings(job.task, job.source))
-        yield from _warnings(repeated_id_warning(job.spec, job.source))
         structures = check_structures(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer)
         yield from (Remark("structure", text) for text in structures)
         positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
+        yield from _warnings(repeated_id_warning(job.spec, job.source, positions))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
         copy_bytes = sum(file.stat().st_size for file in pathlib.Path(scratch).glob("*.rows"))  # as in the job's folder
         yield _output(job, state, chosen, copy_bytes=copy_bytes)
