@@ -13,7 +13,7 @@ from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
 from batchinf.prompts.chat import GIVEN, own_templates, read_messages, variables
-from batchinf.prompts.encoder import Encoder, load_tokenizer
+from batchinf.prompts.encoder import Encoder, check_tokenizer, load_tokenizer
 from batchinf.prompts.openai.lines import body_of
 from batchinf.prompts.renderer import Renderer
 from batchinf.source.rows import Row, Source
@@ -74,10 +74,14 @@ def _check_chat(where: InputSpec, model: Model) -> None:
 
 
 def _template_variables(where: InputSpec, model: Model) -> frozenset[str]:
-    """The variables of the spec's chat template, else of the model's. Raises SpecError if no template works."""
+    """The variables of the spec's chat template, else of the model's.
+
+    Raises SpecError if no template works, ModelError if the model has no tokenizer.
+    """
     templates = own_templates(pathlib.Path(model.tokenizer))
     template = where.chat_template or "default"
     if where.chat_template is None and template not in templates:
+        check_tokenizer(model.tokenizer)  # without one, the template is not all that is missing
         field = next(field for field in CHAT_FIELDS if getattr(where, field) is not None)
         others = f"; it has others, whose names input.chat_template takes: {list_names(templates)}" if templates else ""
         raise SpecError(
