@@ -134,7 +134,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "",
             "input:",
             f"  path: {_path(data.path)}",
-            *([f"  csv: {{encoding: {data.encoding}}}    # validate shows whether the text is right"] if data.encoding else []),
+            *([f"  csv: {{encoding: {data.encoding}}}    # look at the text in validate"] if data.encoding else []),
             f"  # {data.num_rows:,} rows with the columns {shown}",
             f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}{why_no_id}",
             *asked,

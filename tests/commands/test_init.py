@@ -496,7 +496,7 @@ def test_an_encoding_that_the_user_gives(tmp_path: pathlib.Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_bytes("id,größe\n1,Šťastný.\n".encode("cp1250"))
     assert look_at(str(rows), encoding="cp1250").columns == ("id", "größe")
-    with pytest.raises(UserError, match="^--encoding: got 'no-such'; must be an encoding of text"):
+    with pytest.raises(UserError, match=r"^--encoding: got 'no-such'; must be an encoding of text"):
         look_at(str(rows), encoding="no-such")
 
 

@@ -202,7 +202,8 @@ def test_the_look_at_large_rows_ends(tmp_path: pathlib.Path, monkeypatch: pytest
     where = {"path": str(tmp_path / "rows.jsonl"), "prompt_template": "{{ prompt }}"}
     job = open_job(read_spec(jobs.spec_of(tmp_path, input=where, output={"keep_columns": []})))
     with contextlib.closing(job.source):
-        assert [line.split()[1] for line in first_row_warnings(job.spec, job.source, job.rows)] == ["200", "input.id_column:"]
+        warnings = [*first_row_warnings(job.spec, job.source, job.rows)]
+        assert [line.split()[1] for line in warnings] == ["200", "input.id_column:"]
         monkeypatch.setattr(checks, "_LOOK_S", 0.0)
         assert [line.split()[1] for line in first_row_warnings(job.spec, job.source, job.rows)] == ["32"]
 
