@@ -79,7 +79,8 @@ $(LOCK_STAMP):
 	    echo "$(or $(PYTHON),python3) is not Python 3.11 or newer: name one that is, as in: make PYTHON=python3.12" >&2; \
 	    exit 1; \
 	fi; \
-	echo "Installing $(LOCK) into $(VENV) with $$("$$python" --version): minutes the first time, log in $(VENV)/install.log"; \
+	echo "Installing $(LOCK) into $(VENV) with $$("$$python" --version). The first time, this takes minutes, and 10 or"; \
+	echo "more with a slow disk or network. It prints nothing meanwhile; tail -f $(VENV)/install.log shows the progress"; \
 	"$$python" -m venv --clear $(VENV)
 ifeq ($(BUILD),cpu)
 	@torch=$$(grep '^torch==' $(LOCK)); \

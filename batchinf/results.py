@@ -18,6 +18,7 @@ import glob
 import itertools
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -218,10 +219,14 @@ class Results:
         """The answer that most samples of each input row have, for `sampling.n` above 1. In the order of the input.
 
         answers: the answer of each output row, such as a number taken from its text, with None for none; or the name of
-        a column, whose values are compared as they are. If several have equal votes, the first one wins.
+        a column, whose values are compared as they are. If several have equal votes, the first one wins. Warns if no
+        input row has more than one sample.
         """
         values = self.table([answers]).column(0).to_pylist() if isinstance(answers, str) else answers
-        return majority(self.array("row_index"), values)
+        votes = majority(self.array("row_index"), values)
+        if votes and all(vote.num_samples == 1 for vote in votes):
+            warnings.warn(f"majority: each vote is of one sample; {self._where_samples_are()}", stacklevel=2)
+        return votes
 
     def pass_at_k(self, is_right: Sequence[bool], k: int = 1) -> PassAtK:
         """pass@k: the probability that at least one of k samples of a row is right, and its standard error.
@@ -229,7 +234,19 @@ class Results:
         is_right: whether each output row is right, in the order of `table`. An error row is a sample that is not right.
         The estimate is the unbiased one of Chen et al. 2021. Raises OutputError if a row has fewer than k samples.
         """
-        return pass_at_k(self.array("row_index"), is_right, k)
+        return pass_at_k(self.array("row_index"), is_right, k, self._where_samples_are())
+
+    def _where_samples_are(self) -> str:
+        """The end of a message about input rows with too few samples."""
+        job = self.spec["input"].get("job")  # absent in jobs of older versions
+        if job is not None:
+            return (
+                f"each output row of the job in {job} is an input row of this job. If the samples are in {job}, merge "
+                "the values into its table and call this method of its results: docs/how-to/chain-jobs.md"
+            )
+        if "sample_index" in self.schema.names:
+            return "sampling.n says how many a row has"
+        return "only task generate has several samples of a row, by sampling.n"
 
     def dataset(self) -> "Dataset":
         """All rows as a Hugging Face dataset, which keeps an Arrow copy in its cache and maps it into memory."""

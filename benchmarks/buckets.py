@@ -6,7 +6,8 @@
 
 The store is the S3 server of the tests, on loopback, behind a proxy that delays each request by `--delays` seconds.
 Engines are scripted, and mostly sleep. All jobs of a round run at the same time, so that they meet the same load of the
-host. The requests are also shown for a day of such a job. `--upload` measures the memory of one upload of so many MB.
+host. The requests, and the bytes that the bucket keeps, are also shown for a day of such a job. `--upload` measures the
+memory of one upload of so many MB.
 """
 
 import argparse
@@ -24,6 +25,8 @@ import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pyarrow.fs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
@@ -45,6 +48,7 @@ def main() -> None:
     if args.upload:
         measure_upload(args.upload)
         return
+    stores.server()  # one for all threads
     delays = [float(text) for text in args.delays.split(",")]
     times: dict[str, list[float]] = {}
     cases = {"folder": None, **{f"bucket, {delay * 1000:g} ms a request": delay for delay in delays}}
@@ -114,11 +118,36 @@ def run_job(args: argparse.Namespace, delay: float | None) -> tuple[float, Count
         spec = write_spec(args, folder, url)
         environment = {**os.environ, **store.environment}
         began = time.monotonic()
-        subprocess.run([sys.executable, "-m", "batchinf", "run", "-q", spec], check=True, cwd=ROOT, env=environment)
+        process = subprocess.Popen([sys.executable, "-m", "batchinf", "run", "-q", spec], cwd=ROOT, env=environment)
+        most: Counter[str] = Counter()
+        while delay is not None and process.poll() is None:
+            time.sleep(args.interval)
+            most |= kept_bytes(url)
+        if process.wait():
+            sys.exit(f"the job failed with exit code {process.returncode}")
         seconds = time.monotonic() - began
-        if times:
+        if delay is not None:
+            show_bytes(kept_bytes(url), most, seconds)
             print(f"{num_in_sequence(times)} of {len(times)} requests one after another, {delay} s each")
         return seconds, Counter(kind_of(*request) for request in store.seen)
+
+
+def kept_bytes(url: str) -> Counter[str]:
+    """The bytes of all objects of the job, by their folder."""
+    place = url.removeprefix("s3://")
+    selector = pyarrow.fs.FileSelector(place, allow_not_found=True, recursive=True)
+    kept: Counter[str] = Counter()
+    for info in stores.file_system().get_file_info(selector):
+        if info.is_file:
+            kept[info.path.removeprefix(f"{place}/").partition("/")[0]] += info.size
+    return kept
+
+
+def show_bytes(kept: Counter[str], most: Counter[str], seconds: float) -> None:
+    """kept: at the end. most: the most that were seen while the job ran."""
+    for name, num_bytes in (kept | most).most_common():
+        in_a_day = f"{kept[name] / seconds * DAY_S:,.0f} after a day"
+        print(f"  {name}: {kept[name]:,} bytes at the end, {in_a_day}; at most {num_bytes:,} while it ran")
 
 
 def num_in_sequence(times: list[tuple[float, float]]) -> int:

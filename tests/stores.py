@@ -33,7 +33,7 @@ BUCKET = "jobs"
 NAMESPACE = "user"  # of Hugging Face: the proxy serves its buckets below this folder, as the hub's gateway does
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-key", "AWS_REGION": "us-east-1"}
 # The share of these faults is the same. The last ones leave the request undone.
-FAULTS = ("drop", "500 after", "slow", "500", "503", "409", "429")
+FAULTS = ("drop", "cut", "500 after", "slow", "500", "503", "409", "429")
 
 
 def free_port() -> int:
@@ -173,7 +173,10 @@ class Proxy:
             connection.close()
         with self._counting:
             self.num_bytes[path.partition("?")[0]] += len(content)
-        if fault == "drop":
+        if fault == "drop" or (fault == "cut" and (not content or method == "HEAD")):
+            request.close_connection = True
+        elif fault == "cut":
+            _answer(request, response.status, content, dict(response.getheaders()), num_sent=len(content) // 2)
             request.close_connection = True
         elif fault == "500 after":
             _answer(request, 500, b"<Error><Code>InternalError</Code></Error>")
@@ -182,8 +185,14 @@ class Proxy:
 
 
 def _answer(
-    request: http.server.BaseHTTPRequestHandler, status: int, content: bytes, headers: dict[str, str] | None = None
+    request: http.server.BaseHTTPRequestHandler,
+    status: int,
+    content: bytes,
+    headers: dict[str, str] | None = None,
+    *,
+    num_sent: int | None = None,
 ) -> None:
+    """num_sent: so many bytes of the content are sent; None: all."""
     request.send_response_only(status)
     for name, value in (headers or {}).items():
         if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
@@ -194,7 +203,7 @@ def _answer(
     request.send_header("Content-Length", length)
     request.end_headers()
     if not is_head:
-        request.wfile.write(content)
+        request.wfile.write(content[:num_sent])
 
 
 def often(share: float, seed: int = 0, faults: Sequence[str] = FAULTS) -> Callable[[str, str], str]:

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -139,8 +140,28 @@ def test_only_75_goes_back_into_the_queue(
 
 
 @pytest.mark.parametrize(("array", "num_notes"), [("8%9", 1), ("8%8", 0), ("8", 0)])
-def test_a_limit_of_an_array_that_limits_nothing_is_noted(array: str, num_notes: int) -> None:
-    assert len([*note_lines(SlurmOptions(array=array))]) == num_notes
+def test_a_limit_of_an_array_that_limits_nothing_is_noted(array: str, num_notes: int, tmp_path: pathlib.Path) -> None:
+    assert len([*note_lines(spec_in(tmp_path), SlurmOptions(array=array))]) == num_notes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options", "words"),
+    [
+        ({"data_parallel_size": 1}, {"gpus": "h100:4"}, "1 replica of 1 GPU uses 1 of the 4 GPUs of --gpus"),
+        ({"data_parallel_size": 1}, {"gpus": "h100:4"}, "or ask for --gpus h100:1"),
+        ({"data_parallel_size": 3, "tensor_parallel_size": 2}, {"gpus": "8"}, "3 replicas of 2 GPUs use 6 of the 8"),
+        ({"data_parallel_size": 1}, {"gpus": "2", "array": "4"}, "1 of the 2 GPUs of each task"),
+        ({"data_parallel_size": 1}, {"gpus": "1"}, None),
+        ({"data_parallel_size": 1, "tensor_parallel_size": "auto"}, {"gpus": "4"}, None),
+        ({"data_parallel_size": "auto"}, {"gpus": "4"}, None),
+    ],
+)
+def test_gpus_that_no_replica_uses(
+    parallel: dict[str, Any], options: dict[str, Any], words: str | None, tmp_path: pathlib.Path
+) -> None:
+    file = spec_in(tmp_path, scripted=None, parallel=parallel)
+    lines = [*note_lines(file, SlurmOptions(**options))]
+    assert (words in lines[0]) if words is not None else not lines
 
 
 def test_requeues_without_a_finished_row_are_capped(tmp_path: pathlib.Path) -> None:

@@ -65,11 +65,16 @@ def _is_missing(answer: Hashable) -> bool:
     return answer is None or (isinstance(answer, float) and math.isnan(answer))
 
 
-def pass_at_k(rows: npt.NDArray[np.int64], is_right: Sequence[bool], k: int) -> PassAtK:
+def pass_at_k(
+    rows: npt.NDArray[np.int64],
+    is_right: Sequence[bool],
+    k: int,
+    where_samples_are: str = "sampling.n says how many a row has",
+) -> PassAtK:
     """pass@k by the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374): 1 - C(n - c, k) / C(n, k).
 
     n: samples of a row; c: those that are right. rows: [num_samples], the input row of each sample. is_right: whether
-    each sample is right. Raises OutputError if a row has fewer than k samples.
+    each sample is right. where_samples_are: ends the error. Raises OutputError if a row has fewer than k samples.
     """
     _check(rows, is_right, "is_right")
     right = np.asarray(is_right)
@@ -82,7 +87,7 @@ def pass_at_k(rows: npt.NDArray[np.int64], is_right: Sequence[bool], k: int) -> 
     if k < 1 or k > nums.min():
         raise OutputError(
             f"k: got {k}; must be from 1 to {nums.min()}, the samples of row_index {names[nums.argmin()]}; "
-            "sampling.n says how many a row has"
+            f"{where_samples_are}"
         )
     rights = np.bincount(places, right)
     values = [

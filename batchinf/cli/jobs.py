@@ -75,8 +75,8 @@ def _init(
         if said != of_column:
             found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
-    write(path, purpose, found, StarterWanted(model, has_template is not False, where))
-    print_lines(written_lines(path, found, purpose))
+    text = write(path, purpose, found, StarterWanted(model, has_template is not False, where))
+    print_lines(written_lines(path, found, purpose, text))
     if has_template is None:
         print_lines([f"the model {model} is not here yet; the spec assumes that it has a chat template"])
     print_lines([f"next: batchinf validate {shlex.quote(path)}"])
@@ -380,7 +380,7 @@ def _slurm(
     )  # fmt: skip
     path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
     write_script(path, script_of(file, options), file)
-    print_lines(note_lines(options))
+    print_lines(note_lines(file, options))
     print_lines(submit(path, file, options) if submits else unsubmitted_lines(path, file, options))
 
 

@@ -475,9 +475,11 @@ def has_chat_template(model: str) -> bool | None:
         return None
 
 
-def written_lines(path: str, data: Data, purpose: str) -> list[str]:
-    """What the spec in `path` reads, for the user."""
-    read = [f"text from the column {data.text!r}"] if data.text is not None else []
+def written_lines(path: str, data: Data, purpose: str, spec_text: str = "") -> list[str]:
+    """What the spec in `path` reads, for the user. spec_text: of this spec."""
+    read = [] if data.text is None else [f"text from the column {data.text!r}"]
+    if "\n  messages_column:" in spec_text:
+        read = [f"conversations from the column {data.messages!r}"]
     read += [f"images from the column {column!r}" for column in data.images]
     from_ = "an OpenAI batch file" if data.is_batch else ", ".join(read)
     lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {from_}"]
@@ -524,8 +526,11 @@ def check_purpose(purpose: str, *, has_labels: bool = False) -> None:
         raise UserError(f"--labels: got --for {purpose}, which has no labels; write --for label or --for score")
 
 
-def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
-    """Write the spec. Raises UserError if there is a file already, or if the data is for another purpose."""
+def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> str:
+    """Write the spec, and return its text.
+
+    Raises UserError if there is a file already, or if the data is for another purpose.
+    """
     text = write_spec(purpose, path, data, wanted)
     try:
         with open(path, "x", encoding="utf-8") as file:
@@ -534,3 +539,4 @@ def write(path: str, purpose: str, data: Data, wanted: StarterWanted) -> None:
         raise UserError(f"{path} is there already; give another name, or delete it yourself") from None
     except OSError as error:
         raise UserError(f"cannot write {os.fspath(path)}: {reason(error)}") from error
+    return text

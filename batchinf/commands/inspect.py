@@ -390,7 +390,10 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
     """The row as texts and tables for rich."""
     yield Text(f"{plain_line(report.folder)}: row {plain_line(report.row)}", "bold")
     if report.same_id:
-        yield Text(f"Rows at other positions have this id too: {list_names(map(str, report.same_id[:5]))}", "yellow")
+        position = report.samples[0].fields["row_index"]
+        others = list_names(map(str, report.same_id))
+        yield Text(f"Rows at other positions have this id too: {others}", "yellow")
+        yield Text(f"This is the row at position {position}. Give another position in place of the id.", "yellow")
     yield Text()
     yield _title("prompt")
     if report.prompt is None:

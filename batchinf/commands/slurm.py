@@ -22,6 +22,7 @@ from batchinf.base.storage import naming_option, write_named
 from batchinf.base.text import clip, counted
 from batchinf.engines.installed import cuda_of_build
 from batchinf.spec.file import SpecFile
+from batchinf.spec.job import ParallelSpec
 
 # The beginning of a script, whose second line is `SlurmOptions.command`. `job.sbatch` is the template of all scripts.
 SCRIPT_MARK = b"#!/bin/bash\n# batchinf slurm"
@@ -214,9 +215,7 @@ def _check_devices(file: SpecFile, options: SlurmOptions) -> None:
         )
     if options.num_gpus is None or file.spec.scripted is not None:
         return
-    sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
-    num_groups = 1 if parallel.data_parallel_size == "auto" else math.ceil(parallel.data_parallel_size / sharers)
-    needed = math.prod(parallel.sizes) * num_groups
+    needed = _num_devices(parallel)
     num_devices = options.num_gpus * options.num_nodes
     if needed > num_devices:
         raise file.error(
@@ -224,6 +223,13 @@ def _check_devices(file: SpecFile, options: SlurmOptions) -> None:
             f"needs {needed} devices, but --gpus {options.gpus} on {options.num_nodes} node(s) gives {num_devices}; "
             "ask for more, or lower a degree",
         )
+
+
+def _num_devices(parallel: ParallelSpec) -> int:
+    """How many devices the replicas need at least."""
+    sharers = 1 if parallel.replicas_per_device == "auto" else parallel.replicas_per_device
+    num_groups = 1 if parallel.data_parallel_size == "auto" else math.ceil(parallel.data_parallel_size / sharers)
+    return math.prod(parallel.sizes) * num_groups
 
 
 def _check_ray(file: SpecFile) -> None:
@@ -364,12 +370,36 @@ def _place_error(file: SpecFile, options: SlurmOptions) -> str | None:
     return None
 
 
-def note_lines(options: SlurmOptions) -> Iterator[str]:
+def note_lines(file: SpecFile, options: SlurmOptions) -> Iterator[str]:
     """What an option does other than the user may think."""
+    yield from _idle_gpus(file, options)
     most_at_once = (options.array or "").partition("%")[2]
     if options.num_slices is not None and most_at_once and int(most_at_once) > options.num_slices:
         num_tasks = counted(options.num_slices, "task")
         yield f"note: --array {options.array}: the array has {num_tasks}, so %{most_at_once} limits nothing"
+
+
+def _idle_gpus(file: SpecFile, options: SlurmOptions) -> Iterator[str]:
+    """A warning about GPUs that no replica uses. With `auto` degrees, the run itself decides."""
+    parallel = file.spec.parallel
+    num_replicas = parallel.data_parallel_size
+    degrees = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    if options.gpus is None or options.num_gpus is None or file.spec.scripted is not None:
+        return
+    if num_replicas == "auto" or "auto" in degrees:
+        return
+    num_used = _num_devices(parallel)
+    num_gpus = options.num_gpus * options.num_nodes
+    if num_used >= num_gpus:
+        return
+    where = "of each task" if options.num_slices is not None else "of --gpus"
+    kind, colon, _ = options.gpus.rpartition(":")
+    fewer = f"--gpus {kind}{colon}{num_used}" if options.num_nodes == 1 else "fewer nodes or GPUs"
+    yield (
+        f"warning: {counted(num_replicas, 'replica')} of {counted(math.prod(parallel.sizes), 'GPU')} "
+        f"{'uses' if num_replicas == 1 else 'use'} {num_used} of the {num_gpus} GPUs {where}; leave "
+        f"parallel.data_parallel_size out for as many replicas as fit, or ask for {fewer}"
+    )
 
 
 def unsubmitted_lines(path: pathlib.Path, file: SpecFile, options: SlurmOptions) -> Iterator[str]:

@@ -261,7 +261,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class InputCopies:
-    """Copies of input files in `source/`, without which a job that is done can be read."""
+    """The copies of input files in `source/`. The output of a finished job does not need them."""
 
     num_bytes: int
     patterns: tuple[str, ...]
@@ -288,7 +288,7 @@ class StatusReport:
     jobs: tuple[JobState, ...]
     """One job, or all slices in the order of their rows."""
     input_copies: InputCopies | None = None
-    """Copies of input files that a job has kept which is done; None without any, and for a bucket."""
+    """The copies of input files that a finished job still has; None if it has none, and for a bucket."""
 
     def lines(self) -> Iterator[str]:
         """The job and its totals. For a job in slices: their sum, and lines for each."""

@@ -108,12 +108,20 @@ def auto_rows_per_shard(job: Job, choice: Choice, num_replicas: int) -> int:
 def check_extended(job: Job, state: State) -> None:
     """Raise InputError if the new input does not fit the job. job: with everything that its input has now."""
     if job.source.fingerprints[0] != state.source_fingerprints[0] and is_dataset(location_of(job.spec)):
-        raise InputError(
-            f"{job.spec.input.path} is a Hugging Face dataset that has changed: --extend cannot tell which of its rows "
-            "are new; give the new rows as files, or to a new job with input.exclude"
-        )
+        raise InputError(_changed_dataset(job))
     if has_more(job, state):
         _check_types(job)
+
+
+def _changed_dataset(job: Job) -> str:
+    """Why `--extend` is refused, and how else the new rows can run."""
+    path = job.spec.input.path
+    key = "prompt_hash" if job.spec.input.id_column is None else "id"
+    return (
+        f"{path} is a Hugging Face dataset that has changed: --extend cannot tell which of its rows are new, so this "
+        f"job cannot take them in; a new job over {path} with "
+        f"`input.exclude: {{job: {job.spec.output.path}, on: {key}}}` and another `output.path` runs only them"
+    )
 
 
 def has_more(job: Job, state: State) -> bool:

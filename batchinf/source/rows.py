@@ -89,7 +89,7 @@ def open_source(
             raise InputError(f"input.csv is given, but {input.path} is a dataset; leave it out")
         reader = open_dataset(input, folder)
         source = Source([lambda: reader], [(0, reader.num_rows)], [reader.schema], [reader.fingerprint])
-        source.remarks = {reader.remark: [input.path]} if reader.remark else {}
+        source.remarks = {remark: [input.path] for remark in reader.remarks}
     else:
         source = _of_files(input, folder, taken, new, beside=beside)
     if source.num_rows == 0:

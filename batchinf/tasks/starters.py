@@ -144,7 +144,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             *([*section, ""] if section else []),
             "output:",
             f"  path: {_path(wanted.out)}",
-            *([f"  keep_columns: {_kept(data.kept)}    # input columns to copy to the output"] if data.kept else []),
+            *(_kept(data.kept) if data.kept else []),
             "",
         ]
     )
@@ -390,11 +390,17 @@ def _conversations(data: Data) -> str:
     return f"  messages_column: {_yaml(data.messages or '')}    # conversations, for the model's chat template"
 
 
-def _kept(names: Sequence[str]) -> str:
-    new = {name: f"input_{name}" if _TAKEN.fullmatch(name) else name for name in names}
-    if list(new) == list(new.values()):
-        return f"[{', '.join(map(_yaml, names))}]"
-    return f"{{{', '.join(f'{_yaml(old)}: {_yaml(name)}' for old, name in new.items())}}}"
+def _kept(names: Sequence[str]) -> list[str]:
+    """The field of the columns to copy, and why some of the copies have other names."""
+    taken = [name for name in names if _TAKEN.fullmatch(name)]
+    what = "    # input columns to copy to the output"
+    if not taken:
+        return [f"  keep_columns: [{', '.join(map(_yaml, names))}]{what}"]
+    new = (f"{_yaml(name)}: {_yaml(f'input_{name}' if name in taken else name)}" for name in names)
+    return [
+        f"  # input_…: batchinf's own output columns have the name{'s' * (len(taken) > 1)} {', '.join(taken)}",
+        f"  keep_columns: {{{', '.join(new)}}}{what}",
+    ]
 
 
 def _path(text: str) -> str:

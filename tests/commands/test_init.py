@@ -216,9 +216,22 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
             "said": "said", "Kind": "Kind", "verdict": "verdict", "sentiment": "sentiment", "answer": "input_answer"
         }  # fmt: skip
         assert batchinf.validate(tmp_path / "job.yaml", overrides=NO_VLLM, num_rows=1).rows[0].error is None
+    why = "  # input_…: batchinf's own output columns have the name answer\n"
+    assert why in (tmp_path / "job.yaml").read_text()
     assert yaml.safe_load(written("label", tmp_path / "rows.jsonl", tmp_path).read_text())["sampling"][
         "structured_outputs"
     ] == {"choice": ["no", "yes"]}
+
+
+def test_the_closing_line_names_what_the_spec_reads(tmp_path: pathlib.Path) -> None:
+    data = rows_file(tmp_path, [{"question": "Who?", "messages": [{"role": "user", "content": "Who?"}]}])
+    found = look_at(str(data))
+    for is_chat, read in (
+        (True, "conversations from the column 'messages'"),
+        (False, "text from the column 'question'"),
+    ):
+        spec = written("generate", data, tmp_path, is_chat=is_chat).read_text()
+        assert written_lines("job.yaml", found, "generate", spec) == [f"job.yaml: rows from {data} (1), {read}"]
 
 
 MORE = ("paths", "data URLs", "bytes", "parts", "bare parts")

@@ -161,7 +161,9 @@ def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:
     assert ([sample.fields["row_index"] for sample in first.samples], first.same_id) == ([0, 0], (2, 4))
     assert ([sample.fields["row_index"] for sample in fourth.samples], fourth.same_id) == ([3, 3], ())
     said = "Rows at other positions have this id too: 2, 4"
-    assert said in jobs.run("inspect", out, "a").stdout and said in row_page(first)
+    shown = jobs.run("inspect", out, "a").stdout
+    assert said in shown and said in row_page(first)
+    assert "This is the row at position 0. Give another position in place of the id." in shown
 
 
 @pytest.mark.parametrize("row", ["script", "title", "large", "empty"])

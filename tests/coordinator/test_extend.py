@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from typing import Any
 
+import datasets
 import pytest
 
 import jobs
@@ -223,6 +224,28 @@ def test_what_cannot_be_taken_in_is_named_and_changes_nothing(tmp_path: pathlib.
     assert "'id' is int64 in the job's output, but of mixed types with the new rows" in refused.stderr
     assert len(jobs.state_of(out).extents) == 1
     assert jobs.state_of(out).is_done
+
+
+def test_rows_that_come_to_a_saved_dataset(tmp_path: pathlib.Path) -> None:
+    data = tmp_path / "data"
+    rows = [{"id": n, "prompt": f"prompt {n}", "language": "en"} for n in range(12)]
+    datasets.Dataset.from_list(rows[:8]).save_to_disk(data, num_shards=2)
+    shutil.copytree(data, tmp_path / "files")
+    for name, path in (("out", data), ("arrow", tmp_path / "files" / "*.arrow")):
+        jobs.finish(spec_over(tmp_path, input={"path": str(path)}, output={"path": str(tmp_path / name)}))
+    shutil.rmtree(data)
+    datasets.Dataset.from_list(rows).save_to_disk(data)
+    refused = jobs.run("run", spec_over(tmp_path), "--extend")
+    assert refused.returncode == 2 and f"`input.exclude: {{job: {tmp_path / 'out'}, on: id}}`" in refused.stderr
+    exclude = {"job": str(tmp_path / "out"), "on": "id"}
+    jobs.finish(spec_over(tmp_path, input={"exclude": exclude}, output={"path": str(tmp_path / "more")}))
+    assert ids_of(tmp_path / "more") == [(n, n) for n in range(8, 12)]
+    # The Arrow files of a dataset are an input that grows by files.
+    datasets.Dataset.from_list(rows[8:]).save_to_disk(tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "data-00000-of-00001.arrow", tmp_path / "files" / "more.arrow")
+    places = {"input": {"path": str(tmp_path / "files" / "*.arrow")}, "output": {"path": str(tmp_path / "arrow")}}
+    jobs.finish(spec_over(tmp_path, **places), "--extend")
+    assert ids_of(tmp_path / "arrow") == [(n, n) for n in range(12)]
 
 
 def test_a_column_of_texts_takes_in_other_values(tmp_path: pathlib.Path) -> None:

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -244,6 +245,33 @@ def test_slices_on_machines_of_their_own(url: str, store: stores.Proxy, tmp_path
     assert both == list(jobs.unhurt())
     refused = jobs.run("run", tmp_path / "0" / "job.yaml", **store.environment)
     assert refused.returncode == 2 and "in 2 slices" in refused.stderr
+
+
+@pytest.mark.parametrize("others", ["1/2", "1/3"])
+def test_slices_that_begin_at_one_moment(others: str, url: str, tmp_path: pathlib.Path) -> None:
+    both_are_here = threading.Barrier(2, timeout=120)
+
+    def fault(method: str, path: str) -> str:
+        if method == "PUT" and "/cut.json" in path:
+            both_are_here.wait()  # both have seen that the bucket has no record of the cut
+        return ""
+
+    with stores.proxy(fault) as store:
+        processes = []
+        for part in ("0/2", others):
+            folder = tmp_path / part[0]
+            folder.mkdir()
+            spec = stores.spec_of(folder, url)
+            processes.append(jobs.start("run", spec, "--slice", part, **store.environment))
+        ended = [process.communicate(timeout=200)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    if others == "1/2":
+        assert codes == [0, 0], ended
+        both = [row for index in (0, 1) for row in stores.rows(f"{url}/slice-{index}")]
+        assert both == list(jobs.unhurt())
+    else:  # one of two cuts holds
+        assert sorted(codes) == [0, 2], ended
+        assert "slices" in ended[codes.index(2)]
 
 
 def test_chosen_rows_survive_the_machine(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:

@@ -71,7 +71,7 @@ def test_where_nothing_is_read(folder: pathlib.Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_model_is_known_before_the_input_is_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_open, "open_job_input", lambda *_: 1 / 0)
+    monkeypatch.setattr(job_open, "open_job_input", lambda *_, **__: 1 / 0)
     prepared = job_open.prepare_job(read_spec(jobs.spec_of(tmp_path)))
     assert prepared.model.path == str(jobs.MODEL)
     with pytest.raises(ZeroDivisionError):

@@ -220,7 +220,7 @@ def test_tensors_of_images_in_the_engine_are_bounded(
 ) -> None:
     picture = jobs.ROOT / "sample_data" / "pictures" / "red-circle.png"
     num_bytes = 96 * 64 * 3  # that the scripted engine counts for it
-    monkeypatch.setattr(worker_module, "_IMAGE_BYTES", 2 * num_bytes)
+    monkeypatch.setattr(worker_module, "IMAGE_BYTES", 2 * num_bytes)
     path = tmp_path / "pictures.jsonl"
     rows = [{"prompt": f"row {number}", "photo": picture.name} for number in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -65,6 +65,17 @@ def test_a_split_that_is_not_chosen_is_named(tmp_path: pathlib.Path) -> None:
         found.close()
 
 
+def test_an_arrow_file_that_is_no_part_of_the_dataset_is_named(tmp_path: pathlib.Path) -> None:
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1, 2]})}).save_to_disk(tmp_path / "data")
+    train = tmp_path / "data" / "train"
+    for name, words in (("cache-1.arrow", None), ("more.arrow", "so these are not read: train/more.arrow")):
+        shutil.copy(train / "data-00000-of-00001.arrow", train / name)
+        opened = open_source(InputLocation(str(tmp_path / "data")), tmp_path / "cache")
+        assert opened.num_rows == 2
+        assert [note.endswith(str(words)) for note in input_notes(opened)] == ([] if words is None else [True])
+        opened.close()
+
+
 def test_a_split_of_a_dataset_by_id_that_is_not_chosen_is_named(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +12,7 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
+from batchinf.base.text import list_names
 from batchinf.source.cache import locked, read_record, write_record
 from batchinf.source.digests import Watch, changed
 from batchinf.source.files import InputFile, InputLocation, Stamp, content_hash, settled_stamp, stamp
@@ -116,16 +117,16 @@ class DatasetReader(ColumnarReader):
     """A dataset, read from its memory-mapped Arrow table."""
 
     def __init__(
-        self, name: str, dataset: Any, about: str, files: Sequence[Sequence[Any]], *, remark: str = ""
+        self, name: str, dataset: Any, about: str, files: Sequence[Sequence[Any]], *, remarks: Sequence[str] = ()
     ) -> None:
-        """files: path, stamp and digest of each Arrow file; none if the dataset is in memory. remark: for the user.
+        """files: path, stamp and digest of each Arrow file; none if the dataset is in memory. remarks: for the user.
 
         The fingerprint covers `about` and each byte of the files, but no path.
         """
         self.schema = settled_schema([(name, dataset.features.arrow_schema)], MixedTypes.REFUSED)
         super().__init__(self.schema, self.schema)
         self.num_rows: int = dataset.num_rows
-        self.remark = remark
+        self.remarks = remarks
         self._dataset = dataset.with_format("arrow")
         self._name = name
         digests = [file[-1] for file in files]
@@ -145,7 +146,8 @@ def open_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
         dataset = _load(input)
         files = [[file, *checked[os.path.realpath(file)]] for file in _files(dataset)]
         about = f"{dataset.num_rows} {dataset.features}"
-        return DatasetReader(input.path, dataset, about, files, remark=_unnamed_split(input, _saved_splits(path)))
+        remarks = [*_unnamed_split(input, _saved_splits(path)), *_unnamed_files(path, checked)]
+        return DatasetReader(input.path, dataset, about, files, remarks=remarks)
     return _open_hub_dataset(input, cache)
 
 
@@ -154,11 +156,19 @@ def _saved_splits(path: str) -> Sequence[str]:
     return [str(name) for name in _object(splits)["splits"]] if splits.is_file() else ()
 
 
-def _unnamed_split(input: InputLocation, names: Sequence[str]) -> str:
-    """A remark about the split that is read of several, if the spec names none; else empty. names: of all splits."""
-    if input.split is not None or len(names) < 2:
-        return ""
-    return f"the split {_DEFAULT_SPLIT} is read, of {', '.join(names)}; `input.split` names another one"
+def _unnamed_split(input: InputLocation, names: Sequence[str]) -> Iterator[str]:
+    """A remark about the split that is read of several, if the spec names none. names: of all splits."""
+    if input.split is None and len(names) > 1:
+        yield f"the split {_DEFAULT_SPLIT} is read, of {', '.join(names)}; `input.split` names another one"
+
+
+def _unnamed_files(path: str, named: Collection[str]) -> Iterator[str]:
+    """A remark about Arrow files in the folder that are no part of the dataset. named: real paths of those that are."""
+    # `datasets` itself writes cache-….arrow beside a dataset.
+    files = (file for file in pathlib.Path(path).rglob("*.arrow") if not file.name.startswith((".", "cache-")))
+    names = sorted(str(file.relative_to(path)) for file in files if os.path.realpath(file) not in named)
+    if names:
+        yield f"the dataset has only the files that state.json names, so these are not read: {list_names(names)}"
 
 
 def _load(input: InputLocation) -> Any:
@@ -207,7 +217,7 @@ def _open_hub_dataset(input: InputLocation, cache: Folder) -> DatasetReader:
     record = {"asked": asked, "num_rows": dataset.num_rows, "about": about, "splits": splits, "files": files}
     if record != known:
         _keep(cache, _RECORD, record)
-    return DatasetReader(input.path, dataset, str(about), files, remark=_unnamed_split(input, splits))
+    return DatasetReader(input.path, dataset, str(about), files, remarks=[*_unnamed_split(input, splits)])
 
 
 def _files(dataset: Any) -> list[str]:
