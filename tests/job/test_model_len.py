@@ -66,7 +66,7 @@ def test_validate_checks_the_weights_first_and_says_how_far_it_is(
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(jobs.MODEL / "config.json", bare)
-    with pytest.raises(batchinf.UserError, match="the weights of .* are not whole"):
+    with pytest.raises(batchinf.UserError, match=r"the weights of .* are not whole"):
         batchinf.validate(path, overrides={"model.name": str(bare), "model.tokenizer": str(jobs.MODEL)})
     assert "reading all rows" not in capsys.readouterr().err
 
