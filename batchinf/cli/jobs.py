@@ -54,6 +54,9 @@ def _init(
     labels: Annotated[
         str | None, typer.Option(metavar="A,B", help="With --for label or score: the words to choose from.")
     ] = None,
+    encoding: Annotated[
+        str | None, typer.Option(help="Of CSV files, such as cp1252. Default: UTF-8, or cp1252 if the bytes show it.")
+    ] = None,
     out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
     """Write a short commented spec that fits your data. Asks for what no option gives."""
@@ -62,7 +65,7 @@ def _init(
 
     check = functools.partial(check_purpose, has_labels=bool(labels))
     purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check)
-    look = functools.partial(look_at, labels=labels_in(labels or ""))
+    look = functools.partial(look_at, labels=labels_in(labels or ""), encoding=encoding)
     data, found = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?", look)
     question = "Which model (a Hugging Face id or a folder)?"
     model, has_template = _asked(model, "--model", question, has_chat_template)

@@ -13,13 +13,13 @@ import pyarrow as pa
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.places import is_bucket, is_http
 from batchinf.base.text import counted, list_names
-from batchinf.commands.head import CONFIDENCE
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.files import STDOUT, Files, check_is_free, check_target, name_of
 from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
 from batchinf.export.registry import FORMATS
 from batchinf.export.rows import Rows
 from batchinf.results import Results
+from batchinf.tasks.computed import LABEL, computed_columns
 
 _FOLLOW_S = 5.0
 _MOST_FILES = 4
@@ -82,10 +82,13 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     job = ExportedJob(Results(out))
     notes = form.notes(job)
     schema = job.results.schema
-    _check_columns(request.columns, job)
+    computed = computed_columns(job.task(job.spec).shown_columns, schema.names)
+    _check_columns(request.columns, [*schema.names, *computed])
+    if LABEL in computed and not request.columns:
+        notes.append(f"the best choice is a place from 0; --columns takes {' and '.join(computed)}, too")
     if not job.results.is_done:
         notes.append(f"the job is not done: {counted(len(job.results), 'row')} are committed so far")
-    rows = Rows(job.results, form.columns(request.columns, schema), request.where)
+    rows = Rows(job.results, form.columns(request.columns, schema), request.where, computed=computed)
     if form is HuggingFaceExport and not request.overwrites:
         check_is_free(os.path.join(request.path, CARD))  # it is written last
     if request.push_to is not None:
@@ -112,13 +115,6 @@ def _write(job: ExportedJob, rows: Rows, files: Files, *, form: type[Format], re
     for writer in writers:
         writer.close()
     return num_rows
-
-
-def _computed_by_head(job: ExportedJob) -> str:
-    """Of which column `head` computes the confidence; empty if the job has no such column."""
-    shown = job.task(job.spec).shown_columns
-    column = shown.label_logprob or shown.choice_sums
-    return "" if column is None else f"; {CONFIDENCE} is computed by `head` from {column}, see docs/commands.md"
 
 
 @contextlib.contextmanager
@@ -164,11 +160,9 @@ def _check_url(form: type[Format], request: ExportRequest) -> None:
         raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
 
 
-def _check_columns(columns: Sequence[str], job: ExportedJob) -> None:
-    names = job.results.schema.names
+def _check_columns(columns: Sequence[str], names: Sequence[str]) -> None:
     if unknown := [name for name in columns if name not in names]:
-        computed = _computed_by_head(job) if CONFIDENCE in unknown else ""
-        raise UserError(f"--columns: no column {list_names(unknown)}{computed}; the output has {list_names(names)}")
+        raise UserError(f"--columns: no column {list_names(unknown)}; the output has {list_names(names)}")
 
 
 def _format(request: ExportRequest) -> type[Format]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -32,9 +31,9 @@ from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.tasks.base import ShownColumns
 from batchinf.tasks.columns import IMAGE_FACTS
+from batchinf.tasks.computed import CONFIDENCE, best_share, computed_columns
 from batchinf.tasks.registry import task_of
 
-CONFIDENCE = "confidence"
 _IMAGES = "images"
 _SHARDS_TO_LOOK_AT = 1000
 _OF_ERRORS = ("error_type", "error_message")
@@ -66,7 +65,7 @@ def read_head(out: str, num_rows: int, *, columns: Sequence[str] = (), only_erro
     """The first `num_rows` finished rows as Python values. columns: read only these. Raises UserError.
 
     If the rows have labels or choices, `confidence` may be asked for, too: the probability of the label, or of the best
-    choice among all.
+    choice among all; and of choices `label`, the text of the best one.
     """
     look = Look(out)
     found = jobs_in(look)
@@ -110,12 +109,9 @@ def _chosen_columns(table: pa.Table, columns: Sequence[str], shown: ShownColumns
     names = table.column_names
     if not columns:
         return table
-    if CONFIDENCE in columns and CONFIDENCE not in names:
-        if shown.label_logprob is not None:
-            table = table.append_column(CONFIDENCE, pc.exp(table[shown.label_logprob]))
-        elif shown.choice_sums is not None:
-            shares = [_best_share(sums) for sums in table[shown.choice_sums].to_pylist()]
-            table = table.append_column(CONFIDENCE, pa.array(shares, pa.float64()))
+    for name, column in computed_columns(shown, names).items():
+        if name in columns:
+            table = table.append_column(name, column.values(table))
     if unknown := [name for name in columns if name not in table.column_names]:
         raise UserError(f"--columns: no column {list_names(unknown)}; the output has {list_names(names, unknown[0])}")
     return table.select(list(columns))
@@ -177,14 +173,6 @@ class _Journalled:
         columns = [self._source.read_columns(index, index + 1, self._columns, {}) for index in indices]
         empty = self._source.read_columns(0, 0, self._columns)
         return self._recorded.output_rows(self._task, pa.concat_tables(columns or [empty]), results)
-
-
-def _best_share(sums: Sequence[float] | None) -> float | None:
-    """The probability of the best choice among all, from their logprobs; None without any."""
-    if not sums or any(math.isnan(value) for value in sums):
-        return None
-    best = max(sums)
-    return None if math.isinf(best) else 1 / sum(math.exp(value - best) for value in sums)
 
 
 def head_table(head: Head, columns: Sequence[str], width: int) -> Iterator[Table | str]:
@@ -250,7 +238,7 @@ def _with_confidence(head: Head) -> Head:
     """With the column of the best choice's probability, if the rows have the logprobs of all choices."""
     if head.shown.choice_sums is None:
         return head
-    rows = tuple({CONFIDENCE: _best_share(row.get(head.shown.choice_sums)), **row} for row in head.rows)
+    rows = tuple({CONFIDENCE: best_share(row.get(head.shown.choice_sums)), **row} for row in head.rows)
     return replace(head, rows=rows)
 
 

@@ -14,11 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from batchinf.base.errors import ImageError, ModelError, UserError
 from batchinf.base.places import is_bucket, is_http
 from batchinf.base.storage import reason
-from batchinf.base.text import clip, list_names, names_in
+from batchinf.base.text import clip, counted, list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.prompts.chat import IMAGE_PARTS
@@ -33,6 +34,7 @@ from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, Source, format_of, open_source
 from batchinf.source.types import is_text
 from batchinf.spec.images import ImageSettings
+from batchinf.spec.input import CsvSpec
 from batchinf.spec.job import ModelSpec
 from batchinf.tasks.starters import PURPOSES, TAKE_LABELS, Data, StarterWanted, scores_labels, write_spec
 
@@ -63,12 +65,16 @@ _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")  # unique by chan
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
 
 
-def look_at(path: str, labels: Sequence[str] = ()) -> Data:
-    """What the input's columns are for, by their names and the first 1,000 rows. labels: those that the user gives.
+def look_at(path: str, labels: Sequence[str] = (), encoding: str | None = None) -> Data:
+    """What the input's columns are for, by their names and the first 1,000 rows.
 
-    Raises InputError if the input cannot be read, UserError if no column has text or images.
+    labels, encoding: those that the user gives. Raises InputError if the input cannot be read, UserError if no column
+    has text or images.
     """
-    encoding = _encoding(path)
+    if encoding is None:
+        encoding = _encoding(path)
+    else:
+        _check_encoding(path, encoding)
     dialect = None if encoding is None else CsvDialect(encoding=encoding)
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(InputLocation(path, csv=dialect), pathlib.Path(scratch))
@@ -84,8 +90,26 @@ def _encoding(path: str) -> str | None:
     return "cp1252" if all(map(seems_cp1252, find_files(where)[1])) else None
 
 
-def _readable_rows(path: str, source: Source) -> list[Row]:
-    """Among the first rows. Raises UserError if there are rows and none can be read.
+def _check_encoding(path: str, encoding: str) -> None:
+    """Raise UserError for an encoding that the spec would not take."""
+    try:
+        CsvSpec(encoding=encoding)
+    except ValidationError as error:
+        raise UserError(f"--encoding: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    if is_url(path) or format_of(InputLocation(path)) != Csv.name:
+        raise UserError(f"--encoding: got {encoding} for {path}; it is for local CSV files, leave it out")
+
+
+def _unreadable(rows: Sequence[Row]) -> str | None:
+    """How many of the first rows cannot be read, and why; None if all can."""
+    errors = [row.error for row in rows if row.error is not None]
+    if not errors:
+        return None
+    return f"{len(errors):,} of the first {counted(len(rows), 'row')} cannot be read; the first: {errors[0]}"
+
+
+def _first_rows(path: str, source: Source) -> list[Row]:
+    """The rows to look at. Raises UserError if there are rows and none can be read.
 
     Columns with bytes, which may be images of megabytes, are there in a few rows only.
     """
@@ -93,10 +117,9 @@ def _readable_rows(path: str, source: Source) -> list[Row]:
     num_rows = min(_LOOKED_AT, source.num_rows)
     num_whole = num_rows if len(plain) == len(source.schema) else min(_IMAGES_LOOKED_AT, num_rows)
     rows = [*source.read(0, num_whole), *source.read(num_whole, num_rows, plain)]
-    readable = [row for row in rows if row.error is None]
-    if rows and not readable:
+    if rows and all(row.error is not None for row in rows):
         raise UserError(f"{path}: no row can be read; the first: {rows[0].error}")
-    return readable
+    return rows
 
 
 def _has_bytes(type: pa.DataType) -> bool:
@@ -125,16 +148,20 @@ class _Columns:
     """Without nulls."""
     is_folder: bool
     """Whether the rows are the files of a folder of images."""
+    unreadable: str | None
+    """See `Data`."""
 
     @classmethod
     def of(cls, path: str, source: Source) -> "_Columns":
         """Raises UserError if no row can be read, or if the columns of a CSV file are not separated."""
         types = {field.name: field.type for field in source.schema}
         _check_separated(path, list(types))
-        rows = _readable_rows(path, source)
+        first_rows = _first_rows(path, source)
+        rows = [row for row in first_rows if row.error is None]
         columns = {name: [row.values.get(name) for row in rows] for name in types}
         values = {name: [value for value in column if value is not None] for name, column in columns.items()}
-        return cls(rows, types, values, is_folder=format_of(InputLocation(path)) == Images.name)
+        is_folder = format_of(InputLocation(path)) == Images.name
+        return cls(rows, types, values, is_folder=is_folder, unreadable=_unreadable(first_rows))
 
     def texts(self) -> list[str]:
         # A column with values of several types has the type of text, too.
@@ -350,6 +377,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         continuation=_first(others if messages is None else free, _CONTINUATIONS),
         kept=() if is_batch else (*([text] if text in texts else []), *short),
         is_batch=is_batch,
+        unreadable=columns.unreadable,
     )
 
 
@@ -456,8 +484,10 @@ def written_lines(path: str, data: Data, purpose: str, spec_text: str = "") -> l
     from_ = "an OpenAI batch file" if data.is_batch else ", ".join(read)
     lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {from_}"]
     if data.encoding is not None:
-        lines.append(f"{data.path} is not UTF-8: the spec reads it as {data.encoding}; check the text that validate "
-                     "shows, and correct input.csv.encoding if it is another")  # fmt: skip
+        lines.append(f"the spec reads {data.path} as {data.encoding}; check the text that validate shows, and correct "
+                     "input.csv.encoding if it is another")  # fmt: skip
+    if data.unreadable is not None:
+        lines.append(f"warning: {data.unreadable}")
     if data.image_hosts:
         lines.append(f"images are fetched from {list_names(data.image_hosts)}, the hosts of the first rows; see "
                      f"input.images.hosts in {path}")  # fmt: skip

@@ -91,7 +91,7 @@ def take_rows(
         ):
             matching = _Matching(job, now, copy, given, scratch=scratch)
             matching.check_columns()
-            matching.find(say)
+            matching.find(chosen, say)
             matching.refuse_changed(chosen)
             return matching.store(number, chosen, manifest, say) if chosen else None
     except UserError:
@@ -131,7 +131,7 @@ class _Matching:
                     f"{before.type}"
                 )
 
-    def find(self, say: Say) -> None:
+    def find(self, chosen: RowBits, say: Say) -> None:
         """Make the table `pairs` of rows of the input and their places in the file. Raises InputError."""
         self._scratch.run("CREATE TABLE pairs (row BIGINT, place BIGINT)")
         if self._is_by_position:
@@ -139,6 +139,7 @@ class _Matching:
         elif self._id is not None:
             self._join_by_id(self._id)
             self._refuse_unknown_ids(self._id)
+            self._pair_in_order(chosen)
             self._refuse_ambiguous_ids(self._id)
         elif self._copy.num_rows == self._job.source.num_rows:
             say(f"note: {self._given.path} has as many rows as the input, and neither ids nor {POSITION_COLUMN}: each "
@@ -199,6 +200,29 @@ class _Matching:
                 f"correct the ids, or leave these rows out; new rows belong to the input, for --extend; a column "
                 f"{POSITION_COLUMN} names rows without an id"
             )
+
+    def _pair_in_order(self, chosen: RowBits) -> None:
+        """Pair rows of the input and of the file that share an id in their order, if there are as many of both.
+
+        Not if one of them is chosen. The others must be unchanged, which `refuse_changed` checks.
+        """
+        several = "FROM pairs WHERE place IN (SELECT place FROM pairs GROUP BY place HAVING count(*) > 1)"
+        rows = self._scratch.column(f"SELECT DISTINCT row {several} ORDER BY row")
+        if not rows.size:
+            return
+        # All rows of an id are paired with the same places, so the first of these stands for the id.
+        self._scratch.run(
+            "CREATE TABLE shared AS SELECT row, place, id, row IN (SELECT row FROM taken) AS is_chosen, "
+            "dense_rank() OVER (PARTITION BY id ORDER BY row) AS row_number, "
+            "dense_rank() OVER (PARTITION BY id ORDER BY place) AS place_number "
+            f"FROM (SELECT row, place, min(place) OVER (PARTITION BY row) AS id {several})",
+            taken=pa.table({"row": rows[chosen.has(rows)]}),
+        )
+        as_many = "GROUP BY id HAVING max(row_number) = max(place_number) AND NOT bool_or(is_chosen)"
+        self._scratch.run(
+            "DELETE FROM pairs USING shared WHERE pairs.row = shared.row AND pairs.place = shared.place AND "
+            f"row_number <> place_number AND id IN (SELECT id FROM shared {as_many})"
+        )
 
     def _refuse_ambiguous_ids(self, column: str) -> None:
         several = self._scratch.column("SELECT place FROM pairs GROUP BY place HAVING count(*) > 1 ORDER BY place")

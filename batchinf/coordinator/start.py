@@ -6,7 +6,6 @@ devices. If anything on the way is refused, they end.
 
 import contextlib
 import functools
-import pathlib
 import random
 import time
 import uuid
@@ -173,12 +172,10 @@ def start(
 # -- without the input -------------------------------------------------------------------------------------------------
 
 
-def with_known_numbers(
-    prepared: PreparedJob, backend: Backend, say: Say, cache: pathlib.Path | None = None
-) -> PreparedJob:
-    """The job with numbers in place of `auto` for the length and the degrees. cache: see `open_input`."""
+def with_known_numbers(prepared: PreparedJob, backend: Backend, say: Say) -> PreparedJob:
+    """The job with numbers in place of `auto` for the length and the degrees."""
     if prepared.spec.has_auto_length:
-        prepared = with_known_length(prepared, say, cache)
+        prepared = with_known_length(prepared, say)
     return with_known_degrees(prepared, backend, say)
 
 
@@ -359,18 +356,18 @@ def _give_work(
     pieces = (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards)
     fetch_input(job, state, pieces, say)
     replicas.fleet.give_work(work_of(job, state, None))
-    _warn(job, () if choice is None else choice.order(job.folder), say)
+    _warn(job, order, say, is_new=choice is not None)
     _note_expected(job, state, replicas.launcher, manifest, say=say)
 
 
-def _warn(job: Job, positions: Sequence[int], say: Say) -> None:
-    """positions: of the rows of a new job that run."""
+def _warn(job: Job, positions: Sequence[int], say: Say, *, is_new: bool) -> None:
+    """positions: of all rows of the job. is_new: whether the job begins, and does not go on."""
     for line in (
         *input_notes(job.source),
         *column_warnings(job.task, job.source),
         *job.task.prompt_warnings(job.model, job.source),
-        *first_row_warnings(job.spec, job.source),
-        *(_error_row_lines(job, positions) if len(positions) else ()),
+        *first_row_warnings(job.spec, job.source, positions),
+        *(_error_row_lines(job, positions) if is_new else ()),
     ):
         say(line)
 

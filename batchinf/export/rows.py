@@ -4,7 +4,7 @@ import contextlib
 import math
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchinf.results import Results
 from batchinf.schedule.predicate import Predicate
+from batchinf.tasks.computed import ComputedColumn
 
 _BATCH_BYTES = 8 << 20
 _MOST_ROWS = 4096
@@ -23,24 +24,36 @@ _ORDER = ("row_index", "sample_index")
 class Rows:
     """The rows to export: these columns, in this order, of rows for which `where`, an SQL expression, is true."""
 
-    def __init__(self, results: Results, columns: Sequence[str], where: str | None) -> None:
-        """Raises PredicateError for a wrong expression."""
+    def __init__(
+        self, results: Results, columns: Sequence[str], where: str | None, *, computed: Mapping[str, ComputedColumn]
+    ) -> None:
+        """computed: columns that the output lacks, by name. Raises PredicateError for a wrong expression."""
         self._results = results
         self._columns = list(columns)
+        self._computed = {name: computed[name] for name in columns if name in computed}
         self._where = None if where is None else Predicate(where, results.schema, option="--where")
-        needed = {*columns, *_ORDER, *(() if self._where is None else self._where.columns)}
+        sources = (name for column in self._computed.values() for name in column.sources)
+        needed = {*columns, *sources, *_ORDER, *(() if self._where is None else self._where.columns)}
         self._needed = [name for name in results.schema.names if name in needed]
 
     @property
     def schema(self) -> pa.Schema:
         """Of each batch."""
-        return pa.schema([self._results.schema.field(name) for name in self._columns])
+        return pa.schema([self._field(name) for name in self._columns])
+
+    def _field(self, name: str) -> pa.Field:
+        if (column := self._computed.get(name)) is not None:
+            return pa.field(name, column.type)
+        return self._results.schema.field(name)
 
     def batches(self) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch]]:
         """The rows with their positions in the input, about 8 MB at a time. A row that is larger comes alone."""
         batches = self._chosen()
         for batch in batches if self._results.is_in_order else self._sorted(batches):
-            yield batch["row_index"].to_numpy(), batch.select(self._columns)
+            positions = batch["row_index"].to_numpy()
+            for name, column in self._computed.items():
+                batch = batch.append_column(name, column.values(batch))
+            yield positions, batch.select(self._columns)
 
     def _chosen(self) -> Iterator[pa.RecordBatch]:
         row_bytes = self._num_bytes() / max(1, self._results.num_rows)

@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,14 +21,21 @@ from batchinf.spec.job import JobSpec
 _STEP = 256
 _ROWS_AT_ONCE = 256
 _LONG = 1 << 30
+_LINE_EVERY_S = 10.0
 
 
-def with_known_length(prepared: PreparedJob, say: Say, cache: pathlib.Path | None = None) -> PreparedJob:
-    """The job with a number in place of `auto`, by all rows, the same for all slices. Raises UserError."""
-    say("engine.max_model_len auto: reading all rows before the engines start")
-    job = open_input(prepared, cache, say)
+def with_known_length(
+    prepared: PreparedJob, say: Say, cache: pathlib.Path | None = None, *, progress: Say | None = None
+) -> PreparedJob:
+    """The job with a number in place of `auto`, by all rows, the same for all slices. Raises UserError.
+
+    progress: gets the lines that are of use only while the rows are read; `say` by default.
+    """
+    progress = progress or say
+    progress("engine.max_model_len auto: reading all rows before the engines start")
+    job = open_input(prepared, cache, progress)
     with contextlib.closing(job.source):
-        longest = _longest(job)
+        longest = _longest(job, progress)
         length = rounded(job, longest)
     say(f"engine.max_model_len {length:,}: the longest row takes {longest:,} tokens with its output")
     file = with_length(prepared.file, length)
@@ -66,7 +74,7 @@ def _once(job: Job) -> Job:
     return replace(job, task=job.task.over(job.spec.model_copy(update={"sampling": sampling})))
 
 
-def _longest(job: Job) -> int:
+def _longest(job: Job, progress: Say) -> int:
     """The tokens of the longest request with its output. Rows that the model cannot take do not count.
 
     A row is not tokenised if its size in bytes shows that it is no longer than another one.
@@ -75,7 +83,16 @@ def _longest(job: Job) -> int:
     builder = job.prompt_builder()
     most = max_model_len(job)
     longest = 1
+    num_read = 0
+    next_line = time.monotonic() + _LINE_EVERY_S
     for positions in _pieces(job):
+        if time.monotonic() >= next_line:
+            next_line += _LINE_EVERY_S
+            progress(
+                f"engine.max_model_len auto: {num_read:,} rows read, of {job.source.num_rows:,} rows of the input at "
+                f"most; the longest takes {longest:,} tokens"
+            )
+        num_read += len(positions)
         rows = job.source.read_rows(positions, builder.columns)
         for prompt in builder.build([row for row in rows if not builder.surely_fits(row, longest)], most):
             if prompt.error is not None:

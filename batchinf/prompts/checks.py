@@ -6,13 +6,14 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import jinja2
+import numpy as np
 
 from batchinf.base.errors import SpecError
 from batchinf.base.text import clip, counted, describe_error, list_names
 from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
 from batchinf.prompts.chat import GIVEN, own_templates, read_messages, variables
-from batchinf.prompts.encoder import Encoder, load_tokenizer
+from batchinf.prompts.encoder import Encoder, check_tokenizer, load_tokenizer
 from batchinf.prompts.openai.lines import body_of
 from batchinf.prompts.renderer import Renderer
 from batchinf.source.rows import Row, Source
@@ -73,10 +74,14 @@ def _check_chat(where: InputSpec, model: Model) -> None:
 
 
 def _template_variables(where: InputSpec, model: Model) -> frozenset[str]:
-    """The variables of the spec's chat template, else of the model's. Raises SpecError if no template works."""
+    """The variables of the spec's chat template, else of the model's.
+
+    Raises SpecError if no template works, ModelError if the model has no tokenizer.
+    """
     templates = own_templates(pathlib.Path(model.tokenizer))
     template = where.chat_template or "default"
     if where.chat_template is None and template not in templates:
+        check_tokenizer(model.tokenizer)  # without one, the template is not all that is missing
         field = next(field for field in CHAT_FIELDS if getattr(where, field) is not None)
         others = f"; it has others, whose names input.chat_template takes: {list_names(templates)}" if templates else ""
         raise SpecError(
@@ -167,7 +172,7 @@ def _unread_warnings(spec: JobSpec, model: Model, source: Source) -> Iterator[st
     except jinja2.TemplateSyntaxError:
         return
     column = where.messages_column
-    rows = _first_rows(source, _num_first(spec, source, _LOOKED_AT), ["body" if column is None else column])
+    rows = _first_rows(source, _first_positions(spec, source), ["body" if column is None else column])
     unread, num_rows = _unread(rows, column, template, names)
     for words, first in unread.items():
         yield (
@@ -241,13 +246,13 @@ class EmptyValues:
                 )
 
 
-def first_row_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
-    """Warnings of empty values and repeated ids in the first rows."""
+def first_row_warnings(spec: JobSpec, source: Source, positions: Sequence[int]) -> Iterator[str]:
+    """Warnings of empty values and repeated ids in the first of these rows."""
     empty = EmptyValues(spec)
     if empty.columns:
-        empty.add(_first_rows(source, _num_first(spec, source, _LOOKED_AT), empty.columns))
+        empty.add(_first_rows(source, positions[:_LOOKED_AT], empty.columns))
     yield from empty.warnings()
-    yield from repeated_id_warning(spec, source)
+    yield from repeated_id_warning(spec, source, positions)
 
 
 def input_notes(source: Source) -> Iterator[str]:
@@ -259,35 +264,44 @@ def input_notes(source: Source) -> Iterator[str]:
         yield f"note: {counted(len(empty), 'input file')} without rows: {list_names(empty)}"
 
 
-def repeated_id_warning(spec: JobSpec, source: Source) -> Iterator[str]:
-    """A warning of the first id that two of the first 10,000 rows have, or of as many as can be read in 0.2 s."""
+def repeated_id_warning(spec: JobSpec, source: Source, positions: Sequence[int]) -> Iterator[str]:
+    """A warning if two of the first 10,000 of these rows have the same id, or of as many as can be read in 0.2 s."""
     name = spec.input.id_column
     if name is None:
         return
-    first_rows: dict[str, int] = {}
-    for row in _first_rows(source, _num_first(spec, source, _LOOKED_AT_IDS), [name]):
-        value = row.values.get(name)
-        if value is not None and (first := first_rows.setdefault(str(value), row.row_index)) != row.row_index:
-            yield (
-                f"warning: input.id_column: rows {first:,} and {row.row_index:,} have the same '{name}', "
-                f"{clip(str(value))}; a merge by id multiplies such rows, a merge by row_index does not"
-            )
-            return
+    rows_of: dict[str, list[int]] = {}
+    num_rows = 0
+    for row in _first_rows(source, positions[:_LOOKED_AT_IDS], [name]):
+        num_rows += 1
+        if (value := row.values.get(name)) is not None:
+            rows_of.setdefault(str(value), []).append(row.row_index)
+    repeated = {value: rows for value, rows in rows_of.items() if len(rows) > 1}
+    for value, rows in repeated.items():
+        first, second = sorted(rows[:2])
+        num_repeated = sum(map(len, repeated.values()))
+        yield (
+            f"warning: input.id_column: {num_repeated:,} of {counted(num_rows, 'row')} that were looked at share their "
+            f"'{name}' with another one, such as rows {first:,} and {second:,} with {clip(value)}; a merge by id "
+            "multiplies such rows, a merge by row_index does not"
+        )
+        return
 
 
-def _num_first(spec: JobSpec, source: Source, most: int) -> int:
-    """How many of the first rows to look at: none if the spec chooses rows, because these may be other ones."""
+def _first_positions(spec: JobSpec, source: Source) -> range:
+    """Of the first rows: none if the spec chooses rows, because these may be other ones."""
     where = spec.input
     chooses = where.where is not None or where.exclude is not None or where.sample is not None
-    return 0 if chooses else min(source.num_rows, most, where.limit or most)
+    return range(0 if chooses else min(source.num_rows, _LOOKED_AT, where.limit or _LOOKED_AT))
 
 
-def _first_rows(source: Source, most: int, columns: Sequence[str]) -> Iterator[Row]:
+def _first_rows(source: Source, positions: Sequence[int], columns: Sequence[str]) -> Iterator[Row]:
+    """The rows at these positions, from the first on, or as many as can be read in 0.2 s."""
     began = time.monotonic()
     start = 0
     num_rows = _FIRST_READ
-    while start < most:
-        yield from source.read(start, min(start + num_rows, most), columns)
+    while start < len(positions):
+        some = np.asarray(positions[start : start + num_rows], np.int64)
+        yield from source.read_rows(np.sort(some), columns)
         # The next read takes twice as long. Many small ones would decode a row group of Parquet again and again.
         if 3 * (time.monotonic() - began) >= _LOOK_S:
             return
@@ -300,7 +314,7 @@ def _second_bos(spec: JobSpec, model: Model, source: Source) -> str | None:
     renderer = Renderer(spec)
     if bos is None:
         return None
-    looked_at = _first_rows(source, min(source.num_rows, _LOOKED_AT), renderer.columns)
+    looked_at = _first_rows(source, range(min(source.num_rows, _LOOKED_AT)), renderer.columns)
     texts = [renderer.render(row) for row in looked_at]
     doubled = [number for number, text in enumerate(texts) if isinstance(text, str) and text.startswith(bos)]
     if not doubled:

@@ -41,11 +41,7 @@ _TOKENIZER_FILES = ("tokeniz*", "vocab.*", "merges.txt", "*.model", "*.tiktoken"
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
     """The transformers tokenizer in a folder or under a hub id. Raises ModelError, in one line."""
-    folder = pathlib.Path(path)
-    if (folder / "config.json").is_file() and not any(next(folder.glob(it), None) for it in _TOKENIZER_FILES):
-        # For some types of models, such as qwen3, transformers would make a tokenizer without a vocabulary, and each
-        # prompt would be empty.
-        raise ModelError(f"'{path}' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer")
+    check_tokenizer(path)
     try:
         tokenizer = _tokenizer_class(path).from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -60,6 +56,15 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> Any:
         backend.no_truncation()
         backend.no_padding()
     return tokenizer
+
+
+def check_tokenizer(path: str) -> None:
+    """Raise ModelError for the folder of a model that has no tokenizer."""
+    folder = pathlib.Path(path)
+    if (folder / "config.json").is_file() and not any(next(folder.glob(it), None) for it in _TOKENIZER_FILES):
+        # For some types of models, such as qwen3, transformers would make a tokenizer without a vocabulary, and each
+        # prompt would be empty.
+        raise ModelError(f"'{path}' has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer")
 
 
 def _tokenizer_class(path: str) -> Any:

@@ -8,7 +8,7 @@ import glob
 import math
 import pathlib
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,7 +143,7 @@ def row_figures(look: Look) -> RowFigures:
 
 
 def _figures(spec: JobSpec, paths: Sequence[pathlib.Path], journalled: Sequence[pa.Table]) -> RowFigures:
-    input_columns = {*spec.output.keep_columns.values(), "id"}
+    input_columns = (*spec.output.keep_columns.values(), "id")
     choices = spec.input.choices or ()
     with tempfile.TemporaryDirectory() as scratch, open_duckdb(**_SETTINGS, temp_directory=scratch) as connection:
         return _Rows(connection, paths, journalled, input_columns=input_columns, choices=choices).figures()
@@ -179,7 +179,7 @@ class _Rows:
         paths: Sequence[pathlib.Path],
         journalled: Sequence[pa.Table],
         *,
-        input_columns: Collection[str],
+        input_columns: Sequence[str],
         choices: Sequence[str] = (),
     ) -> None:
         """choices: the texts that `best` counts, if all rows have the same."""
@@ -193,6 +193,8 @@ class _Rows:
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in input_columns]
         # A kept column may have the name of a column of another task.
         self._own_columns = set(self._types) - (set(input_columns) - {"id"})
+        kept = (name for name in input_columns if name != "id" and pa.types.is_string(self._types.get(name, pa.null())))
+        self._kept_text = next(kept, None)
         self._create_view()
 
     def _create_view(self) -> None:
@@ -231,7 +233,7 @@ class _Rows:
             num_labels=num_labels,
             errors=errors,
             num_error_groups=num_groups,
-            samples=samples(self._query, self._own_columns, self._choices),
+            samples=samples(self._query, self._own_columns, self._choices, kept_text=self._kept_text),
             confusion=confusion(self._query, self._own_columns, self._choices),
             notes=notes,
         )

@@ -41,7 +41,7 @@ class SampleRow:
     row_index: int
     id: str
     prompt: str
-    """Empty if the job does not store prompts."""
+    """Else the first text that the job keeps of the input; empty without both."""
     output: str
     """Its text, its label or its best choice; empty if the task has none of them."""
     image_digests: tuple[str, ...] = ()
@@ -66,13 +66,17 @@ class Confusion:
     """[answer][best]."""
 
 
-def samples(query: Query, columns: Collection[str], choices: Sequence[str]) -> Samples:
-    """Some rows of the view `output`. columns: those that it has, beside those of lists other than of digests."""
+def samples(query: Query, columns: Collection[str], choices: Sequence[str], *, kept_text: str | None = None) -> Samples:
+    """Some rows of the view `output`. columns: those that it has, beside those of lists other than of digests.
+
+    kept_text: a column of the input, which is shown if the job does not store prompts.
+    """
     if not {"row_index", "error_type"} <= set(columns):
         return Samples((), "")
     quality, by = _quality(columns)
     output = next((name for name in ("text", "label", "best") if name in columns), "NULL")
-    rows = _rows_sql(columns, quality, output)
+    prompt = "prompt" if "prompt" in columns else kept_text
+    rows = _rows_sql(columns, quality, output, prompt=prompt)
     is_known = "AND quality IS NOT NULL AND isfinite(quality)"
     [(num_known,)] = query(f"SELECT count(*) FROM ({rows} {is_known})")
     orders = {
@@ -105,12 +109,13 @@ def _quality(columns: Collection[str]) -> tuple[str, str]:
     return next(((sql, words) for names, sql, words in _QUALITIES if set(names) <= set(columns)), ("NULL", ""))
 
 
-def _rows_sql(columns: Collection[str], quality: str, output: str) -> str:
+def _rows_sql(columns: Collection[str], quality: str, output: str, *, prompt: str | None) -> str:
     """The query for all rows without an error. Columns that the output lacks are null."""
     answer = "answer" if output == "best" and "answer" in columns else "NULL"
-    id_, prompt, digests = (name if name in columns else "NULL" for name in ("id", "prompt", IMAGE_DIGESTS))
+    id_, digests = (name if name in columns else "NULL" for name in ("id", IMAGE_DIGESTS))
+    text = "NULL" if prompt is None else '"' + prompt.replace('"', '""') + '"'
     return (
-        f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({prompt}::VARCHAR, 2000), "
+        f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({text}::VARCHAR, 2000), "
         f"left({output}::VARCHAR, 2000), {answer}, {digests} FROM output WHERE error_type IS NULL"
     )
 

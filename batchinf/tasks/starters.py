@@ -65,6 +65,8 @@ class Data:
     """Whether the user gave the labels."""
     encoding: str | None = None
     """Of CSV files; None for the default."""
+    unreadable: str | None = None
+    """How many of the first rows cannot be read, and why; None if all can."""
     image_hosts: tuple[str, ...] = ()
     """Of their URLs."""
     image_folders: tuple[str, ...] = ()
@@ -132,7 +134,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "",
             "input:",
             f"  path: {_path(data.path)}",
-            *([f"  csv: {{encoding: {data.encoding}}}    # found by its bytes"] if data.encoding else []),
+            *([f"  csv: {{encoding: {data.encoding}}}    # look at the text in validate"] if data.encoding else []),
             f"  # {data.num_rows:,} rows with the columns {shown}",
             f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}{why_no_id}",
             *asked,

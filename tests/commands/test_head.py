@@ -1,5 +1,6 @@
 """`batchinf head`: a table that fits the terminal, or all columns as JSON, of rows with any content."""
 
+import csv
 import json
 import math
 import pathlib
@@ -12,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 import jobs
-from batchinf.base.errors import UserError
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.commands.head import Head, head_table
 from batchinf.tasks.base import ShownColumns
@@ -190,8 +190,26 @@ def test_the_confidence_of_a_label_is_a_column_that_may_be_named(tmp_path: pathl
     shown = [json.loads(line) for line in head(tmp_path / "out", "--json", "--columns", "confidence, id")]
     assert shown == [{"confidence": math.exp(row["cumulative_logprob"]), "id": row["id"]} for row in rows]
     assert head(tmp_path / "out", "--columns", "confidence")[0].split() == ["confidence"]
-    with pytest.raises(UserError, match="confidence is computed by `head` from cumulative_logprob"):
-        export_job(str(tmp_path / "out"), ExportRequest(to="jsonl", columns=("confidence",)))
+    path = tmp_path / "rows.jsonl"
+    export_job(str(tmp_path / "out"), ExportRequest(path=str(path), columns=("confidence", "id")))
+    assert list(map(json.loads, path.read_text().splitlines())) == shown
+
+
+def test_the_label_of_the_best_choice_is_exported(tmp_path: pathlib.Path) -> None:
+    given = {"path": str(jobs.PROMPTS), "context_column": "prompt", "choices": [" good", " bad"], "limit": 5}
+    jobs.finish(jobs.spec_of(tmp_path, task="score", input=given, sampling=None, scripted={"step_s": 0.0}))
+    path = tmp_path / "rows.csv"
+    done = export_job(str(tmp_path / "out"), ExportRequest(path=str(path), columns=("id", "label", "confidence")))
+    rows = {row["id"]: row for row in jobs.rows_of(tmp_path / "out")}
+    lines = list(csv.DictReader(path.read_text().splitlines()))
+    assert done.num_rows == len(lines) == 5
+    for line in lines:
+        row = rows[line["id"]]
+        shares = [math.exp(value) for value in row["choice_logprob_sums"]]
+        assert line["label"] == (" good", " bad")[row["best"]]
+        assert float(line["confidence"]) == pytest.approx(max(shares) / sum(shares))
+    [note] = export_job(str(tmp_path / "out"), ExportRequest(path=str(tmp_path / "all.csv"))).notes
+    assert note.endswith("--columns takes confidence and label, too")
 
 
 def test_a_second_column_of_the_ids_goes_first() -> None:

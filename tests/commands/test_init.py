@@ -495,7 +495,22 @@ def test_a_csv_file_of_a_spreadsheet_in_cp1252(tmp_path: pathlib.Path) -> None:
     report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
     assert "Für 5 € „gut“." in str(report.rows[0].text)
     rows.write_bytes("id,größe\n1,Für.\n2,".encode() + b"\xfc.\n")  # damaged UTF-8
-    assert look_at(str(rows)).encoding is None
+    damaged = look_at(str(rows))
+    assert damaged.encoding is None
+    assert "warning: 1 of the first 2 rows cannot be read; the first: rows.csv line 3: not UTF-8" in "".join(
+        written_lines("job.yaml", damaged, "generate")
+    )
+    # A few cells were saved after they had been decoded wrongly.
+    rows.write_bytes(("id,größe\n1,FÃ¼r.\n" + "2,Für schöne Füße.\n" * 9).encode("cp1252"))
+    assert look_at(str(rows)).encoding == "cp1252"
+
+
+def test_an_encoding_that_the_user_gives(tmp_path: pathlib.Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_bytes("id,größe\n1,Šťastný.\n".encode("cp1250"))
+    assert look_at(str(rows), encoding="cp1250").columns == ("id", "größe")
+    with pytest.raises(UserError, match=r"^--encoding: got 'no-such'; must be an encoding of text"):
+        look_at(str(rows), encoding="no-such")
 
 
 def test_a_batch_file_is_known_by_its_columns(tmp_path: pathlib.Path) -> None:

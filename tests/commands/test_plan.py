@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from model_configs import model_folder
+from model_configs import MIXTRAL_8X7B, model_folder
 
 import batchinf
 import jobs
@@ -46,6 +46,25 @@ def test_a_job_has_lengths_time_and_a_choice(tmp_path: pathlib.Path) -> None:
     assert gpu["cost"] == pytest.approx(gpu["gpu_hours"] * 2)
     assert report["choice"].startswith("4 × H200 SXM: tensor 1 × data 4: the model fits one GPU")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_would_make_a_job_cheaper_is_noted(tmp_path: pathlib.Path) -> None:
+    """A number for long sequences, labels with a request each, and a model's folder without a tokenizer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+    where = {"path": str(jobs.PROMPTS), "id_column": None, "choices": ["yes", "no idea"], "context_column": "prompt"}
+    sections = {"task": "score", "sampling": None, "model": str(folder), "input": {**where, "prompt_column": None}}
+    path = jobs.spec_of(tmp_path, **sections, output={"keep_columns": []}, scripted=None)
+    without = planned(str(path), "--gpu", "h100")["notes"]
+    assert "has no tokenizer.json; copy it there, or name a tokenizer in model.tokenizer" in without[0]
+    notes = planned(str(path), "--gpu", "h100", "--set", f"model.tokenizer={jobs.MODEL}")["notes"]
+    assert any("label.md#one-request-for-all-labels" in note for note in notes)
+    [note] = [note for note in notes if "engine.max_model_len: auto" in note]
+    assert "a sequence may have 32,768" in note and "not 4.0 GiB" in note
+    bounded = planned(str(path), "--gpu", "h100", "--set", f"model.tokenizer={jobs.MODEL}",
+                      "--set", "engine.max_model_len=512")["notes"]  # fmt: skip
+    assert not any("max_model_len: auto" in note for note in bounded)
 
 
 def test_a_job_without_its_input_and_a_model_by_its_config(tmp_path: pathlib.Path) -> None:

@@ -235,6 +235,29 @@ def test_a_file_that_does_not_fit_is_refused(
         batchinf.run(spec, retry="errors", input=tmp_path / name, quiet=True)
 
 
+def test_the_whole_table_may_have_ids_that_repeat(tmp_path: pathlib.Path) -> None:
+    """Rows that share an id are matched in their order, as long as none of them is chosen or changed."""
+    rows = [("a", "de", "One"), ("b", "en", ""), ("a", "de", "Two"), ("c", "en", "Once"), ("a", "de", "Three")]
+    write_csv(tmp_path / "rows.csv", rows)
+    spec = spec_in(tmp_path)
+    jobs.finish(spec)
+    repaired = [rows[0], ("b", "en", "Twice"), *rows[2:]]
+    fixed = tmp_path / "fixed.csv"
+    write_csv(fixed, [*repaired[:4], ("a", "de", "Four")])
+    with pytest.raises(batchinf.UserError, match=r"it changes 1 row that --retry .*: id 'a'; choose"):
+        batchinf.run(spec, retry="errors", input=fixed, quiet=True)
+    write_csv(fixed, repaired)
+    with pytest.raises(batchinf.UserError, match="id 'a' is that of several rows of the input; name the row"):
+        batchinf.run(spec, retry="error_type is not null or row_index = 2", input=fixed, quiet=True)
+    write_csv(fixed, repaired[:4])
+    with pytest.raises(batchinf.UserError, match="id 'a' is that of several rows of the input; name the row"):
+        batchinf.run(spec, retry="errors", input=fixed, quiet=True)
+    write_csv(fixed, repaired)
+    jobs.finish(spec, *REPAIR, fixed)
+    assert prompts_of(spec, tmp_path / "out", *range(5)) == ["One", "Twice", "Two", "Once", "Three"]
+    assert not [row for row in jobs.rows_of(tmp_path / "out") if row["error_type"]]
+
+
 def test_rows_without_ids(tmp_path: pathlib.Path) -> None:
     """Lines that are no JSON have no id: a column with their positions names them, or the place in a whole file."""
     good = [json.dumps({"prompt": f"Once {row}", "language": "en"}) for row in range(8)]

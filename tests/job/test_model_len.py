@@ -2,10 +2,12 @@
 
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
 
+import batchinf
 import jobs
 from batchinf.job.job import max_model_len
 from batchinf.job.model_len import with_known_length
@@ -52,6 +54,21 @@ def test_it_is_the_longest_row_with_its_output_rounded_up(tmp_path: pathlib.Path
     # One more token of output than the multiple of 256 holds.
     more = length_of(spec_over(tmp_path, prompts, sampling={"max_tokens": found - num_tokens(long)}))
     assert more == found + 256
+
+
+def test_validate_checks_the_weights_first_and_says_how_far_it_is(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("batchinf.job.model_len._LINE_EVERY_S", 0.0)
+    path = spec_over(tmp_path, [words(3)] * 300)
+    batchinf.validate(path)
+    assert "engine.max_model_len auto: 256 rows read, of 300 rows of the input at most" in capsys.readouterr().err
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(jobs.MODEL / "config.json", bare)
+    with pytest.raises(batchinf.UserError, match=r"the weights of .* are not whole"):
+        batchinf.validate(path, overrides={"model.name": str(bare), "model.tokenizer": str(jobs.MODEL)})
+    assert "reading all rows" not in capsys.readouterr().err
 
 
 def test_it_is_at_most_what_the_model_takes(tmp_path: pathlib.Path) -> None:

@@ -161,7 +161,7 @@ def test_columns_without_text_in_a_template(
     ]
     job = open_job(read_spec(spec))
     with contextlib.closing(job.source):
-        assert list(first_row_warnings(job.spec, job.source)) == said
+        assert list(first_row_warnings(job.spec, job.source, job.rows)) == said
     report = batchinf.validate(spec)
     assert [remark.text for remark in report.remarks if "no text in" in remark.text] == said
     if of:
@@ -172,22 +172,27 @@ def test_columns_without_text_in_a_template(
 
 
 @pytest.mark.parametrize(
-    ("more", "is_said"), [({}, True), ({"limit": 3}, False), ({"where": "id > 0"}, False), ({"id_column": None}, False)]
+    ("more", "said"),
+    [
+        ({}, "4 of 6 rows that were looked at share their 'id' with another one, such as rows 0 and 4 with 5; "),
+        (
+            {"where": "id > 5"},
+            "2 of 2 rows that were looked at share their 'id' with another one, such as rows 2 and 5 with 7; ",
+        ),
+        ({"limit": 3}, None),
+        ({"id_column": None}, None),
+    ],
 )
-def test_an_id_that_repeats(more: dict[str, Any], is_said: bool, tmp_path: pathlib.Path) -> None:
+def test_an_id_that_repeats(more: dict[str, Any], said: str | None, tmp_path: pathlib.Path) -> None:
     lines = [json.dumps({"id": number, "prompt": "a"}) for number in (5, None, 7, None, 5, 7)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     where = {"path": str(tmp_path / "rows.jsonl"), "prompt_column": "prompt", **more}
     spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": []})
-    said = (
-        "warning: input.id_column: rows 0 and 4 have the same 'id', 5; a merge by id multiplies such rows, a merge by "
-        "row_index does not"
-    )
-    job = open_job(read_spec(spec))
-    with contextlib.closing(job.source):
-        assert list(first_row_warnings(job.spec, job.source)) == [said] * is_said
-    remarks = [remark.text for remark in batchinf.validate(spec).remarks]
-    assert [text for text in remarks if "id_column" in text] == [said] * is_said
+    beginning = "warning: input.id_column: "
+    of_validate = [remark.text for remark in batchinf.validate(spec).remarks if "id_column" in remark.text]
+    of_run = [line for line in jobs.run("run", spec).stderr.splitlines() if "id_column" in line]
+    wanted = [f"{beginning}{said}a merge by id multiplies such rows, a merge by row_index does not"] if said else []
+    assert (of_validate, of_run) == (wanted, wanted)
 
 
 def test_the_look_at_large_rows_ends(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +202,10 @@ def test_the_look_at_large_rows_ends(tmp_path: pathlib.Path, monkeypatch: pytest
     where = {"path": str(tmp_path / "rows.jsonl"), "prompt_template": "{{ prompt }}"}
     job = open_job(read_spec(jobs.spec_of(tmp_path, input=where, output={"keep_columns": []})))
     with contextlib.closing(job.source):
-        assert [line.split()[1] for line in first_row_warnings(job.spec, job.source)] == ["200", "input.id_column:"]
+        warnings = [*first_row_warnings(job.spec, job.source, job.rows)]
+        assert [line.split()[1] for line in warnings] == ["200", "input.id_column:"]
         monkeypatch.setattr(checks, "_LOOK_S", 0.0)
-        assert [line.split()[1] for line in first_row_warnings(job.spec, job.source)] == ["32"]
+        assert [line.split()[1] for line in first_row_warnings(job.spec, job.source, job.rows)] == ["32"]
 
 
 def test_run_warns_of_columns_without_text(tmp_path: pathlib.Path) -> None:

@@ -299,8 +299,9 @@ def test_an_answer_that_is_none_of_the_numbers_is_told_the_numbers(answer: objec
     input = {"context_column": "c", "choices": ["1", "2", "3"], "answer_column": "a"}
     [prompt] = build("llama", [{"c": "Q", "a": answer}], input)
     message = f"got {got} in column 'a'; expected one of input.choices (1, 2, 3), or null"
+    hint = "" if answer != "" else '; input.csv: {null_values: [""]} makes empty fields of CSV files null'
     assert prompt.scoring is not None and prompt.scoring.answer is None
-    assert prompt.scoring.answer_error == message
+    assert prompt.scoring.answer_error == message + hint
 
 
 def test_rows_are_scored_with_the_adapter_that_they_name() -> None:

@@ -1,6 +1,7 @@
 """Figures of output rows, against NumPy over the same rows."""
 
 import pathlib
+from collections.abc import Sequence
 
 import duckdb
 import numpy as np
@@ -49,7 +50,7 @@ def parts_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def figures_of(paths: list[pathlib.Path], journalled: list[pa.Table]) -> RowFigures:
     with duckdb.connect(":memory:") as connection:
-        return _Rows(connection, paths, journalled, input_columns={"id", "own"}).figures()
+        return _Rows(connection, paths, journalled, input_columns=("id", "own")).figures()
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,12 @@ def test_the_best_choices_have_their_texts(tmp_path: pathlib.Path) -> None:
         assert rows.figures().labels == (Share('2: "3"', 2), Share("0: good", 1))
 
 
-def test_samples_and_confusion(tmp_path: pathlib.Path) -> None:
-    """Against NumPy. The model is the less sure of a row the nearer its sums are."""
+@pytest.mark.parametrize("input_columns", [("id",), ("prompt", "id")])
+def test_samples_and_confusion(input_columns: Sequence[str], tmp_path: pathlib.Path) -> None:
+    """Against NumPy, with stored prompts and with a kept text.
+
+    The model is the less sure of a row the nearer its sums are.
+    """
     sums = random.normal(size=(40, 3))
     probabilities = np.exp(sums.max(axis=1)) / np.exp(sums).sum(axis=1)
     best, answer = sums.argmax(axis=1), random.integers(0, 3, 40)
@@ -127,7 +132,8 @@ def test_samples_and_confusion(tmp_path: pathlib.Path) -> None:
     )
     pq.write_table(table, tmp_path / "part-000000.parquet")
     with duckdb.connect(":memory:") as connection:
-        rows = _Rows(connection, [tmp_path / "part-000000.parquet"], [], input_columns={"id"}, choices=["a", "b", "c"])
+        paths = [tmp_path / "part-000000.parquet"]
+        rows = _Rows(connection, paths, [], input_columns=input_columns, choices=["a", "b", "c"])
         found = rows.figures()
     right = np.zeros((3, 3), int)
     np.add.at(right, (answer[~failed], best[~failed]), 1)

@@ -42,6 +42,7 @@ from batchinf.tasks.registry import task_of
 
 _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
+_FAR = 4  # times the job's longest sequence, from which on a note names `auto`
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
 _MOST_SEQS = 1024  # vLLM's largest default of max_num_seqs
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
@@ -96,6 +97,9 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     context = _context(asked, file.spec, model)
     if (warning := length_warning(file.spec, model, asked.context)) is not None:
         notes.append(f"warning: {warning}")
+    takes_auto = not file.spec.has_auto_length and not file.spec.input.has_images
+    if job is not None and asked.context is None and takes_auto:
+        notes += _long_context_note(base.needs, context, job.longest)
     work = work or _assumed(file.spec, context, asked)
     base = dataclasses.replace(base, largest_image=work.images.largest_tokens)
     plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
@@ -105,6 +109,20 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
         job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes + images, image_bytes=images)
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
+    )
+
+
+def _long_context_note(needs: Needs, context: int, longest: int) -> Iterator[str]:
+    """What `auto` would change, if sequences may be far longer than the job's."""
+    if needs.kv_cache is None or context < _FAR * longest:
+        return
+    bytes_of = needs.kv_cache.sequence_bytes
+    if bytes_of(context) < GIB:  # which changes no degree
+        return
+    yield (
+        f"prompt and output have at most {longest:,} tokens, and a sequence may have {context:,}: with "
+        f"engine.max_model_len: auto, the cache must hold {gib(bytes_of(longest))} for one sequence, not "
+        f"{gib(bytes_of(context))}"
     )
 
 
@@ -230,6 +248,12 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None, None
     notes += lengths.image_notes
+    if job.spec.input.choices is not None and work.num_requests > lengths.num_rows:
+        each = work.num_requests / lengths.num_rows
+        notes.append(
+            f"each row costs {each:,.1f} requests; labels of one token need one: see "
+            "docs/how-to/label.md#one-request-for-all-labels"
+        )
     return JobPlan(
         path=file.spec.input.path,
         num_rows=lengths.num_rows,

@@ -28,7 +28,7 @@ from batchinf.commands.validate.findings import (
     ValidateFinding,
 )
 from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
-from batchinf.coordinator.start import with_known_numbers
+from batchinf.coordinator.start import with_known_degrees
 from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
@@ -38,7 +38,7 @@ from batchinf.job.columns import column_warnings
 from batchinf.job.disk_space import check_size, room_warning
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job, begun_at, max_model_len
-from batchinf.job.model_len import length_warning
+from batchinf.job.model_len import length_warning, with_known_length
 from batchinf.job.open import open_input, placing, prepare_job
 from batchinf.job.sample import hopeless, sample_rows
 from batchinf.manifest.names import others_note
@@ -52,6 +52,7 @@ from batchinf.prompts.checks import EmptyValues, input_notes, repeated_id_warnin
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt
 from batchinf.schedule.positions import Choice, RunOrder
+from batchinf.source.files import say_on_stderr
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
@@ -87,10 +88,10 @@ def validate_job(
         yield _task(job)
         yield from _warnings(job.task.prompt_warnings(job.model, job.source))
         yield from _warnings(column_warnings(job.task, job.source))
-        yield from _warnings(repeated_id_warning(job.spec, job.source))
         structures = check_structures(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer)
         yield from (Remark("structure", text) for text in structures)
         positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
+        yield from _warnings(repeated_id_warning(job.spec, job.source, positions))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
         copy_bytes = sum(file.stat().st_size for file in pathlib.Path(scratch).glob("*.rows"))  # as in the job's folder
         yield _output(job, state, chosen, copy_bytes=copy_bytes)
@@ -111,7 +112,11 @@ def _open(file: SpecFile, state: State | None, scratch: pathlib.Path, remarks: l
     # A job that is done can be shown although its input has grown since.
     is_done = state is not None and state.is_done
     new: NewRows = "leave" if is_done else "refuse"
-    prepared = with_known_numbers(prepare_job(file, state, new), _local(file.spec), remarks.append, cache)
+    prepared = prepare_job(file, state, new)
+    check_weights(prepared.model, prepared.spec.model.load_format)  # reading the rows may take minutes
+    if prepared.spec.has_auto_length:
+        prepared = with_known_length(prepared, remarks.append, cache, progress=say_on_stderr)
+    prepared = with_known_degrees(prepared, _local(file.spec), remarks.append)
     job = open_input(prepared, cache)
     if is_done:
         try:
@@ -134,7 +139,6 @@ def _model_findings(job: Job, remarks: Sequence[str]) -> Iterator[ValidateFindin
 
 def _model(job: Job) -> ModelFound:
     model = job.model
-    check_weights(model, job.spec.model.load_format)
     # All devices are assumed to be alike.
     backend = _local(job.spec)
     device_bytes, device_name = next(map(backend.device_size, backend.devices()), (None, ""))

@@ -187,7 +187,7 @@ class _Rows:
         except csv.Error as error:
             raise InputError(f"{name}: its header is not CSV: {error}") from None
         if self._wrong:
-            raise InputError(f"{name}: its header is {self._wrong}")
+            raise InputError(f"{name}: its header is {self._wrong}; for a new spec, `init` takes --encoding")
         refuse_twins(header, name)
         return header
 
@@ -234,26 +234,29 @@ class _Rows:
 
 
 def seems_cp1252(file: InputFile) -> bool:
-    """Whether a file has other bytes than UTF-8, all in cp1252, as spreadsheets on Windows write it. For a suggestion.
+    """Whether nearly all non-ASCII text of a file is in cp1252, as spreadsheets on Windows write it. For a suggestion.
 
-    A sequence that is valid in UTF-8 alone speaks against it: such a file may be damaged UTF-8.
+    Sequences that are valid in UTF-8 speak against it: many of them are damaged UTF-8, a few are text that was decoded
+    wrongly before it was saved, such as `Ã¼`.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    num_bytes = 0  # that are not UTF-8
+    num_valid = 0
     with open_bytes(file) as stream:
         while block := stream.read(BLOCK_BYTES):
-            try:
-                decoder.decode(block)
-            except UnicodeDecodeError as error:
-                if b"\0" in error.object or _WIDE_CHARACTER.search(error.object):
-                    return False
-                return not _NOT_CP1252.search(error.object)
-            if _WIDE_CHARACTER.search(block):
+            text = decoder.decode(block)
+            num_bytes += len(_NOT_UTF8.findall(text))
+            num_valid += len(_WIDE_CHARACTER.findall(text))
+            if "\0" in text or _NOT_CP1252.search(text):
                 return False
-    return False
+    return num_bytes > 0 and num_valid <= _MOST_VALID * num_bytes
 
 
-_WIDE_CHARACTER = re.compile(rb"[\xc3\xc5][\x80-\xbf]|[\xe2-\xef][\x80-\xbf]{2}")  # of UTF-8
-_NOT_CP1252 = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
+_MOST_VALID = 0.2  # of the number of bytes that are not UTF-8
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes, as `surrogateescape` decodes them
+# Of two bytes that are unlikely side by side in cp1252, or of three.
+_WIDE_CHARACTER = re.compile("[\u00c0-\u00ff\u0140-\u017f\u2000-\ud7ff\ue000-\uffff]")
+_NOT_CP1252 = re.compile("[\udc81\udc8d\udc8f\udc90\udc9d]")
 _UTF8 = "utf-8-sig"
 _ESCAPES = "batchinf.escapes"
 

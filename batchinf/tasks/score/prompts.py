@@ -266,7 +266,8 @@ class ScorePrompts(PromptBuilder):
             got = str(value) if is_number else name_type(value)
         labels = f"one of input.choices ({list_names(self._input.choices or ())})"
         allowed = labels if self._counts_labels else "the text of a choice, its place from 0"
-        return f"got {got} in column '{self._input.answer_column}'; expected {allowed}, or null"
+        hint = "" if value != "" else '; input.csv: {null_values: [""]} makes empty fields of CSV files null'
+        return f"got {got} in column '{self._input.answer_column}'; expected {allowed}, or null{hint}"
 
     # -- tokens of a row -----------------------------------------------------------------------------------------------
 
