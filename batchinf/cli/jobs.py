@@ -107,7 +107,8 @@ def _run(
         typer.Option(
             metavar="WHICH",
             help="Run rows of a finished job again and replace them: `errors`, or an SQL expression over the output "
-            "columns, such as \"finish_reason = 'length'\". --set may change fields of sampling.",
+            "columns, such as \"finish_reason = 'length'\". --set may change fields of sampling, and "
+            "fields that a resume may change, such as input.images.max_pixels.",
         ),
     ] = None,
     input_: Annotated[

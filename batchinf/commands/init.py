@@ -23,6 +23,7 @@ from batchinf.base.text import clip, counted, list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
 from batchinf.prompts.chat import IMAGE_PARTS
+from batchinf.prompts.checks import input_notes
 from batchinf.prompts.images import ImageSource, sources_of
 from batchinf.prompts.media import ImageLoader
 from batchinf.source.files import CsvDialect, InputLocation
@@ -79,7 +80,7 @@ def look_at(path: str, labels: Sequence[str] = (), encoding: str | None = None) 
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(InputLocation(path, csv=dialect), pathlib.Path(scratch))
         with contextlib.closing(source):
-            return replace(_data(path, source, labels), encoding=encoding)
+            return replace(_data(path, source, labels), encoding=encoding, notes=tuple(input_notes(source)))
 
 
 def _encoding(path: str) -> str | None:
@@ -496,6 +497,7 @@ def written_lines(path: str, data: Data, purpose: str, spec_text: str = "") -> l
                      f"input.images.folders in {path}")  # fmt: skip
     if data.lost_image is not None:
         lines.append(f"warning: {data.lost_image}")
+    lines.extend(data.notes)
     lines.extend(_label_lines(path, data, purpose))
     return lines
 

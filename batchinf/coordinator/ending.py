@@ -86,6 +86,8 @@ class Summary:
     """In which relative paths of images begin, if an image was not found."""
     remarks: tuple[str, ...] = ()
     """Further lines, such as an accuracy or a forecast."""
+    retry_command: str = ""
+    """The command that runs the error rows again; empty without such rows, and for a spec from Python."""
     has_begun: bool = True
     """False if the input has no rows; then all numbers are 0."""
 
@@ -113,6 +115,7 @@ class Summary:
             *_error_lines(self.errors, self.num_errors),
             *_image_folder_lines(self.image_folder),
             f"next: batchinf head {shlex.quote(self.folder)}{' --errors' if self.errors else ''}",
+            *([f"run the error rows again: {self.retry_command}"] if self.retry_command else []),
         ]
 
     def _device_time(self) -> str:
@@ -135,6 +138,15 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
 def _image_folder(where: InputSpec, errors: Sequence[Failure]) -> str | None:
     """See `Summary.image_folder`."""
     return image_folder(where) if any(failure.error_type == "image_not_found" for failure in errors) else None
+
+
+def _retry_command(file: SpecFile) -> str:
+    """Empty for a spec from Python. Fields that `--set` gave are not in it: the user gives them again, or others."""
+    if not file.path.endswith((".yaml", ".yml")):
+        return ""
+    slice_ = [] if file.slice is None else ["--slice", str(file.slice)]
+    more = ", with the same --set" if any(place.startswith("--set") for place in file.places.values()) else ""
+    return shlex.join(["batchinf", "run", file.path, *slice_, "--retry", "errors"]) + more
 
 
 def _image_folder_lines(folder: str | None) -> list[str]:
@@ -189,6 +201,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
         speed=None if was_done else state.speed,
         errors=errors,
         image_folder=_image_folder(file.spec.input, errors),
+        retry_command=_retry_command(file) if counts.num_errors else "",
         remarks=(*earlier, *(() if was_done else state.slower), *remarks([state]), *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)

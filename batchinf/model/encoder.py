@@ -21,6 +21,8 @@ _IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.\*\.")
 class Encoder:
     """What an image costs beside its tokens in the text model."""
 
+    num_parameters: int
+    """All of the encoder and of what joins it to the text model, with norms, biases and embeddings."""
     layer_parameters: int
     """Parameters that compute each patch."""
     joint_parameters: int
@@ -71,6 +73,7 @@ def encoder_of(tensors: Sequence[Tensor], config: Mapping[str, Any]) -> Encoder 
     full = vision.get("fullatt_block_indexes")
     hidden = _hidden_of(matrices)
     return Encoder(
+        num_parameters=sum(tensor.num_parameters for tensor in others),
         layer_parameters=sum(tensor.num_parameters for tensor in (*matrices, *patch)),
         joint_parameters=sum(tensor.num_parameters for tensor in others if _is_joint(tensor)),
         num_full_layers=len(full) if full else min(tensor.number for tensor in matrices),

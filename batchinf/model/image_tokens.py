@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchinf.base.text import one_line
+from batchinf.base.errors import ModelError
+from batchinf.base.text import one_line, shorten
 from batchinf.model.answers import answer_of, kept_file
 from batchinf.model.files import CONFIG_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 from batchinf.model.identity import Model
@@ -45,7 +46,14 @@ def image_tokens(
         numbers = zip(distinct, answer["tokens"], strict=True)
         return {size: number for size, number in numbers if number is not None}
 
-    return answer_of(__name__, question, decoded, kept=kept, what=_WHAT)
+    try:
+        return answer_of(__name__, question, decoded, kept=kept, what=_WHAT)
+    except ModelError:
+        folder = pathlib.Path(model.folder)
+        if any((folder / name).is_file() for name in PROCESSOR_FILES):
+            raise
+        # transformers would say that it cannot connect to the hub
+        raise ModelError(f"'{model.name}' has no {PROCESSOR_FILES[0]}; copy it there") from None
 
 
 def _digest(*folders: pathlib.Path) -> str:
@@ -103,7 +111,7 @@ def _main() -> None:
     try:
         answer = {"tokens": _counted(question)}
     except Exception as error:  # transformers raises what its processors raise
-        words = one_line(f"{type(error).__name__}: {error}", 200)
+        words = shorten(one_line(f"{type(error).__name__}: {error}"), 300)
         answer = {"error": f"{_WHAT}: the model's image processor raised {words}"}
     print(json.dumps(answer))
 

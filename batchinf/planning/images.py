@@ -92,7 +92,7 @@ class SampledImages:
         try:
             known = image_tokens(self._job.model, asked, spec.engine, trust_remote_code=spec.model.trust_remote_code)
         except ModelError as error:
-            self.notes.append(f"warning: each image counts as one token: {error}")
+            self.notes.append(f"warning: each image counts as one token, far too few: {error}")
             self._is_unknown = True
             return False
         self.largest = known.get(_HUGE, 0)

@@ -28,7 +28,7 @@ from batchinf.base.places import is_bucket, normal_bucket_url, shown_url, split_
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, error_message, name_type
 from batchinf.prompts.url_cache import UrlCache
-from batchinf.spec.images import ImageSettings
+from batchinf.spec.images import MOST_PIXELS, ImageSettings
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -266,7 +266,8 @@ class ImageLoader:
             raise ImageError("image_broken", f"{name} cannot be decoded: {error_message(error, 200)}") from error
 
     def _refuse_pixels(self, got: str) -> NoReturn:
-        raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}")
+        raise ImageError("image_too_large", f"{got}, and input.images.max_pixels allows {self._settings.max_pixels:,}"
+                         f"; raise it, up to {MOST_PIXELS:,}, or make the image smaller")  # fmt: skip
 
 
 def _cache_in(folder: Folder, num_bytes: int) -> UrlCache | None:

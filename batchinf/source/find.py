@@ -100,11 +100,22 @@ def _by_glob(path: str) -> list[InputFile]:
 
 def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
     """The data files below a folder, without hidden files, files that begin with _, and unknown endings."""
+    return [InputFile(os.path.relpath(file, path), os.path.abspath(file)) for file in data_files(_paths(path), input)]
+
+
+def files_of_unknown_endings(path: str) -> list[str]:
+    """The files below a folder that are no data because of their endings, sorted; none if it is no folder."""
+    path = os.path.expanduser(path)
+    return sorted(os.path.relpath(file, path) for file in _paths(path) if format_by_ending(file) is None)
+
+
+def _paths(path: str) -> list[str]:
+    """The files below a folder, without hidden files and files that begin with _."""
     paths = []
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         paths += [os.path.join(folder, name) for name in names if not name.startswith((".", "_"))]
-    return [InputFile(os.path.relpath(file, path), os.path.abspath(file)) for file in data_files(paths, input)]
+    return paths
 
 
 def data_files(names: Iterable[str], input: InputLocation) -> list[str]:

@@ -19,7 +19,7 @@ from batchinf.base.storage import Folder
 from batchinf.source.cache import further_columns, read_record, schema_of, write_record
 from batchinf.source.digests import ReadDigests
 from batchinf.source.files import InputFile, InputLocation
-from batchinf.source.find import find_files, is_dataset
+from batchinf.source.find import files_of_unknown_endings, find_files, is_dataset
 from batchinf.source.folders import FolderReader, chosen_values, folder_values
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
 from batchinf.source.formats.huggingface import HuggingFace, open_dataset
@@ -115,7 +115,10 @@ def _of_files(
     save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
-    return _assembled(scanner, versions, scanned, named=input.named)
+    source = _assembled(scanner, versions, scanned, named=input.named)
+    if scanner.format.has_file_per_row and new != "ignore" and (others := files_of_unknown_endings(input.path)):
+        source.remarks = {**source.remarks, "no row is made of a file with an unknown ending": others}
+    return source
 
 
 def _known_versions(cache: Folder, taken: Sequence[str]) -> list[InputVersion] | None:

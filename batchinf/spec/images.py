@@ -44,6 +44,10 @@ _Folder = Annotated[Path, AfterValidator(_checked_folder)]
 _Host = Annotated[Text, AfterValidator(_checked_host)]
 
 
+# Pillow refuses twice as many by itself, and warns of more than these.
+MOST_PIXELS = 89_478_485
+
+
 class ImageSettings(Section):
     """Where the images of rows may come from, and how large they may be."""
 
@@ -51,8 +55,7 @@ class ImageSettings(Section):
     """Images of one row. A row with more is an error row."""
     max_bytes: Annotated[Positive, RUNTIME] = 20 << 20
     """Bytes of an encoded image, such as a JPEG file. A larger one makes an error row."""
-    # Pillow refuses twice as many by itself, and warns of more than these.
-    max_pixels: Annotated[int, Field(ge=1, le=89_478_485), RUNTIME] = 40_000_000
+    max_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS), RUNTIME] = 40_000_000
     """Width × height of an image. A larger one makes an error row, and is not decoded."""
     folders: Annotated[tuple[_Folder, ...], Field(strict=False), RUNTIME] = ()
     """Folders in which rows may name images, besides the input's: of this host, or in a bucket, `s3://bucket/photos`."""

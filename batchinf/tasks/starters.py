@@ -73,6 +73,8 @@ class Data:
     """Of their objects in buckets."""
     lost_image: str | None = None
     """What to do about an image that is not where its path leads."""
+    notes: tuple[str, ...] = ()
+    """About files of the input, for people."""
     most_images: int = 0
     """Of a row."""
     has_image_parts: bool = False

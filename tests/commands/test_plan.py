@@ -123,7 +123,9 @@ def test_a_folder_with_only_a_config_has_no_time_and_says_why(model_type: str, t
     report = planned(path, "--gpu", "a100-80")
     assert report["job"] is None
     assert "name a tokenizer in model.tokenizer" in report["notes"][-1]
-    assert report["choice"]
+    assert report["choice"] and "rows and time" in report["notes"][-1]
+    with_time = planned(path, "--gpu", "a100-80", "--rows", "1000")["notes"][-1]
+    assert "and time" not in with_time and with_time.endswith("the lengths that the choice assumes")
     if model_type == "llama":
         of_job = planned(path, "--gpu", "a100-80", "--set", f"model.tokenizer={jobs.MODEL}")["job"]
         assert of_job["num_rows"] == jobs.NUM_FEWER

@@ -50,6 +50,11 @@ def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> 
     assert lines[-3].startswith("2 × prompt_too_long: got 100,000 characters")
     assert lines[-2] == "1 × empty_prompt: the prompt is an empty string (as in row_index 1)"
     assert lines[-1] == f"next: batchinf head '{tmp_path}/my out' --errors"
+    again = batchinf.run(tmp_path / "job.yaml", quiet=True)
+    assert again.lines()[-2:] == [
+        lines[-1],
+        f"run the error rows again: batchinf run {tmp_path}/job.yaml --retry errors",
+    ]
     assert summary.speed is not None
     tokens = (summary.speed.prompt_tokens_per_s, summary.speed.output_tokens_per_s)
     assert 0 < summary.speed.work_s < summary.speed.run_s

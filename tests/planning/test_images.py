@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from pictures import VISION, png, write_lines
 from PIL import Image
 from transformers import AutoProcessor
 
+import batchinf
 import jobs
 from batchinf.fleet.image_settings import step_for_images, with_most_images
 from batchinf.model.identity import Model, resolve
@@ -71,6 +73,22 @@ def test_prompts_have_the_tokens_of_their_images(folder: pathlib.Path, tmp_path:
     assert found.images.num_tokens == pytest.approx(4 / 3 * (of_one - 1))
     assert found.row_error is not None and found.row_error.error_type == "image_not_found"
     assert "not fetched" in found.image_notes[1]
+
+
+def test_a_model_without_its_image_processor_is_a_warning_above_the_table(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    left_out = shutil.ignore_patterns("*processor_config.json")
+    model = shutil.copytree(VISION, tmp_path / "model", ignore=left_out)
+    report = batchinf.plan(spec_of(folder, tmp_path), overrides={"model.name": str(model)}, gpu="h200")
+    lines = list(report.lines())
+    [place] = [number for number, line in enumerate(lines) if line.startswith("warning: each image counts as one")]
+    assert lines[place].endswith(f"'{model}' has no preprocessor_config.json; copy it there")
+    assert place < next(number for number, line in enumerate(lines) if line.startswith("GPU "))
+    encoder = report.model.num_encoder_parameters
+    weights = sum(size for _, size in report.model.parts)
+    assert encoder and 2 * (report.model.num_parameters + encoder) == weights
+    assert "of the image encoder" in lines[0]
 
 
 def test_validate_shows_lengths_with_images_and_rows_without_them(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -64,6 +64,16 @@ def test_pictures_beside_other_data_are_no_rows(pictures: pathlib.Path, tmp_path
     assert paths(named) == ["a.png", "b.png", "cats/a.jpg"]
 
 
+def test_files_of_unknown_endings_are_named(pictures: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert opened(tmp_path).remarks == {}
+    (pictures / "cats" / "b.picture").write_bytes(b"same")
+    (pictures / ".hidden").touch()
+    source = opened(tmp_path)
+    assert source.num_rows == 3
+    assert list(source.remarks.values()) == [["cats/b.picture"]]
+    assert list(opened(tmp_path, source.fingerprints).remarks.values()) == [["cats/b.picture"]]
+
+
 def test_a_renamed_picture_is_noticed_and_a_changed_one_is_read(pictures: pathlib.Path, tmp_path: pathlib.Path) -> None:
     source = opened(tmp_path)
     taken = source.fingerprints

@@ -235,13 +235,11 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
                 )
             length = _auto_length(job, lengths)
     except InputError as error:
-        notes.append(f"without lengths of rows, as the input cannot be read: {error}")
-        if asked.has_time:
-            notes.append(f"--rows: the time is for {asked.num_rows:,} rows of the lengths that the choice names")
+        notes.append(f"without lengths of rows, as the input cannot be read: {error}{_assumption(asked)}")
         return None, None
     except ModelError as error:
         # The config, from which the memory is computed, has been read. Only the tokenizer is missing.
-        notes.append(f"without lengths of rows and time: {error}")
+        notes.append(f"without lengths of rows{'' if asked.has_time else ' and time'}: {error}{_assumption(asked)}")
         return None, None
     if not lengths.prompts:
         why = "" if (first := lengths.row_error) is None else f"; the first: {first.error_type}: {first.error_message}"
@@ -271,6 +269,11 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         host_bytes=0,
         max_model_len=length,
     ), work
+
+
+def _assumption(asked: PlanOptions) -> str:
+    """What a time without the lengths of rows is for; the choice names the numbers of tokens."""
+    return f"; the time is for {asked.num_rows:,} rows of the lengths that the choice assumes" if asked.has_time else ""
 
 
 def _assumes_lengths(spec: JobSpec) -> bool:
@@ -310,6 +313,7 @@ def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
         dtype=needs.dtype,
         quantization=needs.quantization,
         num_parameters=sum(needs.parameters.values()),
+        num_encoder_parameters=0 if needs.encoder is None else needs.encoder.num_parameters,
         weight_bytes=needs.weight_bytes,
         parts=() if weights is None else weights.parts,
         cache_dtype="" if cache is None else cache.dtype,

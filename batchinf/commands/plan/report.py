@@ -17,6 +17,7 @@ from batchinf.planning.histogram import LengthRange, bar_lines
 # With short numbers they fit a terminal of 80.
 _HEADS: tuple[str, ...] = ("GPU", "GiB", "least", "weights", "cache", "seqs")
 _JOB_HEADS = ("tokens/s", "time", "GPU-h", "cost")
+_WARNING = "warning: "  # begins notes that stand above the table
 _FAR = 1.5  # the sequences that run, as a multiple of vLLM's worst case, from which on plan explains the difference
 
 
@@ -29,7 +30,7 @@ class ModelPlan:
     dtype: str
     quantization: str
     num_parameters: int
-    """0 if the parameters were not counted."""
+    """0 if the parameters were not counted. The image encoder is not among them."""
     weight_bytes: int | None
     parts: tuple[tuple[str, int], ...]
     """Bytes of the weights by part."""
@@ -42,10 +43,12 @@ class ModelPlan:
     """Cache of one sequence of `context` tokens."""
     unknown: tuple[str, ...]
     """Why sizes are unknown."""
+    num_encoder_parameters: int = 0
+    """Parameters of the image encoder and of what joins it to the text model; 0 without one."""
 
     def lines(self) -> Iterator[str]:
         kind = f"{self.quantization} and {self.dtype}" if self.quantization else self.dtype
-        parameters = f"{short_count(self.num_parameters)} parameters, " if self.num_parameters else ""
+        parameters = f"{self._parameters_text()}, " if self.num_parameters else ""
         yield f"model {self.name}: {', '.join(self.architectures) or 'of unknown architecture'}; {parameters}{kind}"
         if self.weight_bytes is not None:
             yield f"  weights {size_text(self.weight_bytes)} = {gib(self.weight_bytes)}{self._parts_text()}"
@@ -56,6 +59,11 @@ class ModelPlan:
             )
         for why in self.unknown:
             yield f"  unknown: {why}"
+
+    def _parameters_text(self) -> str:
+        of_encoder = self.num_encoder_parameters
+        encoder = f" and {short_count(of_encoder)} of the image encoder" if of_encoder else ""
+        return f"{short_count(self.num_parameters)} parameters{encoder}"
 
     def _parts_text(self) -> str:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts if size)
@@ -220,6 +228,10 @@ class PlanReport:
         if self.job is not None:
             yield ""
             yield from self.job.lines()
+        warnings = [note for note in self.notes if note.startswith(_WARNING)]
+        if warnings:
+            yield ""
+            yield from warnings
         yield ""
         yield from self._table()
         if len(self.gpus) == 1 and self.gpus[0].chosen is not None:
@@ -227,7 +239,7 @@ class PlanReport:
             yield from self.gpus[0].option_lines()
             if self.job is not None:
                 yield from self.gpus[0].share_lines(self.job.num_rows, self.job.num_requests)
-        yield from self.notes
+        yield from (note for note in self.notes if not note.startswith(_WARNING))
         if self.choice:
             yield ""
             yield f"choice: {self.choice}"
