@@ -22,6 +22,8 @@ import resource
 from dataclasses import dataclass
 from typing import ClassVar
 
+_LEAST_ADDRESSES = 1 << 30  # bytes: Python with all modules of `run` takes a third of it
+
 
 class BatchinfError(Exception):
     """Base of everything raised on purpose."""
@@ -111,6 +113,13 @@ def address_limit() -> str:
         f"`ulimit -v` allows each process {limit / 2**30:.1f} GiB of addresses, and engines need far more than they "
         "fill; set `ulimit -v unlimited` and run the same command again"
     )
+
+
+def check_addresses() -> None:
+    """Raise UserError if `ulimit -v` is too low for a coordinator, in which libraries may then abort or never end."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESSES:
+        raise UserError(address_limit())
 
 
 @dataclass(frozen=True, slots=True)

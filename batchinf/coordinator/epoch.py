@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from batchinf.base.bucket import on_thread
-from batchinf.base.errors import HopelessJob, Interrupted, NoRowsError, OutputError, UserError
+from batchinf.base.errors import (
+    HopelessJob,
+    Interrupted,
+    NoRowsError,
+    OutputError,
+    UserError,
+    check_addresses,
+)
 from batchinf.base.slices import check_place, job_folder, source_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
@@ -76,6 +83,7 @@ def run_job(
 
     Raises UserError, Interrupted, or, when all rows are done, ErrorRateExceeded.
     """
+    check_addresses()
     given = None if input is None else repair_file(input, file.spec)
     with mirrored(file, display, fresh=fresh) as mirror:
         began = time.monotonic()
