@@ -5,7 +5,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -84,10 +84,7 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     schema = job.results.schema
     computed = computed_columns(job.task(job.spec).shown_columns, schema.names)
     _check_columns(request.columns, [*schema.names, *computed])
-    if LABEL in computed and not request.columns:
-        notes.append(f"the best choice is a place from 0; --columns takes {' and '.join(computed)}, too")
-    if not job.results.is_done:
-        notes.append(f"the job is not done: {counted(len(job.results), 'row')} are committed so far")
+    notes += _notes(job, request, computed)
     rows = Rows(job.results, form.columns(request.columns, schema), request.where, computed=computed)
     if form is HuggingFaceExport and not request.overwrites:
         check_is_free(os.path.join(request.path, CARD))  # it is written last
@@ -100,6 +97,14 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
                 files.open(os.path.join(request.path, name)).write(data)
     pushed_to = None if request.push_to is None else push(request.push_to, request.path)
     return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes), pushed_to=pushed_to)
+
+
+def _notes(job: ExportedJob, request: ExportRequest, computed: Collection[str]) -> Iterator[str]:
+    """What people should know of the rows, in any format. computed: names of columns that `head` and `export` make."""
+    if LABEL in computed and not request.columns:
+        yield f"the best choice is a place from 0; --columns takes {' and '.join(computed)}, too"
+    if not job.results.is_done:
+        yield f"the job is not done: {counted(len(job.results), 'row')} are committed so far"
 
 
 def _write(job: ExportedJob, rows: Rows, files: Files, *, form: type[Format], request: ExportRequest) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from batchinf.job.choose import Say, choose
 from batchinf.job.job import Job, PreparedJob, max_model_len
 from batchinf.job.open import open_input, with_length
 from batchinf.model.identity import Model, text_section
-from batchinf.records import Int64Array
+from batchinf.records import Int64Array, Prompt
 from batchinf.spec.job import JobSpec
 
 # Lengths are multiples of it, so that a few more tokens in later rows still fit.
@@ -94,15 +94,20 @@ def _longest(job: Job, progress: Say) -> int:
             )
         num_read += len(positions)
         rows = job.source.read_rows(positions, builder.columns)
-        for prompt in builder.build([row for row in rows if not builder.surely_fits(row, longest)], most):
-            if prompt.error is not None:
-                continue
-            for _, request in job.task.requests(prompt, most or _LONG):
-                # One more: a request for all choices of a row lacks the choice, which is one token.
-                longest = max(longest, len(request.prompt_token_ids) + request.max_tokens + 1)
+        prompts = builder.build([row for row in rows if not builder.surely_fits(row, longest)], most)
+        longest = max([longest, *_lengths(job, prompts, most or _LONG)])
         if most is not None and longest >= most:
             return most
     return longest
+
+
+def _lengths(job: Job, prompts: Iterable[Prompt], most: int) -> Iterator[int]:
+    """The tokens of each request with its output."""
+    for prompt in prompts:
+        if prompt.error is None:
+            for _, request in job.task.requests(prompt, most):
+                # One more: a request for all choices of a row lacks the choice, which is one token.
+                yield len(request.prompt_token_ids) + request.max_tokens + 1
 
 
 def _pieces(job: Job) -> Iterator[Int64Array]:

@@ -88,19 +88,25 @@ def samples(query: Query, columns: Collection[str], choices: Sequence[str], *, k
     limits = {"best": min(_EACH, (num_known + 1) // 2), "worst": min(_EACH, num_known // 2), "random": _EACH}
     return Samples(
         tuple(
-            SampleRow(
-                kind=kind,
-                quality=value,
-                row_index=row_index,
-                id=clip(id_ or "", _ID_CHARS),
-                prompt=clip(prompt or "", _CHARS),
-                output=clip(_output(output, text, answer, choices), _CHARS),
-                image_digests=tuple(digests or ()),
-            )
+            _sample_row(kind, row, output, choices)
             for kind, order in orders.items()
-            for row_index, value, id_, prompt, text, answer, digests in query(f"{rows} {order} LIMIT {limits[kind]}")
+            for row in query(f"{rows} {order} LIMIT {limits[kind]}")
         ),
         by if num_known else "",
+    )
+
+
+def _sample_row(kind: str, row: Sequence[Any], output: str, choices: Sequence[str]) -> SampleRow:
+    """row: as `_rows_sql` chooses its columns."""
+    row_index, quality, id_, prompt, text, answer, digests = row
+    return SampleRow(
+        kind=kind,
+        quality=quality,
+        row_index=row_index,
+        id=clip(id_ or "", _ID_CHARS),
+        prompt=clip(prompt or "", _CHARS),
+        output=clip(_output(output, text, answer, choices), _CHARS),
+        image_digests=tuple(digests or ()),
     )
 
 

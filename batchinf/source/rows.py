@@ -116,9 +116,15 @@ def _of_files(
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
     source = _assembled(scanner, versions, scanned, named=input.named)
-    if scanner.format.has_file_per_row and new != "ignore" and (others := files_of_unknown_endings(input.path)):
-        source.remarks = {**source.remarks, "no row is made of a file with an unknown ending": others}
+    if new != "ignore":
+        _remark_others(source, scanner.format, input.path)
     return source
+
+
+def _remark_others(source: "Source", format: FileFormat, path: str) -> None:
+    """Name the files of a folder of pictures that are no rows."""
+    if format.has_file_per_row and (others := files_of_unknown_endings(path)):
+        source.remarks = {**source.remarks, "no row is made of a file with an unknown ending": others}
 
 
 def _known_versions(cache: Folder, taken: Sequence[str]) -> list[InputVersion] | None:
