@@ -152,7 +152,8 @@ def _rendered(ids: list[int]) -> RenderedPrompt:
 def _notes(numbers: Sequence[int], num_urls: int, assumed: int) -> Iterator[str]:
     """numbers: tokens of the images whose sizes are known. num_urls: images that are not fetched."""
     if numbers:
-        least, most = min(numbers), max(numbers)
+        least = min(numbers)
+        most = max(numbers)
         on_average = f"{least:,} to {most:,}, on average {sum(numbers) / len(numbers):,.0f},"
         each = f"{most:,}" if least == most else on_average
         which = f"{counted(len(numbers), 'image')} of the sample"
