@@ -7,17 +7,18 @@ from typing import Any
 from batchinf.base.errors import RowError
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
 from batchinf.prompts.images import ImageSource
-from batchinf.prompts.openai.requests import BatchPrompts, BatchRequest
-from batchinf.prompts.openai.truncation import Truncation
+from batchinf.prompts.openai.lines import LineReader
+from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, BatchRequest
 from batchinf.prompts.renderer import Renderer, check_text
 from batchinf.prompts.row_adapter import RowAdapter
 from batchinf.prompts.row_sampling import RowSampling
-from batchinf.records import Prompt, Tools
+from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
+_NO_LINE = BatchRequest()
 
 
 class PromptBuilder:
@@ -31,10 +32,11 @@ class PromptBuilder:
         begun_at: str | None = None,
         *,
         output_room: int = 1,
-        has_samples: bool = True,
+        reader: LineReader[BatchRequest] | None = None,
     ) -> None:
         """vocab_size: ids at or above it would crash the engine; None: not known. begun_at: see `ChatTemplate`.
-        output_room: number of tokens that must fit after a prompt. has_samples: a row may have several output rows.
+        output_room: number of tokens that must fit after a prompt. reader: of the lines of a batch file; None: a
+        `BatchReader`.
         """
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
@@ -43,8 +45,8 @@ class PromptBuilder:
         self._placeholders = self._renderer.placeholders(tokenizer)
         self._batch: BatchPrompts | None = None
         if spec.input.is_batch_file:
-            self._batch = BatchPrompts(spec, tokenizer, begun_at, has_samples=has_samples,
-                                       placeholders=self._placeholders)  # fmt: skip
+            reader = reader or BatchReader(spec)
+            self._batch = BatchPrompts(spec, tokenizer, begun_at, reader=reader, placeholders=self._placeholders)
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
         self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
         self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
@@ -54,6 +56,8 @@ class PromptBuilder:
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
         self._parses_calls = spec.model.tool_parser is not None
         self._keeps_text = spec.output.include_prompt
+        # vLLM's tokenizer cuts the beginning where a text is generated.
+        self._side_of_lines: Side = "left"
         self._side: Side | None = None
         if spec.input.on_overlong != "error":
             self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
@@ -180,7 +184,9 @@ class PromptBuilder:
         if not self._parses_calls or isinstance(draft.ids, RowError):
             return draft
         tools = self._renderer.tools(row)
-        return Draft(None, tools) if isinstance(tools, RowError) else replace(draft, tools=tools)
+        if isinstance(tools, RowError):
+            return Draft(None, tools)
+        return replace(draft, request=replace(draft.request, tools=tools))
 
     def _image_draft(self, row: Row, max_model_len: int | None) -> "Draft":
         prompt = self._renderer.render_images(row, self._placeholders)
@@ -192,7 +198,7 @@ class PromptBuilder:
             draft = self._text_draft(prompt.text, self._encoder, max_model_len)
         else:
             draft = Draft(None, prompt.text)
-        return replace(draft, images=prompt.sources)
+        return replace(draft, request=BatchRequest(images=prompt.sources))
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)
@@ -200,35 +206,33 @@ class PromptBuilder:
             return Draft(None, request)
         sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
-            return Draft(request.text, sampling, request=request.form)
-        parts = [self._line_draft(part, sampling, max_model_len) for part in request.parts or (request,)]
-        if not request.parts:
-            return parts[0]
+            return Draft(request.text, sampling, request=request)
+        parts = [self._line_draft(batch, part, sampling, max_model_len) for part in request.parts or (request,)]
+        return self._of_drafts(parts) if request.parts else parts[0]
+
+    def _of_drafts(self, parts: "Sequence[Draft]") -> "Draft":
+        """The prompts of a line as one text or list of ids, for outlines and previews."""
         if all(part.encoder is None for part in parts):
             ids = [token_id for part in parts if isinstance(part.ids, list) for token_id in part.ids]
             return replace(parts[0], ids=ids, parts=tuple(parts))
         return replace(parts[0], text="\n".join(part.text or "" for part in parts), parts=tuple(parts))
 
-    def _line_draft(self, request: BatchRequest, sampling: SamplingSpec, max_model_len: int | None) -> "Draft":
+    def _line_draft(
+        self, batch: BatchPrompts, part: BatchRequest, sampling: SamplingSpec, max_model_len: int | None
+    ) -> "Draft":
         """A draft of one prompt of a line."""
+        request = batch.rendered(part)
+        if isinstance(request, RowError):
+            return Draft(None, request, request=part)
         if request.token_ids is not None:
             draft = Draft(request.text, request.token_ids)
         else:
-            encoder = self._chat_encoder if request.is_chat else self._encoder
+            adds = not request.is_chat if request.adds_special_tokens is None else request.adds_special_tokens
+            encoder = self._encoder if adds else self._chat_encoder
             # A text that is cut is not too long.
             most = None if request.truncation is not None else max_model_len
             draft = self._text_draft(check_text(request.text or ""), encoder, most)
-        return replace(
-            draft,
-            sampling=sampling,
-            is_chat=request.is_chat,
-            request=request.form,
-            tools=request.tools,
-            template_kwargs=request.template_kwargs,
-            truncation=request.truncation,
-            needs_text=request.is_echoed,
-            images=request.images,
-        )
+        return replace(draft, sampling=sampling, request=request)
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "Draft":
         """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
@@ -248,14 +252,15 @@ class PromptBuilder:
         return Draft(text, ids)
 
     def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
+        request = draft.request
         cut = ids if isinstance(ids, RowError) else self._cut_to_fit(row, draft, ids, max_model_len)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
-        if draft.images and isinstance(outcome, list):
-            outcome = self.misplaced(outcome, len(draft.images)) or outcome
+        if request.images and isinstance(outcome, list):
+            outcome = self.misplaced(outcome, len(request.images)) or outcome
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
-            return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=draft.request)
-        if text is None and draft.needs_text:  # of given ids
+            return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=request.form)
+        if text is None and request.is_echoed:  # of given ids
             text = show(self._tokenizer, outcome)
         return Prompt(
             row.row_index,
@@ -265,11 +270,12 @@ class PromptBuilder:
             sampling=draft.sampling,
             is_truncated=outcome is not ids,
             has_second_bos=begins_with_two(outcome, self._bos),
-            request=draft.request,
-            tools=draft.tools,
-            template_kwargs=draft.template_kwargs,
-            image_sources=draft.images,
-            image_digests=self.digests_before(draft.images),
+            dimensions=request.dimensions,
+            request=request.form,
+            tools=request.tools,
+            template_kwargs=request.template_kwargs,
+            image_sources=request.images,
+            image_digests=self.digests_before(request.images),
         )
 
     def digests_before(self, images: Sequence[ImageSource]) -> tuple[str, ...] | None:
@@ -282,22 +288,15 @@ class PromptBuilder:
 
     def _cut_to_fit(self, row: Row, draft: "Draft", ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         """The ids, cut if the row's line or the spec wants that."""
-        if draft.truncation is not None:
-            return self._cut_as_asked(draft.truncation, draft, ids, max_model_len)
+        if (wanted := draft.request.truncation) is not None:
+            room = None if max_model_len is None else max_model_len - self._output_room
+            return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side=self._side_of_lines)
         # A conversation is not cut: it would lose its instructions or the assistant's header.
-        if self._side is None or max_model_len is None or draft.is_chat:
+        if self._side is None or max_model_len is None or draft.request.is_chat:
             return ids
         sampling = draft.sampling or self._sampling.of(row.values)
         room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
         return self._cut(ids, max_model_len, room or self._output_room, self._side)
-
-    def _cut_as_asked(
-        self, wanted: Truncation, draft: "Draft", ids: list[int], max_model_len: int | None
-    ) -> list[int] | RowError:
-        """The ids as a line's own `truncate_prompt_tokens` cuts them."""
-        room = None if max_model_len is None else max_model_len - self._output_room
-        # vLLM's tokenizer cuts the beginning where a text is generated.
-        return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side="left")
 
     def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
         """The ids with `room` left for the output."""
@@ -353,19 +352,8 @@ class Draft:
     """Encodes `text`; None: `ids` is set."""
     sampling: SamplingSpec | None = None
     """The row's own, from a line of a batch file."""
-    request: str | None = None
-    """See `Prompt.request`."""
-    is_chat: bool = False
-    tools: Tools | None = None
-    """See `Prompt.tools`."""
-    template_kwargs: str | None = None
-    """See `Prompt.template_kwargs`."""
-    truncation: Truncation | None = None
-    """The line's own."""
-    needs_text: bool = False
-    """Ids without a text are decoded, because the answer has the text of the prompt."""
-    images: tuple[ImageSource, ...] = ()
-    """Where its images come from, one for each placeholder in the text or the ids."""
+    request: BatchRequest = _NO_LINE
+    """The line's; of a row that is no line, only its tools and its images."""
     parts: "tuple[Draft, ...]" = ()
     """Of a line with several prompts."""
 

@@ -97,6 +97,11 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     return [known[token_id] for token_id in token_ids]
 
 
+def side_of(tokenizer: Any) -> Side:
+    """The side that the tokenizer itself cuts."""
+    return "left" if getattr(tokenizer, "truncation_side", None) == "left" else "right"
+
+
 def enough_tokens(num_tokens: int) -> int:
     """How many tokens a piece of a text needs, so that its first (or last) `num_tokens` are those of the whole text.
 

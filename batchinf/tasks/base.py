@@ -19,6 +19,7 @@ from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
+from batchinf.prompts.openai.requests import BatchReader
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
@@ -196,7 +197,7 @@ class Task(abc.ABC):
             vocab_size,
             begun_at,
             output_room=self.output_room,
-            has_samples=not self.joins_requests,
+            reader=BatchReader(self.spec, has_samples=not self.joins_requests),
         )
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:

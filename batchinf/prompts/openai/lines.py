@@ -65,6 +65,8 @@ class LineReader(Generic[_Request]):
 
     urls: ClassVar[tuple[str, ...]]
     """The URLs that it reads."""
+    takes_images: ClassVar[bool] = True
+    """Whether its conversations may have images, in a job with images."""
 
     def __init__(self, spec: JobSpec) -> None:
         """spec: resolved. `body.model` must be its model's name or one of `engine.served_model_name`."""

@@ -62,8 +62,12 @@ class BatchRequest:
     tools: Tools | None = None
     """Those that the model may call."""
     truncation: Truncation | None = None
+    dimensions: int | None = None
+    """See `Prompt`."""
+    adds_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens; None: to texts, but not to conversations."""
     is_echoed: bool = False
-    """The answer begins with the prompt."""
+    """The answer begins with the prompt, whose ids are decoded if they are given without a text."""
     images: tuple[ImageSource, ...] = ()
     """Where the images of the text come from."""
     parts: "tuple[BatchRequest, ...]" = ()
@@ -370,24 +374,24 @@ class BatchPrompts:
         tokenizer: Any,
         begun_at: str | None,
         *,
-        has_samples: bool = True,
+        reader: LineReader[BatchRequest],
         placeholders: Placeholders | None = None,
     ) -> None:
         """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.
 
-        has_samples: see `BatchReader`. placeholders: see `Renderer.placeholders`.
+        placeholders: see `Renderer.placeholders`.
         """
         self._placeholders = placeholders
-        self._reader = BatchReader(spec, has_samples=has_samples)
+        self._reader = reader
         self._system_prompt = spec.input.system_prompt
-        self._takes_images = spec.input.has_images
+        self._takes_images = spec.input.has_images and reader.takes_images
         self._chat: ChatTemplate | None = None
         # Without a chat template, each conversation becomes an error row.
         with contextlib.suppress(ValueError):
             self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
 
     def read(self, row: Row) -> BatchRequest | RowError:
-        """The request of a row, its messages as text; or the row's error."""
+        """The request of a row, its messages as text, but not those of its parts; or the row's error."""
         request = self._reader.read_row(row)
         return request if isinstance(request, RowError) else self.rendered(request)
 

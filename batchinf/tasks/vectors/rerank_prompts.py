@@ -10,7 +10,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
-from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show
+from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show, side_of
 from batchinf.prompts.openai.truncation import Truncation
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
@@ -57,7 +57,7 @@ class RerankPrompts(PromptBuilder):
         self._has_types = "token_type_ids" in tokenizer.model_input_names
         self._cutter = TextCutter(tokenizer)
         self._columns = [name for name in (spec.input.documents_column, spec.input.document_column) if name is not None]
-        self._tokenizer_side: Side = "left" if getattr(tokenizer, "truncation_side", None) == "left" else "right"
+        self._side_of_lines = side_of(tokenizer)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ class RerankPrompts(PromptBuilder):
     def _side_of(self, request: RerankRequest) -> Side:
         """The side of a text that is cut if it is too long."""
         if request.truncation is not None:
-            return request.truncation.side or self._tokenizer_side
+            return request.truncation.side or self._side_of_lines
         return self._side or "right"
 
     def _checked(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
@@ -270,7 +270,7 @@ class RerankPrompts(PromptBuilder):
         request = self._request(row)
         if isinstance(request, RowError):
             return Draft(None, request)
-        return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder, request=request.form)
+        return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder)
 
 
 def _wrong_limit(request: RerankRequest, max_model_len: int | None) -> RowError | None:
