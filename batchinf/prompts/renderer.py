@@ -285,18 +285,7 @@ class Renderer:
             return RowError("unreadable", row.error)
         column = self._input.token_ids_column
         assert column is not None
-        value = take(row.values, column)
-        if isinstance(value, RowError):
-            return value
-        value, got = read_list(value)
-        if isinstance(value, list):
-            for place, item in enumerate(value):
-                if isinstance(item, bool) or not isinstance(item, int):
-                    got = f"a list with {name_type(item)} at place {place}"
-                    break
-            else:
-                return value
-        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of token ids")
+        return take_list(row.values, column, "token ids", kind=int)
 
 
 def _texts(where: InputSpec) -> Iterator[tuple[str, str]]:
@@ -324,14 +313,29 @@ def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -
     return RowError(null, f"column '{column}' is null") if value is None else value
 
 
-def read_list(value: object) -> tuple[object, str]:
-    """A value, parsed if it is JSON text; and its description for the error message if it is no list."""
-    if not isinstance(value, str):
-        return value, name_type(value)
-    try:
-        return json.loads(value), "text that is not a list in JSON"
-    except (ValueError, RecursionError):
-        return value, "text that is not JSON"
+def take_list(
+    values: Mapping[str, object], column: str, items: str, *, kind: type | None = None, null: str = "null_prompt"
+) -> list[Any] | RowError:
+    """The list in a column, which may be JSON text, or the row's error.
+
+    items: in words, for the message. kind: the type of all items; None: any. null: see `take`.
+    """
+    value = take(values, column, null)
+    if isinstance(value, RowError):
+        return value
+    got = name_type(value)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+            got = "text that is not a list in JSON"
+        except (ValueError, RecursionError):
+            got = "text that is not JSON"
+    if isinstance(value, list):
+        wrong = None if kind is None else next((at for at, item in enumerate(value) if type(item) is not kind), None)
+        if wrong is None:
+            return value
+        got = f"a list with {name_type(value[wrong])} at place {wrong}"
+    return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of {items}")
 
 
 def check_text(text: str) -> str | RowError:

@@ -11,7 +11,7 @@ from batchinf.base.text import clip, list_names, name_type
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import Encoder, begins_with_two
 from batchinf.prompts.images import ImageSource, TextWithImages
-from batchinf.prompts.renderer import read_list, take, unicode_error
+from batchinf.prompts.renderer import take, take_list, unicode_error
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -399,13 +399,8 @@ class ScorePrompts(PromptBuilder):
 
 
 def _choices(row: Row, column: str) -> list[Any] | RowError:
-    value = take(row.values, column, "null_choices")
-    if isinstance(value, RowError):
-        return value
-    value, got = read_list(value)
-    if not isinstance(value, list):
-        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of texts")
-    return value or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
+    choices = take_list(row.values, column, "texts", null="null_choices")
+    return choices or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
 
 
 def _text_error(text: object, name: str) -> RowError | None:
