@@ -192,12 +192,10 @@ class PromptBuilder:
         prompt = self._renderer.render_images(row, self._placeholders)
         if isinstance(prompt, RowError):
             return Draft(None, prompt)
-        if isinstance(prompt.text, str) and prompt.token_ids is not None:
+        if prompt.text is None or prompt.token_ids is not None:
             draft = Draft(prompt.text, prompt.token_ids)
-        elif isinstance(prompt.text, str):
-            draft = self._text_draft(prompt.text, self._encoder, max_model_len)
         else:
-            draft = Draft(None, prompt.text)
+            draft = self._text_draft(prompt.text, self._encoder, max_model_len)
         return replace(draft, request=BatchRequest(images=prompt.sources))
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":

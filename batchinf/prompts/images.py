@@ -45,12 +45,17 @@ def sources_of(value: object, column: str) -> list[ImageSource] | RowError:
 
 @dataclass(frozen=True, slots=True)
 class TextWithImages:
-    """A prompt that has images: the text, or the token ids, with a placeholder for each."""
+    """A prompt that has images: the text or the token ids, with a placeholder for each."""
 
-    text: str | list[int]
+    text: str | None
     sources: tuple[ImageSource, ...]
     token_ids: list[int] | None = None
-    """Of a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
+    """Beside a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
+
+    @property
+    def prompt(self) -> str | list[int]:
+        """The ids, or else the text."""
+        return (self.text or "") if self.token_ids is None else self.token_ids
 
 
 class ImageColumns:
@@ -249,6 +254,27 @@ class Placeholders:
             hint = _TOO_MANY if got > number * num_images else _TOO_FEW
             return RowError(WRONG_PLACES, f"{has}; expected {number} for each image: {hint}")
         return None
+
+
+def render_conversation(
+    messages: Sequence[Message],
+    own: Sequence[ImageSource],
+    render: Callable[[list[Message]], str | RowError],
+    placeholders: Placeholders | None,
+) -> TextWithImages | RowError:
+    """The text of a conversation with its images, or the row's error.
+
+    own: see `place_images`. render: see `Placeholders.as_text`.
+    """
+    placed = place_images(messages, own)
+    if isinstance(placed, RowError):
+        return placed
+    with_places, sources = placed
+    text = render(with_places)
+    if isinstance(text, RowError):
+        return text
+    ids = placeholders.as_text(with_places, render) if sources and placeholders is not None else None
+    return TextWithImages(text, sources, ids)
 
 
 # -- prompts whose images are looked at --------------------------------------------------------------------------------

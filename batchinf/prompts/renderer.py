@@ -12,7 +12,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import TextCutter
-from batchinf.prompts.images import ImageColumns, ImageSource, Placeholders, TextWithImages, place_images
+from batchinf.prompts.images import ImageColumns, ImageSource, Placeholders, TextWithImages, render_conversation
 from batchinf.prompts.openai.lines import COLUMNS
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
@@ -166,25 +166,13 @@ class Renderer:
             return own
         if not self._is_chat:
             text = self.render(row) if self._input.token_ids_column is None else self.token_ids(row)
-            return text if isinstance(text, RowError) else TextWithImages(text, tuple(own))
-        return self._chat_with_images(row, own, placeholders)
-
-    def _chat_with_images(
-        self, row: Row, own: Sequence[ImageSource], placeholders: Placeholders | None
-    ) -> TextWithImages | RowError:
-        """own: the images of the row's columns."""
+            if isinstance(text, RowError):
+                return text
+            return TextWithImages(text, tuple(own)) if isinstance(text, str) else TextWithImages(None, tuple(own), text)
         messages = self.messages(row)
-        placed = messages if isinstance(messages, RowError) else place_images(messages, own)
-        if isinstance(placed, RowError):
-            return placed
-        with_places, sources = placed
-        text = self._chat_text(with_places, row.values)
-        if isinstance(text, RowError):
-            return text
-        if not sources or placeholders is None:
-            return TextWithImages(text, sources)
-        ids = placeholders.as_text(with_places, lambda messages: self._chat_text(messages, row.values))
-        return TextWithImages(text, sources, ids)
+        if isinstance(messages, RowError):
+            return messages
+        return render_conversation(messages, own, lambda them: self._chat_text(them, row.values), placeholders)
 
     def placeholders(self, tokenizer: Any) -> Placeholders | None:
         """The tokens that stand for images; None in a job without images, or without a chat template that shows them.

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
-from batchinf.prompts.images import ImageSource, Placeholders, place_images
+from batchinf.prompts.images import ImageSource, Placeholders, render_conversation
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     CHAT_URL,
@@ -84,8 +84,7 @@ class BatchRequest:
 
 def may_be_batch(where: InputSpec) -> bool:
     """Whether the spec does not say if the input is a batch file. The input's columns then decide."""
-    is_plain = all(getattr(where, form) is None for form in PROMPT_FORMS)
-    return is_plain and where.format in (None, OpenAIBatch.read_as)
+    return not where.given(PROMPT_FORMS) and where.format in (None, OpenAIBatch.read_as)
 
 
 def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
@@ -97,10 +96,8 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     names = set(columns)
     missing = [name for name in COLUMNS if name not in names]
     if where.is_batch_file:
-        for form in PROMPT_FORMS:
-            if getattr(where, form) is not None:
-                what = "got it with format openai, whose lines have their prompts"
-                raise SpecError(f"input.{form}: {what}; leave it out")
+        for form in where.given(PROMPT_FORMS):
+            raise SpecError(f"input.{form}: got it with format openai, whose lines have their prompts; leave it out")
         if missing:
             what = f"got openai, but the input has no column '{missing[0]}'"
             raise SpecError(f"input.format: {what}; a batch request has {', '.join(COLUMNS)}")
@@ -400,19 +397,14 @@ class BatchPrompts:
         if request.messages is None:
             return request
         messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
-        images: tuple[ImageSource, ...] = ()
-        if self._takes_images and not isinstance(messages, RowError):
-            placed = place_images(messages, ())
-            messages, images = (placed, ()) if isinstance(placed, RowError) else placed
         if isinstance(messages, RowError):
             return messages
-        text = self._render(request, messages)
-        if isinstance(text, RowError):
-            return text
-        ids = None
-        if images and self._placeholders is not None:
-            ids = self._placeholders.as_text(messages, functools.partial(self._render, request))
-        return replace(request, messages=None, text=text, token_ids=ids, is_chat=True, images=images)
+        render = functools.partial(self._render, request)
+        rendered = render_conversation(messages, (), render, self._placeholders)
+        if isinstance(rendered, RowError):
+            return rendered
+        ids = rendered.token_ids
+        return replace(request, messages=None, text=rendered.text, token_ids=ids, is_chat=True, images=rendered.sources)
 
     def _render(self, request: BatchRequest, messages: list[Message]) -> str | RowError:
         if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):

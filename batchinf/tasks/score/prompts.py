@@ -149,7 +149,7 @@ class ScorePrompts(PromptBuilder):
         if isinstance(neutral, RowError):
             return neutral
         targets = [self._score.target_delimiter + text for text in texts]
-        before = context.token_ids or context.text
+        before = context.prompt
         return _Draft(
             row=row,
             context=before,
@@ -159,7 +159,7 @@ class ScorePrompts(PromptBuilder):
             asks=[*self._asks(before, targets), *self._asks(neutral, targets)],
             images=context.sources,
             neutral=neutral,
-            text=context.text if isinstance(context.text, str) else None,
+            text=context.text,
         )
 
     def _read_text(self, row: Row) -> _Draft | RowError:
@@ -177,14 +177,14 @@ class ScorePrompts(PromptBuilder):
         context = self._context(replace(row, values={**row.values, **self._score.neutral}))
         if isinstance(context, RowError):
             return RowError(context.error_type, f"score.neutral: {context.error_message}")
-        return context.token_ids or context.text
+        return context.prompt
 
     def _context(self, row: Row) -> TextWithImages | RowError:
         if self._has_images:
             return self._renderer.render_images(row, self._placeholders)
         if self._input.token_ids_column is not None:
             ids = self._renderer.token_ids(row)
-            return ids if isinstance(ids, RowError) else TextWithImages(ids, ())
+            return ids if isinstance(ids, RowError) else TextWithImages(None, (), ids)
         text = self._renderer.render(row)
         # An empty context is valid: see `_pair`.
         if isinstance(text, RowError) and (text.error_type != "empty_prompt" or self._input.is_chat):

@@ -325,7 +325,7 @@ class Score(Task):
     @classmethod
     def count_figures(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
         if (accuracy := Accuracy.of(num_rows, counts)) is not None:
-            yield "accuracy", f"{accuracy.shares[0]:.2%}", "best"
+            yield "accuracy", f"{accuracy.share:.2%}", "best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
