@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinf.base.errors import RowError
+from batchinf.base.text import list_names, name_type, shorten
+from batchinf.model.lora import adapter_places
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
 from batchinf.prompts.images import ImageSource
 from batchinf.prompts.openai.lines import LineReader
 from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, BatchRequest
 from batchinf.prompts.renderer import Renderer, check_text
-from batchinf.prompts.row_adapter import RowAdapter
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
@@ -19,6 +20,7 @@ from batchinf.spec.sampling import SamplingSpec
 
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
 _NO_LINE = BatchRequest()
+_SHOWN_CHARS = 60
 
 
 class PromptBuilder:
@@ -47,9 +49,11 @@ class PromptBuilder:
         if spec.input.is_batch_file:
             reader = reader or BatchReader(spec)
             self._batch = BatchPrompts(spec, tokenizer, begun_at, reader=reader, placeholders=self._placeholders)
+        self._with_special = Encoder(tokenizer, adds_special_tokens=True)
+        self._without_special = Encoder(tokenizer, adds_special_tokens=False)
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
-        self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
-        self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
+        adds = not spec.input.is_chat or self._batch is not None
+        self._encoder = self._with_special if adds else self._without_special
         self._has_images = spec.input.has_images
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
@@ -124,14 +128,19 @@ class PromptBuilder:
 
     def _encoded(self, drafts: "Sequence[Draft]") -> "Iterator[list[int] | RowError]":
         """The ids or the error of each draft, in order. All texts are encoded together."""
-        encoded = {
-            encoder: encoder.encode([draft.text or "" for draft in drafts if draft.encoder is encoder])
-            for encoder in (self._encoder, self._chat_encoder)
-        }
+        encoded = self._ids_of([(draft.text or "", draft.encoder) for draft in drafts if draft.encoder is not None])
         for draft in drafts:
-            ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
+            ids = draft.ids if draft.encoder is None else next(encoded)
             assert ids is not None
             yield ids
+
+    def _ids_of(self, texts: Sequence[tuple[str, Encoder]]) -> Iterator[list[int] | RowError]:
+        """The ids or the error of each text, in order. The texts of an encoder are encoded together."""
+        encoded = {
+            encoder: encoder.encode([text for text, its in texts if its is encoder])
+            for encoder in (self._with_special, self._without_special)
+        }
+        return (next(encoded[encoder]) for _, encoder in texts)
 
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
         """The prompts with the values that a task reads from each row. Tasks override it in subclasses."""
@@ -226,7 +235,7 @@ class PromptBuilder:
             draft = Draft(request.text, request.token_ids)
         else:
             adds = not request.is_chat if request.adds_special_tokens is None else request.adds_special_tokens
-            encoder = self._encoder if adds else self._chat_encoder
+            encoder = self._with_special if adds else self._without_special
             # A text that is cut is not too long.
             most = None if request.truncation is not None else max_model_len
             draft = self._text_draft(check_text(request.text or ""), encoder, most)
@@ -354,6 +363,38 @@ class Draft:
     """The line's; of a row that is no line, only its tools and its images."""
     parts: "tuple[Draft, ...]" = ()
     """Of a line with several prompts."""
+
+
+class RowAdapter:
+    """Row → the name of its adapter. columns: the input column that holds it, or none."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._names = tuple(adapter_places(spec.model))
+        self.is_set = bool(self._names)  # whether prompts have adapters
+        self._column = spec.input.adapter_column
+        self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
+
+    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of these rows with their adapters. A prompt with an error keeps the error."""
+        if not self._names:
+            return list(prompts)
+        if self._column is None:
+            [name] = self._names
+            return [replace(prompt, adapter=name) for prompt in prompts]
+        return [
+            prompt if prompt.error is not None else self._applied(prompt, row.values.get(self._column))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+    def _applied(self, prompt: Prompt, value: Any) -> Prompt:
+        if value is None:
+            return prompt
+        if isinstance(value, str) and value in self._names:
+            return replace(prompt, adapter=value)
+        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
+        got = f"got {shown} in column '{self._column}'"
+        message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
+        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
 
 
 def _highest_id(tokenizer: Any) -> int:

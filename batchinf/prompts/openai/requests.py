@@ -18,12 +18,13 @@ from batchinf.prompts.openai.lines import (
     RESPONSES_URL,
     LineReader,
     Refused,
+    Truncation,
     show,
     take_flags,
     take_template_kwargs,
+    take_truncation,
 )
 from batchinf.prompts.openai.responses import as_chat, in_own_names, repeated
-from batchinf.prompts.openai.truncation import Truncation, take_truncation
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch

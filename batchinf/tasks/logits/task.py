@@ -23,9 +23,9 @@ from batchinf.tasks.columns import (
     ITEM,
     Fields,
     float_type,
-    id_lists,
     leaf_of,
     list_of,
+    number_lists,
     output_columns,
     strings,
     vector_lists,
@@ -285,7 +285,7 @@ class Logits(Task):
             # The one token that the engine generates after a prompt is not stored.
             **(output_columns(completions) if self.draws_tokens else {}),
             "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
-            "positions": id_lists([None if c is None else _positions(c) for c in completions]),
+            "positions": number_lists([None if c is None else _positions(c) for c in completions]),
             self._logits.values: vector_lists(values, self._dtype, self._vector),
             **self._ids_column(completions),
         }

@@ -56,8 +56,8 @@ class _Draft:
     """Of each target, without the delimiter."""
     answer: int | str | None = None
     """The place of the right choice, or why the row's value is none."""
-    asks: list[tuple[str, bool]]
-    """Texts to encode, each with whether the tokenizer adds its special tokens: for the context, then for `neutral`."""
+    asks: list[tuple[str, Encoder]]
+    """Texts to encode: for the context, then for `neutral`."""
     neutral: str | list[int] | None = None
     """The context with the values of `score.neutral`; None without that."""
     images: tuple[ImageSource, ...] = ()
@@ -88,8 +88,6 @@ class ScorePrompts(PromptBuilder):
         self._score = score_of(spec)
         # Whole numbers as labels, such as stars: a number in the column of answers is a label then, not a place.
         self._counts_labels = all(text.isascii() and text.isdecimal() for text in spec.input.choices or [""])
-        self._without_special = Encoder(tokenizer, False)
-        self._with_special = Encoder(tokenizer, True)
         # The token before a text's first token, so that this one can be scored, as lm-evaluation-harness's `hf` does.
         self._prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         self._prefix_text = "" if self._prefix is None else str(tokenizer.decode([self._prefix]))
@@ -112,7 +110,7 @@ class ScorePrompts(PromptBuilder):
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. Each of its spans has fewer tokens than `max_model_len`."""
         drafts = [self._read(row) for row in rows]
-        encoded = self._encode([ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks])
+        encoded = self._ids_of([ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks])
         prompts = []
         for row, draft in zip(rows, drafts, strict=True):
             if isinstance(draft, RowError):
@@ -123,14 +121,6 @@ class ScorePrompts(PromptBuilder):
                 most = None if draft.images else max_model_len
                 prompts.append(self._prompt(draft, self._scored(draft, ids, most)))
         return self._adapter.apply(rows, prompts)
-
-    def _encode(self, asks: Sequence[tuple[str, bool]]) -> Iterator[list[int] | RowError]:
-        """The token ids of each text, in order. asks: texts, each with whether special tokens are added."""
-        encoded = {
-            adds: encoder.encode([text for text, adds_here in asks if adds_here == adds])
-            for adds, encoder in ((False, self._without_special), (True, self._with_special))
-        }
-        return (next(encoded[adds]) for _, adds in asks)
 
     # -- texts of a row ------------------------------------------------------------------------------------------------
 
@@ -167,7 +157,7 @@ class ScorePrompts(PromptBuilder):
         text = self._renderer.render(row)
         if isinstance(text, RowError):
             return text
-        asks = [(text, self._adds_to(text))]
+        asks = [(text, self._encoder_of(text))]
         return _Draft(row=row, context=None, targets=[text], num_bytes=[len(text.encode())], asks=asks)
 
     def _neutral_context(self, row: Row) -> str | list[int] | RowError | None:
@@ -191,7 +181,7 @@ class ScorePrompts(PromptBuilder):
             return text
         return TextWithImages("" if isinstance(text, RowError) else text, ())
 
-    def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, Encoder]]:
         """The context, then each target joined to it. A context that is empty or token ids is left out.
 
         Nothing without a context.
@@ -199,15 +189,16 @@ class ScorePrompts(PromptBuilder):
         if context is None:
             return
         if not isinstance(context, str) or not context:
-            yield from ((target, False) for target in targets)
+            yield from ((target, self._without_special) for target in targets)
             return
         # Tokens begin with white space, so that at the end of the context belongs to the targets.
         for text in (context.rstrip(), *(context + target for target in targets)):
-            yield text, self._adds_to(text)
+            yield text, self._encoder_of(text)
 
-    def _adds_to(self, text: str) -> bool:
-        """Whether this text is encoded with the tokenizer's special tokens: not if it begins with the prefix itself."""
-        return self._adds and not (self._prefix_text and text.startswith(self._prefix_text))
+    def _encoder_of(self, text: str) -> Encoder:
+        """It adds the tokenizer's special tokens, but not to a text that begins with the prefix itself."""
+        has_prefix = bool(self._prefix_text) and text.startswith(self._prefix_text)
+        return self._with_special if self._adds and not has_prefix else self._without_special
 
     def _targets(self, row: Row) -> list[str] | RowError:
         if self._input.choices is not None:

@@ -29,11 +29,11 @@ from batchinf.tasks.columns import (
     Fields,
     Tokens,
     float_type,
-    id_lists,
     list_array,
     list_of,
     logprob_columns,
     logprob_fields,
+    number_lists,
     offsets_of,
     result_schema,
     without_requests,
@@ -210,7 +210,7 @@ class Score(Task):
         if self._has_tokens:
             unread = [score.unread for score in scores]
             tokens = Tokens([score.stored for score in scores], num_leading=int(self._stores_all), unread=unread)
-            columns["token_ids"] = id_lists([score.stored_ids for score in scores])
+            columns["token_ids"] = number_lists([score.stored_ids for score in scores])
             columns |= logprob_columns("", tokens, self._k, self._logprob_dtype)
             if self._together:
                 columns["ranks"] = _without_zeros(columns["ranks"])

@@ -16,9 +16,9 @@ from batchinf.prompts.openai.lines import (
     show,
     take_flags,
     take_template_kwargs,
+    take_truncation,
 )
 from batchinf.prompts.openai.requests import BatchRequest
-from batchinf.prompts.openai.truncation import take_truncation
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import pooling_of

@@ -8,8 +8,16 @@ from typing import Any
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
 from batchinf.prompts.openai.fields import objection
-from batchinf.prompts.openai.lines import RERANK_URL, SCORE_URL, LineReader, Refused, show, take_template_kwargs
-from batchinf.prompts.openai.truncation import Truncation, take_truncation
+from batchinf.prompts.openai.lines import (
+    RERANK_URL,
+    SCORE_URL,
+    LineReader,
+    Refused,
+    Truncation,
+    show,
+    take_template_kwargs,
+    take_truncation,
+)
 from batchinf.prompts.renderer import take, take_list, unicode_error
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of

@@ -11,7 +11,7 @@ from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show, side_of
-from batchinf.prompts.openai.truncation import Truncation
+from batchinf.prompts.openai.lines import Truncation
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
