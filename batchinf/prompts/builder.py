@@ -184,28 +184,16 @@ class PromptBuilder:
         """The row's text, or its ids or error if it needs no encoding."""
         if self._batch is not None:
             return self._batch_draft(self._batch, row, max_model_len)
-        if self._has_images:
-            draft = self._image_draft(row, max_model_len)
-        elif self._takes_ids:
-            return Draft(None, self._renderer.token_ids(row))
-        else:
-            draft = self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
-        if not self._parses_calls or isinstance(draft.ids, RowError):
-            return draft
-        tools = self._renderer.tools(row)
+        rendered = self._renderer.render_images(row, self._placeholders)
+        if isinstance(rendered, RowError):
+            return Draft(None, rendered)
+        draft = Draft(rendered.text, rendered.token_ids)
+        if rendered.token_ids is None:
+            draft = self._text_draft(rendered.text or "", self._encoder, max_model_len)
+        tools = self._renderer.tools(row) if self._parses_calls else None
         if isinstance(tools, RowError):
-            return Draft(None, tools)
-        return replace(draft, request=replace(draft.request, tools=tools))
-
-    def _image_draft(self, row: Row, max_model_len: int | None) -> "Draft":
-        prompt = self._renderer.render_images(row, self._placeholders)
-        if isinstance(prompt, RowError):
-            return Draft(None, prompt)
-        if prompt.text is None or prompt.token_ids is not None:
-            draft = Draft(prompt.text, prompt.token_ids)
-        else:
-            draft = self._text_draft(prompt.text, self._encoder, max_model_len)
-        return replace(draft, request=BatchRequest(images=prompt.sources))
+            return Draft(None, draft.ids if isinstance(draft.ids, RowError) else tools)
+        return replace(draft, request=BatchRequest(images=rendered.sources, tools=tools))
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)

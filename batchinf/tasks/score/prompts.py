@@ -170,16 +170,10 @@ class ScorePrompts(PromptBuilder):
         return context.prompt
 
     def _context(self, row: Row) -> TextWithImages | RowError:
-        if self._has_images:
-            return self._renderer.render_images(row, self._placeholders)
-        if self._input.token_ids_column is not None:
-            ids = self._renderer.token_ids(row)
-            return ids if isinstance(ids, RowError) else TextWithImages(None, (), ids)
-        text = self._renderer.render(row)
+        context = self._renderer.render_images(row, self._placeholders)
         # An empty context is valid: see `_pair`.
-        if isinstance(text, RowError) and (text.error_type != "empty_prompt" or self._input.is_chat):
-            return text
-        return TextWithImages("" if isinstance(text, RowError) else text, ())
+        is_empty = isinstance(context, RowError) and context.error_type == "empty_prompt"
+        return TextWithImages("", ()) if is_empty and not (self._input.is_chat or self._has_images) else context
 
     def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, Encoder]]:
         """The context, then each target joined to it. A context that is empty or token ids is left out.
