@@ -109,21 +109,22 @@ class PromptBuilder:
 
     def _of_parts(self, parts: Sequence[Prompt]) -> Prompt:
         """The prompt of a line with several prompts. It has an error if all of them have one."""
-        first = parts[0]
-        number = len(parts)
-        num_samples = first.sampling.n if first.sampling is not None else self._num_samples
+        num_samples = parts[0].sampling.n if parts[0].sampling is not None else self._num_samples
+        numbered = (replace(part, first_request=num_samples * place) for place, part in enumerate(parts))
+        return self._as_one(parts, parts=tuple(numbered))
+
+    def _as_one(self, parts: Sequence[Prompt], /, **fields: Any) -> Prompt:
+        """The first prompt with what all of them have together, and with these other fields."""
         errors = [part.error for part in parts]
         texts = [part.text for part in parts if part.text is not None]
         return replace(
-            first,
+            parts[0],
             token_ids=[token_id for part in parts for token_id in part.token_ids],
             text="\n".join(texts) if texts else None,
             error=None if None in errors else errors[0],
             is_truncated=any(part.is_truncated for part in parts),
             has_second_bos=any(part.has_second_bos for part in parts),
-            parts=tuple(
-                replace(part, first_request=num_samples * i) for i, part in zip(range(number), parts, strict=True)
-            ),
+            **fields,
         )
 
     def _encoded(self, drafts: "Sequence[Draft]") -> "Iterator[list[int] | RowError]":
@@ -193,6 +194,8 @@ class PromptBuilder:
         tools = self._renderer.tools(row) if self._parses_calls else None
         if isinstance(tools, RowError):
             return Draft(None, draft.ids if isinstance(draft.ids, RowError) else tools)
+        if not rendered.sources and tools is None:
+            return draft
         return replace(draft, request=BatchRequest(images=rendered.sources, tools=tools))
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":

@@ -76,7 +76,10 @@ def place_images(
     own: images of columns. They fill the parts of images without a source. If there is no such part, they come first in
     the first message of the user.
     """
-    num_open = sum("source" not in part for part in _image_parts(messages))
+    parts = _image_parts(messages)
+    if not own and not parts:
+        return list(messages), ()
+    num_open = sum("source" not in part for part in parts)
     if own and not num_open:
         messages = _before_first_text(messages, own)
         if not messages:

@@ -51,13 +51,13 @@ class EmbeddingReader(LineReader[BatchRequest]):
         truncation = take_truncation(body)
         inputs = self._inputs(body, flags)
         self._check_others(body)
-        request = BatchRequest(
-            form=json.dumps({"url": url, "encoding_format": encoding}),
-            dimensions=dimensions,
-            adds_special_tokens=adds,
-            truncation=truncation,
-        )
-        return replace(request, parts=tuple(replace(request, **item) for item in inputs))
+        common: dict[str, Any] = {
+            "form": json.dumps({"url": url, "encoding_format": encoding}),
+            "dimensions": dimensions,
+            "adds_special_tokens": adds,
+            "truncation": truncation,
+        }
+        return BatchRequest(**common, parts=tuple(BatchRequest(**common, **item) for item in inputs))
 
     def _dimensions(self, number: object) -> int | None:
         """What a request asks for beside the job's; the engine knows whether the model was trained for it."""
@@ -153,5 +153,4 @@ class EmbeddingPrompts(PromptBuilder):
                 if len(parts) > 1:
                     error = RowError(error.error_type, f"input {place}: {error.error_message}")
                 return Prompt(part.row_index, [], None, error, request=part.request)
-        inputs = tuple(part.token_ids for part in parts)
-        return replace(super()._of_parts(parts), parts=(), inputs=inputs, sampling=None)
+        return self._as_one(parts, inputs=tuple(part.token_ids for part in parts), sampling=None)
