@@ -26,6 +26,9 @@ _SHOWN_CHARS = 60
 class PromptBuilder:
     """Rows → prompts."""
 
+    task_columns: Sequence[str] = ()
+    """Further columns that a task reads of each row. Subclasses set them."""
+
     def __init__(
         self,
         spec: JobSpec,
@@ -73,8 +76,9 @@ class PromptBuilder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns of the prompt, of the row's own sampling and of its adapter."""
-        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns, *self._adapter.columns]))
+        """The input columns of the prompt, of the row's own sampling, of its adapter, and of the task."""
+        of_rows = (*self._sampling.columns, *self._adapter.columns)
+        return tuple(dict.fromkeys([*self._renderer.columns, *of_rows, *self.task_columns]))
 
     @property
     def image_id(self) -> int | None:

@@ -133,6 +133,11 @@ class LineReader(Generic[_Request]):
         )
 
 
+def are_ids(value: object) -> bool:
+    """Whether a value is a list of token ids, with at least one."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
 def take_flags(body: dict[str, Any], names: Sequence[str]) -> dict[str, bool]:
     """The fields of these names, as far as a body has them. They are taken out. Raises Refused."""
     flags = {name: body.pop(name) for name in names if name in body}

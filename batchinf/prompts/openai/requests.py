@@ -19,6 +19,7 @@ from batchinf.prompts.openai.lines import (
     LineReader,
     Refused,
     Truncation,
+    are_ids,
     show,
     take_flags,
     take_template_kwargs,
@@ -236,10 +237,10 @@ class BatchReader(LineReader[BatchRequest]):
     def _texts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The prompts, each as text or token ids."""
         prompt = body.pop("prompt", None)
-        prompts = prompt if isinstance(prompt, list) and prompt and not _are_ids(prompt) else [prompt]
+        prompts = prompt if isinstance(prompt, list) and prompt and not are_ids(prompt) else [prompt]
         if all(isinstance(item, str) for item in prompts):
             return [{"text": item} for item in prompts]
-        if all(map(_are_ids, prompts)):
+        if all(map(are_ids, prompts)):
             return [{"token_ids": item} for item in prompts]
         got = "an empty list" if prompt == [] else show(prompt)
         raise Refused(
@@ -306,10 +307,6 @@ def _refuse_options_of_images(body: dict[str, Any]) -> None:
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         if body.get(name):
             raise Refused(f"body.{name}: got {show(body[name])}, which is not supported: all images are read alike")
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _number_of_chat(has_logprobs: object, top: object) -> object:

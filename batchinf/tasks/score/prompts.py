@@ -82,8 +82,12 @@ class _Scored:
 class ScorePrompts(PromptBuilder):
     """Rows → prompts with a `scoring`."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
-        super().__init__(spec, tokenizer, vocab_size, begun_at)
+    def __init__(
+        self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None, **options: Any
+    ) -> None:
+        """See `PromptBuilder`."""
+        super().__init__(spec, tokenizer, vocab_size, begun_at, **options)
+        self.task_columns = [name for _, name in scored_columns(spec.input)]
         self._input = spec.input
         self._score = score_of(spec)
         # Whole numbers as labels, such as stars: a number in the column of answers is a label then, not a place.
@@ -97,11 +101,6 @@ class ScorePrompts(PromptBuilder):
         # warns of it before the job, or the spec asks for it.
         adds = spec.input.text_column is not None and self._adds
         self._counts_bos = not (adds and self._with_special.begins_with(self._bos))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The input columns of the context and of the scored texts."""
-        return tuple(dict.fromkeys([*super().columns, *(name for _, name in scored_columns(self._input))]))
 
     def surely_fits(self, row: Row, num_tokens: int) -> bool:
         """See `PromptBuilder`. Always False, because the scored texts count too."""

@@ -13,6 +13,7 @@ from batchinf.prompts.openai.lines import (
     EMBEDDINGS_URL,
     LineReader,
     Refused,
+    are_ids,
     show,
     take_flags,
     take_template_kwargs,
@@ -77,7 +78,7 @@ class EmbeddingReader(LineReader[BatchRequest]):
             raise Refused("body.input: given beside body.messages; give one of them")
         items = _some_items(name, value)
         is_text = isinstance(items[0], str)
-        if not is_text and not _are_ids(items[0]):
+        if not is_text and not are_ids(items[0]):
             chat = self._chat(body, flags)
             return [{"messages": item, "chat": chat} for item in items]
         of_chats = {**flags, "chat_template_kwargs": body.pop("chat_template_kwargs", None)}
@@ -116,16 +117,12 @@ def _some_items(name: str, value: object) -> list[Any]:
 
 def _items(value: object) -> list[Any] | None:
     """The inputs, all of one kind; None if they are not."""
-    if isinstance(value, str) or _are_ids(value) or _is_conversation(value):
+    if isinstance(value, str) or are_ids(value) or _is_conversation(value):
         return [value]
     if not isinstance(value, list) or not value:
         return None
-    kinds = (lambda item: isinstance(item, str), _are_ids, _is_conversation)
+    kinds = (lambda item: isinstance(item, str), are_ids, _is_conversation)
     return value if any(all(map(kind, value)) for kind in kinds) else None
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _is_conversation(value: object) -> bool:
@@ -135,9 +132,11 @@ def _is_conversation(value: object) -> bool:
 class EmbeddingPrompts(PromptBuilder):
     """Lines → prompts with `inputs`."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
+    def __init__(
+        self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None, **options: Any
+    ) -> None:
         """See `PromptBuilder`."""
-        super().__init__(spec, tokenizer, vocab_size, begun_at, output_room=0, reader=EmbeddingReader(spec))
+        super().__init__(spec, tokenizer, vocab_size, begun_at, **{**options, "reader": EmbeddingReader(spec)})
         self._side_of_lines = side_of(tokenizer)
 
     def _of_drafts(self, parts: Sequence[Draft]) -> Draft:

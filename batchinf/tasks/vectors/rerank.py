@@ -46,6 +46,7 @@ class Rerank(Pooled):
     """
 
     name = "rerank"
+    prompts = RerankPrompts
     comparison = RerankChanges
     batch_urls = (RERANK_URL, SCORE_URL)
     pooling_tasks = ("classify",)
@@ -89,9 +90,6 @@ class Rerank(Pooled):
         return 100 + 8 * (1 if self._is_pair else _LIKELY_DOCUMENTS)
 
     # -- prompts and requests ------------------------------------------------------------------------------------------
-
-    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> RerankPrompts:
-        return RerankPrompts(self.spec, tokenizer, vocab_size, begun_at)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=False, is_embedded=True)

@@ -44,9 +44,11 @@ class _Encoded:
 class RerankPrompts(PromptBuilder):
     """Rows → prompts with `inputs` and a `reranking`, as vLLM's server makes them."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
+    def __init__(
+        self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None, **options: Any
+    ) -> None:
         """See `PromptBuilder`. Raises SpecError for a tokenizer without character offsets."""
-        super().__init__(spec, tokenizer, vocab_size, begun_at, output_room=0)
+        super().__init__(spec, tokenizer, vocab_size, begun_at, **options)
         if not getattr(tokenizer, "is_fast", False):
             raise SpecError("model.tokenizer: task rerank needs a fast tokenizer; give a folder with a tokenizer.json")
         self._reader = RerankReader(spec)
@@ -56,13 +58,9 @@ class RerankPrompts(PromptBuilder):
         self._template = ChatTemplate(spec.input, tokenizer, begun_at) if spec.input.chat_template is not None else None
         self._has_types = "token_type_ids" in tokenizer.model_input_names
         self._cutter = TextCutter(tokenizer)
-        self._columns = [name for name in (spec.input.documents_column, spec.input.document_column) if name is not None]
+        documents = (spec.input.documents_column, spec.input.document_column)
+        self.task_columns = [column for column in documents if column is not None]
         self._side_of_lines = side_of(tokenizer)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The input columns of query and documents, and of the row's adapter."""
-        return tuple(dict.fromkeys([*super().columns, *self._columns]))
 
     def surely_fits(self, row: Row, num_tokens: int) -> bool:
         """See `PromptBuilder`. A template adds text of any length."""

@@ -198,11 +198,7 @@ class Embed(Pooled):
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._has_lines = spec.input.is_batch_file
-
-    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
-        if not self._has_lines:
-            return super().prompt_builder(tokenizer, vocab_size, begun_at)
-        return EmbeddingPrompts(self.spec, tokenizer, vocab_size, begun_at)
+        self.prompts = EmbeddingPrompts if self._has_lines else PromptBuilder
 
     def result_fields(self) -> Fields:
         """See `Task`. A line has a vector for each input."""
