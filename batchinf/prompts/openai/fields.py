@@ -46,7 +46,13 @@ class Fields:
 
 def _fields(use: Use, urls: str, names: str, note: str = _OF_THE_ROW, *, accepted: Sequence[Any] = ()) -> Fields:
     """urls: their letters. names: with spaces between them."""
-    return Fields(use, tuple(_URLS[url] for url in urls), tuple(names.split()), note, tuple(accepted))
+    return Fields(
+        use=use,
+        urls=tuple(_URLS[url] for url in urls),
+        names=tuple(names.split()),
+        note=note,
+        accepted=tuple(accepted),
+    )
 
 
 _used = functools.partial(_fields, "used")
