@@ -195,6 +195,7 @@ def _wrong_part(part: object, *, takes_images: bool) -> str | None:
 _NO_IMAGES = "only parts of type 'text' are supported, unless the spec has input.images"
 # Types of parts with an image → the keys that may have its source. Without any of them, a column has it.
 IMAGE_PARTS = {"image": ("image", "url", "path"), "image_url": ("image_url",), "input_image": ("image_url",)}
+_DETAILS = ("auto", "high")  # no model here gets a smaller copy
 
 
 def _wrong_image(part: dict[str, Any]) -> str | None:
@@ -224,8 +225,10 @@ def _take_source(fields: dict[str, Any], key: str) -> object:
 
 def _wrong_options(kind: str, fields: dict[str, Any]) -> str | None:
     """Why a part of this type cannot have these fields beside the source of its image."""
-    if fields.pop("detail", "auto") != "auto":
-        return f"got a part of type '{kind}' with a detail that is not auto; models get the whole image: leave it out"
+    detail = fields.pop("detail", "auto")
+    if detail not in _DETAILS:
+        got = f"got the detail {shorten(repr(detail), 40)} in a part of type '{kind}'"
+        return f"{got}; models get the whole image: leave it out, or write auto or high"
     if fields:
         return shorten(f"got {next(iter(fields))!r} in a part of type '{kind}', which is not supported", 200)
     return None
