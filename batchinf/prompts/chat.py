@@ -246,11 +246,15 @@ def _read_part(part: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return part if part["type"] == "text" else _image_part(part)
 
 
+def source_of_part(part: Mapping[str, Any]) -> Any:
+    """The source of an image in a part of a type of `IMAGE_PARTS`; None if it has none."""
+    source = next((part[key] for key in IMAGE_PARTS[part["type"]] if part.get(key) is not None), None)
+    return source.get("url") if part["type"] != "image" and isinstance(source, dict) else source
+
+
 def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A part with an image in one form."""
-    source = next((part[key] for key in IMAGE_PARTS[part["type"]] if part.get(key) is not None), None)
-    if part["type"] != "image" and isinstance(source, dict):
-        source = source["url"]
+    source = source_of_part(part)
     return {"type": "image"} if source is None else {"type": "image", "source": source}
 
 

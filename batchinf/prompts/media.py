@@ -50,6 +50,7 @@ _ON_SIDE = (5, 6, 7, 8)
 # A row's path that no file can have.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
+_WEB = ("http", "https")
 _STORES = ("s3", "gs", "az")
 _FIRST_PAUSE_S = 0.5
 
@@ -102,9 +103,11 @@ class ImageLoader:
     def size_of(self, source: object) -> tuple[int, int] | None:
         """The width and height of an image, upright, by its header; None if a server or a store has it.
 
-        Raises ImageError. A file that is cut short has a good header. source: see `load`.
+        Raises ImageError, also of a URL that the spec does not allow. A file that is cut short has a good header.
+        source: see `load`.
         """
         if self.fetches(source):
+            self._check_allowed(source)
             return None
         path = _path_of(source)
         if path is None:
@@ -156,8 +159,18 @@ class ImageLoader:
         if not isinstance(source, str):
             return False
         if "://" in source or source[:5].lower() in ("data:", "file:"):
-            return source.partition("://")[0].lower() in ("http", "https", *_STORES)
+            return source.partition("://")[0].lower() in (*_WEB, *_STORES)
         return self._bucket_folder is not None and not os.path.isabs(source)
+
+    def _check_allowed(self, source: object) -> None:
+        """Raise ImageError if the spec does not allow the URL of an image, without asking for it."""
+        url = str(source.get("path") if isinstance(source, Mapping) else source)
+        if url.partition("://")[0].lower() in _WEB:
+            from batchinf.prompts.downloads import AllowedHosts, check_url
+
+            check_url(url, AllowedHosts(self._settings.hosts))
+        else:
+            self._objects.place_of(url if "://" in url else f"{self._bucket_folder}/{url}")
 
     def _fetched(self, url: str) -> bytes:
         with self._lock:
@@ -298,6 +311,17 @@ class _Objects:
 
     def read(self, url: str) -> tuple[bytes, str]:
         """The bytes of an object, and its name in messages. What is in the cache is not read. Raises ImageError."""
+        root, path, name = self.place_of(url)
+        url = normal_bucket_url(url)
+        data = None if self._cache is None else self._cache.get(url)
+        if data is None:
+            data = self._with_retries(root, path, name)
+            if self._cache is not None:
+                self._cache.put(url, data)
+        return data, name
+
+    def place_of(self, url: str) -> tuple[str, str, str]:
+        """The bucket of an object, its name there, and its name in messages. Raises ImageError if it is not allowed."""
         url = normal_bucket_url(url)
         # A name may have `#` and `?`, but what follows `?` may be a key.
         shown = clip(re.sub("//[^/@]*@", "//…@", re.sub(r"\?.*", "?…", url)), 200)
@@ -307,12 +331,7 @@ class _Objects:
             folder = "" if place is None else f", {shown.partition('?')[0].rpartition('/')[0]},"
             raise ImageError("image_forbidden", f"{name} is outside of the input's folder; name its folder{folder} in "
                              "input.images.folders to allow it")  # fmt: skip
-        data = None if self._cache is None else self._cache.get(url)
-        if data is None:
-            data = self._with_retries(*place, name)
-            if self._cache is not None:
-                self._cache.put(url, data)
-        return data, name
+        return *place, name
 
     def _with_retries(self, root: str, path: str, name: str) -> bytes:
         settings = self._settings

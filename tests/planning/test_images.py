@@ -45,7 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def spec_of(folder: pathlib.Path, out: pathlib.Path, **engine: Any) -> pathlib.Path:
     content = [{"type": "image", "column": "photo"}, {"type": "text", "text": QUESTION}]
-    where = {"path": str(folder / "rows.jsonl"), "messages": [{"role": "user", "content": content}]}
+    where = {"path": str(folder / "rows.jsonl"), "messages": [{"role": "user", "content": content}],
+             "images": {"hosts": ["images.example.com"]}}  # fmt: skip
     engine = {"max_model_len": 512} | engine
     return jobs.spec_of(out, model=str(VISION), input=where, engine=engine, output={"keep_columns": []}, scripted=None)
 
@@ -142,7 +143,7 @@ def test_the_most_images_of_a_row(folder: pathlib.Path, tmp_path: pathlib.Path) 
     images = with_most_images(whole.spec, found, told.append).input.images
     assert images is not None and images.max_per_row == 2 and len(told) == 1
     # The user's own number stays, and so does the default if a row cannot be read: its images may be there later.
-    by_user = read_spec(spec_of(folder, tmp_path), [f"input.path={rows}", "input.images={max_per_row: 3}"])
+    by_user = read_spec(spec_of(folder, tmp_path), [f"input.path={rows}", "input.images.max_per_row=3"])
     assert with_most_images(by_user.spec, found, told.append) is by_user.spec
     assert images_of_rows(read_spec(spec_of(folder, tmp_path))) == ImagesOfRows(None, (640, 480))
     assert len(told) == 1
