@@ -1,5 +1,6 @@
 """Prompts with images on real vLLM, in float32: held against transformers, token by token."""
 
+import contextlib
 import gc
 import io
 import pathlib
@@ -33,7 +34,7 @@ from batchinf.base.errors import RequestRefused, UserError
 from batchinf.model.identity import resolve
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Prompt, Result
+from batchinf.records import Completion, Prompt, RenderedPrompt, Result
 from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile
@@ -43,6 +44,7 @@ from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
+from batchinf.engines.vllm.images import Rendering  # noqa: E402
 from batchinf.engines.vllm.pooling import VllmPooling  # noqa: E402
 
 NUM_TOKENS = 6
@@ -248,6 +250,33 @@ def test_spare_placeholders_that_only_the_engine_knows(engine: VllmEngine) -> No
         with pytest.raises(RequestRefused) as refusal:
             engine.render(wrong, [picture])
         assert refusal.value.error.error_type == "image_placeholder"
+
+
+def test_renderers_of_other_threads_make_the_same(engine: VllmEngine, rows: list[Row]) -> None:
+    """Several threads have a renderer each. The engine knows an image by its name, so no two may have one."""
+    tokenizer = load_tokenizer(str(VISION), False)
+    images = [[Image.open(io.BytesIO(picture)) for picture in row.pictures] for row in rows]
+    prompts = [(tokenizer(row.text)["input_ids"], of_row) for row, of_row in zip(rows, images, strict=True) if of_row]
+    rendering = Rendering(engine._engine, most=3)
+    made: list[list[RenderedPrompt]] = []
+    with contextlib.ExitStack() as held:
+        for _ in range(3):  # as many as threads may have at one time
+            made.append([rendering.render(*prompt) for prompt in prompts])
+            held.enter_context(rendering._one_renderer())
+        assert not rendering._idle
+    for same in zip(*made, strict=True):
+        assert len({tuple(prompt.token_ids) for prompt in same}) == 1
+        first, *others = (_tensors(prompt) for prompt in same)
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    names = [
+        name for of_renderer in made for prompt in of_renderer for name in prompt.for_ids([])["mm_hashes"]["image"]
+    ]
+    assert len(set(names)) == len(names) == 3 * sum(map(len, images))
+
+
+def _tensors(prompt: RenderedPrompt) -> list[torch.Tensor]:
+    """Of the images of a prompt, as the engine gets them."""
+    return [field.data for item in prompt.for_ids([])["mm_kwargs"]["image"] for field in item.values()]
 
 
 def test_transformers_makes_the_same_prompts_as_the_engine(
