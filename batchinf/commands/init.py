@@ -377,7 +377,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         images=tuple(images.names),
         image_hosts=images.hosts,
         image_folders=images.folders,
-        lost_image=images.lost_line,
+        lost_image=None if is_batch else images.lost_line,  # an id of a line may be the name of its picture
         most_images=images.most,
         has_image_parts=images.are_in_parts,
         documents=_first(columns.text_lists(), _DOCUMENTS),
