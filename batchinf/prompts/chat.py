@@ -196,6 +196,7 @@ def _read_part(part: object, *, takes_images: bool) -> dict[str, Any]:
 _NO_IMAGES = "only parts of type 'text' are supported, unless the spec has input.images"
 # Types of parts with an image → the keys that may have its source. Without any of them, a column has it.
 IMAGE_PARTS = {"image": ("image", "url", "path"), "image_url": ("image_url",), "input_image": ("image_url",)}
+_DETAILS = ("auto", "high")  # no model here gets a smaller copy
 
 
 def _read_image(part: dict[str, Any]) -> dict[str, Any]:
@@ -227,11 +228,18 @@ def _take_source(fields: dict[str, Any], key: str) -> object:
 
 def _check_options(kind: str, fields: dict[str, Any]) -> None:
     """Raise _Wrong if a part of this type cannot have these fields beside the source of its image."""
-    if fields.pop("detail", "auto") != "auto":
-        words = "models get the whole image: leave it out"
-        raise _Wrong(f"got a part of type '{kind}' with a detail that is not auto; {words}")
+    detail = fields.pop("detail", "auto")
+    if detail not in _DETAILS:
+        got = f"got the detail {shorten(repr(detail), 40)} in a part of type '{kind}'"
+        raise _Wrong(f"{got}; models get the whole image: leave it out, or write auto or high")
     if fields:
         raise _Wrong(shorten(f"got {next(iter(fields))!r} in a part of type '{kind}', which is not supported", 200))
+
+
+def source_of_part(part: Mapping[str, Any]) -> Any:
+    """The source of an image in a part of a type of `IMAGE_PARTS`, valid or not; None if it has none."""
+    source = next((part[key] for key in IMAGE_PARTS[part["type"]] if part.get(key) is not None), None)
+    return source.get("url") if part["type"] != "image" and isinstance(source, dict) else source
 
 
 def _read_calls(calls: object) -> list[object]:

@@ -50,6 +50,7 @@ _ON_SIDE = (5, 6, 7, 8)
 # A row's path that no file can have.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
+_WEB = ("http", "https")
 _STORES = ("s3", "gs", "az")
 _WITHOUT_SLASHES = ("data", "file", "http", "https")  # schemes of URLs that `://` need not follow
 _FIRST_PAUSE_S = 0.5
@@ -105,9 +106,11 @@ class ImageLoader:
     def size_of(self, source: object) -> tuple[int, int] | None:
         """The width and height of an image, upright, by its header; None if a server or a store has it.
 
-        Raises ImageError. A file that is cut short has a good header. source: see `load`.
+        Raises ImageError, also of a URL that the spec does not allow. A file that is cut short has a good header.
+        source: see `load`.
         """
         if self.fetches(source):
+            self._check_allowed(source)
             return None
         path = _path_of(source)
         if path is None:
@@ -156,8 +159,18 @@ class ImageLoader:
         if not isinstance(source, str):
             return False
         if (scheme := _scheme_of(source)) is not None:
-            return scheme in ("http", "https", *_STORES)
+            return scheme in (*_WEB, *_STORES)
         return self._bucket_folder is not None and not os.path.isabs(source)
+
+    def _check_allowed(self, source: object) -> None:
+        """Raise ImageError if the spec does not allow the URL of an image, without asking for it."""
+        url = str(_inner(source))
+        if _scheme_of(url) in _WEB:
+            from batchinf.prompts.downloads import AllowedHosts, check_url
+
+            check_url(url, AllowedHosts(self._settings.hosts))
+        else:
+            self._objects.place_of(url if "://" in url else f"{self._bucket_folder}/{url}")
 
     def _fetched(self, url: str) -> bytes:
         with self._lock:
@@ -294,6 +307,12 @@ class _Objects:
 
     def read(self, url: str) -> tuple[bytes, str]:
         """The bytes of an object, and its name in messages. What is in the cache is not read. Raises ImageError."""
+        root, path, name = self.place_of(url)
+        url = normal_bucket_url(url)
+        return cached(self._cache, url, lambda: self._with_retries(root, path, name)), name
+
+    def place_of(self, url: str) -> tuple[str, str, str]:
+        """The bucket of an object, its name there, and its name in messages. Raises ImageError if it is not allowed."""
         url = normal_bucket_url(url)
         # A name may have `#` and `?`, but what follows `?` may be a key.
         shown = clip(re.sub("//[^/@]*@", "//…@", re.sub(r"\?.*", "?…", url)), 200)
@@ -303,7 +322,7 @@ class _Objects:
             folder = "" if place is None else f", {shown.partition('?')[0].rpartition('/')[0]},"
             raise ImageError("image_forbidden", f"{name} is outside of the input's folder; name its folder{folder} in "
                              "input.images.folders to allow it")  # fmt: skip
-        return cached(self._cache, url, lambda: self._with_retries(*place, name)), name
+        return *place, name
 
     def _with_retries(self, root: str, path: str, name: str) -> bytes:
         settings = self._settings
