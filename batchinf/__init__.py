@@ -7,6 +7,7 @@
 
 `batchinf.api` has the functions, `batchinf.results` the reader, `batchinf.base.errors` the exceptions.
 """
+# ruff: noqa: F403, F405
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -29,22 +30,7 @@ from batchinf.base.errors import (
 from batchinf.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from batchinf.api import (
-        JobSpec,
-        JobStatus,
-        PlanReport,
-        Results,
-        StatusReport,
-        Summary,
-        TuneReport,
-        ValidateReport,
-        open,
-        plan,
-        run,
-        status,
-        tune,
-        validate,
-    )
+    from batchinf.api import *
 
 __all__ = [
     "BatchinfError",

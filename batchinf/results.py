@@ -142,14 +142,10 @@ class Results:
         """
         type = self._type(column)
         if pa.types.is_list(type) and pa.types.is_fixed_size_list(type.value_type):
-            pieces = [_one_each(to_ragged(batch.column(0)), column) for batch in self.batches([column])]
-            type = type.value_type
-        elif pa.types.is_fixed_size_list(type):
+            return _one_each(self.ragged(column), column)
+        if pa.types.is_fixed_size_list(type):
             pieces = [to_matrix(batch.column(0)) for batch in self.batches([column])]
-        else:
-            pieces = None
-        if pieces is not None:
-            values = np.concatenate(pieces) if pieces else to_matrix(pa.array([], type))
+            values: npt.NDArray[Any] = np.concatenate(pieces or [to_matrix(pa.array([], type))])
             return values if (places := self._places()) is None else values[places]
         if pa.types.is_nested(type):
             raise OutputError(f"column {column!r} holds {type}: read it with {_read_with(type)}")

@@ -17,7 +17,6 @@ import os
 import pathlib
 import random
 import re
-import threading
 import time
 import uuid
 from collections import deque
@@ -32,6 +31,7 @@ import xxhash
 
 from batchinf.base.errors import OutputError
 from batchinf.base.places import bucket_and_prefix
+from batchinf.base.process import on_thread
 from batchinf.base.storage import create
 from batchinf.base.text import clip
 
@@ -150,17 +150,10 @@ class Bucket:
         """The bytes `first` to `stop` of an object, with its ETag; None if it is absent or shorter than `first`."""
 
         def attempt() -> Object | None:
-            try:
+            with _passing_over_absent():
                 found = self._obstore.get(self._large, name, options={"range": (first, stop)})
                 return Object(bytes(found.bytes()), str(found.meta["e_tag"]))
-            except FileNotFoundError as error:
-                if _remedy(error):
-                    raise
-                return None
-            except Exception as error:
-                if _BEHIND.search(str(error)):
-                    return None
-                raise
+            return None
 
         return self._try(attempt, name, is_large=True)
 
@@ -230,13 +223,10 @@ class Bucket:
         """Whether the object is there."""
 
         def attempt() -> bool:
-            try:
+            with _passing_over_absent():
                 self._obstore.head(self._small, name)
-            except FileNotFoundError as error:
-                if _remedy(error):
-                    raise
-                return False
-            return True
+                return True
+            return False
 
         return self._try(attempt, name)
 
@@ -337,13 +327,10 @@ class Bucket:
         return {self._etag_key: etag}
 
     def _read(self, name: str) -> Object | None:
-        try:
+        with _passing_over_absent():
             found = self._obstore.get(self._small, name)
             return Object(bytes(found.bytes()), self._etag_of(found.meta))
-        except FileNotFoundError as error:
-            if _remedy(error):
-                raise
-            return None
+        return None
 
     def _read_after(self, name: str, error: Exception) -> Object:
         """What is there after a request that has failed."""
@@ -409,6 +396,17 @@ class Bucket:
                 raise _AgainError("no answer yet")
 
 
+@contextlib.contextmanager
+def _passing_over_absent() -> Iterator[None]:
+    """End the block if the object is absent, or shorter than the range that is asked for."""
+    try:
+        yield
+    except Exception as error:
+        is_absent = isinstance(error, FileNotFoundError) and not _remedy(error)
+        if not is_absent and not _BEHIND.search(str(error)):
+            raise
+
+
 def together(calls: Iterable[Callable[[], _T]], at_once: int = _NUM_AT_ONCE) -> Iterator[_T]:
     """The results of calls that do not depend on each other, in their order. `at_once` of them run at a time."""
     waiting: deque[Future[_T]] = deque()
@@ -418,20 +416,6 @@ def together(calls: Iterable[Callable[[], _T]], at_once: int = _NUM_AT_ONCE) -> 
         waiting.append(on_thread(call))
     while waiting:
         yield waiting.popleft().result()
-
-
-def on_thread(call: Callable[[], _T]) -> "Future[_T]":
-    """Run a call on a thread that does not keep the process alive."""
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="store", daemon=True).start()
-    return future
 
 
 # -- obstore -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Processes: a quicker start and end of this one, and questions that a module answers in another one.
+"""Processes: a quicker start and end of this one, its threads, and questions that a module answers in another one.
 
 Imports make hundreds of thousands of objects that are never garbage. Python's garbage collector looks through them
 again and again while they are made, and once more when the process ends.
@@ -13,9 +13,13 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, NoReturn, Self, TypeVar
+
+_T = TypeVar("_T")
 
 _USUAL = gc.get_threshold()
 _RARE = 50_000
@@ -66,6 +70,20 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def on_thread(call: Callable[[], _T]) -> "Future[_T]":
+    """Run a call on a thread that does not keep the process alive."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 # -- questions to another process --------------------------------------------------------------------------------------

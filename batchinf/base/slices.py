@@ -8,13 +8,12 @@ first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to
 of one slice cannot be mistaken for a part of another.
 """
 
-import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, StrictInt, StrictStr, TypeAdapter
 
@@ -30,6 +29,7 @@ MAX_SLICES = 999_999
 SOURCE_FOLDER = "source"
 CUT_RECORD = "cut.json"
 FILES_RECORD = "files.json"
+_T = TypeVar("_T")
 _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
 
 
@@ -152,20 +152,23 @@ def read_cut(out: str) -> Cut | None:
 
 
 def _read_record(out: str) -> Cut | None:
-    folder = Folder(out)
+    remedy = "delete it and run the job, or one of its slices, again, which writes it again"
+    return _read_shared(out, CUT_RECORD, _CUT.validate_python, remedy)
+
+
+def _read_shared(out: str, name: str, decoded: Callable[[dict[str, Any]], _T], remedy: str) -> _T | None:
+    """A record that all slices share; None without it. Raises OutputError. remedy: what to do about damage."""
+    path = Folder(out).path(name)
     try:
-        return _CUT.validate_python(decode_record(folder.read(CUT_RECORD), CUT_VERSION))
+        return decoded(decode_record(path.read_bytes(), CUT_VERSION))
     except NewerRecord:
-        raise OutputError(f"{folder.path(CUT_RECORD)} was written by a newer batchinf: install a newer one") from None
+        raise OutputError(f"{path} was written by a newer batchinf: install a newer one") from None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise OutputError(f"cannot read {folder.path(CUT_RECORD)}: {reason(error)}") from error
+        raise OutputError(f"cannot read {path}: {reason(error)}") from error
     except ValueError:
-        raise OutputError(
-            f"{folder.path(CUT_RECORD)} is damaged: delete it and run the job, or one of its slices, again, which "
-            "writes it again"
-        ) from None
+        raise OutputError(f"{path} is damaged: {remedy}") from None
 
 
 def write_cut(out: str, cut: Cut, bucket: Bucket | None = None) -> Cut:
@@ -201,12 +204,8 @@ def share_files(out: str, digests: Mapping[str, str], bucket: Bucket | None = No
 
 def read_files(out: str) -> dict[str, str]:
     """The digests of the model's files that all slices share; empty before the first. Raises OutputError for damage."""
-    folder = Folder(out)
-    with contextlib.suppress(ValueError):
-        return decode_record(folder.read(FILES_RECORD), CUT_VERSION) if folder.exists(FILES_RECORD) else {}
-    raise OutputError(
-        f"{folder.path(FILES_RECORD)} is damaged: delete it, and run a slice that has begun, which writes it again"
-    )
+    remedy = "delete it, and run a slice that has begun, which writes it again"
+    return _read_shared(out, FILES_RECORD, dict, remedy) or {}
 
 
 def claim_whole(out: str, bucket: Bucket | None = None) -> None:

@@ -205,15 +205,19 @@ class Folder:
     def move_aside(self, name: str) -> str:
         """Move a damaged file to `damaged/`, under a name that is free there; returns the name. It deletes nothing."""
         self.make(DAMAGED)
-        base = f"{DAMAGED}/{name.rpartition('/')[2]}"
-        names = itertools.chain([base], (f"{base}.{number}" for number in itertools.count(1)))
-        target = next(target for target in names if not self.exists(target))
+        target = free_name(f"{DAMAGED}/{name.rpartition('/')[2]}", self.exists)
         self.publish(name, target)
         return target
 
     def delete(self, name: str) -> None:
         """Delete the file `name` if it exists."""
         self.path(name).unlink(missing_ok=True)
+
+
+def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
+    """The name, or the first of `name.1`, `name.2` and so on that is not taken."""
+    names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
+    return next(itertools.filterfalse(is_taken, names))
 
 
 # In the first lines of each HTML page that a command writes.

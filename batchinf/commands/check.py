@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections import Counter
@@ -19,14 +20,14 @@ from batchinf.coordinator.begin import spec_text
 from batchinf.job.repaired import lost_files
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.lines import EventLine
-from batchinf.manifest.lock import JobLock, live_holder
+from batchinf.manifest.lock import Holder, JobLock, live_holder
 from batchinf.manifest.log import snapshot_commits
 from batchinf.manifest.names import parse_part_name, part_name
 from batchinf.manifest.state import State, last_epoch, list_logs, read_beginning, read_state
 from batchinf.manifest.versions import check_version, stored_spec
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, job_of, other_owner
-from batchinf.records import Extent
+from batchinf.records import Extent, Part
 from batchinf.schedule.positions import RunOrder, positions_name, read_positions
 from batchinf.schedule.shards import shard_at, total_rows, total_shards
 from batchinf.tasks.registry import task_of
@@ -258,7 +259,7 @@ def _check_job(job: JobFolder, is_deep: bool, repair: bool) -> JobCheck:
             finding = CheckFinding("manifest_damaged", "manifest/", str(error))
         else:
             if state is not None:
-                return _checked(check, folder, state, is_deep=is_deep, repair=repair)
+                return FilesCheck(folder, state, is_deep=is_deep, is_repair=repair).checked(check)
             finding = CheckFinding("manifest_without_job", "manifest/")
         return _rebuilt(dataclasses.replace(check, findings=(finding,)), folder, epoch)
 
@@ -284,55 +285,119 @@ def _rebuilt(check: JobCheck, folder: Folder, epoch: int | None) -> JobCheck:
         return dataclasses.replace(check, error=str(error))
 
 
-def _checked(check: JobCheck, folder: Folder, state: State, *, is_deep: bool, repair: bool) -> JobCheck:
-    num_parts = len(state.parts)
-    findings = [*_check_parts(folder, state, is_deep=is_deep, repair=repair)]
-    state = read_state(folder, state) or state
-    names = folder.list("parts")
-    findings += check_names(names, read_state(folder, state) or state)
-    findings += check_coverage(state)
-    findings += _check_spec(folder, state, repair)
-    findings += check_journal(folder, state)
-    for retry in state.repairs():
-        findings += [CheckFinding("repair_lost", name, str(retry)) for name in lost_files(folder, retry)]
-    return summed_up(check, state, findings, num_parts_checked=num_parts, is_held=live_holder(folder) is not None)
+class FilesCheck:
+    """The check of a job, or of a slice, that has begun, in a folder of this host."""
+
+    def __init__(self, files: Folder, state: State, *, is_deep: bool, is_repair: bool) -> None:
+        self.files = files
+        self.state = state
+        self.is_deep = is_deep
+        self.is_repair = is_repair
+
+    def holder(self) -> Holder | None:
+        """The process that seems to run the job."""
+        return live_holder(self.files)
+
+    def read_state(self) -> None:
+        """Bring `state` up to date."""
+        self.state = read_state(self.files, self.state) or self.state
+
+    def part_names(self) -> Sequence[str]:
+        """The names of all files in `parts/`."""
+        return self.files.list("parts")
+
+    def move_aside(self, name: str) -> str | None:
+        """Move a damaged part to `damaged/`. Returns its name there; None if there is no such file."""
+        return self.files.move_aside(name) if self.files.exists(name) else None
+
+    def owner_of(self, shards: Sequence[int]) -> str | None:
+        """The id of the other job, if the parts of these shards belong to other jobs only, as far as that is known."""
+        return other_owner(self.files, self.state, shards)
+
+    def other_findings(self) -> Iterator[CheckFinding]:
+        """In the spec, the journal, and the files of repaired rows."""
+        if not self.files.exists("job.yaml"):
+            if self.is_repair:
+                self.files.write_atomic("job.yaml", spec_text(self.state, self.state.limit).encode())
+            yield CheckFinding("spec_restored" if self.is_repair else "spec_missing", "job.yaml")
+        yield from check_journal(self.files, self.state)
+        for retry in self.state.repairs():
+            yield from (CheckFinding("repair_lost", name, str(retry)) for name in lost_files(self.files, retry))
+
+    def checked(self, check: JobCheck) -> JobCheck:
+        """The check with its findings and its numbers."""
+        num_parts = len(self.state.parts)
+        lost = _lost_selection(self.files, self.state)
+        findings = [*self._damaged_parts()] if lost is None else [lost]
+        names = self.part_names()
+        self.read_state()
+        state = self.state
+        findings += [*_check_names(names, state), *_check_coverage(state), *self.other_findings()]
+        task = task_of(stored_spec(state.header.spec))
+        return dataclasses.replace(
+            check,
+            is_checked=True,
+            findings=tuple(findings),
+            num_parts=total_shards(state.extents),
+            num_parts_checked=num_parts,
+            num_rows=task.expected_rows(
+                total_rows(state.extents), num_done=state.counts.num_rows, num_inputs_done=state.num_inputs_committed
+            ),
+            num_rows_committed=state.counts.num_rows,
+            activity="done" if state.is_done else "running" if self._is_held() else "stopped",
+        )
+
+    def _is_held(self) -> bool:
+        """Whether another process runs the job: a repair has the lock itself."""
+        return not self.is_repair and self.holder() is not None
+
+    def _damaged_parts(self) -> Iterator[CheckFinding]:
+        flaws = self.flaws(sorted(self.state.parts))
+        if flaws:
+            # A running job may have replaced a part in the meantime.
+            if self._is_held():
+                time.sleep(_SETTLE_S)
+            self.read_state()
+            flaws = self.flaws(sorted(flaws.keys() & self.state.parts.keys()))
+        owner = self.owner_of([*flaws]) if len(flaws) == len(self.state.parts) else None
+        if owner is not None:
+            job_id = self.state.header.job_id
+            yield CheckFinding("manifest_of_other_job", "manifest/", job_id=job_id, other_job_id=owner)
+            return
+        for shard, flaw in flaws.items():
+            name = f"parts/{part_name(shard)}"
+            moved_to = self.move_aside(name) if self.is_repair else None
+            # A run notices a plain flaw, and makes the part again.
+            yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
+
+    def flaws(self, shards: Sequence[int]) -> dict[int, Flaw]:
+        """The flaws of these shards' parts."""
+        parts = _parts_of(self.files, self.state)
+        flaws = dict[int, Flaw]()
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            for start in range(0, len(shards), _CHUNK):
+                chunk = shards[start : start + _CHUNK]
+                found = pool.map(functools.partial(self.flaw, parts), chunk)
+                flaws.update({shard: flaw for shard, flaw in zip(chunk, found, strict=True) if flaw})
+        return flaws
+
+    def flaw(self, parts: PartsOfJob, shard: int) -> Flaw | None:
+        """The flaw of a shard's part. parts: what the parts must be."""
+        place = shard_at(self.state.extents, shard)
+        flaws = (parts.flaw(place, part, is_deep=self.is_deep) for part in allowed_parts(self.state, shard))
+        first = next(flaws)
+        return None if first is None or None in flaws else first
 
 
-def summed_up(
-    check: JobCheck, state: State, findings: Sequence[CheckFinding], *, num_parts_checked: int, is_held: bool
-) -> JobCheck:
-    """The check with its findings and its numbers. is_held: whether a process runs the job."""
-    task = task_of(stored_spec(state.header.spec))
-    return dataclasses.replace(
-        check,
-        is_checked=True,
-        findings=tuple(findings),
-        num_parts=total_shards(state.extents),
-        num_parts_checked=num_parts_checked,
-        num_rows=task.expected_rows(
-            total_rows(state.extents), num_done=state.counts.num_rows, num_inputs_done=state.num_inputs_committed
-        ),
-        num_rows_committed=state.counts.num_rows,
-        activity="done" if state.is_done else "running" if is_held else "stopped",
-    )
+def allowed_parts(state: State, shard: int) -> list[Part]:
+    """The committed part, and that of a retry that was killed after it had put its part in place.
+
+    The manifest does not say the second one yet. The next run says it.
+    """
+    return [state.parts[shard], *([state.replacing[shard]] if shard in state.replacing else [])]
 
 
-def _check_parts(folder: Folder, state: State, *, is_deep: bool, repair: bool) -> Iterator[CheckFinding]:
-    if lost := lost_selection(folder, state):
-        yield lost
-        return
-    state, flaws = _lasting_flaws(folder, state, is_deep)
-    owner = other_owner(folder, state, list(flaws)) if len(flaws) == len(state.parts) else None
-    if owner is not None:
-        yield CheckFinding("manifest_of_other_job", "manifest/", job_id=state.header.job_id, other_job_id=owner)
-        return
-    for shard, flaw in flaws.items():
-        name = f"parts/{part_name(shard)}"
-        moved_to = folder.move_aside(name) if repair and folder.exists(name) else None
-        yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
-
-
-def lost_selection(folder: Folder, state: State) -> CheckFinding | None:
+def _lost_selection(folder: Folder, state: State) -> CheckFinding | None:
     """The finding for a file of chosen rows that is gone or altered; without it no part can be checked."""
     for number, extent in enumerate(state.extents, 1):
         if extent.positions is not None and read_positions(folder, number, extent.positions) is None:
@@ -340,40 +405,7 @@ def lost_selection(folder: Folder, state: State) -> CheckFinding | None:
     return None
 
 
-def _lasting_flaws(folder: Folder, state: State, is_deep: bool) -> tuple[State, dict[int, Flaw]]:
-    """The current state, and flaws of parts by shard.
-
-    A running job may have replaced a part in the meantime. So flaws are looked at again with the current manifest.
-    """
-    flaws = _flaws(folder, state, sorted(state.parts), is_deep)
-    if flaws:
-        if live_holder(folder) is not None:
-            time.sleep(_SETTLE_S)
-        state = read_state(folder, state) or state
-        flaws = _flaws(folder, state, sorted(flaws.keys() & state.parts.keys()), is_deep)
-    return state, flaws
-
-
-def _flaws(folder: Folder, state: State, shards: list[int], is_deep: bool) -> dict[int, Flaw]:
-    parts = parts_of(folder, state)
-
-    def look(shard: int) -> Flaw | None:
-        place = shard_at(state.extents, shard)
-        flaw = parts.flaw(place, state.parts[shard], is_deep=is_deep)
-        if flaw is None or shard not in state.replacing:
-            return flaw
-        # A retry may have put its part in place, and been killed before the manifest said so. The next run says it.
-        return flaw if parts.flaw(place, state.replacing[shard], is_deep=is_deep) else None
-
-    flaws = dict[int, Flaw]()
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for start in range(0, len(shards), _CHUNK):
-            chunk = shards[start : start + _CHUNK]
-            flaws.update({shard: flaw for shard, flaw in zip(chunk, pool.map(look, chunk), strict=True) if flaw})
-    return flaws
-
-
-def parts_of(folder: Folder, state: State) -> PartsOfJob:
+def _parts_of(folder: Folder, state: State) -> PartsOfJob:
     """What the parts must be. folder: has them, and the files of chosen rows."""
     task = task_of(stored_spec(state.header.spec))
     return PartsOfJob(
@@ -385,7 +417,7 @@ def parts_of(folder: Folder, state: State) -> PartsOfJob:
     )
 
 
-def check_names(names: Iterable[str], state: State) -> Iterator[CheckFinding]:
+def _check_names(names: Iterable[str], state: State) -> Iterator[CheckFinding]:
     """Readers take all of `parts/*.parquet`, so no other file may have such a name. state: read after `names`."""
     named = {part_name(shard) for shard in state.parts}
     for name in names:
@@ -398,18 +430,10 @@ def check_names(names: Iterable[str], state: State) -> Iterator[CheckFinding]:
             yield CheckFinding("foreign_file", f"parts/{name}")
 
 
-def check_coverage(state: State) -> Iterator[CheckFinding]:
+def _check_coverage(state: State) -> Iterator[CheckFinding]:
     if state.is_done and not state.committed.all():
         missing = (~state.committed).nonzero()[0]
         yield CheckFinding("manifest_incomplete", "manifest/", shard=int(missing[0]), num_shards=len(missing))
-
-
-def _check_spec(folder: Folder, state: State, repair: bool) -> Iterator[CheckFinding]:
-    if folder.exists("job.yaml"):
-        return
-    if repair:
-        folder.write_atomic("job.yaml", spec_text(state, state.limit).encode())
-    yield CheckFinding("spec_restored" if repair else "spec_missing", "job.yaml")
 
 
 def check_journal(folder: Folder, state: State) -> Iterator[CheckFinding]:

@@ -6,41 +6,31 @@ parts, one after the other, and keeps none. `--repair` gives damaged parts a nam
 
 import contextlib
 import dataclasses
-import itertools
 import pathlib
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, read_files
-from batchinf.base.storage import DAMAGED, Folder
+from batchinf.base.storage import DAMAGED, Folder, free_name
 from batchinf.commands.check import (
     CheckFinding,
     CheckReport,
+    FilesCheck,
     JobCheck,
-    check_coverage,
+    allowed_parts,
     check_journal,
-    check_names,
-    lost_selection,
-    parts_of,
-    summed_up,
 )
 from batchinf.commands.status import jobs_in
 from batchinf.manifest.bucket_lock import BucketLock
 from batchinf.manifest.chain import Chain
-from batchinf.manifest.lock import live_holder
+from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import PATIENCE_S, Look, say_if_large
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
 from batchinf.output.mirror import fetch_selection, unbundled
-from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob
-from batchinf.records import Part
-from batchinf.schedule.shards import shard_at
-
-_SETTLE_S = 1.0
+from batchinf.output.proof import Flaw, PartsOfJob
 
 
 def check_bucket(url: str, *, is_deep: bool, repair: bool = False) -> CheckReport:
@@ -65,120 +55,89 @@ def _check(look: Look, job: JobFolder, state: State | None, *, is_deep: bool, re
         lock = BucketLock(Bucket(own, PATIENCE_S))
         held = lock.held(lambda: state.last_epoch) if repair else contextlib.nullcontext()
         with held, tempfile.TemporaryDirectory() as scratch:
-            job_check = _CheckOfJob(look, job, state, Folder(scratch), is_deep=is_deep)
-            return job_check.checked(check, lock if repair else None)
+            own_lock = lock if repair else None
+            return _BucketCheck(look, job, state, Folder(scratch), is_deep=is_deep, lock=own_lock).checked(check)
     except OutputError as error:
         return dataclasses.replace(check, error=str(error))
 
 
-class _CheckOfJob:
-    """The check of a job or a slice that has begun."""
+class _BucketCheck(FilesCheck):
+    """The check of a job in a bucket. Its files are fetched into a folder of this host while they are read."""
 
-    def __init__(self, look: Look, job: JobFolder, state: State, scratch: Folder, *, is_deep: bool) -> None:
-        """scratch: a folder for the parts that are fetched."""
+    def __init__(
+        self, look: Look, job: JobFolder, state: State, scratch: Folder, *, is_deep: bool, lock: BucketLock | None
+    ) -> None:
+        """scratch: an empty folder for its files. lock: is held to move damaged parts aside; None: they stay."""
+        super().__init__(scratch, state, is_deep=is_deep, is_repair=lock is not None)
         self._look = look
         self._job = job
-        self._state = state
-        self._scratch = scratch
-        self._is_deep = is_deep
+        self._lock = lock
         self._bucket = Bucket(look.named(job), PATIENCE_S)
+        self._sizes: dict[str, int] = {}
+        scratch.make("parts", "journal")
 
-    def checked(self, check: JobCheck, lock: BucketLock | None) -> JobCheck:
-        """The check with its findings. Raises OutputError if a commit is damaged, or if the store does not answer.
-
-        lock: is held to move damaged parts aside; None: they stay.
-        """
+    def checked(self, check: JobCheck) -> JobCheck:
+        """See `FilesCheck`. Raises OutputError if a commit is damaged, or if the store does not answer."""
         Chain(self._bucket).read(from_first=True)
-        self._read_state_again()
-        num_parts = len(self._state.parts)
-        is_held = lock is None and live_holder(self._job.folder) is not None
-        fetch_selection(self._bucket, self._scratch, self._state)
-        if lost := lost_selection(self._scratch, self._state):
-            findings = [lost]
-        else:
-            findings = [*self._damaged_parts(is_held=is_held, lock=lock)]
-        names = [listed.name for listed in self._bucket.list("parts")]
-        self._read_state_again()
-        findings += check_names(names, self._state)
-        findings += check_coverage(self._state)
-        self._fetch_journal()
-        findings += check_journal(self._scratch, self._state)
-        return summed_up(check, self._state, findings, num_parts_checked=num_parts, is_held=is_held)
+        self.read_state()
+        fetch_selection(self._bucket, self.files, self.state)
+        return super().checked(check)
 
-    def _read_state_again(self) -> None:
+    def holder(self) -> Holder | None:
+        return live_holder(self._job.folder)
+
+    def read_state(self) -> None:
         for job, state in Look(self._look.out).jobs():
             if job.slice == self._job.slice and state is not None:
-                self._state = state
+                self.state = state
 
-    def _damaged_parts(self, *, is_held: bool, lock: BucketLock | None) -> Iterator[CheckFinding]:
-        flaws = self._flaws(sorted(self._state.parts))
-        if flaws:
-            # A running job may have replaced a part in the meantime.
-            if is_held:
-                time.sleep(_SETTLE_S)
-            self._read_state_again()
-            flaws = self._flaws(sorted(flaws))
-        for shard, flaw in flaws.items():
-            name = f"parts/{part_name(shard)}"
-            moved_to = None if lock is None else self._move_aside(name, lock)
-            # A run notices a part that is missing or has another size, and makes it again.
-            yield CheckFinding("part_damaged", name, flaw.what, moved_to, needs_repair=not flaw.is_plain, shard=shard)
+    def part_names(self) -> Sequence[str]:
+        return [listed.name for listed in self._bucket.list("parts")]
 
-    def _move_aside(self, name: str, lock: BucketLock) -> str | None:
-        """The name of a damaged part in `damaged/`; None if there is no such object."""
+    def move_aside(self, name: str) -> str | None:
+        assert self._lock is not None
         if not self._bucket.has(name):
             return None
         taken = {listed.name for listed in self._bucket.list(DAMAGED)}
-        base = name.rpartition("/")[2]
-        names = itertools.chain([base], (f"{base}.{number}" for number in itertools.count(1)))
-        moved_to = f"{DAMAGED}/{next(candidate for candidate in names if candidate not in taken)}"
-        lock.check()
+        moved_to = f"{DAMAGED}/{free_name(name.rpartition('/')[2], taken.__contains__)}"
+        self._lock.check()
         self._bucket.move(name, moved_to)
         return moved_to
 
-    def _flaws(self, shards: Sequence[int]) -> dict[int, Flaw]:
-        sizes = {listed.name: listed.num_bytes for listed in self._bucket.list("parts")}
-        flaws = {shard: flaw for shard in shards if (flaw := _size_flaw(self._state, sizes, shard)) is not None}
-        if self._is_deep:
-            whole = [shard for shard in shards if shard not in flaws]
-            say_if_large(self._bucket.url, [self._state.parts[shard] for shard in whole])
-            self._scratch.make("parts")
-            parts = parts_of(self._scratch, self._state)
-            with ThreadPoolExecutor(NUM_THREADS) as pool:
-                deep = pool.map(lambda shard: self._deep_flaw(parts, shard), whole)
-                flaws |= {shard: flaw for shard, flaw in zip(whole, deep, strict=True) if flaw is not None}
-        return dict(sorted(flaws.items()))
+    def owner_of(self, shards: Sequence[int]) -> str | None:
+        return None  # damaged parts are not kept here
 
-    def _deep_flaw(self, parts: PartsOfJob, shard: int) -> Flaw | None:
-        path: pathlib.Path = self._scratch.path(f"parts/{part_name(shard)}")
+    def other_findings(self) -> Iterator[CheckFinding]:
+        """In the journal, whose segments are taken out of their bundles, as the next run does."""
+        for listed in self._bucket.list("journal"):
+            found = self._bucket.get(f"journal/{listed.name}")
+            for name, data in unbundled(found.data) if found is not None else ():
+                self.files.write_atomic(f"journal/{name}", data, durable=False)
+        return check_journal(self.files, self.state)
+
+    def flaws(self, shards: Sequence[int]) -> dict[int, Flaw]:
+        self._sizes = {listed.name: listed.num_bytes for listed in self._bucket.list("parts")}
+        if self.is_deep:
+            whole = [shard for shard in shards if self._size_flaw(shard) is None]
+            say_if_large(self._bucket.url, [self.state.parts[shard] for shard in whole])
+        return super().flaws(shards)
+
+    def flaw(self, parts: PartsOfJob, shard: int) -> Flaw | None:
+        if (flaw := self._size_flaw(shard)) is not None or not self.is_deep:
+            return flaw
+        path: pathlib.Path = self.files.path(f"parts/{part_name(shard)}")
         self._bucket.download(f"parts/{part_name(shard)}", path)
-        place = shard_at(self._state.extents, shard)
         try:
-            flaws = [parts.flaw(place, part, is_deep=True) for part in _allowed(self._state, shard)]
-            flaw = None if None in flaws else flaws[0]
+            flaw = super().flaw(parts, shard)
         finally:
             path.unlink(missing_ok=True)
         # A run compares only sizes.
         return None if flaw is None else dataclasses.replace(flaw, is_plain=False)
 
-    def _fetch_journal(self) -> None:
-        """Take the segments out of their bundles, as the next run does."""
-        self._scratch.make("journal")
-        for listed in self._bucket.list("journal"):
-            found = self._bucket.get(f"journal/{listed.name}")
-            for name, data in unbundled(found.data) if found is not None else ():
-                self._scratch.write_atomic(f"journal/{name}", data, durable=False)
-
-
-def _allowed(state: State, shard: int) -> list[Part]:
-    """The committed part, and the one of a retry that was killed between its upload and its commit."""
-    return [state.parts[shard], *(part for part in (state.replacing.get(shard),) if part is not None)]
-
-
-def _size_flaw(state: State, sizes: dict[str, int], shard: int) -> Flaw | None:
-    size = sizes.get(part_name(shard))
-    expected = state.parts[shard].num_bytes
-    if any(size == part.num_bytes for part in _allowed(state, shard)):
-        return None
-    what = "is missing" if size is None else f"has {size:,} bytes, but {expected:,} were written"
-    return Flaw(what, is_plain=True)
+    def _size_flaw(self, shard: int) -> Flaw | None:
+        size = self._sizes.get(part_name(shard))
+        if any(size == part.num_bytes for part in allowed_parts(self.state, shard)):
+            return None
+        expected = self.state.parts[shard].num_bytes
+        what = "is missing" if size is None else f"has {size:,} bytes, but {expected:,} were written"
+        return Flaw(what, is_plain=True)

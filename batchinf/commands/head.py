@@ -1,7 +1,6 @@
 """`batchinf head`: the first finished rows of a job, from its parts and its journal, while it runs or after."""
 
 import contextlib
-import math
 import pathlib
 import shlex
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from batchinf.schedule.positions import RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.tasks.base import ShownColumns
 from batchinf.tasks.columns import IMAGE_FACTS
-from batchinf.tasks.computed import CONFIDENCE, best_share, computed_columns
+from batchinf.tasks.computed import CONFIDENCE, computed_columns, confidence
 from batchinf.tasks.registry import task_of
 
 _IMAGES = "images"
@@ -205,8 +204,8 @@ class _Column:
     @classmethod
     def of(cls, head: Head, name: str, *, is_named: bool) -> "_Column":
         """is_named: by the user."""
-        values = [_shown(head, name, row, is_named=is_named) for row in head.rows]
-        title = cell(name if is_named else _title(head, name))
+        values = [_shown(head, name, row) for row in head.rows]
+        title = cell(name if is_named else _TITLES.get(name, name))
         return cls(title, values, list(map(cell, values)), is_whole=name in _OF_ERRORS and not is_named)
 
     @property
@@ -235,11 +234,15 @@ def _names(head: Head, columns: Sequence[str]) -> list[str]:
 
 
 def _with_confidence(head: Head) -> Head:
-    """With the column of the best choice's probability, if the rows have the logprobs of all choices."""
-    if head.shown.choice_sums is None:
+    """With the column of the probability of a label or of the best choice, if the rows have one."""
+    if not _has_confidence(head):
         return head
-    rows = tuple({CONFIDENCE: best_share(row.get(head.shown.choice_sums)), **row} for row in head.rows)
+    rows = tuple({CONFIDENCE: confidence(head.shown, row), **row} for row in head.rows)
     return replace(head, rows=rows)
+
+
+def _has_confidence(head: Head) -> bool:
+    return head.shown.choice_sums is not None or head.shown.label_logprob in head.columns
 
 
 def _with_images(head: Head) -> Head:
@@ -276,10 +279,6 @@ def _is_number(values: Iterable[Any]) -> bool:
     return bool(known) and all(isinstance(value, int | float) for value in known)
 
 
-def _title(head: Head, name: str) -> str:
-    return CONFIDENCE if name == head.shown.label_logprob else _TITLES.get(name, name)
-
-
 def _show_errors(head: Head, cells: list[Text]) -> int:
     """Put the message of each error row into its cell. Returns the width that the messages need."""
     errors: list[Text] = []
@@ -292,11 +291,9 @@ def _show_errors(head: Head, cells: list[Text]) -> int:
     return max([1, *(min(text.cell_len, most or text.cell_len) for text in errors)])
 
 
-def _shown(head: Head, column: str, row: Mapping[str, Any], *, is_named: bool) -> Any:
-    """The value of a cell. The place of a choice has the choice's text behind it, and a confidence is no logarithm."""
+def _shown(head: Head, column: str, row: Mapping[str, Any]) -> Any:
+    """The value of a cell. The place of a choice has the choice's text behind it."""
     value = row.get(column)
-    if column == head.shown.label_logprob and not is_named and value is not None:
-        return math.exp(value)
     if column in head.shown.choices and isinstance(value, int):
         return choice_name(value, head.shown.texts_of(row))
     return value
@@ -347,20 +344,15 @@ def _chosen(head: Head) -> list[str]:
     names = ["id" if "id" in head.columns else "row_index"]
     if any(row.get("sample_index") for row in head.rows):
         names.append("sample_index")
-    says_most = {*head.shown.names, head.shown.label_logprob}
+    says_most = {*head.shown.names}
     if any(row.get("num_output_tokens") for row in head.rows):
         says_most.add("num_output_tokens")
-    return [*names, *head.kept, *_in_order(head, [name for name in head.columns if name in says_most])]
-
-
-def _in_order(head: Head, results: list[str]) -> list[str]:
-    """The task's columns in the order of the table: the last ones are left out first."""
-    if head.shown.choice_sums is not None:
-        results.sort(key=lambda name: head.shown.names.index(name) if name in head.shown.names else len(results))
+    results = [name for name in head.columns if name in says_most]
+    if _has_confidence(head):
+        places = {name: place for place, name in enumerate(head.shown.names)}
+        results.sort(key=lambda name: places.get(name, len(places)))
         results.insert(1, CONFIDENCE)
-    if (label := head.shown.label_logprob) is not None:
-        results.sort(key=lambda name: name not in ("text", label))
-    return results
+    return [*names, *head.kept, *results]
 
 
 def _chosen_of_errors(head: Head) -> list[str]:

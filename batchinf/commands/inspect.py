@@ -393,8 +393,7 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
         others = list_names(map(str, report.same_id))
         yield Text(f"Rows at other positions have this id too: {others}", "yellow")
         yield Text(f"This is the row at position {position}. Give another position in place of the id.", "yellow")
-    yield Text()
-    yield _title("prompt")
+    yield from _heading("prompt")
     if report.prompt is None:
         yield Text(f"not shown: {plain_line(report.prompt_note)}", "dim")
     else:
@@ -404,8 +403,7 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
         yield _cut(prompt)
     yield from _picture_items(report)
     for number, sample in enumerate(report.samples):
-        yield Text()
-        yield _title(sample.title if len(report.samples) == 1 else f"sample {number}")
+        yield from _heading(sample.title if len(report.samples) == 1 else f"sample {number}")
         yield from _sample_items(sample)
 
 
@@ -413,8 +411,7 @@ def _picture_items(report: InspectReport) -> Iterator[RenderableType]:
     """A table of the images of the row."""
     if not report.pictures and not report.pictures_note:
         return
-    yield Text()
-    yield _title("images")
+    yield from _heading("images")
     if report.pictures_note:
         yield Text(f"not shown: {plain_line(report.pictures_note)}", "dim")
         return
@@ -446,10 +443,9 @@ def _token_items(title: str, tokens: Sequence[Token]) -> Iterator[RenderableType
     """A table of tokens, if their logprobs are known. Tokens of images have none, and are left out."""
     if all(token.logprob is None for token in tokens):
         return
-    placed = [(place, token) for place, token in enumerate(tokens) if token.logprob is not None or not place]
-    yield Text()
-    yield _title(title)
-    yield _token_table(placed[:_MOST_TOKENS])
+    placed = [((place,), token) for place, token in enumerate(tokens) if token.logprob is not None or not place]
+    yield from _heading(title)
+    yield _token_table(["#"], placed[:_MOST_TOKENS])
     if len(placed) > _MOST_TOKENS:
         yield Text(f"… and {len(placed) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
 
@@ -475,8 +471,7 @@ def _whole(value: Any, choices: Sequence[InspectedChoice]) -> Text:
 
 def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType]:
     """A table of the choices, and one of their tokens."""
-    yield Text()
-    yield _title("choices")
+    yield from _heading("choices")
     table = _table("choice", ["#", *choices[0].values])
     for place, choice in enumerate(choices):
         text = Text("–", "dim") if choice.text is None else _cut(Text(plain_line(choice.text, len(choice.text))))
@@ -485,21 +480,10 @@ def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType
     if any(choice.text is None for choice in choices):
         yield Text("their texts are in the input; output.keep_columns stores a column", "dim")
     if any(choice.tokens for choice in choices):
-        yield Text()
-        yield _title("tokens of the choices")
-        yield _choice_tokens(choices)
-
-
-def _choice_tokens(choices: Sequence[InspectedChoice]) -> Table:
-    tokens = _table("token", ["choice", "#", "token", "logprob", "rank"])
-    has_others = any(token.alternatives for choice in choices for token in choice.tokens)
-    if has_others:
-        tokens.add_column(_ALTERNATIVES)
-    for place, choice in enumerate(choices):
-        for number, token in enumerate(choice.tokens):
-            others = [_alternatives(token)] if has_others else []
-            tokens.add_row(str(place), str(number), *_token_cells(token), *others)
-    return tokens
+        yield from _heading("tokens of the choices")
+        numbered = ((place, enumerate(choice.tokens)) for place, choice in enumerate(choices))
+        rows = [((place, number), token) for place, tokens in numbered for number, token in tokens]
+        yield _token_table(["choice", "#"], rows)
 
 
 def _table(text: str, names: Sequence[str]) -> Table:
@@ -510,20 +494,17 @@ def _table(text: str, names: Sequence[str]) -> Table:
     return table
 
 
-def _token_cells(token: Token) -> tuple[Text, str, str]:
-    """A token's text, logprob and rank."""
-    logprob = "–" if token.logprob is None else f"{token.logprob:.2f}"
-    rank = "–" if token.rank is None else str(token.rank)
-    return Text(token_text(token.text), _colour(token)), logprob, rank
-
-
-def _token_table(tokens: Sequence[tuple[int, Token]]) -> Table:
-    """tokens: each with its place."""
-    table = _table("token", ["#", "token", "logprob", "rank"])
-    if any(token.alternatives for _, token in tokens):
+def _token_table(names: Sequence[str], rows: Sequence[tuple[Sequence[int], Token]]) -> Table:
+    """rows: each with the values of the first columns, which have these names."""
+    table = _table("token", [*names, "token", "logprob", "rank"])
+    has_others = any(token.alternatives for _, token in rows)
+    if has_others:
         table.add_column(_ALTERNATIVES)
-    for place, token in tokens:
-        table.add_row(str(place), *_token_cells(token), *([_alternatives(token)] if len(table.columns) > 4 else []))
+    for places, token in rows:
+        logprob = "–" if token.logprob is None else f"{token.logprob:.2f}"
+        rank = "–" if token.rank is None else str(token.rank)
+        text = Text(token_text(token.text), _colour(token))
+        table.add_row(*map(str, places), text, logprob, rank, *([_alternatives(token)] if has_others else []))
     return table
 
 
@@ -552,8 +533,10 @@ def _colour(token: Token) -> str:
     return next(colour for least, colour in _COLOURS if probability(token.logprob) >= least)
 
 
-def _title(text: str) -> Text:
-    return Text(text, "bold underline")
+def _heading(text: str) -> Iterator[RenderableType]:
+    """After an empty line."""
+    yield Text()
+    yield Text(text, "bold underline")
 
 
 def _cut(text: Text) -> Text:

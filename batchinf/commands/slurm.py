@@ -79,23 +79,23 @@ class SlurmOptions:
         """Tasks of the job array; None for no array. Raises SpecError."""
         if self.array is None:
             return None
-        match = re.fullmatch(r"([1-9][0-9]{0,6})(?:%[1-9][0-9]{0,6})?", self.array)
-        if match is None:
-            raise SpecError(
-                f"--array: got {clip(self.array)!r}; must be a number of slices, such as 8, or 8%2 to run at most 2 of "
-                "them at a time"
-            )
-        return int(match[1])
+        allowed = "a number of slices, such as 8, or 8%2 to run at most 2 of them at a time"
+        return int(_matched("--array", self.array, r"([1-9][0-9]{0,6})(?:%[1-9][0-9]{0,6})?", allowed)[1])
 
     @property
     def num_gpus(self) -> int | None:
         """GPUs of each node; None if no GPU is asked for. Raises SpecError."""
         if self.gpus is None:
             return None
-        match = re.fullmatch(r"(?:[\w.-]+:)?([1-9][0-9]{0,3})", self.gpus)
-        if match is None:
-            raise SpecError(f"--gpus: got {clip(self.gpus)!r}; must be a number or type:number, such as 4 or a100:4")
-        return int(match[1])
+        allowed = "a number or type:number, such as 4 or a100:4"
+        return int(_matched("--gpus", self.gpus, r"(?:[\w.-]+:)?([1-9][0-9]{0,3})", allowed)[1])
+
+
+def _matched(option: str, text: str, pattern: str, allowed: str) -> re.Match[str]:
+    """The match of an option's text. Raises SpecError if the pattern does not match all of it."""
+    if (match := re.fullmatch(pattern, text)) is None:
+        raise SpecError(f"{option}: got {clip(text)!r}; must be {allowed}")
+    return match
 
 
 def folder_of(file: SpecFile) -> pathlib.Path:
@@ -278,9 +278,8 @@ def _torch_of(venv: str | None) -> pathlib.Path | None:
 
 
 def _seconds(time: str) -> int:
-    match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,9}(?::[0-9]{1,5}){0,2})", time)
-    if match is None:
-        raise SpecError(f"--time: got {clip(time)!r}; must be a time such as 90 (minutes), 12:00:00 or 1-12:00:00")
+    allowed = "a time such as 90 (minutes), 12:00:00 or 1-12:00:00"
+    match = _matched("--time", time, r"(?:([0-9]{1,5})-)?([0-9]{1,9}(?::[0-9]{1,5}){0,2})", allowed)
     numbers = [int(number) for number in match[2].split(":")]
     if match[1] is None and len(numbers) < 3:  # minutes[:seconds]
         numbers = [0, *numbers]

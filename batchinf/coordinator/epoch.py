@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
-from batchinf.base.bucket import on_thread
 from batchinf.base.errors import (
     HopelessJob,
     Interrupted,
@@ -15,6 +14,7 @@ from batchinf.base.errors import (
     UserError,
     check_addresses,
 )
+from batchinf.base.process import on_thread
 from batchinf.base.slices import check_place, job_folder, source_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder

@@ -297,12 +297,6 @@ def _is_sure(spec: JobSpec) -> bool:
     return texts is not None and backend in ("auto", "guidance") and all(text.isprintable() for text in texts)
 
 
-def check_structures(file: SpecFile, tokenizer: str) -> Iterator[str]:
-    """The lines of a `StructuresCheck`. Raises SpecError."""
-    with StructuresCheck(file, tokenizer) as check:
-        yield from check.lines()
-
-
 @functools.cache
 def parser_names(package: Literal["reasoning", "tool_parsers"]) -> tuple[str, ...] | None:
     """Names of the installed vLLM's own parsers, sorted; None if not found. Read from the package's source."""

@@ -19,7 +19,6 @@ class HuggingFaceExport(ParquetExport):
     """`datasets.load_dataset(FOLDER)` reads it."""
 
     name = "hf"
-    suffix = ".parquet"
 
 
 def reserve(name: str, *, is_public: bool, overwrites: bool) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 import xxhash
 
 from batchinf.base import faults
-from batchinf.base.bucket import Bucket, StoreError, on_thread
+from batchinf.base.bucket import Bucket, StoreError
 from batchinf.base.errors import OutputError
+from batchinf.base.process import on_thread
 from batchinf.base.storage import Folder
 from batchinf.manifest.lock import LockLost
 from batchinf.manifest.state import MANIFEST_FOLDER, list_logs

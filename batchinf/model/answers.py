@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -56,3 +57,12 @@ def answer_of(
         with contextlib.suppress(OSError):
             model_files.write_cached(kept, json.dumps(answer).encode())
     return decoded(answer)
+
+
+def print_answer(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """In the other process: print the answer to the question on stdin, or the ModelError that `answer` raises."""
+    try:
+        words = answer(json.load(sys.stdin))
+    except ModelError as error:
+        words = {"error": str(error)}
+    print(json.dumps(words))

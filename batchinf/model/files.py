@@ -14,13 +14,12 @@ import os
 import pathlib
 import shlex
 import struct
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from batchinf.base.errors import ModelError
+from batchinf.base.process import on_thread
 from batchinf.base.storage import Folder
 from batchinf.base.text import near_path
 
@@ -213,8 +212,6 @@ def write_cached(path: pathlib.Path, data: bytes) -> None:
     Folder(path.parent).write_atomic(path.name, data, durable=False, fault="cache")
 
 
-T = TypeVar("T")
-
 # A machine without a network can take a minute to notice (name servers, dropped packets).
 _TIMEOUT_S = 10.0
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
@@ -322,7 +319,8 @@ def _fetch_small_files(name: str, revision: str | None) -> pathlib.Path:
     from huggingface_hub import HfApi, snapshot_download
 
     ask = functools.partial(HfApi().model_info, name, revision=revision, timeout=_TIMEOUT_S / 2)
-    small = [file.rfilename for file in _within(_TIMEOUT_S, ask).siblings or () if _is_small(file.rfilename)]
+    files = on_thread(ask).result(_TIMEOUT_S).siblings or ()  # a call that hangs stays on its thread
+    small = [file.rfilename for file in files if _is_small(file.rfilename)]
     with _no_progress_bars():
         return pathlib.Path(snapshot_download(name, revision=revision, allow_patterns=small or ["config.json"]))
 
@@ -343,20 +341,6 @@ def _no_progress_bars() -> Iterator[None]:
 def _is_small(name: str) -> bool:
     patterns = TOKENIZER_FILES if "/" in name else _SMALL_FILES
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _within(timeout_s: float, call: Callable[[], T]) -> T:
-    """The result of `call`, or TimeoutError. A call that hangs stays on its own thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="hub", daemon=True).start()
-    return future.result(timeout_s)
 
 
 def _why_not(name: str, revision: str | None, error: Exception) -> str:

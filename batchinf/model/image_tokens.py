@@ -5,15 +5,13 @@ kept in the user's cache. No image is loaded.
 """
 
 import hashlib
-import json
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchinf.base.errors import ModelError
 from batchinf.base.text import one_line, shorten
-from batchinf.model.answers import answer_of, kept_file
+from batchinf.model.answers import answer_of, kept_file, print_answer
 from batchinf.model.files import CONFIG_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 from batchinf.model.identity import Model
 
@@ -105,16 +103,13 @@ def _by_patches(processor: Any, size: tuple[int, int], options: Mapping[str, Any
     return int(processor.get_number_of_image_patches(*size, dict(options)) // processor.merge_size**2)
 
 
-def _main() -> None:
-    question = json.loads(sys.stdin.read())
-    answer: dict[str, Any]
+def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        answer = {"tokens": _counted(question)}
+        return {"tokens": _counted(question)}
     except Exception as error:  # transformers raises what its processors raise
         words = shorten(one_line(f"{type(error).__name__}: {error}"), 300)
-        answer = {"error": f"{_WHAT}: the model's image processor raised {words}"}
-    print(json.dumps(answer))
+        raise ModelError(f"{_WHAT}: the model's image processor raised {words}") from error
 
 
 if __name__ == "__main__":
-    _main()
+    print_answer(_answer)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from batchinf.base.errors import ModelError
 from batchinf.base.text import one_line
 from batchinf.model import files as model_files
-from batchinf.model.answers import answer_of, kept_file
+from batchinf.model.answers import answer_of, kept_file, print_answer
 
 # `linear`: a matrix that quantization changes. `embedding` and `head` stay as they are, and so do all `other` ones.
 Part = Literal["linear", "expert", "embedding", "head", "other"]
@@ -210,14 +210,5 @@ def _counted(config: Mapping[str, Any], trust_remote_code: bool, folder: str | N
         raise ModelError(f"transformers cannot build a model of type {family!r} from this config: {words}") from error
 
 
-def _main() -> None:
-    question = json.loads(sys.stdin.read())
-    try:
-        answer = asdict(_counted(question["config"], question["trust_remote_code"], question["folder"]))
-    except ModelError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer))
-
-
 if __name__ == "__main__":
-    _main()
+    print_answer(lambda question: asdict(_counted(**question)))

@@ -27,8 +27,9 @@ from itertools import starmap
 from typing import Any, TypeVar
 
 from batchinf.base import faults
-from batchinf.base.bucket import Bucket, Listed, on_thread, together
+from batchinf.base.bucket import Bucket, Listed, together
 from batchinf.base.errors import OutputError
+from batchinf.base.process import on_thread
 from batchinf.base.slices import CUT_RECORD, FILES_RECORD
 from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text

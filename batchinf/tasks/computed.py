@@ -1,8 +1,9 @@
 """Columns that `head` and `export` compute from the output: the best choice's text, and how sure the model was."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -50,6 +51,14 @@ def _labels(shown: ShownColumns, best: str, rows: pa.Table | pa.RecordBatch) -> 
 
 def _text(place: int | None, texts: Sequence[str]) -> str | None:
     return texts[place] if place is not None and 0 <= place < len(texts) else None
+
+
+def confidence(shown: ShownColumns, row: Mapping[str, Any]) -> float | None:
+    """The probability of a row's label or best choice; None without any."""
+    if shown.label_logprob is None:
+        return best_share(row.get(shown.choice_sums or ""))
+    logprob = row.get(shown.label_logprob)
+    return None if logprob is None else math.exp(logprob)
 
 
 def best_share(sums: Sequence[float] | None) -> float | None:

@@ -154,6 +154,8 @@ def test_a_killed_job_is_whole_and_not_done(halved: pathlib.Path) -> None:
     said, error = look(halved, is_deep=True)
     assert error == ""
     assert "the job is not done; run it again to go on" in said
+    # A repair has the lock itself.
+    assert "the job is not done; run it again to go on" in look(halved, repair=True)[0]
 
 
 def test_a_job_at_work_is_whole(tmp_path: pathlib.Path) -> None:

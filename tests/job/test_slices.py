@@ -13,7 +13,7 @@ import pytest
 
 import jobs
 from batchinf.base.errors import OutputError, SpecError
-from batchinf.base.slices import CUT_VERSION, Cut, Slice, job_folders, read_cut, write_cut
+from batchinf.base.slices import CUT_VERSION, Cut, Slice, job_folders, read_cut, read_files, write_cut
 from batchinf.base.storage import Folder, encode_record
 from batchinf.commands.head import read_head
 
@@ -198,6 +198,13 @@ def test_a_flipped_bit_of_the_record_is_never_a_setting(tmp_path: pathlib.Path) 
         (tmp_path / "cut.json").write_bytes(flipped)
         with contextlib.suppress(OutputError):
             assert read_cut(str(tmp_path)) == cut
+
+
+def test_the_files_of_a_newer_version_are_not_called_damaged(tmp_path: pathlib.Path) -> None:
+    assert read_files(str(tmp_path)) == {}
+    (tmp_path / "files.json").write_bytes(encode_record(CUT_VERSION + 1, {"model.safetensors": "0"}))
+    with pytest.raises(OutputError, match=r"files\.json was written by a newer batchinf: install a newer one"):
+        read_files(str(tmp_path))
 
 
 def test_a_whole_job_beside_slices_is_told(tmp_path: pathlib.Path) -> None:

@@ -18,7 +18,6 @@ import jobs
 from batchinf.base.errors import RowError, SpecError
 from batchinf.engines.installed import (
     StructuresCheck,
-    check_structures,
     check_structures_config,
     parser_names,
     structures_config,
@@ -389,8 +388,9 @@ def test_the_output_has_reasoning_after_the_text(tokenizer: Any) -> None:
 
 
 def refusal(spec: JobSpec) -> str:
-    with pytest.raises(SpecError) as caught:
-        list(check_structures(SpecFile(spec, {"": "job.yaml"}, "job.yaml"), str(MODEL)))
+    file = SpecFile(spec, {"": "job.yaml"}, "job.yaml")
+    with pytest.raises(SpecError) as caught, StructuresCheck(file, str(MODEL)) as check:
+        list(check.lines())
     return str(caught.value)
 
 

@@ -29,7 +29,7 @@ from batchinf.commands.validate.findings import (
 )
 from batchinf.commands.validate.shown_rows import ShownRow, find_row, random_rows, shown_row
 from batchinf.coordinator.start import with_known_degrees
-from batchinf.engines.installed import RowStructures, check_structures, is_cpu_build
+from batchinf.engines.installed import RowStructures, StructuresCheck, is_cpu_build
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.parallel import check_devices
@@ -88,8 +88,8 @@ def validate_job(
         yield _task(job)
         yield from _warnings(job.task.prompt_warnings(job.model, job.source))
         yield from _warnings(column_warnings(job.task, job.source))
-        structures = check_structures(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer)
-        yield from (Remark("structure", text) for text in structures)
+        with StructuresCheck(dataclasses.replace(job.file, spec=job.spec), job.model.tokenizer) as structures:
+            yield from (Remark("structure", text) for text in structures.lines())
         positions = _positions(job, state) if chosen is None else chosen.order(Folder(scratch))
         yield from _warnings(repeated_id_warning(job.spec, job.source, positions))
         lengths = yield from _prompt_findings(job, state, positions, num_rows=num_rows, named=named, seed=seed)
