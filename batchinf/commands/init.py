@@ -488,8 +488,8 @@ def written_lines(path: str, data: Data, purpose: str, spec_text: str = "") -> l
     from_ = "an OpenAI batch file" if data.is_batch else ", ".join(read)
     lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {from_}"]
     if data.encoding is not None:
-        is_guess = "" if data.has_given_encoding else ", which is a guess"
-        lines.append(f"the spec reads {data.path} as {data.encoding}{is_guess}; check the text that validate shows, and "
+        guess = "" if data.has_given_encoding else ", which is a guess"
+        lines.append(f"the spec reads {data.path} as {data.encoding}{guess}; check the text that validate shows, and "
                      "correct input.csv.encoding if it is another")  # fmt: skip
     if data.unreadable is not None:
         lines.append(f"warning: {data.unreadable}")
