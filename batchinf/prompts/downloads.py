@@ -23,7 +23,7 @@ from yarl import URL
 from batchinf.base.errors import ImageError
 from batchinf.base.places import shown_url
 from batchinf.base.text import clip, counted, one_line
-from batchinf.prompts.url_cache import UrlCache
+from batchinf.prompts.url_cache import UrlCache, cached
 from batchinf.spec.images import ImageSettings
 from batchinf.version import __version__
 
@@ -134,12 +134,9 @@ class Downloads:
             self._check_host(URL(url), name)  # before the cache: an earlier run may have allowed more hosts
         except ValueError:
             raise ImageError("image_not_found", f"{name} is no valid URL") from None
-        data = None if self._cache is None else self._cache.get(url)
-        if data is None:
-            data = asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
-            if self._cache is not None:
-                self._cache.put(url, data)
-        return data
+        return cached(
+            self._cache, url, lambda: asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
+        )
 
     async def _fetch_once(self, url: str) -> bytes:
         if url in self._kept:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from batchinf.base.places import elsewhere, folder_problem, is_bucket
-from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, wrong
+from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, without, wrong
 
 # A name in ASCII, with or without `*.` before it, or an IPv4 address; an IPv6 address; and a port.
 _HOST = re.compile(
@@ -32,15 +32,12 @@ def _checked_host(host: str) -> str:
     )
 
 
-def _checked_folder(folder: str) -> str:
+def _folder_problem(folder: str) -> str | None:
     instead = "copy the images to this host, and give their folder"
-    message = folder_problem(folder) if is_bucket(folder) else elsewhere(folder, instead)
-    if message is not None:
-        raise wrong(message)
-    return folder
+    return folder_problem(folder) if is_bucket(folder) else elsewhere(folder, instead)
 
 
-_Folder = Annotated[Path, AfterValidator(_checked_folder)]
+_Folder = Annotated[Path, without(_folder_problem)]
 _Host = Annotated[Text, AfterValidator(_checked_host)]
 
 
@@ -65,6 +62,9 @@ class ImageSettings(Section):
     """Seconds in which an image must be fetched, with all retries."""
     retries: Annotated[int, Field(ge=0, le=100), RUNTIME] = 3
     """How often a fetch is retried if the server is busy (status 408, 429 or 5xx) or the connection fails."""
+    on_changed: Annotated[Literal["stop", "take"], RUNTIME] = "stop"
+    """What a retry does with a row that has results without an error, and whose image is another one now: it stops and
+    names the row and the image, or takes the new image and names the row in a note."""
     cache_bytes: Annotated[int, Field(ge=0), RUNTIME] = 1 << 30
     """Bytes of fetched images that the output folder keeps until the job is done. About the last ones that were used
     are kept, and none is fetched twice. 0: none is kept."""
