@@ -379,13 +379,14 @@ class Bucket:
                 if not is_large:
                     self.failing_since = None
                 return result
-            if self.is_stopped() or time.monotonic() - began + pause_s > patience_s:
+            left_s = began + patience_s - time.monotonic()
+            if self.is_stopped() or left_s <= 0:
                 raise StoreError(
                     f"{self.url}/{name}: the store has not taken a request for "
                     f"{time.monotonic() - began:.0f} s: {self.failure}; nothing is lost: run the same "
                     "command again when it answers"
                 )
-            time.sleep(random.random() * pause_s)
+            time.sleep(min(random.random() * pause_s, left_s))  # the last attempt is when the patience is over
             pause_s = min(2 * pause_s, 5.0)
 
     def _wait(self, future: "Future[_T]", until: float) -> _T:

@@ -72,6 +72,7 @@ def look_at(path: str, labels: Sequence[str] = (), encoding: str | None = None) 
     labels, encoding: those that the user gives. Raises InputError if the input cannot be read, UserError if no column
     has text or images.
     """
+    is_given = encoding is not None
     if encoding is None:
         encoding = _encoding(path)
     else:
@@ -80,7 +81,9 @@ def look_at(path: str, labels: Sequence[str] = (), encoding: str | None = None) 
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(InputLocation(path, csv=dialect), pathlib.Path(scratch))
         with contextlib.closing(source):
-            return replace(_data(path, source, labels), encoding=encoding, notes=tuple(input_notes(source)))
+            data = _data(path, source, labels)
+            notes = tuple(input_notes(source))
+            return replace(data, encoding=encoding, has_given_encoding=is_given, notes=notes)
 
 
 def _encoding(path: str) -> str | None:
@@ -492,8 +495,9 @@ def written_lines(path: str, data: Data, purpose: str, spec_text: str = "") -> l
     from_ = "an OpenAI batch file" if data.is_batch else ", ".join(read)
     lines = [f"{path}: rows from {data.path} ({data.num_rows:,}), {from_}"]
     if data.encoding is not None:
-        lines.append(f"the spec reads {data.path} as {data.encoding}; check the text that validate shows, and correct "
-                     "input.csv.encoding if it is another")  # fmt: skip
+        guess = "" if data.has_given_encoding else ", which is a guess"
+        lines.append(f"the spec reads {data.path} as {data.encoding}{guess}; check the text that validate shows, and "
+                     "correct input.csv.encoding if it is another")  # fmt: skip
     if data.unreadable is not None:
         lines.append(f"warning: {data.unreadable}")
     if data.image_hosts:

@@ -63,7 +63,12 @@ class BucketLock(JobLock):
         return etag is not None
 
     def _note_epoch(self) -> None:
-        """The first heartbeat has it. Nobody waits for that: the commits have the epochs, too."""
+        """The next heartbeat has it. Nobody waits for that: the commits have the epochs, too."""
+        self.check()  # the heartbeat of the restore may have found another holder
+
+    @property
+    def _heartbeat_with_epoch_s(self) -> float:
+        return 0.0
 
     def _read(self) -> bytes | None:
         there = self._bucket.get(LOCK)
@@ -73,16 +78,16 @@ class BucketLock(JobLock):
     def _take_away(self, stale: bytes) -> bool:
         return self._read() == stale and self._bucket.put_if(LOCK, _FREE, self._etag) is not None
 
-    def _keep_beating(self) -> None:
-        while True:
+    def _keep_beating(self, first_s: float) -> None:
+        wait_s = first_s
+        while not self._stop.wait(wait_s):
             # A store that does not answer is no reason to give up: the next commit decides.
             with contextlib.suppress(StoreError):
                 try:
                     self._beat()
                 except LockLost:
                     return
-            if self._stop.wait(self._heartbeat_s):
-                return
+            wait_s = self._heartbeat_s
 
     def _beat(self) -> None:
         assert self._me is not None

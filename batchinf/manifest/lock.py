@@ -205,9 +205,10 @@ class JobLock:
     ) -> int:
         """Take the lock; returns this process's epoch, greater by one than the greatest so far.
 
-        last_epoch: called once the lock is held, because the last holder may have begun an epoch until then. A holder
-        on another host counts as dead after `takeover_after_s` without a heartbeat; that is several heartbeats. During
-        the wait `on_wait` gets a line about once a second. Raises OutputError if another process holds the job.
+        last_epoch: called once the lock is held, because the last holder may have begun an epoch until then. It may
+        take minutes, for a job in a bucket, so the heartbeat is kept meanwhile. A holder on another host counts as dead
+        after `takeover_after_s` without a heartbeat; that is several heartbeats. During the wait `on_wait` gets a line
+        about once a second. Raises OutputError if another process holds the job.
         """
         self._me = me = Holder.this_process()
         greatest = 0
@@ -220,11 +221,12 @@ class JobLock:
                 self._await_death(data, takeover_after_s, on_wait)
                 if self._take_away(data) and holder is not None:
                     greatest = max(greatest, holder.epoch)
-            self._me = dataclasses.replace(me, epoch=1 + max(last_epoch(), greatest))
+            self._begin_beats(self._heartbeat_s)
+            epoch = 1 + max(last_epoch(), greatest)
+            self._end_beats()
+            self._me = dataclasses.replace(self._me, epoch=epoch)
             self._note_epoch()
-            self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._keep_beating, name="lock-heartbeat", daemon=True)
-            self._thread.start()
+            self._begin_beats(self._heartbeat_with_epoch_s)
         except BaseException:
             self.release()
             raise
@@ -278,6 +280,16 @@ class JobLock:
 
     def _note_epoch(self) -> None:
         self._beat()
+
+    @property
+    def _heartbeat_with_epoch_s(self) -> float:
+        """How long after `_note_epoch` the next heartbeat comes."""
+        return self._heartbeat_s
+
+    def _begin_beats(self, first_s: float) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, args=[first_s], name="lock-heartbeat", daemon=True)
+        self._thread.start()
 
     def _end_beats(self) -> None:
         self._stop.set()
@@ -349,11 +361,13 @@ class JobLock:
             self.predecessor_seen_at = seen_at
             return renamed == stale
 
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(self._heartbeat_s):
+    def _keep_beating(self, first_s: float) -> None:
+        wait_s = first_s
+        while not self._stop.wait(wait_s):
             # A short disk error is no reason to give up; `check` decides whether the lock is lost.
             with contextlib.suppress(OSError):
                 self._beat()
+            wait_s = self._heartbeat_s
 
     def _beat(self) -> None:
         """Increase the heartbeat in place: an open file stays the same file even after another process renames it.

@@ -65,6 +65,8 @@ class Data:
     """Whether the user gave the labels."""
     encoding: str | None = None
     """Of CSV files; None for the default."""
+    has_given_encoding: bool = False
+    """Whether the user gave the encoding. Otherwise it is a guess."""
     unreadable: str | None = None
     """How many of the first rows cannot be read, and why; None if all can."""
     image_hosts: tuple[str, ...] = ()
@@ -124,6 +126,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             raise UserError(f"--for: got {purpose}, but {data.path} has images and no text; write --for {allowed}")
     what, asked, section = PURPOSES[purpose](data, wanted)
     why_no_id = f"; {data.repeated_id}" if data.repeated_id else ""
+    guess = "" if data.has_given_encoding else "a guess: "
     shown = ", ".join(map(_yaml, data.columns[:12])) + (", …" if len(data.columns) > 12 else "")
     return "\n".join(
         [
@@ -136,7 +139,11 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "",
             "input:",
             f"  path: {_path(data.path)}",
-            *([f"  csv: {{encoding: {data.encoding}}}    # look at the text in validate"] if data.encoding else []),
+            *(
+                [f"  csv: {{encoding: {data.encoding}}}    # {guess}look at the text in validate"]
+                if data.encoding
+                else []
+            ),
             f"  # {data.num_rows:,} rows with the columns {shown}",
             f"  id_column: {_yaml(data.id)}    {_ID}" if data.id else f"  # id_column: NAME    {_ID}{why_no_id}",
             *asked,

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import stores
@@ -133,6 +134,21 @@ def test_errors_are_one_line_without_secrets(url: str, store: stores.Proxy) -> N
     for raised in (missing, denied, busy):
         assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
         assert len(str(raised.value)) < 700
+
+
+def test_the_last_attempt_is_not_before_the_patience_is_over(url: str, store: stores.Proxy) -> None:
+    bucket = Bucket(url, patience_s=1.0)
+    attempts: list[float] = []
+
+    def fault(method: str, path: str) -> str:
+        attempts.append(time.monotonic())
+        return "503"
+
+    store.fault = fault
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="has not taken a request for"):
+        bucket.put("status.json", b"")
+    assert len(attempts) > 2 and attempts[-1] >= began + 1.0
 
 
 def test_urls() -> None:

@@ -500,6 +500,10 @@ def test_a_csv_file_of_a_spreadsheet_in_cp1252(tmp_path: pathlib.Path) -> None:
     path = written("generate", rows, tmp_path)
     report = batchinf.validate(path, overrides=NO_VLLM, num_rows=1)
     assert "Für 5 € „gut“." in str(report.rows[0].text)
+    guess = "as cp1252, which is a guess; check the text"
+    assert guess in "".join(written_lines("job.yaml", look_at(str(rows)), "generate"))
+    assert "a guess" in path.read_text()
+    assert guess not in "".join(written_lines("job.yaml", look_at(str(rows), encoding="cp1252"), "generate"))
     rows.write_bytes("id,größe\n1,Für.\n2,".encode() + b"\xfc.\n")  # damaged UTF-8
     damaged = look_at(str(rows))
     assert damaged.encoding is None

@@ -9,6 +9,7 @@ import uuid
 import pytest
 import stores
 
+import jobs
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
@@ -168,3 +169,39 @@ def test_a_lock_is_kept_while_the_store_is_absent(url: str, store: stores.Proxy)
         lock.check()
         assert stores.read(url, "lock") != before
     assert stores.read(url, "lock") == b"free"
+
+
+def test_a_lock_is_kept_while_the_job_is_restored(url: str, store: stores.Proxy) -> None:
+    one = BucketLock(Bucket(url), heartbeat_s=0.05)
+    beats: list[int] = []
+
+    def restore() -> int:
+        """As long as it takes until others have seen two heartbeats."""
+        jobs.wait_until(lambda: _beat_of(url) >= 2, 30)
+        beats.append(_beat_of(url))
+        return 6
+
+    with one.held(restore) as epoch:
+        assert epoch == 7 and beats
+        jobs.wait_until(lambda: b'"epoch": 7' in stores.read(url, "lock"), 30)
+        assert _beat_of(url) > beats[0]  # no heartbeat twice: a reader looks for a change
+    assert stores.read(url, "lock") == b"free"
+
+
+def test_a_lock_that_is_lost_during_the_restore_begins_no_epoch(url: str, store: stores.Proxy) -> None:
+    one = BucketLock(Bucket(url), heartbeat_s=0.05)
+    other = b'{"token": "of another process"}'
+
+    def restore() -> int:
+        Bucket(url).put("lock", other)
+        jobs.wait_until(lambda: one._lost_to is not None, 30)
+        return 0
+
+    with pytest.raises(LockLost, match="writes nothing more"):
+        one.acquire(restore)
+    assert stores.read(url, "lock") == other
+
+
+def _beat_of(url: str) -> int:
+    holder = Holder.decode(stores.read(url, "lock"))
+    return -1 if holder is None else holder.heartbeat
