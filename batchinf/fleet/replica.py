@@ -20,13 +20,12 @@ from batchinf.replica.messages import (
     Failed,
     Key,
     LeaseBegun,
+    LeaseDone,
     LeaseEvent,
-    LeaseStored,
     NoPlace,
     Progress,
     Ready,
     Revoked,
-    ShardClosed,
     StartPhase,
     Stopped,
     TakesLeases,
@@ -392,25 +391,18 @@ class FleetReplica:
                 current.begun.add(key)
                 current.recovered_rows += num_recovered_rows
                 return event
-            case LeaseStored(key):
-                return self._finish(current.leases.get(key), event)
-            case ShardClosed(part):
-                return self._finish(self._whole_lease(part.shard), event)
+            case LeaseDone():
+                return self._finish(event)
             case Revoked(keys):
                 return LeasesGivenBack(self.take_back(keys))
             case Tried():
                 return event
 
-    def _whole_lease(self, shard: int) -> Lease | None:
-        """The lease of a whole shard, if the replica holds it."""
-        return next((lease for lease in self.current.leases.values() if lease.index == shard and lease.is_whole), None)
-
-    def _finish(self, lease: Lease | None, event: LeaseStored | ShardClosed) -> LeaseFinished | None:
+    def _finish(self, event: LeaseDone) -> LeaseFinished | None:
         """Remove a lease that is finished. A message about a lease counts only while the replica holds the lease."""
-        if lease is None:
-            return None
         current = self.current
-        del current.leases[lease.key]
+        if (lease := current.leases.pop(event.lease, None)) is None:
+            return None
         current.begun.discard(lease.key)
         current.revoking.discard(lease.key)
         current.finished_rows += event.num_rows
@@ -422,7 +414,7 @@ class FleetReplica:
             lease=lease,
             num_rows=event.num_rows,
             errors=event.errors,
-            part=event.part if isinstance(event, ShardClosed) else None,
+            part=event.part,
         )
 
     def note_start_detail(self, detail: str) -> None:
@@ -466,8 +458,14 @@ class FleetReplica:
 
         All others run again; what the journal has of them is recovered.
         """
-        heard = [self.hear(event, now=now, at=at) for event in events if not isinstance(event, LeaseStored | Revoked)]
-        return tuple(action for action in heard if isinstance(action, LeaseFinished))
+        finished = []
+        for event in events:
+            match event:
+                case Revoked() | LeaseDone(part=None):
+                    continue
+            if isinstance(action := self.hear(event, now=now, at=at), LeaseFinished):
+                finished.append(action)
+        return tuple(finished)
 
     def end(self, cause: str, verdict: Verdict | None, *, now: float, max_restarts: int) -> None:
         """The incarnation has ended: decide whether and when the next one starts. verdict: if memory ran out."""
