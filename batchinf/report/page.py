@@ -22,7 +22,7 @@ from batchinf.manifest.look import Look
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.report import charts
-from batchinf.report.html import markdown_template, template
+from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.samples import Samples, sample_groups
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
@@ -81,7 +81,7 @@ def report_page(out: str) -> str:
 
 def report_markdown(out: str) -> str:
     """The facts of the page as Markdown, with tables in place of charts."""
-    return markdown_template("page.md").render(**_facts(out), mark=_MARKS["md"].decode())
+    return template("page.md").render(**_facts(out), mark=_MARKS["md"].decode())
 
 
 def _facts(out: str) -> dict[str, Any]:
