@@ -5,7 +5,6 @@ A start stores the prediction in the manifest, and the end of a run stores the m
 
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -131,7 +130,7 @@ def shares(looks: Sequence[Mapping[str, Any]], num_replicas: int, work_s: float)
 
 def times_of(events: Iterable[EventLine], name: str) -> list[float]:
     """When the events with this name happened, in seconds since 1970."""
-    return [datetime.datetime.fromisoformat(event.at).timestamp() for event in events if event.name == name]
+    return [event.time for event in events if event.name == name]
 
 
 def looks_of_epoch(folder: Folder, epoch: int) -> Iterator[Mapping[str, Any]]:

@@ -8,8 +8,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from batchinf.base.errors import UserError
-from batchinf.base.storage import PAGE_MARK, reason, write_named
+from batchinf.base.storage import PAGE_MARK, naming_option, write_named
 from batchinf.base.text import plain
 from batchinf.commands.inspect import InspectReport, probability, token_text
 
@@ -71,8 +70,7 @@ def row_page(report: InspectReport) -> str:
 
 
 def write_page(report: InspectReport, path: str) -> None:
-    """Write the page. Raises UserError if it cannot be written, or if another file is there."""
-    try:
-        write_named(pathlib.Path(path), row_page(report).encode(errors="backslashreplace"), PAGE_MARK)
-    except OSError as error:
-        raise UserError(f"--html: cannot write {path}: {reason(error)}; name another file") from error
+    """Write the page. Raises OutputError if it cannot be written, or if another file is there."""
+    page = row_page(report).encode(errors="backslashreplace")
+    with naming_option(path, "--html"):
+        write_named(pathlib.Path(path), page, PAGE_MARK)
