@@ -120,7 +120,8 @@ class Intake:
 
     def _num_taken(self, report: Progress, last: EngineStats) -> int:
         """Rows that it had finished; with those that ran, if requests wait in it at the last report."""
-        num_finished = finished_inputs(report, report.num_rows, self._requests_per_row)
+        num_stored = report.num_rows / self._requests_per_row if report.num_inputs is None else report.num_inputs
+        num_finished = finished_inputs(report, num_stored, self._requests_per_row)
         return num_finished + (self._num_running(report.engine) if last.num_waiting else 0)
 
     def _num_running(self, engine: EngineStats) -> int:
@@ -132,14 +133,9 @@ def requests_per_row(progress: Progress, of_job: int) -> float:
     return progress.num_rows / progress.num_inputs if progress.num_inputs else of_job
 
 
-def finished_inputs(progress: Progress, num_rows: int, of_job: int, num_before: int = 0) -> int:
-    """Input rows that an engine has finished.
-
-    num_rows: output rows that count. num_before: input rows of `progress.num_inputs` that do not count.
-    """
-    per_row = requests_per_row(progress, of_job)
-    stored = num_rows / per_row if progress.num_inputs is None else max(0.0, progress.num_inputs - num_before)
-    return int(stored + progress.num_unstored / per_row + _ROUNDING)
+def finished_inputs(progress: Progress, num_stored: float, of_job: int) -> int:
+    """Input rows that an engine has finished. num_stored: those whose results are decoded."""
+    return int(num_stored + progress.num_unstored / requests_per_row(progress, of_job) + _ROUNDING)
 
 
 @dataclass(slots=True)
@@ -253,9 +249,7 @@ class FleetReplica:
     def outstanding_rows(self) -> int:
         """Rows assigned that its engine has not finished, by its latest report."""
         current = self.current
-        finished = finished_inputs(
-            current.progress, self.num_open_rows, self.requests_per_row, num_before=current.finished_inputs
-        )
+        finished = finished_inputs(current.progress, self.num_open_inputs, self.requests_per_row)
         held = sum(lease.num_to_run for key, lease in current.leases.items() if key not in current.revoking)
         return max(0, held - finished)
 
