@@ -1,6 +1,5 @@
 """Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
 
-import datetime
 import functools
 import math
 import os
@@ -13,7 +12,7 @@ from batchinf.base.errors import BatchinfError, OutputError, UserError
 from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
-from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken
+from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken, utc_now
 from batchinf.commands.inspect import build_again
 from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.fleet.status import read_looks
@@ -103,7 +102,7 @@ def _facts(out: str) -> dict[str, Any]:
         "title": clip(os.path.basename(os.path.normpath(out)), 80),
         "folder": clip(out if look.is_bucket else os.path.abspath(out), 300),
         "state": _state(report),
-        "made_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "made_at": utc_now("seconds"),
         "version": __version__,
         "report": report,
         "totals": totals,
