@@ -13,6 +13,7 @@ from batchinf.job.drift import check_drift
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.manifest.state import State
+from batchinf.output.open_lease import KnownImages
 from batchinf.records import Prompt
 from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
@@ -284,7 +285,10 @@ def _prompts(job: Job, state: State, rows: Sequence[StoredRow]) -> _Prompts:
     if job.spec.input.images is None:
         return {prompt.row_index: (prompt, None) for prompt in built}
     # Digests that changed stop here, with the name of the image.
-    known = {row.values["row_index"]: row.values[IMAGE_DIGESTS] for row in rows}
+    known = {
+        row.values["row_index"]: KnownImages(row.values[IMAGE_DIGESTS], "put the old one back, to compare with it")
+        for row in rows
+    }
     render = ReferenceProcessor(job.spec, job.model, begun_at(job, state)).render
     images = ImagePrompts(job.spec.input.images, base_folder=image_folder(job.spec.input))
     images.expect(built)

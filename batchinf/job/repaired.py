@@ -18,7 +18,7 @@ from batchinf.source.rows import Source
 
 def repaired(
     source: Source, folder: Folder, where: InputLocation, retries: Iterable[Retry], *, state: State | None = None
-) -> Source:
+) -> RepairedSource:
     """A further source of the same rows, with those that these retries took from files; the latest retry wins.
 
     where: the job's input. state: leaves out rows of parts that a retry has not replaced yet. Raises OutputError if a

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,14 @@ from batchinf.tasks.base import Task
 
 # Most requests of a row that are accepted from a segment. Each takes a byte of memory.
 _MOST_REQUESTS = 1 << 20
+
+
+class KnownImages(NamedTuple):
+    """The images of a row that has results without an error."""
+
+    digests: Sequence[str]
+    way_out: str
+    """What a user can do if an image of the row is another one now."""
 
 
 class OpenLease:
@@ -44,7 +53,7 @@ class OpenLease:
         self.num_finished_inputs = 0
         self.num_input_shares = 0.0  # of a row with n requests, each counts 1 / n; only if the task's rows vary
         self.errors: Counter[str] = Counter()  # results with an error, by its type
-        self.image_digests: Mapping[int, Sequence[str]] = {}  # by row; see `stored_digests` of `replica/images.py`
+        self.known_images: Mapping[int, KnownImages] = {}  # by row; see `known_images` of `replica/images.py`
         self.is_given_back = False  # another replica runs it; its prompts here are dropped
         self.num_requests = np.zeros(lease.num_rows, np.int32)
         self._journal = journal

@@ -16,7 +16,7 @@ import numpy as np
 
 from batchinf.base import faults
 from batchinf.base.errors import RowError
-from batchinf.output.open_lease import OpenLease
+from batchinf.output.open_lease import KnownImages, OpenLease
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Lease, Prompt, RenderedPrompt, Request, Result
 from batchinf.replica.images import ImagePrompts, Render
@@ -414,7 +414,7 @@ class Feeder(threading.Thread):
         self, opened: OpenLease, prompt: Prompt, max_model_len: int
     ) -> Iterable[tuple[PendingRequest, int]]:
         """As `_expand`, with the images of the row. Empty if the lease is given back meanwhile, or the feeder ends."""
-        made = self._with_images(prompt, opened.image_digests)
+        made = self._with_images(prompt, opened.known_images)
         if made is None or opened.is_given_back:
             return ()
         with_images, rendered = made
@@ -456,7 +456,7 @@ class Feeder(threading.Thread):
             self.fail(FailedRow(opened, tuple(failed)))
 
     def _with_images(
-        self, prompt: Prompt, known: Mapping[int, Sequence[str]]
+        self, prompt: Prompt, known: Mapping[int, KnownImages]
     ) -> tuple[Prompt, RenderedPrompt | None] | None:
         """See `ImagePrompts.made`. Waits until the engine is up; None if the feeder ends meanwhile."""
         assert self.images is not None

@@ -6,19 +6,22 @@ are made ahead, and the queue counts their bytes.
 
 import contextlib
 import os
+import pathlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from batchinf.base.errors import DriftError, ImageError, RequestRefused, RowError
+from batchinf.base.parquet import open_part
 from batchinf.base.places import is_http, shown_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip
-from batchinf.output.open_lease import OpenLease
+from batchinf.output.open_lease import KnownImages, OpenLease
 from batchinf.prompts.images import image_error, shared_ids, too_many, with_rendered
 from batchinf.prompts.media import ImageLoader, LoadedImage
 from batchinf.records import Prompt, RenderedPrompt
@@ -33,6 +36,9 @@ _LEAST_AHEAD = 4
 _MOST_AHEAD = 16
 # Tensors of images in the engine, as vLLM may keep them in two processes. More requests wait outside.
 IMAGE_BYTES = 4 << 30
+
+_TAKE = "put the old one back, or take the new one: run the job again with --set input.images.on_changed=take"
+_ONE_IMAGE = "its results would be of two images; put the old one back, or start a new job with another output.path"
 
 # A prompt with the tokens of its images, and its tensors; or with the error why it has none.
 _Made = tuple[Prompt, RenderedPrompt | None]
@@ -69,8 +75,8 @@ class ImagePrompts:
         """Make nothing more ahead."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def made(self, prompt: Prompt, render: Render, known: Mapping[int, Sequence[str]]) -> _Made:
-        """See `_Made`. known: digests of the images of rows of the lease that have results already.
+    def made(self, prompt: Prompt, render: Render, known: Mapping[int, KnownImages]) -> _Made:
+        """See `_Made`. known: the images of rows of the lease that have results already.
 
         Raises DriftError if an image has changed.
         """
@@ -84,7 +90,7 @@ class ImagePrompts:
                 return making.result()
         return self._make(prompt, render, known)
 
-    def _make(self, prompt: Prompt, render: Render, known: Mapping[int, Sequence[str]]) -> _Made:
+    def _make(self, prompt: Prompt, render: Render, known: Mapping[int, KnownImages]) -> _Made:
         loaded = self._load(prompt)
         if isinstance(loaded, RowError):
             return _failed(prompt, loaded), None
@@ -114,34 +120,41 @@ class ImagePrompts:
         return loaded
 
 
-def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: Sequence[str] | None) -> None:
-    if known is None or list(known) == list(digests):
+def _refuse_changes(prompt: Prompt, digests: Sequence[str], known: KnownImages | None) -> None:
+    if known is None or list(known.digests) == list(digests):
         return
-    places = [place for place, (new, old) in enumerate(zip(digests, known, strict=False)) if new != old]
+    places = [place for place, (new, old) in enumerate(zip(digests, known.digests, strict=False)) if new != old]
     which = f"image {places[0] + 1}" if places else "the list of images"
     source = prompt.image_sources[places[0]] if places else None
     is_named = isinstance(source, str) and not source.startswith("data:")
     named = f" ('{clip(shown_url(str(source)) if is_http(str(source)) else str(source), 200)}')" if is_named else ""
-    raise DriftError(
-        f"row {prompt.row_index}: {which}{named} has changed since the job ran the row; its results would be of two "
-        "images: put the old one back, or start a new job with another output.path"
-    )
+    raise DriftError(f"row {prompt.row_index}: {which}{named} has changed since the job ran the row: {known.way_out}")
 
 
-def stored_digests(opened: OpenLease) -> dict[int, Sequence[str]]:
-    """The digests of the images of the rows of a lease that have results without an error in the journal.
+def known_images(
+    opened: OpenLease, part: pathlib.Path | None, given: Collection[int] = frozenset()
+) -> dict[int, KnownImages]:
+    """The images of the rows of a lease that have results without an error, by row.
 
-    Those in the part that a retry replaces do not matter: the retry replaces all results of a row.
+    part: the part that a retry replaces, if an image may not change with it. given: rows that the retry takes from
+    another file; they may name other images.
     """
     columns = ["row_index", "error_type", IMAGE_DIGESTS]
-    stored: dict[int, Sequence[str]] = {}
-    for segment in opened.segments:
-        for row in segment.table().select(columns).to_pylist():
-            if row["error_type"] is None and row[IMAGE_DIGESTS] is not None and row["row_index"] in opened.rows:
-                stored[row["row_index"]] = row[IMAGE_DIGESTS]
+    tables: list[tuple[pa.Table, str, Collection[int]]] = []
+    if part is not None:
+        with open_part(os.fspath(part)) as file:
+            tables.append((file.read(columns=columns), _TAKE, given))
+    tables += [(segment.table().select(columns), _ONE_IMAGE, ()) for segment in opened.segments]
+    known: dict[int, KnownImages] = {}
+    for table, way_out, other_rows in tables:
+        for row in table.to_pylist():
+            number = row["row_index"]
+            is_good = row["error_type"] is None and row[IMAGE_DIGESTS] is not None
+            if is_good and number in opened.rows and number not in other_rows:
+                known[number] = KnownImages(row[IMAGE_DIGESTS], way_out)
     for segment in opened.segments:
         segment.close()
-    return stored
+    return known
 
 
 def _failed(prompt: Prompt, error: RowError) -> Prompt:

@@ -28,6 +28,7 @@ from batchinf.engines.protocol import Engine
 from batchinf.engines.scripted import ScriptedEngine, ScriptedPooling
 from batchinf.job.open import location_of, open_job_input
 from batchinf.job.repaired import repaired
+from batchinf.manifest.names import retry_of
 from batchinf.model.content import Unchanged, adapter_files
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.replica.feeder import Feeder
@@ -194,8 +195,11 @@ class Incarnation:
     def _start_pipeline(self, work: Work) -> tuple[Pipeline, EngineLimits | None]:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
+        given_rows = Pipeline.given_rows
         if work.repairs:
             source = repaired(source, self._folder, location_of(spec), work.repairs)
+            if work.repairs[-1].number == retry_of(self._launch.incarnation):
+                given_rows = source.newest_rows
         pipeline = Pipeline(
             task=work.columns.task(spec),
             source=source,
@@ -208,6 +212,7 @@ class Incarnation:
             begun_at=work.begun_at,
             may_store=self._may_store,
             columns=work.columns,
+            given_rows=given_rows,
         )
         self._feeder = pipeline.feeder
         limits = expected_limits(spec, *self._launch.config_limits, self._tokenizer)

@@ -25,7 +25,7 @@ from batchinf.engines.protocol import Engine
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_columns
 from batchinf.manifest.columns import Columns
-from batchinf.manifest.names import retry_of
+from batchinf.manifest.names import part_name, retry_of
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
@@ -36,7 +36,7 @@ from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
 from batchinf.replica.calls import Calls
 from batchinf.replica.feeder import ByteQueue, FailedRow, Feeder, PendingRequest, error_result
-from batchinf.replica.images import IMAGE_BYTES, ImagePrompts, stored_digests
+from batchinf.replica.images import IMAGE_BYTES, ImagePrompts, known_images
 from batchinf.replica.messages import Event, InFlightRequest, Progress
 from batchinf.replica.writer import USUAL, WIDE, Finished, Writer
 from batchinf.schedule.positions import RETRY_FOLDER, RunOrder, ShardRows, stored_positions
@@ -396,6 +396,8 @@ class Pipeline:
     """Waits until results may be durable."""
     columns: Columns | None = None
     """Those of the job's files; None: all that the task has."""
+    given_rows: Callable[[int, int], frozenset[int]] = lambda start, stop: frozenset()
+    """The rows from a first to a last position (exclusive) that this retry takes from another file."""
 
     def __post_init__(self) -> None:
         self._spec = self.task.spec
@@ -404,6 +406,8 @@ class Pipeline:
         self._columns = self.columns or Columns.of_new_job(self.task, fields)
         self._journal = Journal(self.folder, self.incarnation, self._columns.journal_schema, self._before_segment)
         self._retry = retry_of(self.incarnation)
+        images = self._spec.input.images
+        self._stops_at_changed_images = bool(self._retry) and images is not None and images.on_changed == "stop"
         self._chosen = stored_positions(self.folder, self._retry, where=RETRY_FOLDER) if self._retry else None
         self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
         self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
@@ -482,7 +486,7 @@ class Pipeline:
         where = self._spec.input
         if where.images is None:
             return None
-        # A retry fetches images again, because they may have changed.
+        # A retry fetches images again, so that it notices those that have changed.
         cache = Folder(self.folder.path(f"{IMAGES_FOLDER}/{self._retry}"))
         return ImagePrompts(where.images, base_folder=image_folder(where), cache_folder=cache)
 
@@ -495,7 +499,9 @@ class Pipeline:
         opened = OpenLease(lease, self.task, self._journal, chosen=chosen, rows=rows)
         opened.recover()
         if self._spec.input.has_images:
-            opened.image_digests = stored_digests(opened)
+            part = self.folder.path(f"parts/{part_name(lease.index)}") if self._stops_at_changed_images else None
+            given = self.given_rows(rows.first, rows.last + 1) if part is not None else frozenset[int]()
+            opened.known_images = known_images(opened, part, given)
         return opened
 
     def _fail(self, row: FailedRow) -> None:

@@ -142,6 +142,11 @@ class RepairedSource(Source):
             else:
                 yield from self._repairs[owner].source._spans(place, place + last - first)
 
+    def newest_rows(self, start: int, stop: int) -> frozenset[int]:
+        """The rows from `start` to `stop` (exclusive) that come from the latest repair."""
+        rows, _ = self._repairs[-1].find(start, stop)
+        return frozenset(rows.tolist())
+
     def keep_digests(self) -> None:
         """See `Source`."""
         for repair in self._repairs:

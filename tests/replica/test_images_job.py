@@ -140,7 +140,8 @@ def test_a_job_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.Path
     jobs.finish(path, **store.environment)
     assert stores.rows(url) == unhurt
     shutil.copy(PICTURES / "red-square.png", tmp_path / "job" / "pictures" / "blue-circle.png")
-    replaced = jobs.finish(path, "--retry", "row_index = 0", **store.environment)
+    take = ["--set", "input.images.on_changed=take"]
+    replaced = jobs.finish(path, "--retry", "row_index = 0", *take, **store.environment)
     assert "1 input row ran again with other images than before (row 0)" in replaced.stderr
     digest = hashlib.sha256((PICTURES / "red-square.png").read_bytes()).hexdigest()
     assert [row["image_digests"] for row in stores.rows(url)[:2]] == [[digest]] * 2
@@ -208,7 +209,7 @@ def test_a_folder_of_pictures_is_an_input(tmp_path: pathlib.Path) -> None:
     assert after[:-1] == before
     assert (after[-1]["id"], after[-1]["row_index"]) == ("a.png", 12)
     shutil.copy(PICTURES / "red-square.png", folder / "blue-circle.png")
-    replaced = jobs.finish(path, "--retry", "id = 'blue-circle.png'")
+    replaced = jobs.finish(path, "--retry", "id = 'blue-circle.png'", "--set", "input.images.on_changed=take")
     assert "1 input row ran again with other images than before (row 0)" in replaced.stderr
     [new] = [row for row in jobs.rows_of(tmp_path / "job" / "out") if row["row_index"] == 0]
     assert new["image_digests"] == [hashlib.sha256((folder / "blue-circle.png").read_bytes()).hexdigest()]
@@ -278,7 +279,15 @@ def test_repaired_rows_have_their_own_images(tmp_path: pathlib.Path) -> None:
     # A repair may give a good row another picture.
     write_lines(fixed, [{"id": "a", "photo": "pictures/blue-circle.png"}])
     jobs.finish(path, "--retry", "id = 'a'", "--input", str(fixed))
-    assert [row["image_digests"] for row in jobs.rows_of(tmp_path / "job" / "out")] == [[digest]] * 4
+    repaired = jobs.rows_of(tmp_path / "job" / "out")
+    assert [row["image_digests"] for row in repaired] == [[digest]] * 4
+    # The other rows of its retry must have the pictures that they had.
+    shutil.copy(PICTURES / "red-square.png", tmp_path / "job" / "pictures" / "blue-circle.png")
+    write_lines(fixed, [{"id": "a", "photo": "pictures/red-circle.png"}])
+    stopped = jobs.run("run", path, "--retry", "error_type is null", "--input", str(fixed))
+    assert stopped.returncode == 2
+    assert "row 1: image 1 ('pictures/blue-circle.png') has changed since the job ran the row" in stopped.stderr
+    assert jobs.rows_of(tmp_path / "job" / "out") == repaired
 
 
 def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.Path) -> None:
@@ -296,7 +305,7 @@ def test_the_files_of_the_image_processor_identify_the_model(tmp_path: pathlib.P
         results.tokenizer()
 
 
-def test_a_retry_takes_a_changed_picture_and_says_so(tmp_path: pathlib.Path) -> None:
+def test_a_retry_stops_at_a_changed_picture_or_takes_it(tmp_path: pathlib.Path) -> None:
     rows = [{"id": f"row-{name}", "photo": f"pictures/{name}"} for name in ("a.png", "b.png", "gone.png")]
     path = spec_of(tmp_path / "job", rows)
     pictures = tmp_path / "job" / "pictures"
@@ -313,11 +322,23 @@ def test_a_retry_takes_a_changed_picture_and_says_so(tmp_path: pathlib.Path) -> 
     shutil.copy(PICTURES / "red-square.png", pictures / "b.png")
     jobs.finish(path, "--retry", "row_index = 0")
     assert jobs.rows_of(tmp_path / "job" / "out") == after
-    # Killed once the retry is recorded: a plain run ends it, with the picture that is there then.
+    stopped = jobs.run("run", path, "--retry", "row_index <= 1")
+    assert stopped.returncode == 2
+    assert "row 1: image 1 ('pictures/b.png') has changed since the job ran the row" in stopped.stderr
+    assert jobs.rows_of(tmp_path / "job" / "out") == after
+    # With the old picture, a plain run ends the retry.
+    shutil.copy(PICTURES / "blue-circle.png", pictures / "b.png")
+    jobs.finish(path)
+    assert jobs.rows_of(tmp_path / "job" / "out") == after
+    # With the new one, too, if the user says so. A kill changes nothing in this.
+    shutil.copy(PICTURES / "red-square.png", pictures / "b.png")
     killed = jobs.run("run", path, "--retry", "row_index <= 1", faults="retry.after_line=kill")
     assert killed.returncode != 0
-    resumed = jobs.finish(path)
-    assert "1 input row ran again with other images than before (row 1)" in resumed.stderr
+    again = jobs.run("run", path)
+    assert again.returncode == 2
+    assert "--set input.images.on_changed=take" in again.stderr
+    taken = jobs.finish(path, "--set", "input.images.on_changed=take")
+    assert "1 input row ran again with other images than before (row 1)" in taken.stderr
     replaced = jobs.rows_of(tmp_path / "job" / "out")
     others = [number for number, row in enumerate(replaced) if row["row_index"] != 1]
     assert [replaced[number] for number in others] == [after[number] for number in others]
