@@ -37,7 +37,8 @@ _TEXT = {
     "pad_token_id": 2,
 }  # fmt: skip
 # The place of an image in a prompt, by family.
-PLACEHOLDERS = {"qwen3-vl": "<|vision_start|><|image_pad|><|vision_end|>", "pixtral": "[IMG]"}
+_OF_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+PLACEHOLDERS = {"qwen3-vl": _OF_QWEN, "qwen2.5-vl": _OF_QWEN, "pixtral": "[IMG]"}
 
 
 def torchvision_for_cpu(folder: pathlib.Path) -> pathlib.Path:
@@ -66,7 +67,7 @@ def make(family: str, folder: pathlib.Path) -> None:
         pathlib.Path(__file__).parents[1] / "sample_data" / "tiny-llama"
     )
     torch.manual_seed(0)
-    model, processor = (_qwen3_vl if family == "qwen3-vl" else _pixtral)(transformers, tokenizer)
+    model, processor = _MAKE[family](transformers, tokenizer)
     with torch.no_grad():
         for weights in model.parameters():
             if weights.ndim > 1:
@@ -78,10 +79,18 @@ def make(family: str, folder: pathlib.Path) -> None:
     config.write_text(json.dumps({**fields, "tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
+def _tokens_of_qwen(tokenizer):  # type: ignore[no-untyped-def]
+    """The ids of the marks of images, by their names in configs."""
+    marks = {
+        "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+        "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+    }  # fmt: skip
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks.values())})
+    return {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+
+
 def _qwen3_vl(transformers, tokenizer):  # type: ignore[no-untyped-def]
-    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    start, end, image, video = tokenizer.convert_tokens_to_ids(marks)
+    ids = _tokens_of_qwen(tokenizer)
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True, "rope_theta": 10000.0}
     config = transformers.Qwen3VLConfig(
         text_config={**_TEXT, "vocab_size": len(tokenizer), "rope_parameters": rope},
@@ -90,7 +99,7 @@ def _qwen3_vl(transformers, tokenizer):  # type: ignore[no-untyped-def]
             "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
-        image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
+        **ids,
     )  # fmt: skip
     images = transformers.Qwen2VLImageProcessorPil(
         size={"shortest_edge": 1024, "longest_edge": 16384}, patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3
@@ -101,6 +110,28 @@ def _qwen3_vl(transformers, tokenizer):  # type: ignore[no-untyped-def]
         video_processor=transformers.Qwen3VLVideoProcessor(patch_size=16),
     )
     return transformers.Qwen3VLForConditionalGeneration(config), processor
+
+
+def _qwen2_5_vl(transformers, tokenizer):  # type: ignore[no-untyped-def]
+    ids = _tokens_of_qwen(tokenizer)
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    # The width of a head is that of the model by the number of heads: the CPU's attention needs 32.
+    text = {name: value for name, value in _TEXT.items() if name != "head_dim"} | {"hidden_size": 128}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**text, "vocab_size": len(tokenizer), "rope_parameters": rope},
+        vision_config={
+            "depth": 2, "hidden_size": 32, "out_hidden_size": 128, "num_heads": 2, "intermediate_size": 64,
+            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+        **ids,
+    )  # fmt: skip
+    processor = transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessorPil(size={"shortest_edge": 784, "longest_edge": 12544}),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen2VLVideoProcessor(),
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config), processor
 
 
 def _pixtral(transformers, tokenizer):  # type: ignore[no-untyped-def]
@@ -119,6 +150,8 @@ def _pixtral(transformers, tokenizer):  # type: ignore[no-untyped-def]
     processor = transformers.PixtralProcessor(image_processor=images, tokenizer=tokenizer, patch_size=16)
     return transformers.LlavaForConditionalGeneration(config), processor
 
+
+_MAKE = {"qwen3-vl": _qwen3_vl, "qwen2.5-vl": _qwen2_5_vl, "pixtral": _pixtral}
 
 if __name__ == "__main__":
     make(sys.argv[1], pathlib.Path(sys.argv[2]))

@@ -1,5 +1,6 @@
 """Text for people: values, names and errors in one short line, lines that fit a terminal, reasons of failed rows."""
 
+import base64
 import contextlib
 import dataclasses
 import datetime
@@ -94,8 +95,22 @@ def name_type(value: object) -> str:
 
 
 def to_json(report: Any, *, ensure_ascii: bool = True) -> str:
-    """A report as one line of JSON. A number that is not finite becomes null; a date, as of a row, becomes text."""
-    return json.dumps(_values(report), default=str, ensure_ascii=ensure_ascii)
+    """A report as one line of JSON. A number that is not finite becomes null, bytes base64; a date becomes text."""
+    return json.dumps(_values(report), default=_text_of, ensure_ascii=ensure_ascii)
+
+
+def _text_of(value: object) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def nested_text(value: object) -> str:
+    """A list or a mapping for people: JSON, with the number of bytes in place of bytes."""
+    return json.dumps(value, ensure_ascii=False, default=value_text)
+
+
+def value_text(value: object) -> str:
+    """A single value for people: of bytes, such as an image, their number."""
+    return size_text(len(value)) if isinstance(value, bytes) else str(value)
 
 
 def _values(value: Any) -> Any:

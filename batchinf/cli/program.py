@@ -4,6 +4,7 @@ import contextlib
 import io
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Annotated, NoReturn
 
@@ -43,6 +44,8 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # rows may have characters that the terminal cannot show
+    # Pillow warns of odd pictures, with a line of its source. What counts is in the rows and in messages of ours.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         app(prog_name="batchinf")
     except BatchinfError as error:

@@ -22,7 +22,7 @@ from batchinf.base.storage import reason
 from batchinf.base.text import clip, counted, list_names, names_in
 from batchinf.model.files import check_name
 from batchinf.model.identity import resolve
-from batchinf.prompts.chat import IMAGE_PARTS
+from batchinf.prompts.chat import IMAGE_PARTS, source_of_part
 from batchinf.prompts.checks import input_notes
 from batchinf.prompts.images import ImageSource, sources_of
 from batchinf.prompts.media import ImageLoader
@@ -234,7 +234,7 @@ class _Columns:
 
 
 class _Images:
-    """The columns that have images."""
+    """The columns that have images, and those in conversations."""
 
     def __init__(self, path: str, columns: _Columns) -> None:
         self._values = columns.values
@@ -243,12 +243,16 @@ class _Images:
         """By columns that name pictures, none of which is there: the first of these names."""
         self._loader = ImageLoader(ImageSettings(), base_folder=self._base_folder)
         self.names = [name for name in columns.types if self._has_images(name)]
-        rows = [[s for name in self.names for s in _images_in(row.values.get(name))] for row in columns.rows]
+        parts = [_sources_in_parts(list(row.values.values())) for row in columns.rows]
+        rows = [
+            [*of_row, *(source for name in self.names for source in _images_in(row.values.get(name)))]
+            for row, of_row in zip(columns.rows, parts, strict=True)
+        ]
         self.most = max(map(len, rows), default=0)
         urls = [source for source in itertools.chain.from_iterable(rows) if isinstance(source, str)]
         self.hosts = tuple(dict.fromkeys(filter(None, map(_host, filter(is_http, urls)))))
         self.folders = self._folders(urls)
-        self.are_in_parts = any(_has_parts(value) for row in columns.rows for value in row.values.values())
+        self.are_in_parts = any(parts)
 
     def _folders(self, urls: Sequence[str]) -> tuple[str, ...]:
         """The folders of buckets with images, or the buckets if there are many."""
@@ -322,13 +326,16 @@ def _host(url: str) -> str | None:
     return None
 
 
-def _has_parts(value: object) -> bool:
-    """Whether a conversation, or a line of a batch file, has parts that are images."""
+def _sources_in_parts(value: object) -> list[object]:
+    """The sources of all parts with images in conversations, or in a line of a batch file; None of a bare part."""
     if isinstance(value, str) and '"image' in value:
         value = _as_list(value)
     if isinstance(value, dict):
-        return value.get("type") in IMAGE_PARTS or any(map(_has_parts, value.values()))
-    return isinstance(value, list) and any(map(_has_parts, value))
+        kind = value.get("type")
+        if isinstance(kind, str) and kind in IMAGE_PARTS:
+            return [source_of_part(value)]
+        value = list(value.values())
+    return [source for each in value for source in _sources_in_parts(each)] if isinstance(value, list) else []
 
 
 def _is_message(value: object) -> bool:
@@ -370,7 +377,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         images=tuple(images.names),
         image_hosts=images.hosts,
         image_folders=images.folders,
-        lost_image=images.lost_line,
+        lost_image=None if is_batch else images.lost_line,  # an id of a line may be the name of its picture
         most_images=images.most,
         has_image_parts=images.are_in_parts,
         documents=_first(columns.text_lists(), _DOCUMENTS),

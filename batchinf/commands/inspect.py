@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from rich.text import Text
 
 from batchinf.base.errors import BatchinfError, UserError
 from batchinf.base.parquet import open_part, readable_rows
-from batchinf.base.text import choice_name, list_names, one_line, plain, plain_line
+from batchinf.base.text import choice_name, list_names, nested_text, one_line, plain, plain_line
 from batchinf.commands.screen import cell
 from batchinf.job.begun import open_begun
 from batchinf.job.input_job import image_folder
@@ -470,7 +469,7 @@ def _whole(value: Any, choices: Sequence[InspectedChoice]) -> Text:
             Text(plain_line(str(choice_name(value, [choice.text or "" for choice in choices])), len(text) + 20))
         )
     if isinstance(value, list | dict):
-        value = json.dumps(value, ensure_ascii=False, default=str)
+        value = nested_text(value)
     return _cut(Text(plain_line(value, len(value)))) if isinstance(value, str) else cell(value)
 
 

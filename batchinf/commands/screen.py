@@ -1,13 +1,12 @@
 """Tables and colour for the terminal, through rich. Without a terminal, or with NO_COLOR, all is plain text."""
 
-import json
 import os
 import sys
 
 from rich.console import Console
 from rich.text import Text
 
-from batchinf.base.text import plain_line
+from batchinf.base.text import nested_text, plain_line, value_text
 
 _PIPE_COLUMNS = 160
 
@@ -27,8 +26,8 @@ def cell(value: object, style: str = "") -> Text:
     if isinstance(value, list):
         return Text(_list_text(value), style)
     if isinstance(value, dict):
-        return Text(plain_line(json.dumps(value, ensure_ascii=False, default=str)), style)
-    return Text(plain_line(str(value)), style)
+        return Text(plain_line(nested_text(value)), style)
+    return Text(plain_line(value_text(value)), style)
 
 
 def _list_text(values: list[object]) -> str:

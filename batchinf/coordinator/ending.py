@@ -82,7 +82,7 @@ class Summary:
     errors: tuple[Failure, ...] = ()
     """Each reason of each error type, with its first row, the most frequent first."""
     image_folder: str | None = None
-    """In which relative paths of images begin, if an image was not found."""
+    """In which relative paths of images begin, if the image of a path was not found."""
     remarks: tuple[str, ...] = ()
     """Further lines, such as an accuracy or a forecast."""
     retry_command: str = ""
@@ -136,7 +136,8 @@ def _error_lines(errors: Sequence[Failure], num_errors: int) -> Iterator[str]:
 
 def _image_folder(where: InputSpec, errors: Sequence[Failure]) -> str | None:
     """See `Summary.image_folder`."""
-    return image_folder(where) if any(failure.error_type == "image_not_found" for failure in errors) else None
+    not_found = [error.error_message for error in errors if error.error_type == "image_not_found"]
+    return image_folder(where) if any("://" not in message for message in not_found) else None
 
 
 def _retry_command(file: SpecFile) -> str:

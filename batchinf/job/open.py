@@ -29,7 +29,7 @@ from batchinf.prompts.openai.lines import COLUMNS, NUM_LOOKED_AT, all_of, check_
 from batchinf.prompts.openai.requests import may_be_batch, recognised
 from batchinf.prompts.renderer import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.row_sampling import check_sampling_columns
-from batchinf.prompts.tool_parsers import with_tool_parser
+from batchinf.prompts.tools import with_tool_parser
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.files import InputLocation, say_on_stderr
 from batchinf.source.find import NoInputError

@@ -5,23 +5,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinf.base.errors import RowError
+from batchinf.base.text import list_names, name_type, shorten
+from batchinf.model.lora import adapter_places
 from batchinf.prompts.encoder import Encoder, Side, begins_with_two, enough_tokens, show
 from batchinf.prompts.images import ImageSource
-from batchinf.prompts.openai.requests import BatchPrompts, BatchRequest
-from batchinf.prompts.openai.truncation import Truncation
+from batchinf.prompts.openai.lines import LineReader
+from batchinf.prompts.openai.requests import BatchPrompts, BatchReader, BatchRequest
 from batchinf.prompts.renderer import Renderer, check_text
-from batchinf.prompts.row_adapter import RowAdapter
 from batchinf.prompts.row_sampling import RowSampling
-from batchinf.records import Prompt, Tools
+from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
+_NO_LINE = BatchRequest()
+_SHOWN_CHARS = 60
 
 
 class PromptBuilder:
     """Rows → prompts."""
+
+    task_columns: Sequence[str] = ()
+    """Further columns that a task reads of each row. Subclasses set them."""
 
     def __init__(
         self,
@@ -31,10 +37,11 @@ class PromptBuilder:
         begun_at: str | None = None,
         *,
         output_room: int = 1,
-        has_samples: bool = True,
+        reader: LineReader[BatchRequest] | None = None,
     ) -> None:
         """vocab_size: ids at or above it would crash the engine; None: not known. begun_at: see `ChatTemplate`.
-        output_room: number of tokens that must fit after a prompt. has_samples: a row may have several output rows.
+        output_room: number of tokens that must fit after a prompt. reader: of the lines of a batch file; None: a
+        `BatchReader`.
         """
         self._renderer = Renderer(spec, tokenizer, begun_at)
         self._sampling = RowSampling(spec.sampling)
@@ -43,17 +50,21 @@ class PromptBuilder:
         self._placeholders = self._renderer.placeholders(tokenizer)
         self._batch: BatchPrompts | None = None
         if spec.input.is_batch_file:
-            self._batch = BatchPrompts(spec, tokenizer, begun_at, has_samples=has_samples,
-                                       placeholders=self._placeholders)  # fmt: skip
+            reader = reader or BatchReader(spec)
+            self._batch = BatchPrompts(spec, tokenizer, begun_at, reader=reader, placeholders=self._placeholders)
+        self._with_special = Encoder(tokenizer, adds_special_tokens=True)
+        self._without_special = Encoder(tokenizer, adds_special_tokens=False)
         # A chat template writes all special tokens. The tokenizer must not add its own a second time.
-        self._encoder = Encoder(tokenizer, adds_special_tokens=not spec.input.is_chat or self._batch is not None)
-        self._chat_encoder = Encoder(tokenizer, adds_special_tokens=False)
+        adds = not spec.input.is_chat or self._batch is not None
+        self._encoder = self._with_special if adds else self._without_special
         self._has_images = spec.input.has_images
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
         self._parses_calls = spec.model.tool_parser is not None
         self._keeps_text = spec.output.include_prompt
+        # vLLM's tokenizer cuts the beginning where a text is generated.
+        self._side_of_lines: Side = "left"
         self._side: Side | None = None
         if spec.input.on_overlong != "error":
             self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
@@ -65,8 +76,9 @@ class PromptBuilder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns of the prompt, of the row's own sampling and of its adapter."""
-        return tuple(dict.fromkeys([*self._renderer.columns, *self._sampling.columns, *self._adapter.columns]))
+        """The input columns of the prompt, of the row's own sampling, of its adapter, and of the task."""
+        of_rows = (*self._sampling.columns, *self._adapter.columns)
+        return tuple(dict.fromkeys([*self._renderer.columns, *of_rows, *self.task_columns]))
 
     @property
     def image_id(self) -> int | None:
@@ -101,33 +113,39 @@ class PromptBuilder:
 
     def _of_parts(self, parts: Sequence[Prompt]) -> Prompt:
         """The prompt of a line with several prompts. It has an error if all of them have one."""
-        first = parts[0]
-        number = len(parts)
-        num_samples = first.sampling.n if first.sampling is not None else self._num_samples
+        num_samples = parts[0].sampling.n if parts[0].sampling is not None else self._num_samples
+        numbered = (replace(part, first_request=num_samples * place) for place, part in enumerate(parts))
+        return self._as_one(parts, parts=tuple(numbered))
+
+    def _as_one(self, parts: Sequence[Prompt], /, **fields: Any) -> Prompt:
+        """The first prompt with what all of them have together, and with these other fields."""
         errors = [part.error for part in parts]
         texts = [part.text for part in parts if part.text is not None]
         return replace(
-            first,
+            parts[0],
             token_ids=[token_id for part in parts for token_id in part.token_ids],
             text="\n".join(texts) if texts else None,
             error=None if None in errors else errors[0],
             is_truncated=any(part.is_truncated for part in parts),
             has_second_bos=any(part.has_second_bos for part in parts),
-            parts=tuple(
-                replace(part, first_request=num_samples * i) for i, part in zip(range(number), parts, strict=True)
-            ),
+            **fields,
         )
 
     def _encoded(self, drafts: "Sequence[Draft]") -> "Iterator[list[int] | RowError]":
         """The ids or the error of each draft, in order. All texts are encoded together."""
-        encoded = {
-            encoder: encoder.encode([draft.text or "" for draft in drafts if draft.encoder is encoder])
-            for encoder in (self._encoder, self._chat_encoder)
-        }
+        encoded = self._ids_of([(draft.text or "", draft.encoder) for draft in drafts if draft.encoder is not None])
         for draft in drafts:
-            ids = draft.ids if draft.encoder is None else next(encoded[draft.encoder])
+            ids = draft.ids if draft.encoder is None else next(encoded)
             assert ids is not None
             yield ids
+
+    def _ids_of(self, texts: Sequence[tuple[str, Encoder]]) -> Iterator[list[int] | RowError]:
+        """The ids or the error of each text, in order. The texts of an encoder are encoded together."""
+        encoded = {
+            encoder: encoder.encode([text for text, its in texts if its is encoder])
+            for encoder in (self._with_special, self._without_special)
+        }
+        return (next(encoded[encoder]) for _, encoder in texts)
 
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
         """The prompts with the values that a task reads from each row. Tasks override it in subclasses."""
@@ -171,28 +189,18 @@ class PromptBuilder:
         """The row's text, or its ids or error if it needs no encoding."""
         if self._batch is not None:
             return self._batch_draft(self._batch, row, max_model_len)
-        if self._has_images:
-            draft = self._image_draft(row, max_model_len)
-        elif self._takes_ids:
-            return Draft(None, self._renderer.token_ids(row))
-        else:
-            draft = self._text_draft(self._renderer.render(row), self._encoder, max_model_len)
-        if not self._parses_calls or isinstance(draft.ids, RowError):
+        rendered = self._renderer.render_images(row, self._placeholders)
+        if isinstance(rendered, RowError):
+            return Draft(None, rendered)
+        draft = Draft(rendered.text, rendered.token_ids)
+        if rendered.token_ids is None:
+            draft = self._text_draft(rendered.text or "", self._encoder, max_model_len)
+        tools = self._renderer.tools(row) if self._parses_calls else None
+        if isinstance(tools, RowError):
+            return Draft(None, draft.ids if isinstance(draft.ids, RowError) else tools)
+        if not rendered.sources and tools is None:
             return draft
-        tools = self._renderer.tools(row)
-        return Draft(None, tools) if isinstance(tools, RowError) else replace(draft, tools=tools)
-
-    def _image_draft(self, row: Row, max_model_len: int | None) -> "Draft":
-        prompt = self._renderer.render_images(row, self._placeholders)
-        if isinstance(prompt, RowError):
-            return Draft(None, prompt)
-        if isinstance(prompt.text, str) and prompt.token_ids is not None:
-            draft = Draft(prompt.text, prompt.token_ids)
-        elif isinstance(prompt.text, str):
-            draft = self._text_draft(prompt.text, self._encoder, max_model_len)
-        else:
-            draft = Draft(None, prompt.text)
-        return replace(draft, images=prompt.sources)
+        return replace(draft, request=BatchRequest(images=rendered.sources, tools=tools))
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
         request = batch.read(row)
@@ -200,35 +208,33 @@ class PromptBuilder:
             return Draft(None, request)
         sampling = self._sampling.with_values(request.sampling)
         if isinstance(sampling, RowError):
-            return Draft(request.text, sampling, request=request.form)
-        parts = [self._line_draft(part, sampling, max_model_len) for part in request.parts or (request,)]
-        if not request.parts:
-            return parts[0]
+            return Draft(request.text, sampling, request=request)
+        parts = [self._line_draft(batch, part, sampling, max_model_len) for part in request.parts or (request,)]
+        return self._of_drafts(parts) if request.parts else parts[0]
+
+    def _of_drafts(self, parts: "Sequence[Draft]") -> "Draft":
+        """The prompts of a line as one text or list of ids, for outlines and previews."""
         if all(part.encoder is None for part in parts):
             ids = [token_id for part in parts if isinstance(part.ids, list) for token_id in part.ids]
             return replace(parts[0], ids=ids, parts=tuple(parts))
         return replace(parts[0], text="\n".join(part.text or "" for part in parts), parts=tuple(parts))
 
-    def _line_draft(self, request: BatchRequest, sampling: SamplingSpec, max_model_len: int | None) -> "Draft":
+    def _line_draft(
+        self, batch: BatchPrompts, part: BatchRequest, sampling: SamplingSpec, max_model_len: int | None
+    ) -> "Draft":
         """A draft of one prompt of a line."""
+        request = batch.rendered(part)
+        if isinstance(request, RowError):
+            return Draft(None, request, request=part)
         if request.token_ids is not None:
             draft = Draft(request.text, request.token_ids)
         else:
-            encoder = self._chat_encoder if request.is_chat else self._encoder
+            adds = not request.is_chat if request.adds_special_tokens is None else request.adds_special_tokens
+            encoder = self._with_special if adds else self._without_special
             # A text that is cut is not too long.
             most = None if request.truncation is not None else max_model_len
             draft = self._text_draft(check_text(request.text or ""), encoder, most)
-        return replace(
-            draft,
-            sampling=sampling,
-            is_chat=request.is_chat,
-            request=request.form,
-            tools=request.tools,
-            template_kwargs=request.template_kwargs,
-            truncation=request.truncation,
-            needs_text=request.is_echoed,
-            images=request.images,
-        )
+        return replace(draft, sampling=sampling, request=request)
 
     def _text_draft(self, text: str | RowError, encoder: Encoder, max_model_len: int | None) -> "Draft":
         """A draft of a text. If the beginning of a text has too many tokens already, the rest is not tokenised."""
@@ -248,14 +254,15 @@ class PromptBuilder:
         return Draft(text, ids)
 
     def _finish(self, row: Row, draft: "Draft", ids: list[int] | RowError, max_model_len: int | None) -> Prompt:
+        request = draft.request
         cut = ids if isinstance(ids, RowError) else self._cut_to_fit(row, draft, ids, max_model_len)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
-        if draft.images and isinstance(outcome, list):
-            outcome = self.misplaced(outcome, len(draft.images)) or outcome
+        if request.images and isinstance(outcome, list):
+            outcome = self.misplaced(outcome, len(request.images)) or outcome
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
-            return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=draft.request)
-        if text is None and draft.needs_text:  # of given ids
+            return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=request.form)
+        if text is None and request.is_echoed:  # of given ids
             text = show(self._tokenizer, outcome)
         return Prompt(
             row.row_index,
@@ -265,11 +272,12 @@ class PromptBuilder:
             sampling=draft.sampling,
             is_truncated=outcome is not ids,
             has_second_bos=begins_with_two(outcome, self._bos),
-            request=draft.request,
-            tools=draft.tools,
-            template_kwargs=draft.template_kwargs,
-            image_sources=draft.images,
-            image_digests=self.digests_before(draft.images),
+            dimensions=request.dimensions,
+            request=request.form,
+            tools=request.tools,
+            template_kwargs=request.template_kwargs,
+            image_sources=request.images,
+            image_digests=self.digests_before(request.images),
         )
 
     def digests_before(self, images: Sequence[ImageSource]) -> tuple[str, ...] | None:
@@ -282,22 +290,15 @@ class PromptBuilder:
 
     def _cut_to_fit(self, row: Row, draft: "Draft", ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         """The ids, cut if the row's line or the spec wants that."""
-        if draft.truncation is not None:
-            return self._cut_as_asked(draft.truncation, draft, ids, max_model_len)
+        if (wanted := draft.request.truncation) is not None:
+            room = None if max_model_len is None else max_model_len - self._output_room
+            return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side=self._side_of_lines)
         # A conversation is not cut: it would lose its instructions or the assistant's header.
-        if self._side is None or max_model_len is None or draft.is_chat:
+        if self._side is None or max_model_len is None or draft.request.is_chat:
             return ids
         sampling = draft.sampling or self._sampling.of(row.values)
         room = sampling.max_tokens if isinstance(sampling, SamplingSpec) else self._max_tokens
         return self._cut(ids, max_model_len, room or self._output_room, self._side)
-
-    def _cut_as_asked(
-        self, wanted: Truncation, draft: "Draft", ids: list[int], max_model_len: int | None
-    ) -> list[int] | RowError:
-        """The ids as a line's own `truncate_prompt_tokens` cuts them."""
-        room = None if max_model_len is None else max_model_len - self._output_room
-        # vLLM's tokenizer cuts the beginning where a text is generated.
-        return wanted.cut(ids, draft.encoder, most=max_model_len, room=room, default_side="left")
 
     def _cut(self, ids: list[int], max_model_len: int, room: int, side: Side) -> list[int] | RowError:
         """The ids with `room` left for the output."""
@@ -353,21 +354,42 @@ class Draft:
     """Encodes `text`; None: `ids` is set."""
     sampling: SamplingSpec | None = None
     """The row's own, from a line of a batch file."""
-    request: str | None = None
-    """See `Prompt.request`."""
-    is_chat: bool = False
-    tools: Tools | None = None
-    """See `Prompt.tools`."""
-    template_kwargs: str | None = None
-    """See `Prompt.template_kwargs`."""
-    truncation: Truncation | None = None
-    """The line's own."""
-    needs_text: bool = False
-    """Ids without a text are decoded, because the answer has the text of the prompt."""
-    images: tuple[ImageSource, ...] = ()
-    """Where its images come from, one for each placeholder in the text or the ids."""
+    request: BatchRequest = _NO_LINE
+    """The line's; of a row that is no line, only its tools and its images."""
     parts: "tuple[Draft, ...]" = ()
     """Of a line with several prompts."""
+
+
+class RowAdapter:
+    """Row → the name of its adapter. columns: the input column that holds it, or none."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._names = tuple(adapter_places(spec.model))
+        self.is_set = bool(self._names)  # whether prompts have adapters
+        self._column = spec.input.adapter_column
+        self.columns: tuple[str, ...] = () if self._column is None else (self._column,)
+
+    def apply(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts of these rows with their adapters. A prompt with an error keeps the error."""
+        if not self._names:
+            return list(prompts)
+        if self._column is None:
+            [name] = self._names
+            return [replace(prompt, adapter=name) for prompt in prompts]
+        return [
+            prompt if prompt.error is not None else self._applied(prompt, row.values.get(self._column))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+
+    def _applied(self, prompt: Prompt, value: Any) -> Prompt:
+        if value is None:
+            return prompt
+        if isinstance(value, str) and value in self._names:
+            return replace(prompt, adapter=value)
+        shown = f"'{shorten(value, _SHOWN_CHARS)}'" if isinstance(value, str) else name_type(value)
+        got = f"got {shown} in column '{self._column}'"
+        message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
+        return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
 
 
 def _highest_id(tokenizer: Any) -> int:

@@ -97,17 +97,17 @@ def read_messages(value: object, what: str, *, takes_images: bool = False) -> li
         except (ValueError, RecursionError) as error:
             return _wrong(what, f"text that is not JSON ({describe_error(error)})")
     elif isinstance(value, list):
-        value = _without_nulls(value)
+        value = without_nulls(value)
     if not isinstance(value, list):
         return _wrong(what, name_type(value))
     if not value:
         return RowError("empty_prompt", f"{what} has no messages")
     messages: list[Message] = []
     for number, item in enumerate(value):
-        message = _read_message(item, takes_images=takes_images)
-        if isinstance(message, str):
-            return RowError("invalid_messages", f"{what}, message {number}: {message}")
-        messages.append(message)
+        try:
+            messages.append(_read_message(item, takes_images=takes_images))
+        except _Wrong as error:
+            return RowError("invalid_messages", f"{what}, message {number}: {error}")
     return messages
 
 
@@ -124,7 +124,7 @@ def read_tools(value: object, what: str) -> list[dict[str, Any]] | RowError | No
     if value is None or value in ("", []):
         return None
     if isinstance(value, list) and all(isinstance(tool, dict) for tool in value):
-        return [tool for tool in map(_without_nulls, value) if isinstance(tool, dict)]
+        return [tool for tool in map(without_nulls, value) if isinstance(tool, dict)]
     got = "a list of other values" if isinstance(value, list) else name_type(value)
     return RowError("invalid_tools", f"got {got} in {what}; expected a list of mappings, or JSON text of one")
 
@@ -133,24 +133,22 @@ def _wrong(what: str, got: str) -> RowError:
     return RowError("invalid_messages", f"got {got} in {what}; expected a list of messages, or JSON text of one")
 
 
-def _read_message(item: object, *, takes_images: bool) -> Message | str:
-    """The normalised message, or the reason why it is invalid."""
+class _Wrong(Exception):
+    """Why a message is invalid."""
+
+
+def _read_message(item: object, *, takes_images: bool) -> Message:
+    """The normalised message. Raises _Wrong, as do the functions that it calls."""
     if not isinstance(item, dict):
-        return f"got {name_type(item)}; expected a mapping with role and content"
+        raise _Wrong(f"got {name_type(item)}; expected a mapping with role and content")
     message = _fields(item)
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        return _wrong_role(item, role)
+        raise _Wrong(_wrong_role(item, role))
     if "content" not in message and "tool_calls" not in message:
-        return f"got no content from '{shorten(role, 60)}'"
-    content = message.setdefault("content", "")
-    if (wrong := _wrong_content(content, takes_images=takes_images)) is not None:
-        return wrong
-    message["content"] = _read_content(content)
-    calls = _read_calls(message.pop("tool_calls", []))
-    if isinstance(calls, str):
-        return calls
-    if calls:
+        raise _Wrong(f"got no content from '{shorten(role, 60)}'")
+    message["content"] = _read_content(message.get("content", ""), takes_images=takes_images)
+    if calls := _read_calls(message.pop("tool_calls", [])):
         message["tool_calls"] = calls
     return message
 
@@ -168,49 +166,55 @@ def _wrong_role(item: dict[str, Any], role: object) -> str:
     return shorten(f"got {got}; expected text such as 'user'", 300)
 
 
-def _wrong_content(content: object, *, takes_images: bool) -> str | None:
-    if not isinstance(content, str | list):
-        return f"got {name_type(content)} for content; expected text, or a list of parts of text"
+def _read_content(content: object, *, takes_images: bool) -> str | list[dict[str, Any]]:
+    """The content with its parts in one form: text as a mapping, and an image as `_read_image` makes it."""
     if isinstance(content, str):
-        return None
-    return next(filter(None, (_wrong_part(part, takes_images=takes_images) for part in content)), None)
+        return content
+    if not isinstance(content, list):
+        raise _Wrong(f"got {name_type(content)} for content; expected text, or a list of parts of text")
+    return [_read_part(part, takes_images=takes_images) for part in content]
 
 
-def _wrong_part(part: object, *, takes_images: bool) -> str | None:
+def _read_part(part: object, *, takes_images: bool) -> dict[str, Any]:
     if isinstance(part, str):
-        return None
+        return {"type": "text", "text": part}
     if not isinstance(part, dict):
-        return f"got {name_type(part)} for a part of content; expected {{type: text, text: …}}"
+        raise _Wrong(f"got {name_type(part)} for a part of content; expected {{type: text, text: …}}")
     kind = part.get("type")
     if kind in IMAGE_PARTS:
-        return _wrong_image(part) if takes_images else f"got a part of type {kind!r}; {_NO_IMAGES}"
+        if not takes_images:
+            raise _Wrong(f"got a part of type {kind!r}; {_NO_IMAGES}")
+        return _read_image(part)
     if kind != "text":
         kinds = ", ".join(map(repr, ("text", *IMAGE_PARTS))) if takes_images else "'text'"
-        return shorten(f"got a part of type {kind!r}; only parts of type {kinds} are supported", 200)
+        raise _Wrong(shorten(f"got a part of type {kind!r}; only parts of type {kinds} are supported", 200))
     if not isinstance(part.get("text"), str):
-        return f"got {name_type(part.get('text'))} for the text of a part; expected text"
-    return None
+        raise _Wrong(f"got {name_type(part.get('text'))} for the text of a part; expected text")
+    return part
 
 
 _NO_IMAGES = "only parts of type 'text' are supported, unless the spec has input.images"
 # Types of parts with an image → the keys that may have its source. Without any of them, a column has it.
 IMAGE_PARTS = {"image": ("image", "url", "path"), "image_url": ("image_url",), "input_image": ("image_url",)}
+_DETAILS = ("auto", "high")  # no model here gets a smaller copy
 
 
-def _wrong_image(part: dict[str, Any]) -> str | None:
-    """Why a part with an image cannot be used: nothing that it says is ignored."""
+def _read_image(part: dict[str, Any]) -> dict[str, Any]:
+    """A part with an image in one form. Nothing that it says is ignored."""
     fields = _fields(part)
     kind = fields.pop("type")
     given = [key for key in IMAGE_PARTS[kind] if key in fields]
     if len(given) > 1:
-        return f"got {given[1]} beside {given[0]} in a part of type '{kind}'; give one of them"
+        raise _Wrong(f"got {given[1]} beside {given[0]} in a part of type '{kind}'; give one of them")
     if not given and kind != "image":
-        return f"got no image_url in a part of type '{kind}'"
+        raise _Wrong(f"got no image_url in a part of type '{kind}'")
+    image: dict[str, Any] = {"type": "image"}
     if given:
-        source = _take_source(fields, given[0])
+        image["source"] = source = _take_source(fields, given[0])
         if not isinstance(source, str | bytes | dict):
-            return f"got {name_type(source)} for the image of a part of type '{kind}'; expected a path or a URL"
-    return _wrong_options(kind, fields)
+            raise _Wrong(f"got {name_type(source)} for the image of a part of type '{kind}'; expected a path or a URL")
+    _check_options(kind, fields)
+    return image
 
 
 def _take_source(fields: dict[str, Any], key: str) -> object:
@@ -222,41 +226,28 @@ def _take_source(fields: dict[str, Any], key: str) -> object:
     return fields.pop("url", None)
 
 
-def _wrong_options(kind: str, fields: dict[str, Any]) -> str | None:
-    """Why a part of this type cannot have these fields beside the source of its image."""
-    if fields.pop("detail", "auto") != "auto":
-        return f"got a part of type '{kind}' with a detail that is not auto; models get the whole image: leave it out"
+def _check_options(kind: str, fields: dict[str, Any]) -> None:
+    """Raise _Wrong if a part of this type cannot have these fields beside the source of its image."""
+    detail = fields.pop("detail", "auto")
+    if detail not in _DETAILS:
+        got = f"got the detail {shorten(repr(detail), 40)} in a part of type '{kind}'"
+        raise _Wrong(f"{got}; models get the whole image: leave it out, or write auto or high")
     if fields:
-        return shorten(f"got {next(iter(fields))!r} in a part of type '{kind}', which is not supported", 200)
-    return None
+        raise _Wrong(shorten(f"got {next(iter(fields))!r} in a part of type '{kind}', which is not supported", 200))
 
 
-def _read_content(content: Any) -> Any:
-    """Valid content, with its parts in one form."""
-    return [_read_part(part) for part in content] if isinstance(content, list) else content
-
-
-def _read_part(part: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A valid part in one form: text as a mapping, and an image as `_image_part` makes it."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return part if part["type"] == "text" else _image_part(part)
-
-
-def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part with an image in one form."""
+def source_of_part(part: Mapping[str, Any]) -> Any:
+    """The source of an image in a part of a type of `IMAGE_PARTS`, valid or not; None if it has none."""
     source = next((part[key] for key in IMAGE_PARTS[part["type"]] if part.get(key) is not None), None)
-    if part["type"] != "image" and isinstance(source, dict):
-        source = source["url"]
-    return {"type": "image"} if source is None else {"type": "image", "source": source}
+    return source.get("url") if part["type"] != "image" and isinstance(source, dict) else source
 
 
-def _read_calls(calls: object) -> list[object] | str:
-    """The tool calls of a message, one or a list, as chat templates expect them; or the reason why they are invalid."""
+def _read_calls(calls: object) -> list[object]:
+    """The tool calls of a message, one or a list, as chat templates expect them."""
     try:
         return [_with_arguments(call) for call in (calls if isinstance(calls, list) else [calls])]
     except (ValueError, RecursionError) as error:
-        return shorten(f"got arguments of a tool call that are no JSON mapping: {error}", 300)
+        raise _Wrong(shorten(f"got arguments of a tool call that are no JSON mapping: {error}", 300)) from None
 
 
 def _with_arguments(call: object) -> object:
@@ -270,10 +261,11 @@ def _with_arguments(call: object) -> object:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _without_nulls(value: object) -> object:
+def without_nulls(value: object) -> object:
+    """A value without the keys whose value is null, at any depth."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class ChatTemplate:

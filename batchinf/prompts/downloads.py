@@ -23,7 +23,7 @@ from yarl import URL
 from batchinf.base.errors import ImageError
 from batchinf.base.places import shown_url
 from batchinf.base.text import clip, counted, one_line
-from batchinf.prompts.url_cache import UrlCache
+from batchinf.prompts.url_cache import UrlCache, cached
 from batchinf.spec.images import ImageSettings
 from batchinf.version import __version__
 
@@ -69,9 +69,31 @@ class AllowedHosts:
             names += [f"*.{'.'.join(labels[start:])}" for start in range(1, len(labels))]
         return any(port in self._ports.get(name, ()) for name in names)
 
+    def check(self, url: URL, name: str) -> None:
+        """Raise ImageError if a row may not name this URL. name: of the image, in messages."""
+        if url.scheme not in ("http", "https") or url.host is None or url.port is None:
+            raise ImageError("image_forbidden", f"{name} leads to a URL that is neither http: nor https:")
+        if url.user is not None or url.password is not None:
+            raise ImageError("image_forbidden", f"{name} has a user name or a password, which are not sent")
+        host = url.raw_host or ""
+        if not self.has(host, url.port):
+            shown = f"[{host}]" if ":" in host else clip(host)
+            shown += "" if url.is_default_port() else f":{url.port}"
+            raise ImageError("image_forbidden", f"{name} needs the host '{shown}', which is not in input.images.hosts; "
+                             "add it there to allow it")  # fmt: skip
+
     def has_address(self, address: str, port: int) -> bool:
         """Whether a connection may go to this address, of an allowed host. Others than public ones must be named."""
         return _is_public(ip_address(address)) or self.has(address, port)
+
+
+def check_url(url: str, hosts: AllowedHosts) -> None:
+    """Raise ImageError if a row may not name this URL."""
+    name = f"'{clip(shown_url(url), 200)}'"
+    try:
+        hosts.check(URL(url), name)
+    except ValueError:
+        raise ImageError("image_not_found", f"{name} is no valid URL") from None
 
 
 def _is_address(host: str) -> bool:
@@ -129,17 +151,10 @@ class Downloads:
 
     def fetch(self, url: str) -> bytes:
         """The bytes of an image. What is in the cache is not fetched. Raises ImageError."""
-        name = f"'{clip(shown_url(url), 200)}'"
-        try:
-            self._check_host(URL(url), name)  # before the cache: an earlier run may have allowed more hosts
-        except ValueError:
-            raise ImageError("image_not_found", f"{name} is no valid URL") from None
-        data = None if self._cache is None else self._cache.get(url)
-        if data is None:
-            data = asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
-            if self._cache is not None:
-                self._cache.put(url, data)
-        return data
+        check_url(url, self._hosts)  # before the cache: an earlier run may have allowed more hosts
+        return cached(
+            self._cache, url, lambda: asyncio.run_coroutine_threadsafe(self._fetch_once(url), self._loop).result()
+        )
 
     async def _fetch_once(self, url: str) -> bytes:
         if url in self._kept:
@@ -191,7 +206,7 @@ class Downloads:
         """The bytes of an image, after redirects. Raises ImageError, and _Failure if a retry may help."""
         session = self._session or self._new_session()
         for _ in range(_MAX_REDIRECTS + 1):
-            self._check_host(url, name)
+            self._hosts.check(url, name)
             try:
                 async with session.get(url, allow_redirects=False) as response:
                     if response.status not in _REDIRECTS:
@@ -218,18 +233,6 @@ class Downloads:
         )
         weakref.finalize(self, _close, self._session, self._loop)
         return self._session
-
-    def _check_host(self, url: URL, name: str) -> None:
-        if url.scheme not in ("http", "https") or url.host is None or url.port is None:
-            raise ImageError("image_forbidden", f"{name} leads to a URL that is neither http: nor https:")
-        if url.user is not None or url.password is not None:
-            raise ImageError("image_forbidden", f"{name} has a user name or a password, which are not sent")
-        host = url.raw_host or ""
-        if not self._hosts.has(host, url.port):
-            shown = f"[{host}]" if ":" in host else clip(host)
-            shown += "" if url.is_default_port() else f":{url.port}"
-            raise ImageError("image_forbidden", f"{name} needs the host '{shown}', which is not in input.images.hosts; "
-                             "add it there to allow it")  # fmt: skip
 
     async def _body(self, response: ClientResponse, name: str) -> bytes:
         self._check_size(response.content_length or 0, name)

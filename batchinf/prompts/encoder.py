@@ -9,6 +9,7 @@ from typing import Any, Literal
 from batchinf.base.errors import ModelError, RowError, SpecError
 from batchinf.base.text import describe_error, error_message, shorten
 from batchinf.model.identity import Model
+from batchinf.source.files import grouped
 
 SECOND_BOS_COLUMN = "has_second_bos"  # a column of results in the journal, not of the output
 
@@ -97,6 +98,11 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     return [known[token_id] for token_id in token_ids]
 
 
+def side_of(tokenizer: Any) -> Side:
+    """The side that the tokenizer itself cuts."""
+    return "left" if getattr(tokenizer, "truncation_side", None) == "left" else "right"
+
+
 def enough_tokens(num_tokens: int) -> int:
     """How many tokens a piece of a text needs, so that its first (or last) `num_tokens` are those of the whole text.
 
@@ -116,7 +122,7 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> Iterator[list[int] | RowError]:
         """The ids of each text in order, or the row's error."""
-        for batch in _batches(texts):
+        for batch in grouped(texts, len, _BATCH_CHARS):
             yield from self._encode(batch)
 
     def encode_one(self, text: str) -> list[int] | RowError:
@@ -261,21 +267,6 @@ def _within(text: str, spans: Sequence[tuple[int, int]], num_tokens: int, side: 
     if side == "right":
         return text[: min(spans[num_tokens - 1][1], spans[num_tokens][0])]
     return text[max(spans[-num_tokens][0], spans[-num_tokens - 1][1]) :]
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Consecutive texts with at most `_BATCH_CHARS` characters together, or a single longer text."""
-    batch: list[str] = []
-    num_chars = 0
-    for text in texts:
-        if batch and num_chars + len(text) > _BATCH_CHARS:
-            yield batch
-            batch = []
-            num_chars = 0
-        batch.append(text)
-        num_chars += len(text)
-    if batch:
-        yield batch
 
 
 def check_token_ids(field: str, ids: Sequence[int], model: Model) -> None:

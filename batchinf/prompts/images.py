@@ -13,7 +13,6 @@ from batchinf.base.text import counted, name_type, shorten
 from batchinf.prompts.chat import ChatTemplate, Message
 from batchinf.prompts.encoder import Encoder
 from batchinf.records import Prompt, RenderedPrompt, Span
-from batchinf.spec.input import InputSpec
 
 WRONG_PLACES = "image_placeholder"  # the error type of a prompt that has not one place for each image
 _TOO_MANY = "a text must not spell it beside the places of the images"
@@ -45,42 +44,21 @@ def sources_of(value: object, column: str) -> list[ImageSource] | RowError:
 
 @dataclass(frozen=True, slots=True)
 class TextWithImages:
-    """A prompt that has images: the text, or the token ids, with a placeholder for each."""
+    """A prompt: the text or the token ids, with a placeholder for each of its images."""
 
-    text: str | list[int]
+    text: str | None
     sources: tuple[ImageSource, ...]
     token_ids: list[int] | None = None
-    """Of a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
+    """Beside a text that spells a placeholder: see `Placeholders.as_text`. None: the tokenizer makes them."""
+
+    @property
+    def prompt(self) -> str | list[int]:
+        """The ids, or else the text."""
+        return (self.text or "") if self.token_ids is None else self.token_ids
 
 
-class ImageColumns:
-    """The images that rows have in columns, and their places in the row's conversation."""
-
-    def __init__(self, where: InputSpec) -> None:
-        self._columns = where.images_column or ()
-        # By the place of a message in `input.messages`, the column of each of its parts; None: a text.
-        self._of_parts = [[part.column for part in message.parts] for message in where.messages or ()]
-
-    def read(self, values: Mapping[str, object]) -> list[ImageSource] | RowError:
-        """The images in the columns of `input.images_column`, in their order."""
-        return _joined(values, self._columns)
-
-    def parts_of(self, number: int, texts: Iterable[str], values: Mapping[str, object]) -> list[Any] | RowError:
-        """The content of a message of the spec: its texts, and its images with their sources."""
-        left = iter(texts)
-        parts: list[dict[str, Any]] = []
-        for column in self._of_parts[number]:
-            if column is None:
-                parts.append({"type": "text", "text": next(left)})
-                continue
-            sources = _joined(values, [column])
-            if isinstance(sources, RowError):
-                return sources
-            parts += [{"type": "image", "source": source} for source in sources]
-        return parts
-
-
-def _joined(values: Mapping[str, object], columns: Iterable[str]) -> list[ImageSource] | RowError:
+def images_of(values: Mapping[str, object], columns: Iterable[str]) -> list[ImageSource] | RowError:
+    """The images that a row has in these columns, in their order."""
     sources: list[ImageSource] = []
     for column in columns:
         of_column = sources_of(values.get(column), column)
@@ -98,7 +76,10 @@ def place_images(
     own: images of columns. They fill the parts of images without a source. If there is no such part, they come first in
     the first message of the user.
     """
-    num_open = sum("source" not in part for part in _image_parts(messages))
+    parts = _image_parts(messages)
+    if not own and not parts:
+        return list(messages), ()
+    num_open = sum("source" not in part for part in parts)
     if own and not num_open:
         messages = _before_first_text(messages, own)
         if not messages:
@@ -249,6 +230,27 @@ class Placeholders:
             hint = _TOO_MANY if got > number * num_images else _TOO_FEW
             return RowError(WRONG_PLACES, f"{has}; expected {number} for each image: {hint}")
         return None
+
+
+def render_conversation(
+    messages: Sequence[Message],
+    own: Sequence[ImageSource],
+    render: Callable[[list[Message]], str | RowError],
+    placeholders: Placeholders | None,
+) -> TextWithImages | RowError:
+    """The text of a conversation with its images, or the row's error.
+
+    own: see `place_images`. render: see `Placeholders.as_text`.
+    """
+    placed = place_images(messages, own)
+    if isinstance(placed, RowError):
+        return placed
+    with_places, sources = placed
+    text = render(with_places)
+    if isinstance(text, RowError):
+        return text
+    ids = placeholders.as_text(with_places, render) if sources and placeholders is not None else None
+    return TextWithImages(text, sources, ids)
 
 
 # -- prompts whose images are looked at --------------------------------------------------------------------------------

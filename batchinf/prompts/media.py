@@ -27,7 +27,7 @@ from batchinf.base.errors import ImageError
 from batchinf.base.places import is_bucket, normal_bucket_url, shown_url, split_bucket_url
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, error_message, name_type
-from batchinf.prompts.url_cache import UrlCache
+from batchinf.prompts.url_cache import UrlCache, cached
 from batchinf.spec.images import MOST_PIXELS, ImageSettings
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ _ON_SIDE = (5, 6, 7, 8)
 # A row's path that no file can have.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
+_WEB = ("http", "https")
 _STORES = ("s3", "gs", "az")
+_WITHOUT_SLASHES = ("data", "file", "http", "https")  # schemes of URLs that `://` need not follow
 _FIRST_PAUSE_S = 0.5
 
 
@@ -81,7 +83,9 @@ class ImageLoader:
         cache_folder: for images of URLs. Without it, those of web servers are kept in memory for a short time.
         """
         self._settings = settings
-        self._cache = None if cache_folder is None else _cache_in(cache_folder, settings.cache_bytes)
+        self._cache: UrlCache | None = None
+        if cache_folder is not None and settings.cache_bytes:
+            self._cache = UrlCache(cache_folder, settings.cache_bytes)
         is_in_bucket = base_folder is not None and is_bucket(base_folder)
         self._bucket_folder = base_folder if is_in_bucket else None
         self._base_folder = None if base_folder is None or is_in_bucket else os.path.realpath(base_folder)
@@ -102,9 +106,11 @@ class ImageLoader:
     def size_of(self, source: object) -> tuple[int, int] | None:
         """The width and height of an image, upright, by its header; None if a server or a store has it.
 
-        Raises ImageError. A file that is cut short has a good header. source: see `load`.
+        Raises ImageError, also of a URL that the spec does not allow. A file that is cut short has a good header.
+        source: see `load`.
         """
         if self.fetches(source):
+            self._check_allowed(source)
             return None
         path = _path_of(source)
         if path is None:
@@ -124,24 +130,22 @@ class ImageLoader:
 
     def _encoded(self, source: object) -> tuple[bytes, str]:
         """The bytes of an image, and its name in messages."""
-        if isinstance(source, Mapping):
-            source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+        source = _inner(source)
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source), _UNNAMED
         if not isinstance(source, str):
             got = name_type(source)
             raise ImageError("image_broken", f"got {got}; an image is bytes, or text with a path or a URL")
-        scheme = re.match(r"[a-z][a-z0-9+.-]*(?=:)", source, re.IGNORECASE)
-        match scheme and scheme[0].lower():
+        match _scheme_of(source):
             case "data":
                 return self._bytes_of_data_url(source), _UNNAMED
             case "file":
                 return self._read(_path_of_url(source))
             case "http" | "https":
                 return self._fetched(source), f"'{clip(shown_url(source), 200)}'"
-            case store if store in _STORES and "://" in source:
+            case store if store in _STORES:
                 return self._objects.read(source)
-            case _ if "://" in source:
+            case str():
                 shown = clip(shown_url(source), 200)
                 raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a URL: data:, file:, http:, "
                                  "https:, s3:, gs: or az:; copy it to a folder, and give its path")  # fmt: skip
@@ -151,13 +155,22 @@ class ImageLoader:
 
     def fetches(self, source: object) -> bool:
         """Whether a server or a store has the image. source: see `load`."""
-        if isinstance(source, Mapping):
-            source = source.get("path") if source.get("bytes") is None else None
+        source = _inner(source)
         if not isinstance(source, str):
             return False
-        if "://" in source or source[:5].lower() in ("data:", "file:"):
-            return source.partition("://")[0].lower() in ("http", "https", *_STORES)
+        if (scheme := _scheme_of(source)) is not None:
+            return scheme in (*_WEB, *_STORES)
         return self._bucket_folder is not None and not os.path.isabs(source)
+
+    def _check_allowed(self, source: object) -> None:
+        """Raise ImageError if the spec does not allow the URL of an image, without asking for it."""
+        url = str(_inner(source))
+        if _scheme_of(url) in _WEB:
+            from batchinf.prompts.downloads import AllowedHosts, check_url
+
+            check_url(url, AllowedHosts(self._settings.hosts))
+        else:
+            self._objects.place_of(url if "://" in url else f"{self._bucket_folder}/{url}")
 
     def _fetched(self, url: str) -> bytes:
         with self._lock:
@@ -270,10 +283,6 @@ class ImageLoader:
                          f"; raise it, up to {MOST_PIXELS:,}, or make the image smaller")  # fmt: skip
 
 
-def _cache_in(folder: Folder, num_bytes: int) -> UrlCache | None:
-    return UrlCache(folder, num_bytes) if num_bytes else None
-
-
 def _apart(folders: Sequence[str]) -> tuple[list[str], list[str]]:
     """Folders of this host, and folders of buckets."""
     sorted_by_place: tuple[list[str], list[str]] = ([], [])
@@ -298,6 +307,12 @@ class _Objects:
 
     def read(self, url: str) -> tuple[bytes, str]:
         """The bytes of an object, and its name in messages. What is in the cache is not read. Raises ImageError."""
+        root, path, name = self.place_of(url)
+        url = normal_bucket_url(url)
+        return cached(self._cache, url, lambda: self._with_retries(root, path, name)), name
+
+    def place_of(self, url: str) -> tuple[str, str, str]:
+        """The bucket of an object, its name there, and its name in messages. Raises ImageError if it is not allowed."""
         url = normal_bucket_url(url)
         # A name may have `#` and `?`, but what follows `?` may be a key.
         shown = clip(re.sub("//[^/@]*@", "//…@", re.sub(r"\?.*", "?…", url)), 200)
@@ -307,12 +322,7 @@ class _Objects:
             folder = "" if place is None else f", {shown.partition('?')[0].rpartition('/')[0]},"
             raise ImageError("image_forbidden", f"{name} is outside of the input's folder; name its folder{folder} in "
                              "input.images.folders to allow it")  # fmt: skip
-        data = None if self._cache is None else self._cache.get(url)
-        if data is None:
-            data = self._with_retries(*place, name)
-            if self._cache is not None:
-                self._cache.put(url, data)
-        return data, name
+        return *place, name
 
     def _with_retries(self, root: str, path: str, name: str) -> bytes:
         settings = self._settings
@@ -355,13 +365,26 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _inner(source: object) -> object:
+    """The bytes in a mapping, or else its path; another source as it is."""
+    if not isinstance(source, Mapping):
+        return source
+    return source.get("path") if source.get("bytes") is None else source["bytes"]
+
+
+def _scheme_of(source: str) -> str | None:
+    """The scheme of a URL, in lower case; None of a path."""
+    scheme = source[: source.find(":") + 1].removesuffix(":").lower()
+    return scheme if scheme in _WITHOUT_SLASHES or "://" in source else None
+
+
 def _path_of(source: object) -> str | None:
     """The path of an image in a file; None of an image in memory, or of no image."""
-    if isinstance(source, Mapping):
-        source = source.get("path") if source.get("bytes") is None else None
-    if not isinstance(source, str) or source[:5].lower() == "data:":
+    source = _inner(source)
+    if not isinstance(source, str):
         return None
-    return _path_of_url(source) if source[:5].lower() == "file:" else None if "://" in source else source
+    scheme = _scheme_of(source)
+    return source if scheme is None else _path_of_url(source) if scheme == "file" else None
 
 
 def _path_of_url(url: str) -> str:

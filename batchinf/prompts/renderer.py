@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import TextCutter
-from batchinf.prompts.images import ImageColumns, ImageSource, Placeholders, TextWithImages, place_images
+from batchinf.prompts.images import ImageSource, Placeholders, TextWithImages, images_of, render_conversation
 from batchinf.prompts.openai.lines import COLUMNS
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
@@ -94,7 +93,6 @@ class Renderer:
         cut = None if tokenizer is None else TextCutter(tokenizer).cut
         # By the field that has the template: of each message, or of the prompt.
         self._templates = {field: RowTemplate(text, field, cut) for field, text in _texts(where)}
-        self._images = ImageColumns(where) if where.has_images else None
         named = self._template_columns() if self._templates else self._plain_columns()
         self.named_columns = (*named, *where.image_columns)
         self._is_chat = where.is_chat
@@ -138,15 +136,8 @@ class Renderer:
 
     def render(self, row: Row) -> str | RowError:
         """The prompt's text, which is valid Unicode and not empty, or the row's error."""
-        if row.error is not None:
-            return RowError("unreadable", row.error)
-        if not self._is_chat:
-            text = self._text(row.values)
-            return text if isinstance(text, RowError) else check_text(text)
-        messages = self.messages(row)
-        if isinstance(messages, RowError):
-            return messages
-        return self._chat_text(messages, row.values)
+        rendered = self.render_images(row, None)
+        return rendered if isinstance(rendered, RowError) else rendered.text or ""
 
     def _chat_text(self, messages: Sequence[Message], values: Mapping[str, object]) -> str | RowError:
         """The text of a conversation by the chat template, with the row's tools."""
@@ -156,42 +147,37 @@ class Renderer:
         return text if isinstance(text, RowError) else check_text(text)
 
     def render_images(self, row: Row, placeholders: Placeholders | None) -> TextWithImages | RowError:
-        """As `render`, or the ids of a column, with the images of the row. For a job with images.
+        """The prompt's text or its ids, which are not yet checked, with the images of the row; or the row's error.
 
         placeholders: see `Renderer.placeholders`.
         """
-        assert self._images is not None
-        own: list[ImageSource] | RowError = [] if row.error is not None else self._images.read(row.values)
+        if row.error is not None:
+            return RowError("unreadable", row.error)
+        own = images_of(row.values, self._input.images_column or ())
         if isinstance(own, RowError):
             return own
         if not self._is_chat:
-            text = self.render(row) if self._input.token_ids_column is None else self.token_ids(row)
-            return text if isinstance(text, RowError) else TextWithImages(text, tuple(own))
-        return self._chat_with_images(row, own, placeholders)
+            return self._plain(row.values, tuple(own))
+        messages = self._conversation(row.values)
+        if isinstance(messages, RowError):
+            return messages
+        return render_conversation(messages, own, lambda them: self._chat_text(them, row.values), placeholders)
 
-    def _chat_with_images(
-        self, row: Row, own: Sequence[ImageSource], placeholders: Placeholders | None
-    ) -> TextWithImages | RowError:
-        """own: the images of the row's columns."""
-        messages = self.messages(row)
-        placed = messages if isinstance(messages, RowError) else place_images(messages, own)
-        if isinstance(placed, RowError):
-            return placed
-        with_places, sources = placed
-        text = self._chat_text(with_places, row.values)
-        if isinstance(text, RowError):
-            return text
-        if not sources or placeholders is None:
-            return TextWithImages(text, sources)
-        ids = placeholders.as_text(with_places, lambda messages: self._chat_text(messages, row.values))
-        return TextWithImages(text, sources, ids)
+    def _plain(self, values: Mapping[str, object], images: tuple[ImageSource, ...]) -> TextWithImages | RowError:
+        """A prompt without the chat template."""
+        if (column := self._input.token_ids_column) is not None:
+            ids = take_list(values, column, "token ids", kind=int)
+            return ids if isinstance(ids, RowError) else TextWithImages(None, images, ids)
+        text = self._text(values)
+        checked = text if isinstance(text, RowError) else check_text(text)
+        return checked if isinstance(checked, RowError) else TextWithImages(checked, images)
 
     def placeholders(self, tokenizer: Any) -> Placeholders | None:
         """The tokens that stand for images; None in a job without images, or without a chat template that shows them.
 
         Raises SpecError if the job applies a chat template that does not show images.
         """
-        if self._images is None:
+        if not self._input.has_images:
             return None
         if self._chat is not None:
             return Placeholders(self._chat, tokenizer)
@@ -214,7 +200,7 @@ class Renderer:
 
     def tools(self, row: Row) -> Tools | RowError | None:
         """The tools that the model may call in its answer to a row; None without any. For a job that parses calls."""
-        tools = None if row.error is not None or not self._is_chat else self._own_tools(row.values)
+        tools = self._own_tools(row.values) if self._is_chat else None
         if tools is None or isinstance(tools, RowError):
             return tools
         where = self._input
@@ -223,11 +209,9 @@ class Renderer:
         except ToolsError as error:
             return RowError("invalid_tools", str(error))
 
-    def messages(self, row: Row) -> list[Message] | RowError:
+    def _conversation(self, values: Mapping[str, object]) -> list[Message] | RowError:
         """The row's conversation, before the chat template, or the row's error."""
-        if row.error is not None:
-            return RowError("unreadable", row.error)
-        messages = self._messages(row.values)
+        messages = self._messages(values)
         system = self._input.system_prompt
         if isinstance(messages, RowError) or system is None:
             return messages
@@ -241,7 +225,7 @@ class Renderer:
             value = take(values, column)
             if isinstance(value, RowError):
                 return value
-            return read_messages(value, f"column '{column}'", takes_images=self._images is not None)
+            return read_messages(value, f"column '{column}'", takes_images=self._input.has_images)
         if self._input.messages is not None:
             return self._filled(self._input.messages, values)
         text = self._text(values)
@@ -252,24 +236,30 @@ class Renderer:
     def _filled(self, specs: Sequence[MessageSpec], values: Mapping[str, object]) -> list[Message] | RowError:
         """The messages of the spec with the values of a row in their templates."""
         messages: list[Message] = []
-        templates = iter(self._templates.values())
         for number, message in enumerate(specs):
-            texts: list[str] = []
-            for template in itertools.islice(templates, len(_texts_of(number, message))):
-                text = template.fill(values)
-                if isinstance(text, RowError):
-                    return text
-                texts.append(text)
-            content: Any = texts[0] if not message.parts else self._parts(number, texts, values)
+            content = self._content(f"input.messages[{number}].content", message, values)
             if isinstance(content, RowError):
                 return content
             messages.append({"role": message.role, "content": content})
         return messages
 
-    def _parts(self, number: int, texts: Sequence[str], values: Mapping[str, object]) -> list[Any] | RowError:
-        if self._images is None:
-            return [{"type": "text", "text": text} for text in texts]
-        return self._images.parts_of(number, texts, values)
+    def _content(self, field: str, message: MessageSpec, values: Mapping[str, object]) -> Any | RowError:
+        """The text of a message; or its parts, the images with their sources."""
+        if not message.parts:
+            return self._templates[field].fill(values)
+        parts: list[dict[str, Any]] = []
+        for place, part in enumerate(message.parts):
+            if part.column is not None:
+                sources = images_of(values, [part.column])
+                if isinstance(sources, RowError):
+                    return sources
+                parts += [{"type": "image", "source": source} for source in sources]
+                continue
+            text = self._templates[f"{field}[{place}].text"].fill(values)
+            if isinstance(text, RowError):
+                return text
+            parts.append({"type": "text", "text": text})
+        return parts
 
     def _text(self, values: Mapping[str, object]) -> str | RowError:
         if (template := self._templates.get("input.prompt_template")) is not None:
@@ -279,41 +269,18 @@ class Renderer:
             return value
         return RowError("wrong_type", f"got {type(value).__name__} in column '{self._column}'; expected a string")
 
-    def token_ids(self, row: Row) -> list[int] | RowError:
-        """The ids from the column of token ids, not yet checked against the vocabulary; or the row's error."""
-        if row.error is not None:
-            return RowError("unreadable", row.error)
-        column = self._input.token_ids_column
-        assert column is not None
-        value = take(row.values, column)
-        if isinstance(value, RowError):
-            return value
-        value, got = read_list(value)
-        if isinstance(value, list):
-            for place, item in enumerate(value):
-                if isinstance(item, bool) or not isinstance(item, int):
-                    got = f"a list with {name_type(item)} at place {place}"
-                    break
-            else:
-                return value
-        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of token ids")
-
 
 def _texts(where: InputSpec) -> Iterator[tuple[str, str]]:
     """Pairs of a field and the template in it: of each message, or of the prompt."""
-    if where.messages is not None:
-        for number, message in enumerate(where.messages):
-            yield from _texts_of(number, message)
-    elif where.prompt_template is not None:
+    if where.prompt_template is not None:
         yield "input.prompt_template", where.prompt_template
-
-
-def _texts_of(number: int, message: MessageSpec) -> list[tuple[str, str]]:
-    """Pairs of a field and the template in it, of one message of the spec."""
-    field = f"input.messages[{number}].content"
-    if isinstance(message.content, str):
-        return [(field, message.content)]
-    return [(f"{field}[{place}].text", part.text) for place, part in enumerate(message.parts) if part.text is not None]
+    for number, message in enumerate(where.messages or ()):
+        field = f"input.messages[{number}].content"
+        if isinstance(message.content, str):
+            yield field, message.content
+        for place, part in enumerate(message.parts):
+            if part.text is not None:
+                yield f"{field}[{place}].text", part.text
 
 
 def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -> object:
@@ -324,14 +291,29 @@ def take(values: Mapping[str, object], column: str, null: str = "null_prompt") -
     return RowError(null, f"column '{column}' is null") if value is None else value
 
 
-def read_list(value: object) -> tuple[object, str]:
-    """A value, parsed if it is JSON text; and its description for the error message if it is no list."""
-    if not isinstance(value, str):
-        return value, name_type(value)
-    try:
-        return json.loads(value), "text that is not a list in JSON"
-    except (ValueError, RecursionError):
-        return value, "text that is not JSON"
+def take_list(
+    values: Mapping[str, object], column: str, items: str, *, kind: type | None = None, null: str = "null_prompt"
+) -> list[Any] | RowError:
+    """The list in a column, which may be JSON text, or the row's error.
+
+    items: in words, for the message. kind: the type of all items; None: any. null: see `take`.
+    """
+    value = take(values, column, null)
+    if isinstance(value, RowError):
+        return value
+    got = name_type(value)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+            got = "text that is not a list in JSON"
+        except (ValueError, RecursionError):
+            got = "text that is not JSON"
+    if isinstance(value, list):
+        wrong = None if kind is None else next((at for at, item in enumerate(value) if type(item) is not kind), None)
+        if wrong is None:
+            return value
+        got = f"a list with {name_type(value[wrong])} at place {wrong}"
+    return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of {items}")
 
 
 def check_text(text: str) -> str | RowError:

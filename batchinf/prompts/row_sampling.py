@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import shorten
+from batchinf.prompts.chat import without_nulls
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import is_json_column, is_text
@@ -176,15 +177,7 @@ def _mapping(value: Any, *, is_parsed: bool) -> Any:
         return value
     if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):  # of Arrow's type `map`
         value = dict(value)
-    return _without_nulls(value)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
+    return without_nulls(value)
 
 
 def whole_number(value: Any) -> Any:

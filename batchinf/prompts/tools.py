@@ -1,12 +1,17 @@
-"""Reads the tools of a row: of a line of a batch file, or beside a conversation in columns or in the spec."""
+"""Reads the tools of a row or of the spec. Finds the parser of a model's calls, for `model.tool_parser: auto`."""
 
 import json
+import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchinf.base.errors import SpecError
 from batchinf.base.text import clip, name_type
+from batchinf.model.identity import Model
+from batchinf.prompts.chat import own_templates
 from batchinf.records import Tools
+from batchinf.spec.job import ModelSpec
 from batchinf.spec.tools import as_served, objection_to
 
 _NO_PARSER = (
@@ -141,3 +146,55 @@ def tools_of_row(tools: Sequence[dict[str, Any]], choice: str | None, *, are_par
         return Tools(json.dumps(list(tools), ensure_ascii=False), kind, name, are_parallel)
     except (TypeError, ValueError) as error:  # of values that JSON does not have, such as dates
         raise ToolsError(f"the tools are no JSON: {error}") from None
+
+
+# -- the parser of a model --------------------------------------------------------------------------------------------
+
+_HERMES = ("<tool_call>", "hermes")
+_QWEN_CODER = ("<function=", "qwen3_coder")
+# By `model_type`: marks of the model's chat template, each with the parser of the calls that have it. The first mark
+# that the template has counts: one type of model may have several forms of calls.
+_PARSERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "qwen2": (_HERMES,),
+    "qwen2_moe": (_HERMES,),
+    "qwen3": (_QWEN_CODER, _HERMES),
+    "qwen3_moe": (_QWEN_CODER, _HERMES),
+    "qwen3_next": (_QWEN_CODER, _HERMES),
+    "qwen3_5": (_QWEN_CODER,),
+    "qwen3_5_moe": (_QWEN_CODER,),
+    "llama": (_HERMES, ('"parameters": dictionary of argument name', "llama3_json")),
+    "mistral": (("[TOOL_CALLS]", "mistral"),),
+    "glm4_moe": (("<arg_key>", "glm45"),),
+    "gpt_oss": (("<|channel|>", "openai"),),
+    "granite": (("<|tool_call|>", "granite"),),
+    "granitemoehybrid": (("<tool_call>", "granite4"),),
+    "kimi_k2": (("<|tool_calls_section_begin|>", "kimi_k2"),),
+    "minimax_m2": (("<minimax:tool_call>", "minimax_m2"),),
+    "seed_oss": (("<seed:tool_call>", "seed_oss"),),
+}
+_AUTO = "auto"
+
+
+def with_tool_parser(spec: ModelSpec, model: Model, chat_template: str | None) -> ModelSpec:
+    """The section with the parser's name in place of `auto`. chat_template: see `input.chat_template`.
+
+    Raises SpecError for a model whose parser is not known.
+    """
+    if spec.tool_parser != _AUTO:
+        return spec
+    kind = str(model.config.get("model_type"))
+    templates = own_templates(pathlib.Path(model.tokenizer))
+    template = templates.get(chat_template or "default", chat_template or "")
+    for mark, parser in _PARSERS.get(kind, ()):
+        if mark in template:
+            return spec.model_copy(update={"tool_parser": parser})
+    if kind in _PARSERS:
+        marks = " or ".join(mark for mark, _ in _PARSERS[kind])
+        why = f"whose chat template has no {marks}"
+    else:
+        why = f"of type {kind}"
+    known = ", ".join(sorted(_PARSERS))
+    raise SpecError(
+        f"model.tool_parser: got auto, but the parser of '{model.name}', {why}, is not known; give vLLM's name of it. "
+        f"Types of models with a known one: {known}"
+    )

@@ -5,6 +5,7 @@ import hashlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
@@ -75,6 +76,16 @@ class UrlCache:
             with contextlib.suppress(OSError):
                 self._folder.delete(name)
             excess -= size
+
+
+def cached(cache: UrlCache | None, url: str, fetch: Callable[[], bytes]) -> bytes:
+    """The bytes of an image, which are fetched and kept if the cache does not have them."""
+    data = None if cache is None else cache.get(url)
+    if data is None:
+        data = fetch()
+        if cache is not None:
+            cache.put(url, data)
+    return data
 
 
 def _name(url: str) -> str:

@@ -5,9 +5,9 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar, TypeVar
 
 import pyarrow as pa
 import xxhash
@@ -27,6 +27,7 @@ COMPRESSIONS = {
     ".lz4": (b"\x04\x22\x4d\x18", "lz4"),
 }
 
+Item = TypeVar("Item")
 Stamp = tuple[int, int, int]  # see `stamp`
 ReadRange = tuple[int, int, int]  # of a file: first byte, number of bytes, and their xxh3-64
 
@@ -172,6 +173,24 @@ def blocks(file: InputFile) -> Iterator[bytes]:
     with open_bytes(file) as stream:
         while block := stream.read(BLOCK_BYTES):
             yield block
+
+
+def grouped(
+    items: Iterable[Item], size: Callable[[Item], int], most: int, most_items: int = sys.maxsize
+) -> Iterator[list[Item]]:
+    """Consecutive items in groups of at most this size and so many items, or a single larger item."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        of_item = size(item)
+        if group and (total + of_item > most or len(group) == most_items):
+            yield group
+            group = []
+            total = 0
+        group.append(item)
+        total += of_item
+    if group:
+        yield group
 
 
 def content_hash(file: InputFile) -> str:

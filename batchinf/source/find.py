@@ -48,18 +48,22 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
         raise InputError(
             f"{input.path} is a pipe or a device; a job reads its input more than once, so write the rows to a file"
         )
+    root = os.path.dirname(path)
     if os.path.isfile(path):
-        files = [InputFile(os.path.basename(path), os.path.abspath(path))]
+        names = [path]
     elif os.path.isdir(path):
-        files = _in_folder(path, input)
+        names = data_files(_paths(path), input)
+        root = path
     elif glob.has_magic(path):
-        files = _by_glob(path)
+        names = _by_glob(path)
+        root = _root_of(path)
     else:
         raise NoInputError(
             f"{input.path} does not exist; give a file, a glob, a folder, or a Hugging Face dataset's id"
             f"{' with input.format: hf' if looks_like_id(path) and format_by_ending(path) is None else ''}"
             f"{near_path(path)}"
         )
+    files = [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in names]
     return one_format(files, input), files
 
 
@@ -90,17 +94,11 @@ def _root_of(pattern: str) -> str:
     return os.path.dirname(re.split(r"[*?[]", pattern)[0])
 
 
-def _by_glob(path: str) -> list[InputFile]:
-    root = _root_of(path)
+def _by_glob(path: str) -> list[str]:
     names = sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     if not names:
         raise NoInputError(f"no file matches {path}; correct the glob, or put it in quotes if a shell expanded it")
-    return [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in names]
-
-
-def _in_folder(path: str, input: InputLocation) -> list[InputFile]:
-    """The data files below a folder, without hidden files, files that begin with _, and unknown endings."""
-    return [InputFile(os.path.relpath(file, path), os.path.abspath(file)) for file in data_files(_paths(path), input)]
+    return names
 
 
 def files_of_unknown_endings(path: str) -> list[str]:

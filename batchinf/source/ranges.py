@@ -23,7 +23,7 @@ from batchinf.base.parquet import absolute
 from batchinf.base.places import split_bucket_url
 from batchinf.base.storage import Folder
 from batchinf.source.digests import DigestedFile, changed
-from batchinf.source.files import InputFile
+from batchinf.source.files import InputFile, grouped
 
 FOLDER = "ranges"
 """In the cache, with a folder for each content of a file."""
@@ -72,7 +72,8 @@ class RangedFile(InputFile):
     def fetch(self, spans: Iterable[Span]) -> None:
         """Fetch ranges. Raises DriftError if the object has changed since its footer was read."""
         self.cache.make(self._folder)
-        for requests in _batches(_joined(sorted(spans))):
+        requests_of_all = _joined(sorted(spans))
+        for requests in grouped(requests_of_all, _num_bytes, _BYTES_AT_ONCE, _NUM_REQUESTS_AT_ONCE):
             read = _read(self.url, [(request[0][0], request[-1][1]) for request in requests])
             for request, found in zip(requests, read, strict=True):
                 if found is None or found.etag != self.etag:
@@ -201,20 +202,8 @@ def _joined(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield run
 
 
-def _batches(requests: Iterable[list[Span]]) -> Iterator[list[list[Span]]]:
-    """Requests that are sent together, because they fit into memory together."""
-    batch: list[list[Span]] = []
-    num_bytes = 0
-    for request in requests:
-        size = request[-1][1] - request[0][0]
-        if batch and (len(batch) == _NUM_REQUESTS_AT_ONCE or num_bytes + size > _BYTES_AT_ONCE):
-            yield batch
-            batch = []
-            num_bytes = 0
-        batch.append(request)
-        num_bytes += size
-    if batch:
-        yield batch
+def _num_bytes(request: Sequence[Span]) -> int:
+    return request[-1][1] - request[0][0]
 
 
 def _name(span: Span) -> str:

@@ -3,8 +3,10 @@
 `job/repaired.py` knows which rows of a job are repaired.
 """
 
+import hashlib
 import itertools
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,11 +28,9 @@ REPAIRS_FOLDER = "repairs"  # in a job's folder: the copies, and which rows come
 
 def content_digest(file: InputFile) -> str:
     """The xxh3-128 of a file's name and bytes: the name of its copy."""
-    digest = xxhash.xxh3_128(file.name.encode(errors="surrogateescape") + b"\0")
+    name = file.name.encode(errors="surrogateescape") + b"\0"
     with file.open() as stream:
-        while block := stream.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, lambda: xxhash.xxh3_128(name)).hexdigest()
 
 
 def keep_copy(folder: Folder, file: InputFile) -> str:
@@ -44,8 +44,7 @@ def keep_copy(folder: Folder, file: InputFile) -> str:
         return digest
     folder.make(REPAIRS_FOLDER, f"{REPAIRS_FOLDER}/{digest}")
     with folder.writing(copy_name(digest, file.name), "repair.copy") as target, file.open() as stream:
-        while block := stream.read(BLOCK_BYTES):
-            target.write(block)
+        shutil.copyfileobj(stream, target, BLOCK_BYTES)
     if not is_intact(copy, digest):
         raise InputError(f"{file.path} changed while it was read; start again once it is complete")
     return digest

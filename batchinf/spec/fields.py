@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import textwrap
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -48,15 +49,20 @@ def _usable_path(path: str) -> str:
     return path
 
 
-def on_this_host(instead: str) -> AfterValidator:
-    """Refuses places such as `s3://bucket/x`. instead: what to do."""
+def without(problem: Callable[[str], str | None]) -> AfterValidator:
+    """Refuses texts of which `problem` says what is wrong with them."""
 
-    def check(path: str) -> str:
-        if (message := elsewhere(path, instead)) is not None:
+    def check(text: str) -> str:
+        if (message := problem(text)) is not None:
             raise wrong(message)
-        return path
+        return text
 
     return AfterValidator(check)
+
+
+def on_this_host(instead: str) -> AfterValidator:
+    """Refuses places such as `s3://bucket/x`. instead: what to do."""
+    return without(lambda path: elsewhere(path, instead))
 
 
 # vLLM and Arrow store these numbers in 32 bits.

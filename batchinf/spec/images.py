@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from batchinf.base.places import elsewhere, folder_problem, is_bucket
-from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, wrong
+from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, without, wrong
 
 # A name in ASCII, with or without `*.` before it, or an IPv4 address; an IPv6 address; and a port.
 _HOST = re.compile(
@@ -32,15 +32,12 @@ def _checked_host(host: str) -> str:
     )
 
 
-def _checked_folder(folder: str) -> str:
+def _folder_problem(folder: str) -> str | None:
     instead = "copy the images to this host, and give their folder"
-    message = folder_problem(folder) if is_bucket(folder) else elsewhere(folder, instead)
-    if message is not None:
-        raise wrong(message)
-    return folder
+    return folder_problem(folder) if is_bucket(folder) else elsewhere(folder, instead)
 
 
-_Folder = Annotated[Path, AfterValidator(_checked_folder)]
+_Folder = Annotated[Path, without(_folder_problem)]
 _Host = Annotated[Text, AfterValidator(_checked_host)]
 
 

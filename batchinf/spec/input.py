@@ -1,6 +1,7 @@
 """The section `input` of a spec: where the rows come from, which of them run, and which columns make the prompt."""
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -23,6 +24,7 @@ from batchinf.spec.fields import (
     as_tuple,
     is_json,
     on_this_host,
+    without,
     wrong,
 )
 from batchinf.spec.images import ImageSettings, PartSpec
@@ -76,14 +78,10 @@ def _has_images(message: object) -> bool:
 _JobFolder = Annotated[Path, on_this_host("copy the job's output folder to this host, and give the copy")]
 
 
-def _folder_or_bucket(path: str) -> str:
+def _place_problem(path: str) -> str | None:
     if is_bucket(path) and not path.startswith("hf:"):
-        problem = bucket_problem(path)
-    else:
-        problem = elsewhere(path, "give a folder of this host, or s3://…, gs://… or az://…")
-    if problem is not None:
-        raise wrong(problem)
-    return path
+        return bucket_problem(path)
+    return elsewhere(path, "give a folder of this host, or s3://…, gs://… or az://…")
 
 
 class ExcludeSpec(Section):
@@ -147,7 +145,7 @@ class InputSpec(Section):
     path: Annotated[Path, RUNTIME]
     """A file, a glob, a folder, a URL that fsspec reads, or a Hugging Face dataset id. Files are known by content.
     Not with `job`."""
-    job: Annotated[Annotated[Path, AfterValidator(_folder_or_bucket)] | None, RUNTIME] = None
+    job: Annotated[Annotated[Path, without(_place_problem)] | None, RUNTIME] = None
     """The output folder of a job that is done, instead of `path`, also in a bucket, such as `s3://bucket/first`: its
     output rows are the rows, with all columns."""
     format: Annotated[FormatName | None, RUNTIME] = None
@@ -272,7 +270,7 @@ class InputSpec(Section):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        forms = [form for form in PROMPT_FORMS if getattr(self, form) is not None]
+        forms = self.given(PROMPT_FORMS)
         if len(forms) > 1:
             raise wrong(f"got {forms[1]} beside {forms[0]}; give one of them", forms[1])
         if self.tools_column is not None and self.messages_column is None:
@@ -314,21 +312,20 @@ class InputSpec(Section):
             raise wrong(
                 f"got {self.job!r} beside path {self.path!r}; must be given alone: leave one of them out", "job"
             )
-        for field in ("format", Csv.name, "split", "name", "revision"):
-            if getattr(self, field) is not None:
-                raise wrong("got it beside job, whose output is read as it is; must be left out", field)
+        for field in self.given(("format", Csv.name, "split", "name", "revision")):
+            raise wrong("got it beside job, whose output is read as it is; must be left out", field)
 
     def _check_format(self) -> None:
         if self.csv is not None and self.format not in (None, Csv.name):
             raise wrong(f"got it with format {self.format}; only {Csv.name} has a delimiter and the like: leave it out",
                         Csv.name)  # fmt: skip
-        for field in ("split", "name", "revision"):
-            if self.format not in (None, HuggingFace.name) and getattr(self, field) is not None:
+        for field in self.given(("split", "name", "revision")):
+            if self.format not in (None, HuggingFace.name):
                 raise wrong(f"got {getattr(self, field)!r} with format {self.format}; only a Hugging Face dataset "
                              f"(format {HuggingFace.name}) has a {field}: leave it out", field)  # fmt: skip
 
     def _check_chat(self) -> None:
-        asked = next(field for field in CHAT_FIELDS if getattr(self, field) is not None)
+        asked = self.given(CHAT_FIELDS)[0]
         if self.apply_chat_template is not None:
             raise wrong(f"got false beside {asked}, which applies the chat template; give one of them",
                         "apply_chat_template")  # fmt: skip
@@ -351,9 +348,8 @@ class InputSpec(Section):
 
     def _check_tools(self) -> None:
         if self.is_batch_file:
-            given = next((name for name in ("tools", "tool_choice") if getattr(self, name) is not None), None)
-            if given is not None:
-                raise wrong("got it with format openai, whose lines have their own; leave it out", given)
+            for name in self.given(("tools", "tool_choice")):
+                raise wrong("got it with format openai, whose lines have their own; leave it out", name)
         elif self.tool_choice is not None and self.tools is None and self.messages_column is None:
             raise wrong(
                 f"got {self.tool_choice!r} without tools; must be given beside tools or tools_column", "tool_choice"
@@ -389,6 +385,10 @@ class InputSpec(Section):
                 raise wrong(f"it is no variable of a chat template; {instead}", name)
         return kwargs
 
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Those of these fields that are not null."""
+        return [name for name in names if getattr(self, name) is not None]
+
     @property
     def is_batch_file(self) -> bool:
         """Whether each line is a request of OpenAI's batch API."""
@@ -397,7 +397,7 @@ class InputSpec(Section):
     @property
     def is_chat(self) -> bool:
         """Whether prompts go through a chat template."""
-        return any(getattr(self, field) is not None for field in CHAT_FIELDS)
+        return bool(self.given(CHAT_FIELDS))
 
     @property
     def image_columns(self) -> tuple[tuple[str, str], ...]:
@@ -417,4 +417,4 @@ class InputSpec(Section):
     @property
     def selects(self) -> bool:
         """Whether the spec chooses among the rows."""
-        return any(value is not None for value in (self.where, self.sample, self.limit, self.exclude))
+        return bool(self.given(("where", "sample", "limit", "exclude")))

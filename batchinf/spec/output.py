@@ -3,7 +3,7 @@
 import hashlib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.places import bucket_problem, elsewhere, is_bucket, user_cache
@@ -17,6 +17,7 @@ from batchinf.spec.fields import (
     Text,
     identity_or,
     on_this_host,
+    without,
     wrong,
 )
 
@@ -27,17 +28,14 @@ _COPY_OUTPUT = (
 )
 
 
-def _folder_or_bucket(path: str) -> str:
-    problem = bucket_problem(path) if is_bucket(path) else elsewhere(path, _COPY_OUTPUT)
-    if problem is not None:
-        raise wrong(problem)
-    return path
+def _place_problem(path: str) -> str | None:
+    return bucket_problem(path) if is_bucket(path) else elsewhere(path, _COPY_OUTPUT)
 
 
 class OutputSpec(Section):
     """The output folder, and the columns and the types that are stored."""
 
-    path: Annotated[Path, AfterValidator(_folder_or_bucket), RUNTIME]
+    path: Annotated[Path, without(_place_problem), RUNTIME]
     """The job's output folder, on this host or on a file system that it shares with others. Or a folder in a bucket,
     such as `s3://bucket/my-job`: see docs/how-to/rented-nodes.md."""
     work_dir: Annotated[Annotated[Path, on_this_host("give a folder here")] | None, RUNTIME] = None

@@ -19,6 +19,7 @@ from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
+from batchinf.prompts.openai.requests import BatchReader
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec, TaskSection
@@ -130,6 +131,8 @@ class Task(abc.ABC):
     verification: ClassVar[type[Verification] | None] = None
     """What `verify` compares of its rows; None: they cannot be verified."""
 
+    prompts: type[PromptBuilder] = PromptBuilder
+    """Makes prompts of rows."""
     draws_tokens: bool = False
     """Whether output tokens are stored, so that the section `sampling` matters."""
     num_rows_per_input: int = 1
@@ -190,14 +193,8 @@ class Task(abc.ABC):
 
     def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
         """Makes prompts of the job's rows; see `PromptBuilder`."""
-        return PromptBuilder(
-            self.spec,
-            tokenizer,
-            vocab_size,
-            begun_at,
-            output_room=self.output_room,
-            has_samples=not self.joins_requests,
-        )
+        reader = BatchReader(self.spec, has_samples=not self.joins_requests)
+        return self.prompts(self.spec, tokenizer, vocab_size, begun_at, output_room=self.output_room, reader=reader)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         """A line for each setting that works but is probably a mistake."""

@@ -129,7 +129,7 @@ def _texts_and_ids(prompts: Sequence[Prompt], ids: Sequence[IntArray]) -> dict[s
     """The columns of `output.include_prompt`."""
     return {
         "prompt": strings([prompt.text for prompt in prompts]),
-        "prompt_token_ids": id_lists([array if len(array) else None for array in ids]),
+        "prompt_token_ids": number_lists([array if len(array) else None for array in ids]),
     }
 
 
@@ -151,15 +151,16 @@ def output_columns(completions: Sequence[Completion | None]) -> dict[str, pa.Arr
     token_ids = [None if completion is None else completion.token_ids for completion in completions]
     sums = [None if completion is None else completion.cumulative_logprob for completion in completions]
     return {
-        "token_ids": id_lists(token_ids),
+        "token_ids": number_lists(token_ids),
         "cumulative_logprob": pa.array(sums, pa.float64()),
         "num_output_tokens": pa.array([None if ids is None else len(ids) for ids in token_ids], pa.int32()),
     }
 
 
-def id_lists(parts: Sequence[IntArray | None]) -> pa.ListArray:
+def number_lists(parts: Sequence[npt.NDArray[Any] | None], dtype: np.dtype[Any] = INT32) -> pa.ListArray:
+    """list<dtype> from the numbers of each list; None becomes null."""
     offsets = offsets_of([0 if part is None else len(part) for part in parts])
-    flat = concatenate([part for part in parts if part is not None], INT32)
+    flat = concatenate([part for part in parts if part is not None], dtype)
     return list_array(offsets, pa.array(flat), np.array([part is None for part in parts], np.bool_))
 
 

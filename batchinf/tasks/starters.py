@@ -378,12 +378,14 @@ def _image_lines(data: Data, column: str) -> list[str]:
 
 def _image_settings(data: Data) -> list[str]:
     """The section `input.images`, if the job needs it."""
-    fields = [f"hosts: [{', '.join(map(_yaml, data.image_hosts))}]"] if data.images and data.image_hosts else []
-    if data.images and data.image_folders:
+    if not data.images and not data.has_image_parts:
+        return []
+    fields = [f"hosts: [{', '.join(map(_yaml, data.image_hosts))}]"] if data.image_hosts else []
+    if data.image_folders:
         fields.append(f"folders: [{', '.join(map(_path, data.image_folders))}]")
-    if data.images and data.most_images > _FEW_IMAGES:
+    if data.most_images > _FEW_IMAGES:
         fields.append(f"max_per_row: {data.most_images}")
-    if not fields and (data.images or not data.has_image_parts):
+    if data.images and not fields:
         return []
     return [f"  images: {{{', '.join(fields)}}}    # where images may come from: docs/how-to/images.md"]
 

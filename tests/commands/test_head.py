@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 import jobs
+from batchinf.base.text import to_json
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.commands.head import Head, head_table
+from batchinf.commands.screen import cell
 from batchinf.tasks.base import ShownColumns
 
 _SCRIPT = "<script>alert(1)</script>"
@@ -278,6 +280,12 @@ def test_a_job_without_finished_rows_says_so(out: pathlib.Path, tmp_path: pathli
     assert head(tmp_path / "good", "--errors") == [
         f"{tmp_path / 'good'}: none of the 5 finished output rows is an error row"
     ]
+
+
+def test_bytes_of_a_kept_column_are_counted_in_the_table_and_base64_in_json() -> None:
+    kept = {"bytes": b"\x89PNG", "path": "a.png"}
+    assert (cell(kept).plain, cell(b"PNG").plain) == ('{"bytes": "4 bytes", "path": "a.png"}', "3 bytes")
+    assert json.loads(to_json([kept, b"PNG"])) == [{"bytes": "iVBORw==", "path": "a.png"}, "UE5H"]
 
 
 def test_a_number_that_is_not_finite_is_null_in_json(tmp_path: pathlib.Path) -> None:

@@ -276,10 +276,15 @@ def pictures_of(form: str, folder: pathlib.Path) -> tuple[pathlib.Path, dict[str
     found = {"messages_column": "messages", "images_column": ["photo"]} if column else {"messages_column": "messages",
                                                                                          "images": {}}  # fmt: skip
     if form == "batch":
-        of_openai = [{"type": "image_url", "image_url": {"url": relative[0]}}]
-        body = {"messages": [{"role": "user", "content": of_openai}]}
+        of_openai = [
+            {"type": "image_url", "image_url": {"url": f"https://images.example.com/{n}.png"}} for n in range(5)
+        ]
+        schema = {"type": ["object", "null"]}  # `type` is no text here
+        body = {"messages": [{"role": "user", "content": of_openai}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}  # fmt: skip
         line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-        return rows_file(folder, [{"custom_id": name, **line} for name in "ab"]), {"images": {}}
+        found = {"images": {"hosts": ["images.example.com"], "max_per_row": 5}}
+        return rows_file(folder, [{"custom_id": name, **line} for name in ("a.png", "b.png")]), found
     return rows_file(folder, [{"messages": [turn], **column}] * 3), found
 
 
@@ -297,6 +302,7 @@ def test_images_are_found(form: str, tmp_path: pathlib.Path) -> None:
     for field, value in expected.items():
         stored = where.get(field)
         assert (stored[0]["content"][0] if field == "messages" else stored) == value, path.read_text()
+    assert look_at(str(data)).lost_image is None
     report = batchinf.validate(path, num_rows=1)
     assert report.rows[0].error is None
     assert "<image>" in report.rows[0].text

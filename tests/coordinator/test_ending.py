@@ -17,18 +17,27 @@ from batchinf.base.stop_signals import StopRequests
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted, without_numbers
 from batchinf.commands.status import _job_state
-from batchinf.coordinator.ending import finished
+from batchinf.coordinator.ending import Failure, _image_folder, finished
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.lock import Holder
 from batchinf.manifest.state import read_state
 from batchinf.output import journal
 from batchinf.report.page import write_report
 from batchinf.spec.file import read_spec
+from batchinf.spec.input import InputSpec
 
 pytestmark = pytest.mark.usefixtures("quick_replicas")
 
 MODEL = str(jobs.MODEL)
 QUICK = {"scripted": {"step_s": 0.0}, "parallel": {"data_parallel_size": 1}}
+
+
+def test_the_folder_of_relative_paths_is_named_if_a_path_was_not_found(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    where = InputSpec(path=str(tmp_path / "rows.jsonl"))
+    messages = ("'https://host/a.png' does not exist: the server answered with status 404", "'a.png' does not exist")
+    of_url, of_path = (Failure("image_not_found", f"image 1: {message}", 0, 1) for message in messages)
+    assert [_image_folder(where, errors) for errors in ([of_url], [of_url, of_path])] == [None, str(tmp_path)]
 
 
 def test_each_kind_of_error_is_told_with_one_example(tmp_path: pathlib.Path) -> None:

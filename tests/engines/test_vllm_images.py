@@ -1,5 +1,6 @@
 """Prompts with images on real vLLM, in float32: held against transformers, token by token."""
 
+import contextlib
 import gc
 import io
 import pathlib
@@ -11,7 +12,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pictures import MAX_MODEL_LEN, VISION, Row, mappings_in_parquet, png, prompts_of, spec_of, ten_rows, write_lines
+from pictures import (
+    CHAT_FORMS,
+    FORMS,
+    MAX_MODEL_LEN,
+    QUESTION,
+    VISION,
+    Row,
+    folder_of_pictures,
+    mappings_in_parquet,
+    png,
+    prompts_of,
+    spec_of,
+    ten_rows,
+    write_lines,
+)
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -19,7 +34,7 @@ from batchinf.base.errors import RequestRefused, UserError
 from batchinf.model.identity import resolve
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.records import Completion, Prompt, Result
+from batchinf.records import Completion, Prompt, RenderedPrompt, Result
 from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile
@@ -29,6 +44,7 @@ from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm.engine import VllmEngine  # noqa: E402
+from batchinf.engines.vllm.images import Rendering  # noqa: E402
 from batchinf.engines.vllm.pooling import VllmPooling  # noqa: E402
 
 NUM_TOKENS = 6
@@ -69,10 +85,10 @@ def model() -> Any:
     return AutoModelForImageTextToText.from_pretrained(VISION, **options).eval()
 
 
-def inputs_of(processor: Any, row: Row) -> dict[str, torch.Tensor]:
+def inputs_of(processor: Any, row: Row, **options: Any) -> dict[str, torch.Tensor]:
     """Those of transformers."""
     images = [Image.open(io.BytesIO(picture)) for picture in row.pictures]
-    return dict(processor(text=row.text, images=[images] if images else None, return_tensors="pt"))
+    return dict(processor(text=row.text, images=[images] if images else None, return_tensors="pt", **options))
 
 
 def logprobs_of(model: Any, inputs: dict[str, torch.Tensor], token_ids: Sequence[int]) -> np.ndarray:
@@ -146,30 +162,53 @@ def test_a_placeholder_in_a_text_takes_no_image(tmp_path: pathlib.Path, engine: 
     assert forged["prompt_token_ids"][first:] == plain["prompt_token_ids"][other:]
 
 
+@pytest.mark.parametrize("form", FORMS)
 def test_ten_rows_equal_transformers(
-    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
+    form: Any, tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
 ) -> None:
-    spec = spec_of(mappings_in_parquet(tmp_path, rows), sampling=SAMPLING)
+    spec = spec_of(form(tmp_path, rows), sampling=SAMPLING)
     found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
     assert len({row["prompt_hash"] for row in found}) == len(found) == len(rows)
     for row, result in zip(rows, found, strict=True):
-        inputs = inputs_of(processor, row)
-        prompt_ids = inputs["input_ids"][0].tolist()
-        assert result["error_message"] is None
-        assert result["prompt_token_ids"] == prompt_ids
         assert len(result["image_digests"]) == len(row.pictures)
-        logprobs = logprobs_of(model, inputs, result["token_ids"])
-        first = len(prompt_ids) - 1
-        after = logprobs[first : first + NUM_TOKENS]
-        assert after.argmax(-1).tolist() == result["token_ids"]
-        assert np.abs(after[np.arange(NUM_TOKENS), result["token_ids"]] - result["logprobs"]).max() < 1e-5
-        # A position that the model sees as a part of an image has no logprob; all others have that of their token.
-        image_id = processor.image_token_id
-        for place, (token_id, logprob) in enumerate(zip(prompt_ids, result["prompt_logprobs"], strict=True)):
-            if place == 0 or token_id == image_id:
-                assert logprob is None
-            else:
-                assert abs(logprobs[place - 1, token_id] - logprob) < 1e-5
+        assert_equal(result, inputs_of(processor, row), processor, model)
+
+
+@pytest.mark.parametrize("form", CHAT_FORMS)
+def test_questions_about_pictures_equal_transformers(
+    form: Any, tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row], processor: Any, model: Any
+) -> None:
+    pictures = [row.pictures for row in rows]
+    if form is folder_of_pictures:
+        pictures = [(picture,) for of_row in pictures for picture in of_row][:10]
+    spec = spec_of({"apply_chat_template": None, **form(tmp_path, pictures)}, sampling=SAMPLING)
+    found = stored(spec, prompts_of(spec, tmp_path / "cache"), engine)
+    assert len(found) == 10
+    for of_row, result in zip(pictures, found, strict=True):
+        content = [*[{"type": "image"}] * len(of_row), {"type": "text", "text": QUESTION}]
+        chat = [{"role": "user", "content": content}]
+        text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        inputs = inputs_of(processor, Row(text, of_row), add_special_tokens=False)
+        assert_equal(result, inputs, processor, model)
+
+
+def assert_equal(result: dict[str, Any], inputs: dict[str, torch.Tensor], processor: Any, model: Any) -> None:
+    """A row of the output, and transformers."""
+    prompt_ids = inputs["input_ids"][0].tolist()
+    assert result["error_message"] is None
+    assert result["prompt_token_ids"] == prompt_ids
+    logprobs = logprobs_of(model, inputs, result["token_ids"])
+    first = len(prompt_ids) - 1
+    after = logprobs[first : first + NUM_TOKENS]
+    assert after.argmax(-1).tolist() == result["token_ids"]
+    assert np.abs(after[np.arange(NUM_TOKENS), result["token_ids"]] - result["logprobs"]).max() < 1e-5
+    # A position that the model sees as a part of an image has no logprob; all others have that of their token.
+    image_id = processor.image_token_id
+    for place, (token_id, logprob) in enumerate(zip(prompt_ids, result["prompt_logprobs"], strict=True)):
+        if place == 0 or token_id == image_id:
+            assert logprob is None
+        else:
+            assert abs(logprobs[place - 1, token_id] - logprob) < 1e-5
 
 
 def test_wrong_places_and_images_are_error_rows(tmp_path: pathlib.Path, engine: VllmEngine) -> None:
@@ -211,6 +250,33 @@ def test_spare_placeholders_that_only_the_engine_knows(engine: VllmEngine) -> No
         with pytest.raises(RequestRefused) as refusal:
             engine.render(wrong, [picture])
         assert refusal.value.error.error_type == "image_placeholder"
+
+
+def test_renderers_of_other_threads_make_the_same(engine: VllmEngine, rows: list[Row]) -> None:
+    """Several threads have a renderer each. The engine knows an image by its name, so no two may have one."""
+    tokenizer = load_tokenizer(str(VISION), False)
+    images = [[Image.open(io.BytesIO(picture)) for picture in row.pictures] for row in rows]
+    prompts = [(tokenizer(row.text)["input_ids"], of_row) for row, of_row in zip(rows, images, strict=True) if of_row]
+    rendering = Rendering(engine._engine, most=3)
+    made: list[list[RenderedPrompt]] = []
+    with contextlib.ExitStack() as held:
+        for _ in range(3):  # as many as threads may have at one time
+            made.append([rendering.render(*prompt) for prompt in prompts])
+            held.enter_context(rendering._one_renderer())
+        assert not rendering._idle
+    for same in zip(*made, strict=True):
+        assert len({tuple(prompt.token_ids) for prompt in same}) == 1
+        first, *others = (_tensors(prompt) for prompt in same)
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    names = [
+        name for of_renderer in made for prompt in of_renderer for name in prompt.for_ids([])["mm_hashes"]["image"]
+    ]
+    assert len(set(names)) == len(names) == 3 * sum(map(len, images))
+
+
+def _tensors(prompt: RenderedPrompt) -> list[torch.Tensor]:
+    """Of the images of a prompt, as the engine gets them."""
+    return [field.data for item in prompt.for_ids([])["mm_kwargs"]["image"] for field in item.values()]
 
 
 def test_transformers_makes_the_same_prompts_as_the_engine(

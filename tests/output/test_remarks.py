@@ -57,7 +57,7 @@ def test_counted_as_plain_python_counts(seed: int) -> None:
     assert count_answers(table.slice(0, 0)) == dict.fromkeys(whole, 0)
     parts = [count_answers(rows) for rows in (table.slice(0, 60), table.slice(60))]
     assert {name: sum(part[name] for part in parts) for name in whole} == whole
-    assert accuracy(table.to_pylist()).shares[1] == whole["num_right_per_token"] / whole["num_answered"]
+    assert accuracy(table.to_pylist()).share == whole["num_right"] / whole["num_answered"]
     assert Accuracy.of(60, dict.fromkeys(whole, 0)) is None
 
 

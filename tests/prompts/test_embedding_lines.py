@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
+import pictures
 import pytest
 from openai.types import CreateEmbeddingResponse
 from transformers import AutoTokenizer
@@ -17,13 +18,14 @@ from batchinf.base.errors import OutputError, RowError, SpecError
 from batchinf.commands.diff import diff_jobs
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.job.open import prepare_job
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.openai.requests import BatchRequest
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.vectors.prompts import EmbeddingReader, EmbeddingsRequest
+from batchinf.tasks.vectors.prompts import EmbeddingReader
 
 URL = "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -33,7 +35,7 @@ WIDTH = 128  # of the sample model
 def spec_of(**sections: Any) -> JobSpec:
     return JobSpec.model_validate(
         {
-            "model": str(jobs.MODEL),
+            "model": sections.pop("model", str(jobs.MODEL)),
             "task": "embed",
             "pooling": {"width": WIDTH, **sections.pop("pooling", {})},
             "input": {"path": "in.jsonl", "format": "openai", **sections.pop("input", {})},
@@ -47,7 +49,7 @@ def line(number: object = 0, /, **body: Any) -> dict[str, Any]:
     return {"custom_id": str(number), "method": "POST", "url": URL, "body": body}
 
 
-def read(spec: JobSpec | None = None, /, **body: Any) -> EmbeddingsRequest | RowError:
+def read(spec: JobSpec | None = None, /, **body: Any) -> BatchRequest | RowError:
     return EmbeddingReader(spec or spec_of()).read(line(**body))
 
 
@@ -61,17 +63,17 @@ def built(spec: JobSpec | None = None, max_model_len: int = 64, /, **body: Any) 
 @pytest.mark.parametrize(
     ("value", "inputs"),
     [
-        ("a", [BatchRequest(text="a")]),
-        (["a"], [BatchRequest(text="a")]),
-        (["a", "b"], [BatchRequest(text="a"), BatchRequest(text="b")]),
-        ([1, 2], [BatchRequest(token_ids=[1, 2])]),
-        ([[1, 2], [3]], [BatchRequest(token_ids=[1, 2]), BatchRequest(token_ids=[3])]),
+        ("a", (BatchRequest(text="a"),)),
+        (["a"], (BatchRequest(text="a"),)),
+        (["a", "b"], (BatchRequest(text="a"), BatchRequest(text="b"))),
+        ([1, 2], (BatchRequest(token_ids=[1, 2]),)),
+        ([[1, 2], [3]], (BatchRequest(token_ids=[1, 2]), BatchRequest(token_ids=[3]))),
     ],
 )
-def test_forms_of_the_input(value: object, inputs: list[BatchRequest]) -> None:
+def test_forms_of_the_input(value: object, inputs: tuple[BatchRequest, ...]) -> None:
     request = read(input=value)
-    assert isinstance(request, EmbeddingsRequest)
-    assert request.inputs == inputs
+    assert isinstance(request, BatchRequest)
+    assert request.parts == inputs
 
 
 @pytest.mark.parametrize("body", [{"messages": MESSAGES}, {"input": MESSAGES}, {"input": [MESSAGES, MESSAGES]}])
@@ -105,7 +107,7 @@ def test_conversations(body: dict[str, Any]) -> None:
 def test_fields_that_change_nothing(body: dict[str, Any]) -> None:
     assert built(input="Once", **body).inputs == built(input="Once").inputs
     request = read(input="Once", **body)
-    assert isinstance(request, EmbeddingsRequest)
+    assert isinstance(request, BatchRequest)
     assert request.dimensions is None
 
 
@@ -144,12 +146,12 @@ def test_what_is_refused(body: dict[str, Any], words: str) -> None:
 
 def test_dimensions_and_the_form_of_the_answer() -> None:
     asked = read(input="a", dimensions=8, encoding_format="base64")
-    assert isinstance(asked, EmbeddingsRequest)
-    assert (asked.dimensions, json.loads(asked.form)) == (8, {"url": URL, "encoding_format": "base64"})
+    assert isinstance(asked, BatchRequest)
+    assert (asked.dimensions, json.loads(asked.form or "")) == (8, {"url": URL, "encoding_format": "base64"})
     cut = spec_of(pooling={"dimensions": 8})
     for number, expected in ((8, None), (WIDTH, WIDTH), (16, 16)):
         request = read(cut, input="a", dimensions=number)
-        assert isinstance(request, EmbeddingsRequest)
+        assert isinstance(request, BatchRequest)
         assert request.dimensions == expected
 
 
@@ -195,6 +197,18 @@ def test_one_bad_input_makes_an_error_row_that_names_it() -> None:
         "invalid_token_id", "input 1: token id 9999 is outside the model's vocabulary of 1,536"
     )
     assert built(input="").error == RowError("empty_prompt", "the prompt is an empty string")
+
+
+def test_an_image_is_an_error_in_a_job_with_images_too() -> None:
+    """It would be left out: a line has one vector for each text."""
+    spec = spec_of(model=str(pictures.VISION), input={"images": {}})
+    builder = task_of(spec).prompt_builder(load_tokenizer(spec.model.name, False), None)
+    parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What is it?"}]
+    bodies = [{"messages": [{"role": "user", "content": content}]} for content in (parts, parts[1:])]
+    image, text = builder.build([Row(0, line(**body), None) for body in bodies], 64)
+    assert image.error is not None
+    assert image.error.error_message.startswith("body.messages, message 0: got a part of type 'image_url'; only")
+    assert text.error is None
 
 
 def test_inputs_that_the_spec_cuts() -> None:

@@ -191,7 +191,7 @@ def test_prompts_without_images_keep_their_ids(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, "a detail that is not auto"),
+        ({"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, "got the detail 'low' in a part"),
         ({"type": "image", "image": "a.png", "uuid": "1"}, "got 'uuid' in a part of type 'image'"),
         ({"type": "image", "image": "a.png", "max_pixels": 9}, "got 'max_pixels' in a part of type 'image'"),
         ({"type": "image", "image": "a.png", "url": "b.png"}, "got url beside image"),

@@ -496,6 +496,8 @@ def test_a_host_must_be_named(server: Server, names: dict[str, list[list[str]]])
                  "127.0.0.2", "a.images.test", "images.test.evil", "b.test", "127.0.0.1@images.test.evil",
                  "images.test.", "%31", "SECRET:x@127.0.0.1", "images.test:80@a.images.test"):  # fmt: skip
         assert refused(f"http://{host}:{port}/image", images)[0] == "image_forbidden", host
+        with pytest.raises(ImageError, match=r"not in input\.images\.hosts|has a user name"):
+            images.size_of(f"http://{host}:{port}/image")
     for url in ("http:", "http:///image", "https://", "http:/image", f"http:{server.host}/image",
                 "http://127.0.0.1/image", "https://127.0.0.1/image"):  # fmt: skip
         assert refused(url, images)[0] == "image_forbidden", url
@@ -617,6 +619,9 @@ def test_an_image_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.P
             "gs://b/x",
         ]
         kinds, messages = zip(*(refused(loader, source) for source in forbidden), strict=True)
+        with pytest.raises(ImageError, match="outside of the input's folder"):
+            loader.size_of(forbidden[1])
+        assert loader.size_of(f"{url}/photos/one.png") is None
         assert {*kinds} == {"image_forbidden"} and f"name its folder, {url}, in input.images.folders" in messages[1]
     assert refused(of_bucket, "../secret.png")[0] == "image_forbidden"
     assert refused(of_bucket, "/etc/passwd")[0] == "image_forbidden"

@@ -23,7 +23,7 @@ from batchinf.prompts.openai.lines import (
 )
 from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.vectors.prompts import EmbeddingReader, EmbeddingsRequest
+from batchinf.tasks.vectors.prompts import EmbeddingReader
 from batchinf.tasks.vectors.rerank_lines import RerankReader, RerankRequest
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "batch-fields.md"
@@ -101,7 +101,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
 
 
 TASKS = {EMBEDDINGS_URL: "embed", SCORE_URL: "rerank", RERANK_URL: "rerank"}
-Read = BatchRequest | EmbeddingsRequest | RerankRequest
+Read = BatchRequest | RerankRequest
 
 
 def read(url: str, **body: Any) -> Read | RowError:

@@ -12,7 +12,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.model.identity import Model
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai.requests import BatchReader, BatchRequest
-from batchinf.prompts.tool_parsers import with_tool_parser
+from batchinf.prompts.tools import with_tool_parser
 from batchinf.records import Prompt, Tools
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec, ModelSpec
@@ -227,7 +227,7 @@ def test_auto_is_by_type_and_template(tmp_path: pathlib.Path) -> None:
 def test_auto_has_names_of_the_installed_parsers() -> None:
     pytest.importorskip("vllm")
     from batchinf.engines.installed import parser_names
-    from batchinf.prompts.tool_parsers import _PARSERS
+    from batchinf.prompts.tools import _PARSERS
 
     known = parser_names("tool_parsers")
     assert known is not None

@@ -13,7 +13,7 @@ import pytest
 import stores
 import yaml
 from adapters import make_adapter
-from pictures import FORMS, VISION, data_url, paths_in_lines, ten_rows, write_lines
+from pictures import VISION, data_url, paths_in_lines, ten_rows, write_lines
 from PIL import Image
 from run_batch_lines import answered, by_batchinf, by_vllm
 
@@ -412,20 +412,6 @@ def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.slow
-def test_each_form_of_images_gives_the_same_rows_on_vllm(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("vllm")
-    found = []
-    for form in FORMS:
-        folder = tmp_path / form.__name__
-        folder.mkdir()
-        jobs.finish(of_vllm(folder, {"apply_chat_template": False, **form(folder, ten_rows())}))
-        found.append(jobs.rows_of(folder / "out"))
-    assert len(found[0]) == 10
-    for rows in found[1:]:
-        assert_same(rows, found[0])
-
-
-@pytest.mark.slow
 def test_a_batch_file_has_the_answers_of_vllm(tmp_path: pathlib.Path) -> None:
     """`vllm run-batch` and `batchinf run-batch` over one file."""
     pytest.importorskip("vllm")
@@ -539,22 +525,22 @@ def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> No
     # Positions of images have no logprobs, and are not counted as missing.
     logprobs = [row["prompt_logprobs"] for row in jobs.rows_of(tmp_path / "job" / "out")]
     assert found.deviations["prompt"].num_positions == sum(len(row) - row.count(None) for row in logprobs) > 100
-    report = inspect_row(str(tmp_path / "job" / "out"), "5")
+    report = inspect_row(str(tmp_path / "job" / "out"), "6")
     assert report.prompt_note == ""
     assert report.prompt is not None
     pieces = [piece.text for piece in report.prompt]
     assert pieces.count("<image><image><image><image>") == 10
-    assert [picture.name for picture in report.pictures] == ["pictures/5-0.png", "pictures/5-1.png"]
+    assert [picture.name for picture in report.pictures] == ["pictures/6-0.png", "pictures/6-1.png"]
     # With another picture, neither of them goes on; nor without it.
-    picture = tmp_path / "pictures" / "5-1.png"
-    shutil.copy(tmp_path / "pictures" / "4-0.png", picture)
-    with pytest.raises(DriftError, match=r"row 5: image 2 \('pictures/5-1.png'\) has changed"):
+    picture = tmp_path / "pictures" / "6-1.png"
+    shutil.copy(tmp_path / "pictures" / "5-0.png", picture)
+    with pytest.raises(DriftError, match=r"row 6: image 2 \('pictures/6-1.png'\) has changed"):
         verify_job(read_spec(path))
-    assert "the input has changed" in inspect_row(str(tmp_path / "job" / "out"), "5").prompt_note
+    assert "the input has changed" in inspect_row(str(tmp_path / "job" / "out"), "6").prompt_note
     picture.unlink()
-    with pytest.raises(DriftError, match=r"row 5: image 2: 'pictures/5-1\.png' does not exist; put back"):
+    with pytest.raises(DriftError, match=r"row 6: image 2: 'pictures/6-1\.png' does not exist; put back"):
         verify_job(read_spec(path))
-    assert "'pictures/5-1.png' does not exist" in inspect_row(str(tmp_path / "job" / "out"), "5").prompt_note
+    assert "'pictures/6-1.png' does not exist" in inspect_row(str(tmp_path / "job" / "out"), "6").prompt_note
 
 
 @pytest.mark.slow
@@ -569,30 +555,3 @@ def test_real_vllm_killed_with_images(tmp_path: pathlib.Path) -> None:
     assert jobs.run("run", hurt, faults="worker.store:3=kill").returncode != 0
     jobs.finish(hurt)
     assert_same(jobs.rows_of(tmp_path / "hurt" / "out"), jobs.rows_of(tmp_path / "unhurt" / "out"))
-
-
-@pytest.mark.slow
-def test_a_batch_file_gives_the_rows_of_a_conversation_on_vllm(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("vllm")
-    pictures = [row.pictures for row in ten_rows()]
-    contents = [
-        [
-            {"type": "text", "text": "Look: "},
-            *({"type": "image_url", "image_url": {"url": data_url(one)}} for one in all_),
-        ]
-        for all_ in pictures
-    ]
-    chats = [[{"role": "user", "content": content}] for content in contents]
-    lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {"messages": chat}}
-        for number, chat in enumerate(chats)
-    ]
-    batch = write_lines(tmp_path / "batch.jsonl", lines)
-    column = write_lines(tmp_path / "column.jsonl", [{"chat": chat} for chat in chats])
-    of_lines = of_vllm(tmp_path / "batch", {"path": str(batch), "images": {}})
-    of_column = of_vllm(tmp_path / "column", {"path": str(column), "images": {}, "messages_column": "chat"})
-    for path in (of_lines, of_column):
-        jobs.finish(path)
-    rows = jobs.rows_of(tmp_path / "batch" / "out")
-    assert [len(row["image_digests"]) for row in rows] == list(map(len, pictures))
-    assert_same(rows, jobs.rows_of(tmp_path / "column" / "out"))

@@ -40,7 +40,7 @@ ALSO_MEANT = {
     ("model/files.py", "hf"): "a value of vLLM's load_format",
     ("source/formats/huggingface.py", "arrow"): "a format of the library `datasets`",
     ("engines/vllm/structured_output/tools.py", "openai"): "vLLM's parser of gpt-oss",
-    ("prompts/tool_parsers.py", "openai"): "vLLM's parser of gpt-oss",
+    ("prompts/tools.py", "openai"): "vLLM's parser of gpt-oss",
 }
 
 

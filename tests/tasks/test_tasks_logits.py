@@ -19,8 +19,10 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.disk_space import check_size
 from batchinf.job.open import open_job
 from batchinf.output import counts
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Prompt, Result
 from batchinf.replica.worker import num_bytes
+from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec, ScriptedSpec
 from batchinf.tasks.logits.section import logits_of
@@ -44,6 +46,22 @@ def results_of(task: Logits, prompts: list[Prompt]) -> list[Result]:
         completion = None if prompt.error else engine.complete(request)
         found.append(Result(prompt, 0, 1, completion, None, prompt.error, 1))
     return found
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": ["a", "b"]}, "body.prompt: got a list of 2; this job has one answer for each line"),
+        ({"prompt": "a", "n": 2}, "body.n: got 2, but all rows have sampling.n 1"),
+    ],
+)
+def test_a_line_of_a_batch_file_has_one_answer(body: dict[str, Any], message: str) -> None:
+    """Several answers would have one key."""
+    spec = {**BASE, "input": {"path": "-", "format": "openai"}, "logits": {"vocab_size": WIDTH}}
+    builder = Logits(JobSpec.model_validate(spec)).prompt_builder(load_tokenizer(str(jobs.MODEL), False), None)
+    line = {"custom_id": "0", "method": "POST", "url": "/v1/completions", "body": body}
+    [prompt] = builder.build([Row(0, line)], 64)
+    assert prompt.error == RowError("unsupported_request", message)
 
 
 PROMPTS = [

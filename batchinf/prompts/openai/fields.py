@@ -3,7 +3,7 @@
 import difflib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.prompts.openai.lines import (
@@ -27,11 +27,15 @@ _URLS = {
 }
 
 
+Use = Literal["used", "without effect", "refused"]
+_OF_THE_ROW = "the row's own, in place of the spec's"
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Fields of which the same becomes."""
 
-    use: Literal["used", "without effect", "refused"]
+    use: Use
     urls: tuple[str, ...]
     names: tuple[str, ...]
     note: str
@@ -40,22 +44,20 @@ class Fields:
     """Values of refused fields that ask for nothing."""
 
 
-def _fields(use: Literal["used", "without effect", "refused"], urls: str, names: str, note: str) -> Fields:
-    return Fields(use=use, urls=tuple(_URLS[url] for url in urls), names=tuple(names.split()), note=note)
+def _fields(use: Use, urls: str, names: str, note: str = _OF_THE_ROW, *, accepted: Sequence[Any] = ()) -> Fields:
+    """urls: their letters. names: with spaces between them."""
+    return Fields(
+        use=use,
+        urls=tuple(_URLS[url] for url in urls),
+        names=tuple(names.split()),
+        note=note,
+        accepted=tuple(accepted),
+    )
 
 
-def _used(urls: str, names: str, note: str = "the row's own, in place of the spec's") -> Fields:
-    return _fields("used", urls, names, note)
-
-
-def _without_effect(urls: str, names: str, note: str) -> Fields:
-    return _fields("without effect", urls, names, note)
-
-
-def _refused(urls: str, names: str, note: str, *, accepted: Sequence[Any] = ()) -> Fields:
-    return replace(_fields("refused", urls, names, note), accepted=tuple(accepted))
-
-
+_used = functools.partial(_fields, "used")
+_without_effect = functools.partial(_fields, "without effect")
+_refused = functools.partial(_fields, "refused")
 _OF_JOB = "an engine or a job has one"
 
 FIELDS: tuple[Fields, ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages
-from batchinf.prompts.images import ImageSource, Placeholders, place_images
+from batchinf.prompts.images import ImageSource, Placeholders, render_conversation
 from batchinf.prompts.openai.fields import objection
 from batchinf.prompts.openai.lines import (
     CHAT_URL,
@@ -18,12 +18,14 @@ from batchinf.prompts.openai.lines import (
     RESPONSES_URL,
     LineReader,
     Refused,
+    Truncation,
+    are_ids,
     show,
     take_flags,
     take_template_kwargs,
+    take_truncation,
 )
 from batchinf.prompts.openai.responses import as_chat, in_own_names, repeated
-from batchinf.prompts.openai.truncation import Truncation, take_truncation
 from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
@@ -62,8 +64,12 @@ class BatchRequest:
     tools: Tools | None = None
     """Those that the model may call."""
     truncation: Truncation | None = None
+    dimensions: int | None = None
+    """See `Prompt`."""
+    adds_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens; None: to texts, but not to conversations."""
     is_echoed: bool = False
-    """The answer begins with the prompt."""
+    """The answer begins with the prompt, whose ids are decoded if they are given without a text."""
     images: tuple[ImageSource, ...] = ()
     """Where the images of the text come from."""
     parts: "tuple[BatchRequest, ...]" = ()
@@ -80,8 +86,7 @@ class BatchRequest:
 
 def may_be_batch(where: InputSpec) -> bool:
     """Whether the spec does not say if the input is a batch file. The input's columns then decide."""
-    is_plain = all(getattr(where, form) is None for form in PROMPT_FORMS)
-    return is_plain and where.format in (None, OpenAIBatch.read_as)
+    return not where.given(PROMPT_FORMS) and where.format in (None, OpenAIBatch.read_as)
 
 
 def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
@@ -93,10 +98,8 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     names = set(columns)
     missing = [name for name in COLUMNS if name not in names]
     if where.is_batch_file:
-        for form in PROMPT_FORMS:
-            if getattr(where, form) is not None:
-                what = "got it with format openai, whose lines have their prompts"
-                raise SpecError(f"input.{form}: {what}; leave it out")
+        for form in where.given(PROMPT_FORMS):
+            raise SpecError(f"input.{form}: got it with format openai, whose lines have their prompts; leave it out")
         if missing:
             what = f"got openai, but the input has no column '{missing[0]}'"
             raise SpecError(f"input.format: {what}; a batch request has {', '.join(COLUMNS)}")
@@ -234,10 +237,10 @@ class BatchReader(LineReader[BatchRequest]):
     def _texts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The prompts, each as text or token ids."""
         prompt = body.pop("prompt", None)
-        prompts = prompt if isinstance(prompt, list) and prompt and not _are_ids(prompt) else [prompt]
+        prompts = prompt if isinstance(prompt, list) and prompt and not are_ids(prompt) else [prompt]
         if all(isinstance(item, str) for item in prompts):
             return [{"text": item} for item in prompts]
-        if all(map(_are_ids, prompts)):
+        if all(map(are_ids, prompts)):
             return [{"token_ids": item} for item in prompts]
         got = "an empty list" if prompt == [] else show(prompt)
         raise Refused(
@@ -306,10 +309,6 @@ def _refuse_options_of_images(body: dict[str, Any]) -> None:
             raise Refused(f"body.{name}: got {show(body[name])}, which is not supported: all images are read alike")
 
 
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
 def _number_of_chat(has_logprobs: object, top: object) -> object:
     """How many logprobs a conversation asks for; None: none."""
     if not isinstance(has_logprobs, bool | None):
@@ -370,24 +369,24 @@ class BatchPrompts:
         tokenizer: Any,
         begun_at: str | None,
         *,
-        has_samples: bool = True,
+        reader: LineReader[BatchRequest],
         placeholders: Placeholders | None = None,
     ) -> None:
         """begun_at: see `ChatTemplate`. The tokenizer needs a chat template only if a row is a conversation.
 
-        has_samples: see `BatchReader`. placeholders: see `Renderer.placeholders`.
+        placeholders: see `Renderer.placeholders`.
         """
         self._placeholders = placeholders
-        self._reader = BatchReader(spec, has_samples=has_samples)
+        self._reader = reader
         self._system_prompt = spec.input.system_prompt
-        self._takes_images = spec.input.has_images
+        self._takes_images = spec.input.has_images and reader.takes_images
         self._chat: ChatTemplate | None = None
         # Without a chat template, each conversation becomes an error row.
         with contextlib.suppress(ValueError):
             self._chat = ChatTemplate(spec.input, tokenizer, begun_at)
 
     def read(self, row: Row) -> BatchRequest | RowError:
-        """The request of a row, its messages as text; or the row's error."""
+        """The request of a row, its messages as text, but not those of its parts; or the row's error."""
         request = self._reader.read_row(row)
         return request if isinstance(request, RowError) else self.rendered(request)
 
@@ -396,19 +395,14 @@ class BatchPrompts:
         if request.messages is None:
             return request
         messages = read_messages(request.messages, "body.messages", takes_images=self._takes_images)
-        images: tuple[ImageSource, ...] = ()
-        if self._takes_images and not isinstance(messages, RowError):
-            placed = place_images(messages, ())
-            messages, images = (placed, ()) if isinstance(placed, RowError) else placed
         if isinstance(messages, RowError):
             return messages
-        text = self._render(request, messages)
-        if isinstance(text, RowError):
-            return text
-        ids = None
-        if images and self._placeholders is not None:
-            ids = self._placeholders.as_text(messages, functools.partial(self._render, request))
-        return replace(request, messages=None, text=text, token_ids=ids, is_chat=True, images=images)
+        render = functools.partial(self._render, request)
+        rendered = render_conversation(messages, (), render, self._placeholders)
+        if isinstance(rendered, RowError):
+            return rendered
+        ids = rendered.token_ids
+        return replace(request, messages=None, text=rendered.text, token_ids=ids, is_chat=True, images=rendered.sources)
 
     def _render(self, request: BatchRequest, messages: list[Message]) -> str | RowError:
         if self._system_prompt is not None and not any(it["role"] in ("system", "developer") for it in messages):

@@ -9,7 +9,7 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.source.cache import FileFindings, Scratch
-from batchinf.source.files import BLOCK_BYTES, BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFile, blocks, refuse_utf16
+from batchinf.source.files import BLOCK_BYTES, BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFile, blocks, grouped, refuse_utf16
 from batchinf.source.formats.base import FileFormat, Reader, SourceFile
 from batchinf.source.formats.lines import (
     FIRST_LINES,
@@ -44,7 +44,7 @@ class Json(FileFormat):
         digest = xxhash.xxh3_128()
         size = 0
         num_rows = 0
-        for lines in _batches(_values(_hashed(blocks(file), digest), file)):
+        for lines in grouped(_values(_hashed(blocks(file), digest), file), len, BLOCK_BYTES):
             ends = size + np.cumsum([len(line) + 1 for line in lines])
             offsets.write(np.array([size, *ends[:-1]], "<i8").tobytes())
             copy.write(b"\n".join([*lines, b""]))
@@ -65,21 +65,6 @@ def _hashed(content: Iterable[bytes], digest: xxhash.xxh3_128) -> Iterator[bytes
     for block in content:
         digest.update(block)
         yield block
-
-
-def _batches(values: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The values in lists of about a block."""
-    batch: list[bytes] = []
-    num_bytes = 0
-    for value in values:
-        batch.append(value)
-        num_bytes += len(value)
-        if num_bytes >= BLOCK_BYTES:
-            yield batch
-            batch = []
-            num_bytes = 0
-    if batch:
-        yield batch
 
 
 def _values(content: Iterator[bytes], file: InputFile) -> Iterator[bytes]:

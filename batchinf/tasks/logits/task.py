@@ -23,9 +23,9 @@ from batchinf.tasks.columns import (
     ITEM,
     Fields,
     float_type,
-    id_lists,
     leaf_of,
     list_of,
+    number_lists,
     output_columns,
     strings,
     vector_lists,
@@ -47,14 +47,13 @@ _LIKELY_POSITIONS = 4
 class LogitsPrompts(PromptBuilder):
     """Rows → prompts, with their positions and their ids of tokens if columns have them."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
-        super().__init__(spec, tokenizer, vocab_size, begun_at)
+    def __init__(
+        self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None, **options: Any
+    ) -> None:
+        """See `PromptBuilder`."""
+        super().__init__(spec, tokenizer, vocab_size, begun_at, **options)
         self._logits = logits_of(spec)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """See `PromptBuilder`; also the columns of positions and of ids."""
-        return tuple(dict.fromkeys([*super().columns, *(column for _, column in self._logits.input_columns)]))
+        self.task_columns = [column for _, column in self._logits.input_columns]
 
     def with_own_values(self, rows: Sequence[Row], prompts: list[Prompt]) -> list[Prompt]:
         """The prompts with their positions and ids. A prompt with an error keeps the error."""
@@ -137,6 +136,7 @@ class Logits(Task):
     """See `Task`. The section of a resolved spec has its token ids, or the size of the vocabulary."""
 
     name = "logits"
+    prompts = LogitsPrompts
     takes_images = True
     comparison = LogitsChanges
     verification = LogitsVerification
@@ -212,9 +212,6 @@ class Logits(Task):
             raise SpecError(f"logits.vocab_size: got {vocab_size}; the model's is {model.vocab_size}: leave it out")
         return self._logits.model_copy(update={"vocab_size": vocab_size})
 
-    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> LogitsPrompts:
-        return LogitsPrompts(self.spec, tokenizer, vocab_size, begun_at)
-
     @property
     def vocabulary_rows(self) -> RowsWanted:
         """See `Task`. Its positions are those of the generated tokens; `expand` sets each prompt's own."""
@@ -285,7 +282,7 @@ class Logits(Task):
             # The one token that the engine generates after a prompt is not stored.
             **(output_columns(completions) if self.draws_tokens else {}),
             "finish_reason": strings([None if c is None else c.finish_reason for c in completions]),
-            "positions": id_lists([None if c is None else _positions(c) for c in completions]),
+            "positions": number_lists([None if c is None else _positions(c) for c in completions]),
             self._logits.values: vector_lists(values, self._dtype, self._vector),
             **self._ids_column(completions),
         }

@@ -59,12 +59,9 @@ class Accuracy:
         return cls(num_rows=num_rows, **known)
 
     @property
-    def shares(self) -> tuple[float, float, float]:
-        """Shares of right answers: raw, per token and per byte."""
-        raw, per_token, per_byte = (
-            number / self.num_answered for number in (self.num_right, self.num_right_per_token, self.num_right_per_byte)
-        )
-        return raw, per_token, per_byte
+    def share(self) -> float:
+        """The share of right answers by `best`."""
+        return self.num_right / self.num_answered
 
     def __str__(self) -> str:
         numbers = (self.num_right, self.num_right_per_token, self.num_right_per_byte, self.num_right_pmi)

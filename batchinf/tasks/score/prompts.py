@@ -11,7 +11,7 @@ from batchinf.base.text import clip, list_names, name_type
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import Encoder, begins_with_two
 from batchinf.prompts.images import ImageSource, TextWithImages
-from batchinf.prompts.renderer import read_list, take, unicode_error
+from batchinf.prompts.renderer import take, take_list, unicode_error
 from batchinf.prompts.row_sampling import whole_number
 from batchinf.records import Prompt, Scoring, Span
 from batchinf.source.rows import Row
@@ -56,8 +56,8 @@ class _Draft:
     """Of each target, without the delimiter."""
     answer: int | str | None = None
     """The place of the right choice, or why the row's value is none."""
-    asks: list[tuple[str, bool]]
-    """Texts to encode, each with whether the tokenizer adds its special tokens: for the context, then for `neutral`."""
+    asks: list[tuple[str, Encoder]]
+    """Texts to encode: for the context, then for `neutral`."""
     neutral: str | list[int] | None = None
     """The context with the values of `score.neutral`; None without that."""
     images: tuple[ImageSource, ...] = ()
@@ -82,14 +82,16 @@ class _Scored:
 class ScorePrompts(PromptBuilder):
     """Rows → prompts with a `scoring`."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
-        super().__init__(spec, tokenizer, vocab_size, begun_at)
+    def __init__(
+        self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None, **options: Any
+    ) -> None:
+        """See `PromptBuilder`."""
+        super().__init__(spec, tokenizer, vocab_size, begun_at, **options)
+        self.task_columns = [name for _, name in scored_columns(spec.input)]
         self._input = spec.input
         self._score = score_of(spec)
         # Whole numbers as labels, such as stars: a number in the column of answers is a label then, not a place.
         self._counts_labels = all(text.isascii() and text.isdecimal() for text in spec.input.choices or [""])
-        self._without_special = Encoder(tokenizer, False)
-        self._with_special = Encoder(tokenizer, True)
         # The token before a text's first token, so that this one can be scored, as lm-evaluation-harness's `hf` does.
         self._prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         self._prefix_text = "" if self._prefix is None else str(tokenizer.decode([self._prefix]))
@@ -100,11 +102,6 @@ class ScorePrompts(PromptBuilder):
         adds = spec.input.text_column is not None and self._adds
         self._counts_bos = not (adds and self._with_special.begins_with(self._bos))
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The input columns of the context and of the scored texts."""
-        return tuple(dict.fromkeys([*super().columns, *(name for _, name in scored_columns(self._input))]))
-
     def surely_fits(self, row: Row, num_tokens: int) -> bool:
         """See `PromptBuilder`. Always False, because the scored texts count too."""
         return False
@@ -112,7 +109,7 @@ class ScorePrompts(PromptBuilder):
     def build(self, rows: Sequence[Row], max_model_len: int | None) -> list[Prompt]:
         """One prompt for each row, in order. Each of its spans has fewer tokens than `max_model_len`."""
         drafts = [self._read(row) for row in rows]
-        encoded = self._encode([ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks])
+        encoded = self._ids_of([ask for draft in drafts if isinstance(draft, _Draft) for ask in draft.asks])
         prompts = []
         for row, draft in zip(rows, drafts, strict=True):
             if isinstance(draft, RowError):
@@ -123,14 +120,6 @@ class ScorePrompts(PromptBuilder):
                 most = None if draft.images else max_model_len
                 prompts.append(self._prompt(draft, self._scored(draft, ids, most)))
         return self._adapter.apply(rows, prompts)
-
-    def _encode(self, asks: Sequence[tuple[str, bool]]) -> Iterator[list[int] | RowError]:
-        """The token ids of each text, in order. asks: texts, each with whether special tokens are added."""
-        encoded = {
-            adds: encoder.encode([text for text, adds_here in asks if adds_here == adds])
-            for adds, encoder in ((False, self._without_special), (True, self._with_special))
-        }
-        return (next(encoded[adds]) for _, adds in asks)
 
     # -- texts of a row ------------------------------------------------------------------------------------------------
 
@@ -149,7 +138,7 @@ class ScorePrompts(PromptBuilder):
         if isinstance(neutral, RowError):
             return neutral
         targets = [self._score.target_delimiter + text for text in texts]
-        before = context.token_ids or context.text
+        before = context.prompt
         return _Draft(
             row=row,
             context=before,
@@ -159,7 +148,7 @@ class ScorePrompts(PromptBuilder):
             asks=[*self._asks(before, targets), *self._asks(neutral, targets)],
             images=context.sources,
             neutral=neutral,
-            text=context.text if isinstance(context.text, str) else None,
+            text=context.text,
         )
 
     def _read_text(self, row: Row) -> _Draft | RowError:
@@ -167,7 +156,7 @@ class ScorePrompts(PromptBuilder):
         text = self._renderer.render(row)
         if isinstance(text, RowError):
             return text
-        asks = [(text, self._adds_to(text))]
+        asks = [(text, self._encoder_of(text))]
         return _Draft(row=row, context=None, targets=[text], num_bytes=[len(text.encode())], asks=asks)
 
     def _neutral_context(self, row: Row) -> str | list[int] | RowError | None:
@@ -177,21 +166,15 @@ class ScorePrompts(PromptBuilder):
         context = self._context(replace(row, values={**row.values, **self._score.neutral}))
         if isinstance(context, RowError):
             return RowError(context.error_type, f"score.neutral: {context.error_message}")
-        return context.token_ids or context.text
+        return context.prompt
 
     def _context(self, row: Row) -> TextWithImages | RowError:
-        if self._has_images:
-            return self._renderer.render_images(row, self._placeholders)
-        if self._input.token_ids_column is not None:
-            ids = self._renderer.token_ids(row)
-            return ids if isinstance(ids, RowError) else TextWithImages(ids, ())
-        text = self._renderer.render(row)
+        context = self._renderer.render_images(row, self._placeholders)
         # An empty context is valid: see `_pair`.
-        if isinstance(text, RowError) and (text.error_type != "empty_prompt" or self._input.is_chat):
-            return text
-        return TextWithImages("" if isinstance(text, RowError) else text, ())
+        is_empty = isinstance(context, RowError) and context.error_type == "empty_prompt"
+        return TextWithImages("", ()) if is_empty and not (self._input.is_chat or self._has_images) else context
 
-    def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    def _asks(self, context: str | list[int] | None, targets: Sequence[str]) -> Iterator[tuple[str, Encoder]]:
         """The context, then each target joined to it. A context that is empty or token ids is left out.
 
         Nothing without a context.
@@ -199,15 +182,16 @@ class ScorePrompts(PromptBuilder):
         if context is None:
             return
         if not isinstance(context, str) or not context:
-            yield from ((target, False) for target in targets)
+            yield from ((target, self._without_special) for target in targets)
             return
         # Tokens begin with white space, so that at the end of the context belongs to the targets.
         for text in (context.rstrip(), *(context + target for target in targets)):
-            yield text, self._adds_to(text)
+            yield text, self._encoder_of(text)
 
-    def _adds_to(self, text: str) -> bool:
-        """Whether this text is encoded with the tokenizer's special tokens: not if it begins with the prefix itself."""
-        return self._adds and not (self._prefix_text and text.startswith(self._prefix_text))
+    def _encoder_of(self, text: str) -> Encoder:
+        """It adds the tokenizer's special tokens, but not to a text that begins with the prefix itself."""
+        has_prefix = bool(self._prefix_text) and text.startswith(self._prefix_text)
+        return self._with_special if self._adds and not has_prefix else self._without_special
 
     def _targets(self, row: Row) -> list[str] | RowError:
         if self._input.choices is not None:
@@ -399,13 +383,8 @@ class ScorePrompts(PromptBuilder):
 
 
 def _choices(row: Row, column: str) -> list[Any] | RowError:
-    value = take(row.values, column, "null_choices")
-    if isinstance(value, RowError):
-        return value
-    value, got = read_list(value)
-    if not isinstance(value, list):
-        return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of texts")
-    return value or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
+    choices = take_list(row.values, column, "texts", null="null_choices")
+    return choices or RowError("no_choices", f"the list in column '{column}' is empty; nothing can be scored")
 
 
 def _text_error(text: object, name: str) -> RowError | None:

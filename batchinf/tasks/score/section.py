@@ -1,6 +1,5 @@
 """The section `score` of a spec, and the fields of the section `input` that say what is scored."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from batchinf.spec.fields import IDENTITY, Section, Whole, wrong
@@ -54,7 +53,7 @@ def _check(spec: JobSpec) -> None:
 def _check_unused(spec: JobSpec) -> None:
     """Raise the error if a spec of another task sets a field of this one."""
     reason = f"got it with task {spec.task}; must be left out, or set task: score"
-    for field in _given(spec.input, (*_SCORED_FORMS, "context_column", "answer_column")):
+    for field in spec.input.given((*_SCORED_FORMS, "context_column", "answer_column")):
         raise wrong(reason, f"input.{field}")
     for field in score_of(spec).model_dump(exclude_defaults=True):
         raise wrong(reason, f"score.{field}")
@@ -89,16 +88,12 @@ def has_choices(where: InputSpec) -> bool:
 
 def scored_columns(where: InputSpec) -> list[tuple[str, str]]:
     """Pairs of a spec field and the column that it names, for all columns besides the context's."""
-    names = _given(where, ("continuation_column", "choices_column", "answer_column"))
+    names = where.given(("continuation_column", "choices_column", "answer_column"))
     return [(f"input.{name}", getattr(where, name)) for name in names]
 
 
-def _given(where: InputSpec, names: Sequence[str]) -> list[str]:
-    return [name for name in names if getattr(where, name) is not None]
-
-
 def _check_input(where: InputSpec) -> None:
-    scored = _given(where, _SCORED_FORMS)
+    scored = where.given(_SCORED_FORMS)
     if not scored:
         raise wrong("missing; must be text_column, or a context with continuation_column, choices_column or choices, "
                     "for task score", "input")  # fmt: skip
@@ -108,7 +103,7 @@ def _check_input(where: InputSpec) -> None:
         if where.is_chat:
             raise wrong("got it with a field of chat; a conversation can only be a context: name the column of the "
                         "text after it in continuation_column", "input.text_column")  # fmt: skip
-    elif not _given(where, ("context_column", *_OTHER_CONTEXTS)):
+    elif not where.given(("context_column", *_OTHER_CONTEXTS)):
         raise wrong("got it without a context; name its column in context_column, or give another of "
                     f"{', '.join(_OTHER_CONTEXTS)}", f"input.{scored[0]}")  # fmt: skip
     if where.answer_column is not None and not has_choices(where):

@@ -8,7 +8,6 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,11 +28,11 @@ from batchinf.tasks.columns import (
     Fields,
     Tokens,
     float_type,
-    id_lists,
     list_array,
     list_of,
     logprob_columns,
     logprob_fields,
+    number_lists,
     offsets_of,
     result_schema,
     without_requests,
@@ -55,6 +54,7 @@ class Score(Task):
     """Task `score`: logprobs of given texts."""
 
     name = "score"
+    prompts = ScorePrompts
     comparison = staticmethod(begin_changes)
     verification = ScoreVerification
     section = SECTION
@@ -99,9 +99,6 @@ class Score(Task):
             if name not in read:
                 raise SpecError(f"score.neutral: got '{name}', which the context does not read; it reads: "
                                 f"{list_names(read)}")  # fmt: skip
-
-    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> ScorePrompts:
-        return ScorePrompts(self.spec, tokenizer, vocab_size, begun_at)
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         """See `Task`. Texts are scored without a chat template, and `ScorePrompts` decides about BOS."""
@@ -210,7 +207,7 @@ class Score(Task):
         if self._has_tokens:
             unread = [score.unread for score in scores]
             tokens = Tokens([score.stored for score in scores], num_leading=int(self._stores_all), unread=unread)
-            columns["token_ids"] = id_lists([score.stored_ids for score in scores])
+            columns["token_ids"] = number_lists([score.stored_ids for score in scores])
             columns |= logprob_columns("", tokens, self._k, self._logprob_dtype)
             if self._together:
                 columns["ranks"] = _without_zeros(columns["ranks"])
@@ -325,7 +322,7 @@ class Score(Task):
     @classmethod
     def count_figures(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
         if (accuracy := Accuracy.of(num_rows, counts)) is not None:
-            yield "accuracy", f"{accuracy.shares[0]:.2%}", "best"
+            yield "accuracy", f"{accuracy.share:.2%}", "best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,9 +400,7 @@ def _num_run(result: Result, span: Span | None) -> int | None:
 
 def _bos_warning(spec: JobSpec, model: Model) -> Iterator[str]:
     tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
-    ids = Encoder(tokenizer, adds_special_tokens=True).encode_one("a")
-    bos = tokenizer.bos_token_id
-    if isinstance(ids, list) and bos is not None and ids[0] == bos:
+    if Encoder(tokenizer, adds_special_tokens=True).begins_with(tokenizer.bos_token_id):
         yield (
             f"warning: each request begins with two {tokenizer.bos_token}, which your texts need not contain: a score "
             "job puts one before each text, and the tokenizer adds another one, which is scored, as in "

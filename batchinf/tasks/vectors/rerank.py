@@ -19,11 +19,8 @@ from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import PoolingWanted, ShownColumns
 from batchinf.tasks.columns import (
     Fields,
-    concatenate,
-    id_lists,
-    list_array,
     list_of,
-    offsets_of,
+    number_lists,
     result_schema,
     without_requests,
 )
@@ -31,7 +28,7 @@ from batchinf.tasks.row_groups import RowGroups
 from batchinf.tasks.vectors.compare import RerankChanges
 from batchinf.tasks.vectors.rerank_prompts import RerankPrompts
 from batchinf.tasks.vectors.section import CROSS_ENCODER, RANKING, RERANK_COLUMNS, is_activated, stored_columns
-from batchinf.tasks.vectors.task import Pooled, check_shapes, vector_list_array
+from batchinf.tasks.vectors.task import Pooled, check_shapes, count_inputs, vector_list_array
 
 _FLOAT32 = np.dtype(np.float32)
 _LIKELY_DOCUMENTS = 10
@@ -49,6 +46,7 @@ class Rerank(Pooled):
     """
 
     name = "rerank"
+    prompts = RerankPrompts
     comparison = RerankChanges
     batch_urls = (RERANK_URL, SCORE_URL)
     pooling_tasks = ("classify",)
@@ -58,11 +56,8 @@ class Rerank(Pooled):
         where = spec.input
         self._is_cross = self._pooling.score_type == CROSS_ENCODER
         self._is_pair = where.document_column is not None
-        self.input_columns = tuple(
-            (f"input.{name}", column)
-            for name in ("documents_column", "document_column")
-            if (column := getattr(where, name)) is not None
-        )
+        names = where.given(("documents_column", "document_column"))
+        self.input_columns = tuple((f"input.{name}", getattr(where, name)) for name in names)
 
     @property
     def pooling(self) -> PoolingWanted:
@@ -96,28 +91,8 @@ class Rerank(Pooled):
 
     # -- prompts and requests ------------------------------------------------------------------------------------------
 
-    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> RerankPrompts:
-        return RerankPrompts(self.spec, tokenizer, vocab_size, begun_at)
-
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         return checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=False, is_embedded=True)
-
-    def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """See `Task`: a request for each input. A prompt with an error has one, which never runs."""
-        reranking = prompt.reranking
-        if reranking is None:
-            return super().expand(prompt, max_model_len)
-        return [
-            Request(
-                prompt.row_index,
-                index,
-                token_ids,
-                self.spec.sampling,
-                use_activation=reranking.use_activation,
-                token_type_start=start,
-            )
-            for index, (token_ids, start) in enumerate(zip(prompt.inputs, reranking.token_type_starts, strict=True))
-        ]
 
     def scripted_values(self, request: Request, draw: Callable[[int], FloatArray]) -> FloatArray:
         values = super().scripted_values(request, draw)
@@ -160,7 +135,7 @@ class Rerank(Pooled):
         check_shapes(values, self.width)
         rerankings = [result.prompt.reranking or Reranking(0) for result in results]
         columns = {
-            "num_prompt_tokens": pa.array(list(map(_num_tokens, results)), pa.int32()),
+            "num_prompt_tokens": count_inputs(results),
             "num_queries": pa.array([reranking.num_queries for reranking in rerankings], pa.int32()),
             "top_n": pa.array([reranking.top_n for reranking in rerankings], pa.int32()),
         }
@@ -174,10 +149,7 @@ class Rerank(Pooled):
         name, type = self._score_field
         if self._is_pair:
             return {name: pa.array([None if row is None else row[0] for row in rows], type)}
-        known = [row for row in rows if row is not None]
-        is_null = np.array([row is None for row in rows], np.bool_)
-        offsets = offsets_of([0 if row is None else len(row) for row in rows])
-        return {name: list_array(offsets, pa.array(concatenate(known, _FLOAT32)), is_null)}
+        return {name: number_lists(rows, _FLOAT32)}
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
         """See `Task.reduce`. If a request of a row failed, the row has its error and no scores."""
@@ -190,7 +162,7 @@ class Rerank(Pooled):
         if not self._is_pair:
             scores = [None if row is None else np.array(row, np.float32) for row in arrays[_SCORES].to_pylist()]
             top_ns = rows.first("top_n").to_pylist()
-            arrays[RANKING] = id_lists(
+            arrays[RANKING] = number_lists(
                 [
                     None if row is None or top_n is None else ranked(row)[:top_n]
                     for row, top_n in zip(scores, top_ns, strict=True)
@@ -213,12 +185,6 @@ class Rerank(Pooled):
             start += length
             found.append(cosines(of_row[:num_queries], of_row[num_queries:]))
         return found
-
-
-def _num_tokens(result: Result) -> int | None:
-    """Of the request's own prompt."""
-    inputs = result.prompt.inputs
-    return len(inputs[result.request_index]) if inputs else None
 
 
 def cosines(queries: npt.NDArray[Any], documents: npt.NDArray[Any]) -> FloatArray:

@@ -8,9 +8,17 @@ from typing import Any
 from batchinf.base.errors import RowError
 from batchinf.base.text import name_type
 from batchinf.prompts.openai.fields import objection
-from batchinf.prompts.openai.lines import RERANK_URL, SCORE_URL, LineReader, Refused, show, take_template_kwargs
-from batchinf.prompts.openai.truncation import Truncation, take_truncation
-from batchinf.prompts.renderer import read_list, take, unicode_error
+from batchinf.prompts.openai.lines import (
+    RERANK_URL,
+    SCORE_URL,
+    LineReader,
+    Refused,
+    Truncation,
+    show,
+    take_template_kwargs,
+    take_truncation,
+)
+from batchinf.prompts.renderer import take, take_list, unicode_error
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.vectors.section import BI_ENCODER, pooling_of
 
@@ -64,9 +72,11 @@ class RerankReader(LineReader[RerankRequest]):
             document = _text(values, where.document_column, "null_document")
             return document if isinstance(document, RowError) else _checked(RerankRequest([query], [document], None))
         assert where.documents_column is not None
-        documents = _texts(values, where.documents_column)
+        documents = take_list(values, where.documents_column, "texts", kind=str, null="null_documents")
         if isinstance(documents, RowError):
             return documents
+        if not documents:
+            return RowError("no_documents", f"column '{where.documents_column}' has an empty list")
         return _checked(RerankRequest([query], documents, self._pooling.top_n or len(documents)))
 
     # -- lines ---------------------------------------------------------------------------------------------------------
@@ -155,21 +165,6 @@ def _text(values: Mapping[str, object], column: str, null: str) -> str | RowErro
     if isinstance(value, str | RowError):
         return value
     return RowError("wrong_type", f"got {name_type(value)} in column '{column}'; expected a string")
-
-
-def _texts(values: Mapping[str, object], column: str) -> list[str] | RowError:
-    value = take(values, column, "null_documents")
-    if isinstance(value, RowError):
-        return value
-    texts, got = read_list(value)
-    if texts == []:
-        return RowError("no_documents", f"column '{column}' has an empty list")
-    if isinstance(texts, list):
-        place = next((place for place, text in enumerate(texts) if not isinstance(text, str)), None)
-        if place is None:
-            return texts
-        got = f"a list with {name_type(texts[place])} at place {place}"
-    return RowError("wrong_type", f"got {got} in column '{column}'; expected a list of texts")
 
 
 def _checked(request: RerankRequest) -> RerankRequest | RowError:

@@ -10,8 +10,8 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import describe_error
 from batchinf.prompts.builder import Draft, PromptBuilder
 from batchinf.prompts.chat import ChatTemplate
-from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show
-from batchinf.prompts.openai.truncation import Truncation
+from batchinf.prompts.encoder import Side, TextCutter, begins_with_two, enough_tokens, show, side_of
+from batchinf.prompts.openai.lines import Truncation
 from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -44,9 +44,11 @@ class _Encoded:
 class RerankPrompts(PromptBuilder):
     """Rows → prompts with `inputs` and a `reranking`, as vLLM's server makes them."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None) -> None:
+    def __init__(
+        self, spec: JobSpec, tokenizer: Any, vocab_size: int | None, begun_at: str | None, **options: Any
+    ) -> None:
         """See `PromptBuilder`. Raises SpecError for a tokenizer without character offsets."""
-        super().__init__(spec, tokenizer, vocab_size, begun_at, output_room=0)
+        super().__init__(spec, tokenizer, vocab_size, begun_at, **options)
         if not getattr(tokenizer, "is_fast", False):
             raise SpecError("model.tokenizer: task rerank needs a fast tokenizer; give a folder with a tokenizer.json")
         self._reader = RerankReader(spec)
@@ -56,13 +58,9 @@ class RerankPrompts(PromptBuilder):
         self._template = ChatTemplate(spec.input, tokenizer, begun_at) if spec.input.chat_template is not None else None
         self._has_types = "token_type_ids" in tokenizer.model_input_names
         self._cutter = TextCutter(tokenizer)
-        self._columns = [name for name in (spec.input.documents_column, spec.input.document_column) if name is not None]
-        self._tokenizer_side: Side = "left" if getattr(tokenizer, "truncation_side", None) == "left" else "right"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The input columns of query and documents, and of the row's adapter."""
-        return tuple(dict.fromkeys([*super().columns, *self._columns]))
+        documents = (spec.input.documents_column, spec.input.document_column)
+        self.task_columns = [column for column in documents if column is not None]
+        self._side_of_lines = side_of(tokenizer)
 
     def surely_fits(self, row: Row, num_tokens: int) -> bool:
         """See `PromptBuilder`. A template adds text of any length."""
@@ -214,7 +212,7 @@ class RerankPrompts(PromptBuilder):
     def _side_of(self, request: RerankRequest) -> Side:
         """The side of a text that is cut if it is too long."""
         if request.truncation is not None:
-            return request.truncation.side or self._tokenizer_side
+            return request.truncation.side or self._side_of_lines
         return self._side or "right"
 
     def _checked(self, encoding: Any, request: RerankRequest, max_model_len: int | None) -> _Encoded | RowError:
@@ -270,7 +268,7 @@ class RerankPrompts(PromptBuilder):
         request = self._request(row)
         if isinstance(request, RowError):
             return Draft(None, request)
-        return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder, request=request.form)
+        return Draft("\n".join([*request.queries, *request.documents]), None, self._encoder)
 
 
 def _wrong_limit(request: RerankRequest, max_model_len: int | None) -> RowError | None:

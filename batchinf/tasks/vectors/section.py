@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from batchinf.base.errors import ModelError, SpecError
@@ -128,7 +128,7 @@ def _check(spec: JobSpec) -> None:
             reason = f"got {_in_words(value)}; must be left out with task {task}: it is for {_listed(tasks)}"
             raise wrong(reason, f"pooling.{name}")
     if task != "rerank":
-        for name in _given(spec, _RERANK_COLUMNS):
+        for name in spec.input.given(_RERANK_COLUMNS):
             raise wrong(f"got it with task {task}; must be left out, or set task: rerank", f"input.{name}")
     if task not in _FIELDS:
         return
@@ -154,11 +154,6 @@ def _check_no_text(spec: JobSpec) -> None:
         raise wrong(reason, "output.logprobs_dtype")
 
 
-def _given(spec: JobSpec, names: Iterable[str]) -> list[str]:
-    """The fields of the section `input` that are given."""
-    return [name for name in names if getattr(spec.input, name) is not None]
-
-
 def _check_sides(columns: Sequence[str]) -> None:
     """Raise an error for a validator unless the columns with the two sides of a score are both given, or none."""
     if len(columns) == 1:
@@ -169,11 +164,11 @@ def _check_sides(columns: Sequence[str]) -> None:
 
 
 def _check_rerank(spec: JobSpec) -> None:
-    for name in _given(spec, (name for name in (*PROMPT_FORMS, *CHAT_FIELDS) if name not in _TEMPLATE_FIELDS)):
+    for name in spec.input.given(name for name in (*PROMPT_FORMS, *CHAT_FIELDS) if name not in _TEMPLATE_FIELDS):
         if name != "query_column":
             raise wrong("got it with task rerank, whose prompts are a query and a document: name their columns in "
                         "query_column and documents_column", f"input.{name}")  # fmt: skip
-    _check_sides(_given(spec, _RERANK_COLUMNS))
+    _check_sides(spec.input.given(_RERANK_COLUMNS))
     pooling = pooling_of(spec)
     if pooling.top_n is not None and spec.input.document_column is not None:
         raise wrong(f"got {pooling.top_n} with input.document_column, of which a row has one; leave it out",
@@ -185,7 +180,7 @@ def _check_rerank(spec: JobSpec) -> None:
 
 def _only_cross_encoders(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """The fields that a bi-encoder does not use, each with the reason."""
-    for name in _given(spec, _TEMPLATE_FIELDS):
+    for name in spec.input.given(_TEMPLATE_FIELDS):
         yield f"input.{name}", "got it with a bi-encoder, which embeds each text as it is; leave it out"
     for name in ("use_activation", "use_sep_token"):
         if (value := getattr(pooling_of(spec), name)) is not None:

@@ -1,5 +1,6 @@
 """The tasks that store vectors, one output row for each input row: `embed`, `classify`, `reward`, `hidden_states`."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.openai.lines import EMBEDDINGS_URL
-from batchinf.records import FloatArray, Prompt, Request, Result
+from batchinf.records import FloatArray, Prompt, Request, Reranking, Result
 from batchinf.source.rows import Source
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import LIKELY_TOKENS, PoolingWanted, ShownColumns, Task
@@ -21,9 +22,9 @@ from batchinf.tasks.columns import (
     Fields,
     concatenate,
     float_type,
-    id_lists,
     list_array,
     list_of,
+    number_lists,
     offsets_of,
     strings,
     vector_lists,
@@ -51,7 +52,7 @@ Values = npt.NDArray[Any]
 
 
 class Pooled(Task):
-    """A task that stores `Completion.values` of vLLM's pooling runner. A row has one request."""
+    """A task that stores `Completion.values` of vLLM's pooling runner."""
 
     section = SECTION
     verification = PooledVerification
@@ -121,8 +122,21 @@ class Pooled(Task):
         return 100 + pooling.width * self.dtype.itemsize * (LIKELY_TOKENS if pooling.all_positions else 1)
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """One request, which generates nothing."""
-        return [Request(prompt.row_index, 0, prompt.token_ids, self.spec.sampling)]
+        """A request for each input, which generates nothing. A row without several inputs has one."""
+        reranking = prompt.reranking or Reranking(0)
+        inputs = prompt.inputs or (prompt.token_ids,)
+        return [
+            Request(
+                prompt.row_index,
+                index,
+                token_ids,
+                self.spec.sampling,
+                dimensions=prompt.dimensions,
+                use_activation=reranking.use_activation,
+                token_type_start=type_start,
+            )
+            for index, (token_ids, type_start) in enumerate(itertools.zip_longest(inputs, reranking.token_type_starts))
+        ]
 
     def encode(self, results: Sequence[Result]) -> pa.RecordBatch:
         """See `Task.encode`."""
@@ -148,10 +162,15 @@ def vector_array(values: Sequence[Values | None], dtype: np.dtype[Any], width: i
 
 def vector_list_array(values: Sequence[Values | None], dtype: np.dtype[Any]) -> pa.ListArray:
     """list<list<float>> from values [1, any width], one vector each; None becomes null."""
-    known = [value.reshape(-1) for value in values if value is not None]
-    vectors = list_array(offsets_of([len(vector) for vector in known]), pa.array(concatenate(known, dtype)), None)
+    vectors = number_lists([value.reshape(-1) for value in values if value is not None], dtype)
     is_null = np.array([value is None for value in values], np.bool_)
     return list_array(offsets_of(~is_null), vectors, is_null)
+
+
+def count_inputs(results: Sequence[Result]) -> pa.Array:
+    """Number of tokens of the input of each result; null if its row has none."""
+    inputs = (result.prompt.inputs[result.request_index : result.request_index + 1] for result in results)
+    return pa.array([len(token_ids[0]) if token_ids else None for token_ids in inputs], pa.int32())
 
 
 def check_shapes(values: Sequence[Values | None], width: int, num_positions: Sequence[int] | None = None) -> None:
@@ -179,20 +198,7 @@ class Embed(Pooled):
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._has_lines = spec.input.is_batch_file
-
-    def prompt_builder(self, tokenizer: Any, vocab_size: int | None, begun_at: str | None = None) -> PromptBuilder:
-        if not self._has_lines:
-            return super().prompt_builder(tokenizer, vocab_size, begun_at)
-        return EmbeddingPrompts(self.spec, tokenizer, vocab_size, begun_at)
-
-    def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
-        """See `Task`: a request for each input of a line."""
-        if not prompt.inputs:
-            return super().expand(prompt, max_model_len)
-        return [
-            Request(prompt.row_index, index, token_ids, self.spec.sampling, dimensions=prompt.dimensions)
-            for index, token_ids in enumerate(prompt.inputs)
-        ]
+        self.prompts = EmbeddingPrompts if self._has_lines else PromptBuilder
 
     def result_fields(self) -> Fields:
         """See `Task`. A line has a vector for each input."""
@@ -205,11 +211,7 @@ class Embed(Pooled):
         if not self._has_lines:
             return super().encode(results)
         values = [None if result.completion is None else result.completion.values for result in results]
-        num_tokens = [
-            len(result.prompt.inputs[result.request_index]) if result.prompt.inputs else None for result in results
-        ]
-        counts = pa.array(num_tokens, pa.int32())
-        columns = {LINES_COLUMN: vector_list_array(values, self.dtype), "num_prompt_tokens": counts}
+        columns = {LINES_COLUMN: vector_list_array(values, self.dtype), "num_prompt_tokens": count_inputs(results)}
         return self.result_batch(results, columns)
 
     def reduce(self, columns: pa.Table | None, results: pa.Table) -> pa.Table:
@@ -360,7 +362,7 @@ class HiddenStates(Pooled):
             None if value is None else np.arange(first, count, dtype=np.int32)
             for value, first, count in zip(values, firsts, num_tokens, strict=True)
         ]
-        columns = {"positions": id_lists(places)}
+        columns = {"positions": number_lists(places)}
         for number, name in enumerate(self._names):
             layer = slice(number * width, (number + 1) * width)
             vectors = [None if value is None else value[:, layer] for value in values]
