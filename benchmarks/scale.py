@@ -48,12 +48,11 @@ from batchinf.replica.messages import (
     Key,
     Launch,
     LeaseBegun,
-    LeaseStored,
+    LeaseDone,
     Progress,
     Ready,
     Revoke,
     Revoked,
-    ShardClosed,
     StartPhase,
     Stop,
     Stopped,
@@ -230,11 +229,9 @@ class Replicas:
         replica.steps += 1
         while replica.open and replica.open[0][1] <= replica.finished + 1e-6:
             lease, _ = replica.open.popleft()
-            if lease.is_whole:
-                num_rows = 0 if lease.is_stored else lease.num_rows
-                replica.channel.send(ShardClosed(self._part(replica, lease), num_rows))
-            else:
-                replica.channel.send(LeaseStored(lease.key, lease.num_rows))
+            num_rows = 0 if lease.is_stored else lease.num_rows
+            part = self._part(replica, lease) if lease.is_whole else None
+            replica.channel.send(LeaseDone(lease.key, num_rows, part=part))
         while replica.leases and replica.given - replica.finished < WINDOW:
             lease = replica.leases.popleft()
             replica.given += 0 if lease.is_stored else lease.num_rows

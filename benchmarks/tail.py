@@ -40,7 +40,7 @@ from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.speed import times_of
 from batchinf.manifest.state import read_state
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease
-from batchinf.replica.messages import Begin, Event, Key, LeaseBegun, LeaseStored, Progress, Ready, Revoke, TakesLeases
+from batchinf.replica.messages import Begin, Event, Key, LeaseBegun, LeaseDone, Progress, Ready, Revoke, TakesLeases
 from batchinf.replica.worker import window
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import choose_rows_per_shard, total_shards
@@ -230,7 +230,7 @@ class Replica:
         # Rows finish in another order. A lease counts as stored once so many rows are finished.
         while self.open and self.open[0][1] <= self.engine.num_finished:
             lease, _ = self.open.popleft()
-            self.hear(LeaseStored(lease.key, lease.num_rows))
+            self.hear(LeaseDone(lease.key, lease.num_rows))
             if not lease.is_whole:
                 assignment.note_stored(lease)
         engine = self.engine

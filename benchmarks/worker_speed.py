@@ -27,7 +27,7 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Extent, Lease, Part, Request
-from batchinf.replica.messages import Assign, Event, ShardClosed
+from batchinf.replica.messages import Assign, Event, LeaseDone
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, Pipeline, Worker
 from batchinf.schedule.shards import choose_rows_per_shard, shard_at, total_shards
 from batchinf.spec.job import JobSpec
@@ -65,7 +65,7 @@ class Watch:
 
     def hear(self, event: Event) -> None:
         """See `Writer`."""
-        if not isinstance(event, ShardClosed):
+        if not isinstance(event, LeaseDone) or event.part is None:
             return
         self.parts.append(event.part)
         if len(self.parts) == self.num_parts:

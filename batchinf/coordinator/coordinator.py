@@ -417,13 +417,13 @@ class Coordinator:
         note_end(self._manifest, end)
         suspicion = self.trials.note_death(end)
         self._assignment.note_ended(end, self.trials.leases)
-        if end.lowered is not None:
+        if end.step_down is not None:
             self._manifest.event(
                 "oom_step_down",
                 kept_as="oom_step_down",
                 replica=end.replica.number,
                 incarnation=end.incarnation,
-                **end.lowered.fields(),
+                **end.step_down,
             )
         self._tell_end(end, suspicion)
 

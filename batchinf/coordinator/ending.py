@@ -1,7 +1,6 @@
 """The end of a run, as lines for people: the summary, what a stopped run kept, frequent errors, the forecast."""
 
 import contextlib
-import datetime
 import os
 import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -366,5 +365,4 @@ def _idle_s(state: State) -> float:
 
 
 def _device_s(start: EventLine, since: EventLine, until: EventLine) -> float:
-    passed = datetime.datetime.fromisoformat(until.at) - datetime.datetime.fromisoformat(since.at)
-    return max(0.0, passed.total_seconds()) * float(start.fields.get("num_devices", 1))
+    return max(0.0, until.time - since.time) * float(start.fields.get("num_devices", 1))

@@ -26,7 +26,7 @@ from batchinf.job.open import open_input
 from batchinf.job.sample import refuse_hopeless
 from batchinf.manifest.lock import LOCK, JobLock, await_free, live_holder
 from batchinf.manifest.names import other_names, say_names
-from batchinf.manifest.state import last_epoch, read_beginning, read_state
+from batchinf.manifest.state import last_epoch, read_beginning
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.spec.file import SpecFile
 
@@ -92,7 +92,7 @@ def _refuse_others(link: pathlib.Path, moved: list[Folder]) -> None:
 def _end_leftovers(folder: Folder, backend: Backend) -> None:
     """End the replicas that an old job's coordinator left running: they occupy devices and write into the folder."""
     with contextlib.suppress(OutputError):  # a damaged manifest names no replicas, and is moved aside too
-        old = read_state(folder) or read_beginning(folder)
+        old = read_beginning(folder)
         backend.end_leftovers(old.running_replicas, old.job_id)
 
 

@@ -4,7 +4,6 @@ Only files with names of our own pattern are touched. No row can be lost here: a
 """
 
 import contextlib
-import datetime
 import functools
 import shutil
 
@@ -48,19 +47,15 @@ def note_ended(state: State, status: JobStatus | None, manifest: Manifest, seen_
     since 1970), whichever is latest.
     """
     starts = {event.fields["incarnation"]: event for event in state.events if event.name == "replica_started"}
-    last_seen = max((_seconds(event.at) for event in state.events), default=0.0)
+    last_seen = max((event.time for event in state.events), default=0.0)
     last_seen = max(last_seen, seen_at, status.updated_at if status is not None else 0.0)
     for replica in state.running_replicas:
         device_s = 0.0
         if (start := starts.get(replica.incarnation)) is not None:
             num_devices = float(start.fields.get("num_devices", 1))
-            device_s = round(max(0.0, last_seen - _seconds(start.at)) * num_devices, 1)
+            device_s = round(max(0.0, last_seen - start.time) * num_devices, 1)
         cause = "its coordinator was killed"
         manifest.event("replica_ended", incarnation=replica.incarnation, device_s=device_s, cause=cause)
-
-
-def _seconds(at: str) -> float:
-    return datetime.datetime.fromisoformat(at).timestamp()
 
 
 def recover(job: Job, state: State, manifest: Manifest, mirror: Mirror | None = None) -> tuple[list[int], list[int]]:

@@ -10,10 +10,11 @@ from batchinf.base.errors import EngineDeadError
 from batchinf.engines.vllm.start_log import start_detail
 from batchinf.fleet.backend import Backend, Ending, ReplicaHandle
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.memory.engine_settings import EngineSettings, Lowered, Verdict
+from batchinf.fleet.memory.engine_settings import EngineSettings, Verdict
 from batchinf.fleet.memory.out_of_memory import recognise
 from batchinf.fleet.replica import Action, FleetReplica, LeaseFinished
 from batchinf.fleet.status import Totals
+from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.names import incarnation_name
 from batchinf.records import Lease
 from batchinf.replica.messages import (
@@ -64,8 +65,8 @@ class Ended:
     """All requests that were in its engine when it ended, for any cause."""
     num_open_rows: int
     """Finished output rows of leases that are not finished."""
-    lowered: Lowered | None
-    """The step down after its end, if memory ran out and lower settings may help."""
+    step_down: Fields | None
+    """See `Verdict.step_down`."""
 
 
 def _row_may_be_the_cause(failed: Failed | None, verdict: Verdict | None) -> bool:
@@ -269,7 +270,7 @@ class Fleet:
             in_flight=ending.in_flight if may_be_row else (),
             num_unfinished=len(ending.in_flight),
             num_open_rows=replica.num_open_rows,
-            lowered=None if verdict is None else verdict.step,
+            step_down=None if verdict is None else verdict.step_down,
         )
         told = cause if verdict is None else verdict.words
         replica.end(told, verdict, now=time.monotonic(), max_restarts=self.max_restarts)

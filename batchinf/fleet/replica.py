@@ -20,13 +20,12 @@ from batchinf.replica.messages import (
     Failed,
     Key,
     LeaseBegun,
+    LeaseDone,
     LeaseEvent,
-    LeaseStored,
     NoPlace,
     Progress,
     Ready,
     Revoked,
-    ShardClosed,
     StartPhase,
     Stopped,
     TakesLeases,
@@ -121,7 +120,8 @@ class Intake:
 
     def _num_taken(self, report: Progress, last: EngineStats) -> int:
         """Rows that it had finished; with those that ran, if requests wait in it at the last report."""
-        num_finished = finished_inputs(report, report.num_rows, self._requests_per_row)
+        num_stored = report.num_rows / self._requests_per_row if report.num_inputs is None else report.num_inputs
+        num_finished = finished_inputs(report, num_stored, self._requests_per_row)
         return num_finished + (self._num_running(report.engine) if last.num_waiting else 0)
 
     def _num_running(self, engine: EngineStats) -> int:
@@ -133,14 +133,9 @@ def requests_per_row(progress: Progress, of_job: int) -> float:
     return progress.num_rows / progress.num_inputs if progress.num_inputs else of_job
 
 
-def finished_inputs(progress: Progress, num_rows: int, of_job: int, num_before: int = 0) -> int:
-    """Input rows that an engine has finished.
-
-    num_rows: output rows that count. num_before: input rows of `progress.num_inputs` that do not count.
-    """
-    per_row = requests_per_row(progress, of_job)
-    stored = num_rows / per_row if progress.num_inputs is None else max(0.0, progress.num_inputs - num_before)
-    return int(stored + progress.num_unstored / per_row + _ROUNDING)
+def finished_inputs(progress: Progress, num_stored: float, of_job: int) -> int:
+    """Input rows that an engine has finished. num_stored: those whose results are decoded."""
+    return int(num_stored + progress.num_unstored / requests_per_row(progress, of_job) + _ROUNDING)
 
 
 @dataclass(slots=True)
@@ -254,9 +249,7 @@ class FleetReplica:
     def outstanding_rows(self) -> int:
         """Rows assigned that its engine has not finished, by its latest report."""
         current = self.current
-        finished = finished_inputs(
-            current.progress, self.num_open_rows, self.requests_per_row, num_before=current.finished_inputs
-        )
+        finished = finished_inputs(current.progress, self.num_open_inputs, self.requests_per_row)
         held = sum(lease.num_to_run for key, lease in current.leases.items() if key not in current.revoking)
         return max(0, held - finished)
 
@@ -392,25 +385,18 @@ class FleetReplica:
                 current.begun.add(key)
                 current.recovered_rows += num_recovered_rows
                 return event
-            case LeaseStored(key):
-                return self._finish(current.leases.get(key), event)
-            case ShardClosed(part):
-                return self._finish(self._whole_lease(part.shard), event)
+            case LeaseDone():
+                return self._finish(event)
             case Revoked(keys):
                 return LeasesGivenBack(self.take_back(keys))
             case Tried():
                 return event
 
-    def _whole_lease(self, shard: int) -> Lease | None:
-        """The lease of a whole shard, if the replica holds it."""
-        return next((lease for lease in self.current.leases.values() if lease.index == shard and lease.is_whole), None)
-
-    def _finish(self, lease: Lease | None, event: LeaseStored | ShardClosed) -> LeaseFinished | None:
+    def _finish(self, event: LeaseDone) -> LeaseFinished | None:
         """Remove a lease that is finished. A message about a lease counts only while the replica holds the lease."""
-        if lease is None:
-            return None
         current = self.current
-        del current.leases[lease.key]
+        if (lease := current.leases.pop(event.lease, None)) is None:
+            return None
         current.begun.discard(lease.key)
         current.revoking.discard(lease.key)
         current.finished_rows += event.num_rows
@@ -422,7 +408,7 @@ class FleetReplica:
             lease=lease,
             num_rows=event.num_rows,
             errors=event.errors,
-            part=event.part if isinstance(event, ShardClosed) else None,
+            part=event.part,
         )
 
     def note_start_detail(self, detail: str) -> None:
@@ -466,8 +452,14 @@ class FleetReplica:
 
         All others run again; what the journal has of them is recovered.
         """
-        heard = [self.hear(event, now=now, at=at) for event in events if not isinstance(event, LeaseStored | Revoked)]
-        return tuple(action for action in heard if isinstance(action, LeaseFinished))
+        finished = []
+        for event in events:
+            match event:
+                case Revoked() | LeaseDone(part=None):
+                    continue
+            if isinstance(action := self.hear(event, now=now, at=at), LeaseFinished):
+                finished.append(action)
+        return tuple(finished)
 
     def end(self, cause: str, verdict: Verdict | None, *, now: float, max_restarts: int) -> None:
         """The incarnation has ended: decide whether and when the next one starts. verdict: if memory ran out."""

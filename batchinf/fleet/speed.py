@@ -5,7 +5,6 @@ A start stores the prediction in the manifest, and the end of a run stores the m
 
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,8 +92,7 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
         return None
     work_s = max(1e-3, ended[-1] - began[0])
     engines = {event.fields["replica"]: StartedEngine.of(event.fields) for event in events if event.name == "ready"}
-    started = _started_replicas(state)
-    num_gpus = round(sum(replica["num_devices"] for replica in started.values() if replica["devices"]))
+    num_gpus = len({device for replica in status.replicas for device in replica.devices})
     looks = list(looks_of_epoch(folder, state.last_epoch))
     return Speed(
         run_s=run_s,
@@ -105,15 +103,8 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
         cache_tokens=min((engine.cache_tokens for engine in engines.values() if engine.cache_tokens), default=None),
         expected=state.expected_speed,
         bottleneck=bottleneck(looks, engines, num_gpus, has_images=bool(state.header.spec["input"].get("images"))),
-        replicas=shares(looks, len(started), work_s),
+        replicas=shares(looks, len(status.replicas), work_s),
     )
-
-
-def _started_replicas(state: State) -> dict[int, Mapping[str, Any]]:
-    """The fields of the last start of each replica in the last epoch. Replicas start before the event of the epoch."""
-    prefix = f"{state.last_epoch:06d}."
-    starts = (event.fields for event in state.events if event.name == "replica_started")
-    return {start["replica"]: start for start in starts if start["incarnation"].startswith(prefix)}
 
 
 def shares(looks: Sequence[Mapping[str, Any]], num_replicas: int, work_s: float) -> tuple[ReplicaShare, ...]:
@@ -131,7 +122,7 @@ def shares(looks: Sequence[Mapping[str, Any]], num_replicas: int, work_s: float)
 
 def times_of(events: Iterable[EventLine], name: str) -> list[float]:
     """When the events with this name happened, in seconds since 1970."""
-    return [datetime.datetime.fromisoformat(event.at).timestamp() for event in events if event.name == name]
+    return [event.time for event in events if event.name == name]
 
 
 def looks_of_epoch(folder: Folder, epoch: int) -> Iterator[Mapping[str, Any]]:

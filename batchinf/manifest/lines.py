@@ -1,5 +1,6 @@
 """The lines of a manifest, and the types of their fields."""
 
+import datetime
 import operator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
@@ -110,6 +111,11 @@ class EventLine(NamedTuple):
     name: str
     at: str
     fields: Fields
+
+    @property
+    def time(self) -> float:
+        """When it happened, in seconds since 1970."""
+        return datetime.datetime.fromisoformat(self.at).timestamp()
 
 
 # -- fields of events that are read again -----------------------------------------------------------------------------

@@ -276,7 +276,7 @@ def read_jobs(out: str) -> Iterator[tuple[JobFolder, State | None]]:
 
 
 def read_beginning(folder: Folder) -> State:
-    """The state of a job without a header: id, replicas and events of unfinished starts. Empty without any."""
+    """The state also of a job without a header: id, replicas and events of unfinished starts. Empty without any."""
     return _read(folder, None)
 
 

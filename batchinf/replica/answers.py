@@ -145,8 +145,8 @@ class Answers:
         calls = self._calls
         assert calls is not None
         try:
-            text = whole if calls.keeps_special_tokens(completion) else self._stripped(whole, completion)
-            parsed = calls.read(completion, text or "")
+            keeps_special_tokens = calls.parser.keeps_special_tokens(completion.request)
+            parsed = calls.read(completion, whole if keeps_special_tokens else self._stripped(whole, completion) or "")
             num_tokens = self._num_tokens(parsed.reasoning, completion)
         except Exception as failure:
             # As of a reasoning parser.

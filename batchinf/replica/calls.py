@@ -29,18 +29,14 @@ class Calls:
     """The calls of one job's completions. For one thread."""
 
     def __init__(self, parser: Parser, job_id: str) -> None:
-        self._parser = parser
+        self.parser = parser
         self._job_id = job_id
-
-    def keeps_special_tokens(self, completion: Completion) -> bool:
-        """Whether the text is parsed with its special tokens."""
-        return self._parser.keeps_special_tokens(completion.request)
 
     def read(self, completion: Completion, text: str) -> ParsedAnswer:
         """The parsed text, with ids for all calls. Raises what the parser raises."""
         request = completion.request
         assert request.tools is not None
-        parsed = self._parser.read(request, text, completion.token_ids.tolist())
+        parsed = self.parser.read(request, text, completion.token_ids.tolist())
         calls = parsed.calls if request.tools.are_parallel else parsed.calls[:1]
         named = [replace(call, id=self._id(completion, number, call.id, text)) for number, call in enumerate(calls)]
         return replace(parsed, calls=tuple(named))

@@ -194,25 +194,15 @@ class LeaseBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseStored:
-    """The journal has the results of all rows of a lease that is not a whole shard."""
+class LeaseDone:
+    """All rows of a lease are finished. A whole shard is a part in `staging/`; the journal has any other lease."""
 
     lease: Key
-    num_rows: int
-    """Its output rows, as `Progress` has counted them."""
-    errors: dict[str, int] = field(default_factory=dict)
-    """Its results with an error, by type."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardClosed:
-    """A shard that it held whole is a part in `staging/`."""
-
-    part: Part
     num_rows: int
     """Its output rows that `Progress` has counted."""
     errors: dict[str, int] = field(default_factory=dict)
     """Their results with an error, by type."""
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +237,7 @@ class Stopped:
     """Last: it has journalled its results and ends."""
 
 
-LeaseEvent = LeaseBegun | LeaseStored | ShardClosed | Revoked | Tried
+LeaseEvent = LeaseBegun | LeaseDone | Revoked | Tried
 Event = StartPhase | NoPlace | TakesLeases | Ready | Progress | LeaseEvent | Failed | Stopped
 
 

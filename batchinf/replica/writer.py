@@ -19,7 +19,7 @@ from batchinf.output.ticks import next_journal_at
 from batchinf.records import Completion, Part, Result
 from batchinf.replica.answers import Answer, Answers
 from batchinf.replica.feeder import ByteQueue, FailedRow, PendingRequest
-from batchinf.replica.messages import Event, Key, LeaseStored, ShardClosed
+from batchinf.replica.messages import Event, Key, LeaseDone
 from batchinf.tasks.base import Task
 
 # Results wait up to this long, because decoding and encoding cost far less in batches.
@@ -240,14 +240,14 @@ class Writer(threading.Thread):
         lease.tick()
         lease.close()
         faults.point("writer.stored_lease")
-        self.emit(LeaseStored(lease.key, lease.num_counted, dict(lease.counted_errors)))
+        self.emit(LeaseDone(lease.key, lease.num_counted, dict(lease.counted_errors)))
 
     def _close(self, shard: OpenLease) -> None:
         faults.point("writer.close")
         part = self.write_part(shard)
         shard.close()
         faults.point("writer.closed")
-        self.emit(ShardClosed(part, shard.num_counted, dict(shard.counted_errors)))
+        self.emit(LeaseDone(shard.key, shard.num_counted, dict(shard.counted_errors), part))
 
     def _raise_closing(self) -> None:
         done = [closing for closing in self._closing if closing.future.done()]

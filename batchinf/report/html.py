@@ -8,8 +8,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from batchinf.base.errors import UserError
-from batchinf.base.storage import PAGE_MARK, reason, write_named
+from batchinf.base.storage import PAGE_MARK, naming_option, write_named
 from batchinf.base.text import plain
 from batchinf.commands.inspect import InspectReport, probability, token_text
 
@@ -18,30 +17,28 @@ _MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#&$])")
 
 def light_colors() -> dict[str, str]:
     """The colours of the pages on a light screen, by the names of their variables."""
-    page = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return dict(re.findall(r"(--\w+): (#\w+);", page.partition("@media")[0]))
+    return dict(re.findall(r"(--\w+): (#\w+);", _text("page.html").partition("@media")[0]))
 
 
 def template(name: str) -> jinja2.Template:
-    """The page `name` of this package. All values are escaped: HTML, control characters and marks of direction."""
+    """The template `name` of this package, for HTML or Markdown.
+
+    In all values, control characters and marks of direction are escaped, marks of HTML, and in Markdown its own marks.
+    """
+    is_html = name.endswith(".html")
     environment = jinja2.Environment(
-        autoescape=True, finalize=_visible, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=is_html,
+        finalize=_visible if is_html else _literal,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters["number"] = _number
-    environment.filters["utc"] = _utc
-    return environment.from_string(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+    environment.filters.update(number=_number, utc=_utc, raw=Markup, fenced=_fenced)
+    return environment.from_string(_text(name))
 
 
-def markdown_template(name: str) -> jinja2.Template:
-    """The template `name` of this package, for Markdown. In all values, marks of Markdown and HTML are escaped."""
-    environment = jinja2.Environment(
-        autoescape=False, finalize=_literal, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = _number
-    environment.filters["utc"] = _utc
-    environment.filters["raw"] = Markup
-    environment.filters["fenced"] = _fenced
-    return environment.from_string(importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+def _text(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _literal(value: Any) -> Any:
@@ -73,8 +70,7 @@ def row_page(report: InspectReport) -> str:
 
 
 def write_page(report: InspectReport, path: str) -> None:
-    """Write the page. Raises UserError if it cannot be written, or if another file is there."""
-    try:
-        write_named(pathlib.Path(path), row_page(report).encode(errors="backslashreplace"), PAGE_MARK)
-    except OSError as error:
-        raise UserError(f"--html: cannot write {path}: {reason(error)}; name another file") from error
+    """Write the page. Raises OutputError if it cannot be written, or if another file is there."""
+    page = row_page(report).encode(errors="backslashreplace")
+    with naming_option(path, "--html"):
+        write_named(pathlib.Path(path), page, PAGE_MARK)

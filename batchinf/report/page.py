@@ -1,6 +1,5 @@
 """Makes the report of a job: collects the figures from its files and fills the page `page.html`."""
 
-import datetime
 import functools
 import math
 import os
@@ -13,7 +12,7 @@ from batchinf.base.errors import BatchinfError, OutputError, UserError
 from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
-from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken
+from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken, utc_now
 from batchinf.commands.inspect import build_again
 from batchinf.commands.status import JobTotals, StatusReport, job_status
 from batchinf.fleet.status import read_looks
@@ -22,7 +21,7 @@ from batchinf.manifest.look import Look
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.report import charts
-from batchinf.report.html import markdown_template, template
+from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
 from batchinf.report.samples import Samples, sample_groups
 from batchinf.report.timeline import PHASES, Phase, Timeline, timeline
@@ -81,7 +80,7 @@ def report_page(out: str) -> str:
 
 def report_markdown(out: str) -> str:
     """The facts of the page as Markdown, with tables in place of charts."""
-    return markdown_template("page.md").render(**_facts(out), mark=_MARKS["md"].decode())
+    return template("page.md").render(**_facts(out), mark=_MARKS["md"].decode())
 
 
 def _facts(out: str) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def _facts(out: str) -> dict[str, Any]:
         "title": clip(os.path.basename(os.path.normpath(out)), 80),
         "folder": clip(out if look.is_bucket else os.path.abspath(out), 300),
         "state": _state(report),
-        "made_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "made_at": utc_now("seconds"),
         "version": __version__,
         "report": report,
         "totals": totals,

@@ -4,14 +4,13 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from batchinf.base.chart import CHART_MARK, svg_of
+from batchinf.base.chart import CHART_MARK, bars, svg_of
 from batchinf.base.errors import UserError
 from batchinf.base.storage import has_mark, naming_option, refuse_foreign, write_named
 from batchinf.commands.plan.report import GpuPlan, PlanReport
 from batchinf.model.memory import GIB
 from batchinf.planning.degrees import shape_text
 
-_WIDTH = 420
 _SPEED = "tokens/s per GPU"
 _HOURS = "GPU-hours without the start"
 _PARTS = ("weights", "KV cache", "activations and graphs")
@@ -38,28 +37,17 @@ def plan_chart(report: PlanReport) -> str:
     """Of a job: tokens/s of one GPU, and GPU-hours, at each degree that fits. Of a model: the memory of one GPU."""
     if not any(plan.seconds is not None for plan in report.gpus):
         values = [value for plan in report.gpus for value in _memory(plan)]
-        chart = _bars(values, "GiB", color={"field": "part", "type": "nominal", "title": None, "sort": _PARTS})
-        chart["encoding"]["order"] = {"field": "place"}
+        color: dict[str, Any] = {"field": "part", "type": "nominal", "title": None, "sort": _PARTS}
+        chart = {"data": {"values": values}, **bars("GiB", "GPUs", sort=None, color=color, order={"field": "place"})}
         return svg_of({"title": f"{report.model.name}: memory of each GPU at the least degree", **chart})
     values = [value for plan in report.gpus for value in _options(plan)]
     colors = {"domain": [_CHOSEN, _OTHER], "range": ["#4c78a8", "#bab0ac"]}
-    panels = [_bars(values, field, color={"field": "is", "title": None, "scale": colors}) for field in (_SPEED, _HOURS)]
-    panels[1]["width"] = _WIDTH / 2
+    color = {"field": "is", "title": None, "scale": colors}
+    panels = [bars(field, "GPUs", sort=None, color=color) for field in (_SPEED, _HOURS)]
+    panels[1]["width"] /= 2
     panels[1]["encoding"]["y"]["axis"] = None  # the second panel has the same rows
-    return svg_of({"title": f"{report.model.name}, {report.job.path if report.job else ''}", "hconcat": panels})
-
-
-def _bars(values: list[dict[str, Any]], field: str, *, color: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "data": {"values": values},
-        "width": _WIDTH,
-        "mark": "bar",
-        "encoding": {
-            "y": {"field": "GPUs", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 480}},
-            "x": {"field": field, "type": "quantitative"},
-            "color": color,
-        },
-    }
+    title = f"{report.model.name}, {report.job.path if report.job else ''}"
+    return svg_of({"title": title, "data": {"values": values}, "hconcat": panels})
 
 
 def _options(plan: GpuPlan) -> Iterator[dict[str, Any]]:

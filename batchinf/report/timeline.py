@@ -355,15 +355,14 @@ def _marks(name: str, events: Sequence[EventLine], clock: _Clock) -> Iterator[Ma
     replicas = {e.fields["incarnation"]: e.fields.get("replica", 0) for e in events if e.name == "replica_started"}
     num_epochs = 0
     for event in events:
-        at = datetime.datetime.fromisoformat(event.at).timestamp()
         if event.name == "replica_ended" and event.fields.get("cause"):
             replica = replicas.get(event.fields["incarnation"], "?")
             cause = clip(str(event.fields["cause"]), 300)
-            yield Mark("restart", clock.work_s(at), event.at, f"{prefix}replica {replica} ended: {cause}")
+            yield Mark("restart", clock.work_s(event.time), event.at, f"{prefix}replica {replica} ended: {cause}")
         elif event.name == "epoch":
             num_epochs += 1
-            if num_epochs > 1 and not clock.is_in_pause(at):
-                yield Mark("resume", clock.work_s(at), event.at, f"{prefix}resumed")
+            if num_epochs > 1 and not clock.is_in_pause(event.time):
+                yield Mark("resume", clock.work_s(event.time), event.at, f"{prefix}resumed")
 
 
 def _iso(time: float) -> str:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchinf.base.chart import svg_of
+from batchinf.base.chart import bars, svg_of
 from batchinf.base.text import clip, short_count, time_taken
 from batchinf.tuning.search import SearchResult, gain_of
 from batchinf.tuning.trial import TuneTrial
@@ -85,13 +85,6 @@ def chart(result: SearchResult) -> str:
         "data": {"values": values},
         "facet": {"row": {"field": "rows", "title": None, "sort": None}},
         "resolve": {"scale": {"y": "independent"}},
-        "spec": {
-            "width": 420,
-            "mark": "bar",
-            "encoding": {
-                "y": {"field": "settings", "type": "nominal", "sort": "-x", "title": None, "axis": {"labelLimit": 480}},
-                "x": {"field": "tokens/s", "type": "quantitative"},
-            },
-        },
+        "spec": bars("tokens/s", "settings", sort="-x"),
     }
     return svg_of(spec)

@@ -14,7 +14,6 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.coordinator.ending import Summary
 from batchinf.fleet.speed import times_of
-from batchinf.fleet.status import read_status
 from batchinf.manifest.state import read_state
 from batchinf.tuning.candidates import Candidate, Settings
 
@@ -115,7 +114,6 @@ def run_trial(
     began = time.monotonic()
     try:
         summary = run({**kept, **candidate.settings, **sample, **output})
-        last = read_status(Folder(place))
         state = read_state(Folder(place))
     except Interrupted:
         raise
@@ -124,7 +122,7 @@ def run_trial(
     finally:
         shutil.rmtree(place, ignore_errors=True)
     speed = summary.speed
-    assert speed is not None and last is not None and state is not None
+    assert speed is not None and state is not None
     up = times_of(state.events, "ready")
     return TuneTrial(
         candidate,
@@ -134,6 +132,6 @@ def run_trial(
         output_tokens_per_s=speed.output_tokens_per_s,
         start_s=speed.run_s - speed.work_s,
         work_s=speed.work_s,
-        num_devices=len({device for replica in last.replicas for device in replica.devices}),
+        num_devices=speed.num_gpus,
         late_s=max(up) - min(up),
     )

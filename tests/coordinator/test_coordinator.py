@@ -30,7 +30,7 @@ from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.replica import FleetReplica
 from batchinf.output.journal import Journal
 from batchinf.records import Lease, Part
-from batchinf.replica.messages import Failed, Launch, ShardClosed, Stopped
+from batchinf.replica.messages import Failed, Launch, LeaseDone, Stopped
 from batchinf.replica.worker import RECORD_BYTES
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -375,12 +375,12 @@ def test_the_last_words_of_a_replica_are_heard(fleet: Fleet, tmp_path: pathlib.P
         process.wait()
         lease = Lease(7, 70, 71)
         replica.give([lease, Lease(8, 80, 81)])
-        closed = ShardClosed(Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest=""), 1)
-        other_end.send(closed)
+        part = Part(shard=7, file="000007-x.parquet", num_rows=1, num_bytes=1, digest="")
+        other_end.send(LeaseDone(lease.key, 1, part=part))
         other_end.send(Failed("OSError", "the cause", 1))
     [ended] = fleet.reap()
     [finished] = ended.finished
-    assert (finished.lease, finished.incarnation, finished.part) == (lease, "000001.0000", closed.part)
+    assert (finished.lease, finished.incarnation, finished.part) == (lease, "000001.0000", part)
     assert ended.leases == (Lease(8, 80, 81),)
     assert ended.cause == replica.cause == "the cause"
     assert not (replica.is_live or fleet.handles)

@@ -19,7 +19,7 @@ from batchinf.replica.messages import (
     Begin,
     Event,
     LeaseBegun,
-    LeaseStored,
+    LeaseDone,
     Progress,
     Ready,
     Revoke,
@@ -94,7 +94,7 @@ class Bench:
     def finish(self, number: int) -> None:
         """A replica finishes its oldest lease."""
         lease = next(iter(self.leases(number).values()))
-        self.hear(number, LeaseStored(lease.key, 0))
+        self.hear(number, LeaseDone(lease.key, 0))
         if not lease.is_whole:
             self.assignment.note_stored(lease)
 

@@ -383,16 +383,16 @@ def test_a_start_is_tried_once_more_for_each_replica() -> None:
     settings = EngineSettings(spec_with(engine={"max_model_len": 8192}), fit(max_model_len=8192))
     assert engine_of(settings, "a") == engine_of(settings, "b") == {"max_model_len": 8192}
     first = settings.judge(0, "a", oom(FREE), was_up=False)
-    assert (first.action, first.step and first.step.after) == ("again", {"gpu_memory_utilization": 0.75})
+    assert (first.action, first.step_down and first.step_down["to"]) == ("again", {"gpu_memory_utilization": 0.75})
     # The other failed with the same settings: it takes the lowered ones, and lowers nothing itself.
     second = settings.judge(1, "b", oom(FREE), was_up=False)
-    assert (second.action, second.step) == ("again", None)
+    assert (second.action, second.step_down) == ("again", None)
     assert (
         engine_of(settings, "c") == engine_of(settings, "d") == {"max_model_len": 8192, "gpu_memory_utilization": 0.75}
     )
     for replica, incarnation in enumerate("cd"):
         last = settings.judge(replica, incarnation, oom(SAMPLER), was_up=False)
-        assert (last.action, last.step) == ("given up", None)
+        assert (last.action, last.step_down) == ("given up", None)
         assert "tried with gpu_memory_utilization 0.75" in last.words
 
 
@@ -430,15 +430,15 @@ def test_steps_begin_at_what_the_task_sets_itself(
     shares = []
     for incarnation in "ab":
         settings.launch_spec(incarnation)
-        step = settings.judge(0, incarnation, oom(CUBLAS, was_up=True), was_up=True).step
+        step = settings.judge(0, incarnation, oom(CUBLAS, was_up=True), was_up=True).step_down
         assert step is not None
-        shares.append(step.after)
-        assert settings.engine == step.after
-        assert kept(spec, json.loads(json.dumps(step.fields()))) == settings.engine
+        shares.append(step["to"])
+        assert settings.engine == step["to"]
+        assert kept(spec, json.loads(json.dumps(step))) == settings.engine
     assert shares == [{"gpu_memory_utilization": 0.87}, {"gpu_memory_utilization": 0.82}]
     settings.launch_spec("c")
-    last = settings.judge(0, "c", oom(CPU_ALLOCATOR, was_up=True), was_up=True).step
-    assert last is not None and last.before == {name: {**effective({}, fit()), **limits}[name] for name in first}
+    last = settings.judge(0, "c", oom(CPU_ALLOCATOR, was_up=True), was_up=True).step_down
+    assert last is not None and last["from"] == {name: {**effective({}, fit()), **limits}[name] for name in first}
     assert settings.engine == {"gpu_memory_utilization": 0.82, **first}
 
 
@@ -447,7 +447,7 @@ def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
     place = replace(fit(), batch_limits=task_of(spec).default_batch_limits(128_256, H100_BYTES))
     settings = EngineSettings(spec, place)
     settings.launch_spec("a")
-    step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step
+    step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step_down
     assert step is not None
     assert settings.engine == {"max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.87}
 
@@ -459,7 +459,7 @@ def test_at_the_floor_it_is_a_death_like_any_other() -> None:
         verdict = settings.judge(0, str(number), oom(CUBLAS, was_up=True), was_up=True)
         if verdict.action != "again":
             break
-    assert (verdict.action, verdict.step) == ("died", None)
+    assert (verdict.action, verdict.step_down) == ("died", None)
     assert number > 5
 
 
@@ -468,7 +468,7 @@ def test_with_fail_nothing_is_tried() -> None:
     for was_up in (False, True):
         settings.launch_spec("a")
         verdict = settings.judge(0, "a", oom(TORCH, was_up=was_up), was_up=was_up)
-        assert (verdict.action, verdict.step) == ("given up", None)
+        assert (verdict.action, verdict.step_down) == ("given up", None)
     assert settings.engine == {}
 
 
@@ -487,9 +487,9 @@ def test_what_a_resume_keeps(changes: dict[str, Any], expected: dict[str, Any]) 
     lines = []
     for incarnation, text, was_up in [("a", SAMPLER, False), ("b", CUBLAS, True)]:
         settings.launch_spec(incarnation)
-        step = settings.judge(0, incarnation, oom(text, was_up=was_up), was_up=was_up).step
+        step = settings.judge(0, incarnation, oom(text, was_up=was_up), was_up=was_up).step_down
         assert step is not None
-        lines.append(json.loads(json.dumps(step.fields())))
+        lines.append(json.loads(json.dumps(step)))
     found = kept(spec_with(**changes), lines[-1])
     assert {name: value for name, value in found.items() if name != "max_num_batched_tokens"} == expected
     assert kept(spec_with(**changes), {}) == {}

@@ -19,7 +19,7 @@ from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Lease
 from batchinf.replica.incarnation import forks_engine_core
-from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
+from batchinf.replica.messages import Assign, Event, LeaseBegun, LeaseDone, Revoked
 from batchinf.replica.worker import RECORD_BYTES, EngineLimits, InFlightRecord, Pipeline, expected_limits
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -86,7 +86,7 @@ class Early:
         thread = threading.Thread(target=worker.run)
         thread.start()
         try:
-            jobs.wait_until(lambda: len(self.of(ShardClosed)) >= num_shards or not thread.is_alive())
+            jobs.wait_until(lambda: len(self.of(LeaseDone)) >= num_shards or not thread.is_alive())
         finally:
             worker.stop(0.0)
             thread.join(120)

@@ -24,7 +24,7 @@ from batchinf.records import Completion, Lease, Prompt, Request
 from batchinf.replica import incarnation, writer
 from batchinf.replica import worker as worker_module
 from batchinf.replica.feeder import FailedRow, error_result
-from batchinf.replica.messages import Assign, Event, LeaseBegun, Revoked, ShardClosed
+from batchinf.replica.messages import Assign, Event, LeaseBegun, LeaseDone, Revoked
 from batchinf.replica.worker import RECORD_BYTES, InFlightRecord, TokenCount, Worker, window
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
@@ -137,7 +137,7 @@ class Bench:
     def run(self, num_shards: int) -> None:
         """Until so many shards are closed."""
         self.start()
-        self.wait_for(lambda: len(self.of(ShardClosed)) >= num_shards)
+        self.wait_for(lambda: len(self.of(LeaseDone)) >= num_shards)
         self.stop()
         assert self.error is None
 
@@ -274,13 +274,13 @@ def test_only_what_has_not_begun_is_given_back(bench: Callable[..., Bench]) -> N
     one.wait_for(lambda: len(one.of(LeaseBegun)) >= 2)
     one.feeder.revoke([shard.key for shard in shards] + [(99, 0, 20)])
     [revoked] = one.of(Revoked)
-    one.wait_for(lambda: len(one.of(ShardClosed)) >= len(shards) - len(revoked.leases))
+    one.wait_for(lambda: len(one.of(LeaseDone)) >= len(shards) - len(revoked.leases))
     one.feeder.revoke([shards[9].key])
     one.stop()
     begun = [event.lease[0] for event in one.of(LeaseBegun)]
     assert len(revoked.leases) >= 5  # the feeder runs ahead by its queue's bound and no more
     assert sorted([*begun, *(index for index, *_ in revoked.leases)]) == [shard.index for shard in shards]
-    assert sorted(event.part.shard for event in one.of(ShardClosed)) == begun
+    assert sorted(event.lease[0] for event in one.of(LeaseDone)) == begun
     assert {row["row_index"] // 20 for row in one.rows()} == set(begun)
     assert one.of(Revoked)[1:] == [Revoked(())]
 
@@ -310,7 +310,7 @@ def test_tokens_are_counted_as_they_are_generated(bench: Callable[..., Bench]) -
     # Eight prompts are run, each has a token a step.
     assert 8 * 10 <= early.num_output_tokens <= 8 * 64
     assert early.num_prompt_tokens == sum(len(ids) for ids in prompt_ids(one, 8))
-    one.wait_for(lambda: one.of(ShardClosed))
+    one.wait_for(lambda: one.of(LeaseDone))
     one.stop()
     late = one.worker.progress()
     assert (late.num_rows, late.num_answered, late.num_output_tokens) == (20, 20, 20 * 64)
@@ -422,7 +422,7 @@ def test_bad_rows_do_not_pile_up_in_memory(
     one.assign((0, 10_000))
     one.start()
     sizes: list[int] = []
-    one.wait_for(lambda: sizes.append(len(one.worker.finished)) or one.of(ShardClosed))
+    one.wait_for(lambda: sizes.append(len(one.worker.finished)) or one.of(LeaseDone))
     one.stop()
     assert max(sizes) <= 1_100
     assert len(one.rows()) == 10_000

@@ -13,7 +13,7 @@ import psutil
 
 from batchinf.base.errors import SpecError, UserError
 from batchinf.fleet.devices import DeviceLook, Slot
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION
+from batchinf.model.memory import share_of
 from batchinf.spec.job import ParallelSpec
 
 
@@ -184,7 +184,7 @@ def own_cpus() -> tuple[int, ...]:
 
 def check_free(engine: Mapping[str, Any], slots: Sequence[Slot]) -> None:
     """Raise UserError if another program holds memory that a replica will ask for. engine: the section of the spec."""
-    share = float(engine.get("gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION))
+    share = share_of(engine)
     users = Counter(device for slot in slots for device in slot.devices)
     for device, num_replicas in users.items():
         free, total, holders = _device_memory(device)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from batchinf.fleet.memory.advice import explain_cause
 from batchinf.fleet.memory.out_of_memory import OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
+from batchinf.manifest.commit_log import Fields
 from batchinf.model.memory import Fit
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
@@ -23,39 +24,16 @@ _MOST_STARTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
-    """One step down: the fields of the event `oom_step_down`."""
-
-    cause: str
-    before: dict[str, Any]
-    after: dict[str, Any]
-    lowered: dict[str, Any]
-    """All settings that are lower than the spec's by now."""
-    applies_to: dict[str, Any]
-    """The spec's values then, by dotted name; None if it had none. If the spec has another value later, that value
-    counts instead of the lowered one."""
-
-    def fields(self) -> dict[str, Any]:
-        """For the manifest."""
-        return {
-            "cause": self.cause,
-            "from": self.before,
-            "to": self.after,
-            "lowered": self.lowered,
-            "applies_to": self.applies_to,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What happens to a replica that ran out of memory."""
 
     action: Literal["again", "given up", "died"]
-    """`again`: it starts with the latest settings, lowered by `step` or by another replica before. `given up`: nothing
-    is left to try. `died`: nothing is left to lower, so it counts as any other death."""
+    """`again`: it starts with the latest settings, lowered by `step_down` or by another replica before. `given up`:
+    nothing is left to try. `died`: nothing is left to lower, so it counts as any other death."""
     words: str
     """For people."""
-    step: Lowered | None = None
+    step_down: Fields | None = None
+    """The fields of the event `oom_step_down`, if the settings were lowered. `kept` reads them."""
 
 
 class EngineSettings:
@@ -117,15 +95,15 @@ class EngineSettings:
         before = {name: now[name] for name in step}
         self._lowered = self._lowered | step
         self._generation += 1
-        line = Lowered(
-            cause=cause.words,
-            before=before,
-            after=step,
-            lowered=dict(self._lowered),
-            applies_to=applies_to(self._spec, self._lowered),
-        )
+        fields = {
+            "cause": cause.words,
+            "from": before,
+            "to": step,
+            "lowered": self._lowered,  # all settings that are lower than the spec's by now
+            "applies_to": applies_to(self._spec, self._lowered),
+        }
         changes = ", ".join(f"{name} {before[name]} -> {value}" for name, value in step.items())
-        return Verdict("again", f"{_head(words)}; starting again with {changes}", line)
+        return Verdict("again", f"{_head(words)}; starting again with {changes}", fields)
 
     def _tried(self) -> str:
         return f" (tried with {_show(self._lowered)} already)" if self._lowered else ""
@@ -141,7 +119,10 @@ def _show(settings: Mapping[str, Any]) -> str:
 
 
 def applies_to(spec: JobSpec, lowered: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a spec that decide whether lowered settings still apply."""
+    """The fields of a spec that decide whether lowered settings still apply, with their values now; None if not given.
+
+    If the spec has another value later, that value counts instead of the lowered one.
+    """
     degrees = ("tensor_parallel_size", "pipeline_parallel_size", "replicas_per_device")
     settings = {f"engine.{name}": spec.engine.get(name) for name in lowered}
     return settings | {f"parallel.{name}": getattr(spec.parallel, name) for name in degrees}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchinf.fleet.memory.out_of_memory import OutOfMemory
-from batchinf.model.memory import DEFAULT_GPU_MEMORY_UTILIZATION, Fit, default_limits
+from batchinf.model.memory import Fit, share_of
 
 # Below these, a smaller batch saves almost nothing. Hybrid caches need a batch of at least one of their large blocks.
 _LEAST_SEQS = 16
@@ -19,12 +19,9 @@ _LEAST_SHARE = 0.3
 
 def effective(engine: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
     """The settings that a step lowers: of the spec, else of the task, else vLLM's offline defaults."""
-    defaults = {
-        **default_limits(fit.device_bytes, fit.device_name),
-        "gpu_memory_utilization": DEFAULT_GPU_MEMORY_UTILIZATION,
-    }
-    names = (*defaults, "kv_cache_memory_bytes", "num_gpu_blocks_override")
-    return {**defaults, **fit.batch_limits, **{name: engine[name] for name in names if engine.get(name) is not None}}
+    settings = {**replace(fit, engine=engine).limits, "gpu_memory_utilization": share_of(engine)}
+    caches = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+    return settings | {name: engine[name] for name in caches if engine.get(name) is not None}
 
 
 def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
@@ -74,13 +71,11 @@ def _to_what_is_free(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> di
 def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> dict[str, Any] | None:
     smaller = {}
     num_seqs = now["max_num_seqs"]
-    if isinstance(num_seqs, int) and num_seqs > _LEAST_SEQS:
+    if num_seqs > _LEAST_SEQS:
         smaller["max_num_seqs"] = num_seqs = max(_LEAST_SEQS, num_seqs // 2)
     tokens = now["max_num_batched_tokens"]
-    if _has_chunks(engine, fit) and isinstance(tokens, int):
-        least = _least_tokens(tokens, num_seqs, fit)
-        if tokens > least:
-            smaller["max_num_batched_tokens"] = max(least, tokens // 2)
+    if _has_chunks(engine, fit) and tokens > (least := _least_tokens(tokens, num_seqs, fit)):
+        smaller["max_num_batched_tokens"] = max(least, tokens // 2)
     return smaller or None
 
 

@@ -10,7 +10,7 @@ import pathlib
 import platform
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -107,47 +107,26 @@ def check_shared(cluster: Cluster, nodes: Sequence[Node], folder: pathlib.Path, 
     own = f"{prefix}-own"
     token_of = {node.id: f"{prefix}-{number}" for number, node in enumerate(nodes)}
     try:
-        exchange = _exchange(cluster, nodes, name, own=own, token_of=token_of)
+        own_digest = leave_token(name, own)
+        digest_of = cluster.call_on_each(nodes, leave_token, [(name, token_of[node.id]) for node in nodes])
+        nodes = [node for node in nodes if node.id in digest_of]  # without those that are lost
+        # For each place: the coordinator's host, then the nodes.
+        tokens = [own, *(token_of[node.id] for node in nodes)]
+        digests = [own_digest, *(digest_of[node.id] for node in nodes)]
+        written = [token for token, digest in zip(tokens, digests, strict=True) if not digest]
+        missing_at = cluster.call_on_each(nodes, unseen, [(name, written)] * len(nodes))
+        missing = [unseen(name, written), *(missing_at.get(node.id, []) for node in nodes)]
     finally:
         for token in (own, *token_of.values()):
             with contextlib.suppress(OSError):
                 pathlib.Path(name, token_file(token)).unlink()
-    if apart := _apart(exchange.tokens, exchange.digests, exchange.missing, is_written=is_written):
-        places = ["the coordinator's host", *(f"node {node.name}" for node in exchange.nodes)]
+    if apart := _apart(tokens, digests, missing, is_written=is_written):
+        places = ["the coordinator's host", *(f"node {node.name}" for node in nodes)]
         where = ", ".join(places[number] for number in apart)
         raise UserError(
             f"the folder {name} is not shared by all hosts: {where} cannot write to it, or sees other files there "
             "than the coordinator; mount the same file system at this path on all hosts"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """The tokens of a folder. The first place is the coordinator's host, the others are nodes."""
-
-    nodes: list[Node]
-    """Those that answered."""
-    tokens: list[str]
-    """One for each place."""
-    digests: list[str]
-    """See `leave_token`, for each place."""
-    missing: list[list[str]]
-    """See `unseen`, for each place."""
-
-
-def _exchange(
-    cluster: Cluster, nodes: Sequence[Node], folder: str, *, own: str, token_of: Mapping[str, str]
-) -> _Exchange:
-    """Write the tokens of all hosts, and read them on all hosts. own: the coordinator's. token_of: by the node's id."""
-    own_digest = leave_token(folder, own)
-    digest_of = cluster.call_on_each(nodes, leave_token, [(folder, token_of[node.id]) for node in nodes])
-    nodes = [node for node in nodes if node.id in digest_of]  # without those that are lost
-    tokens = [own, *(token_of[node.id] for node in nodes)]
-    digests = [own_digest, *(digest_of[node.id] for node in nodes)]
-    written = [token for token, digest in zip(tokens, digests, strict=True) if not digest]
-    missing_at = cluster.call_on_each(nodes, unseen, [(folder, written)] * len(nodes))
-    missing = [unseen(folder, written), *(missing_at.get(node.id, []) for node in nodes)]
-    return _Exchange(nodes, tokens, digests, missing)
 
 
 def _apart(
