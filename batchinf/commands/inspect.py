@@ -479,10 +479,14 @@ def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType
     yield table
     if any(choice.text is None for choice in choices):
         yield Text("their texts are in the input; output.keep_columns stores a column", "dim")
-    if any(choice.tokens for choice in choices):
+    yield from _choice_tokens(choices)
+
+
+def _choice_tokens(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType]:
+    numbered = ((place, enumerate(choice.tokens)) for place, choice in enumerate(choices))
+    rows = [((place, number), token) for place, tokens in numbered for number, token in tokens]
+    if rows:
         yield from _heading("tokens of the choices")
-        numbered = ((place, enumerate(choice.tokens)) for place, choice in enumerate(choices))
-        rows = [((place, number), token) for place, tokens in numbered for number, token in tokens]
         yield _token_table(["choice", "#"], rows)
 
 

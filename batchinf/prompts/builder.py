@@ -200,6 +200,8 @@ class PromptBuilder:
             return Draft(None, draft.ids if isinstance(draft.ids, RowError) else tools)
         if not rendered.sources and tools is None:
             return draft
+        if not rendered.sources and tools is None:
+            return draft
         return replace(draft, request=BatchRequest(images=rendered.sources, tools=tools))
 
     def _batch_draft(self, batch: BatchPrompts, row: Row, max_model_len: int | None) -> "Draft":
@@ -275,7 +277,7 @@ class PromptBuilder:
             dimensions=request.dimensions,
             request=request.form,
             tools=request.tools,
-            template_kwargs=request.template_kwargs,
+            template_kwargs=request.template_kwargs if request.chat else None,
             image_sources=request.images,
             image_digests=self.digests_before(request.images),
         )

@@ -122,7 +122,8 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> Iterator[list[int] | RowError]:
         """The ids of each text in order, or the row's error."""
-        for batch in grouped(texts, len, _BATCH_CHARS):
+        is_small = sum(map(len, texts)) <= _BATCH_CHARS
+        for batch in [list(texts)] if is_small else grouped(texts, len, _BATCH_CHARS):
             yield from self._encode(batch)
 
     def encode_one(self, text: str) -> list[int] | RowError:

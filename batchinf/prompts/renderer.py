@@ -153,7 +153,8 @@ class Renderer:
         """
         if row.error is not None:
             return RowError("unreadable", row.error)
-        own = images_of(row.values, self._input.images_column or ())
+        columns = self._input.images_column
+        own = images_of(row.values, columns) if columns else []
         if isinstance(own, RowError):
             return own
         if not self._is_chat:
