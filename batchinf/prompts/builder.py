@@ -1,6 +1,7 @@
 """Makes prompts from rows: the text or token ids, the row's own sampling and its adapter. Feeders use it."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from batchinf.spec.sampling import SamplingSpec
 
 _MOST_ADDED = 16  # special tokens that a tokenizer puts around a text
 _NO_LINE = BatchRequest()
+# By `input.on_overlong`, the side of a prompt that is cut.
+_SIDES: dict[str, Side] = {"truncate_left": "left", "truncate_right": "right"}
 _SHOWN_CHARS = 60
 
 
@@ -65,9 +68,7 @@ class PromptBuilder:
         self._keeps_text = spec.output.include_prompt
         # vLLM's tokenizer cuts the beginning where a text is generated.
         self._side_of_lines: Side = "left"
-        self._side: Side | None = None
-        if spec.input.on_overlong != "error":
-            self._side = "left" if spec.input.on_overlong == "truncate_left" else "right"
+        self._side = _SIDES.get(spec.input.on_overlong)
         self._max_tokens = spec.sampling.max_tokens
         self._num_samples = spec.sampling.n
         self._output_room = output_room
@@ -195,11 +196,11 @@ class PromptBuilder:
         draft = Draft(rendered.text, rendered.token_ids)
         if rendered.token_ids is None:
             draft = self._text_draft(rendered.text or "", self._encoder, max_model_len)
+        if not rendered.sources and not self._parses_calls:
+            return draft
         tools = self._renderer.tools(row) if self._parses_calls else None
         if isinstance(tools, RowError):
             return Draft(None, draft.ids if isinstance(draft.ids, RowError) else tools)
-        if not rendered.sources and tools is None:
-            return draft
         if not rendered.sources and tools is None:
             return draft
         return replace(draft, request=BatchRequest(images=rendered.sources, tools=tools))
@@ -277,7 +278,7 @@ class PromptBuilder:
             dimensions=request.dimensions,
             request=request.form,
             tools=request.tools,
-            template_kwargs=request.template_kwargs if request.chat else None,
+            template_kwargs=_template_kwargs(request.chat),
             image_sources=request.images,
             image_digests=self.digests_before(request.images),
         )
@@ -392,6 +393,12 @@ class RowAdapter:
         got = f"got {shown} in column '{self._column}'"
         message = f"{got}; the adapters are: {list_names(sorted(self._names))}; null is the plain model"
         return replace(prompt, token_ids=[], error=RowError("unknown_adapter", message))
+
+
+def _template_kwargs(chat: Mapping[str, Any]) -> str | None:
+    """`Prompt.template_kwargs` of a request. chat: the arguments of the chat template."""
+    variables = chat.get("chat_template_kwargs")
+    return json.dumps(variables) if variables else None
 
 
 def _highest_id(tokenizer: Any) -> int:

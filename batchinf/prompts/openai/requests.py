@@ -77,12 +77,6 @@ class BatchRequest:
     form: str | None = field(default=None, compare=False)
     """The URL, and the fields that decide on the form of the answer but not on its text, as JSON text."""
 
-    @property
-    def template_kwargs(self) -> str | None:
-        """See `Prompt.template_kwargs`."""
-        variables = self.chat.get("chat_template_kwargs")
-        return json.dumps(variables) if variables else None
-
 
 def may_be_batch(where: InputSpec) -> bool:
     """Whether the spec does not say if the input is a batch file. The input's columns then decide."""
