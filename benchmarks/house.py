@@ -77,6 +77,7 @@ from batchinf.spec.job import JobSpec
 
 package = os.environ["HOUSE_PACKAGE"]
 entries = []
+entry_of = {}  # by the id of a frame that may be alive: its code and its entry
 
 class SpecPath(str):
     pass
@@ -106,7 +107,14 @@ def profile(frame, event, _):
     caller = frame.f_back
     while caller is not None and not caller.f_code.co_filename.startswith(package):
         caller = caller.f_back
-    entries.append((place(frame), place(caller) if caller else "", caller.f_lineno if caller else 0))
+    entry = [place(frame), place(caller) if caller else "", caller.f_lineno if caller else 0, False]
+    entries.append(entry)
+    entry_of[id(frame)] = code, entry
+    while caller is not None:
+        above_code, above = entry_of.get(id(caller), (None, None))
+        if above_code is caller.f_code and above[0] != entry[0]:
+            above[3] = True  # it hands the spec on
+        caller = caller.f_back
 
 def end_at_replica(event, arguments):
     if event == "subprocess.Popen" and any(str(word).startswith("batchinf.fleet.") for word in arguments[1]):
@@ -369,15 +377,21 @@ def spec_way(house: House) -> dict[str, Measure]:
         settings = json.dumps(quickstart_settings(folder))
         run_traced(house, ["-c", SPEC_TRACER], folder, HOUSE_OUT=str(out), HOUSE_SETTINGS=settings)
         calls = json.loads(out.read_text())
-    entries = {(module, caller, line) for module, caller, line in calls if caller not in ("", module)}
-    by_module = collections.Counter(module for module, _, _ in entries)
+    from_others = [call for call in calls if call[1] not in ("", call[0])]
+    entries = {(module, caller, line) for module, caller, line, _ in from_others}
+    # A module that only answers about the spec is a leaf of the way.
+    handing_on = {(module, caller, line) for module, caller, line, hands_on in from_others if hands_on}
+    by_module = collections.Counter(module for module, _, _ in handing_on)
     most_entered, num_entries = by_module.most_common(1)[0]
     return {
         "modules on the way of a spec": sorted({module for module, *_ in calls}),
         "entries into them from other modules": sorted(
             f"{module} from {caller}:{line}" for module, caller, line in entries
         ),
-        "most entries into one module": f"{num_entries}, {most_entered}",
+        "those after which the module hands the spec on": sorted(
+            f"{module} from {caller}:{line}" for module, caller, line in handing_on
+        ),
+        "most of them into one module": f"{num_entries}, {most_entered}",
     }
 
 

@@ -72,8 +72,8 @@ class Launcher:
 
         Raises UserError if weights are missing or there are too few devices.
         """
-        spec = job.task.spec if images is None else with_most_images(job.task.spec, images, say)
-        task = job.task.over(spec)
+        task = job.task if images is None else job.task.over(with_most_images(job.task.spec, images, say))
+        spec = task.spec
         model = job.model
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
