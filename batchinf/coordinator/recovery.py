@@ -24,6 +24,7 @@ from batchinf.records import Part
 from batchinf.schedule.positions import REPAIR_FOLDERS, RETRY_FOLDER, RUN_FOLDER, RunOrder
 from batchinf.schedule.shards import shard_at, total_shards
 from batchinf.source.repairs import REPAIRS_FOLDER, scan_folder
+from batchinf.source.versions import VERSIONS_FOLDER
 
 _IN_PROGRESS = ("staging", "journal")  # empty when the job is done
 _OWN = (
@@ -31,8 +32,6 @@ _OWN = (
     "parts",
     *_IN_PROGRESS,
     "manifest",
-    "source",
-    "source/versions",
     RETRY_FOLDER,
     RUN_FOLDER,
     REPAIRS_FOLDER,
@@ -95,7 +94,8 @@ def _sweep(folder: Folder) -> None:
 def _own(folder: Folder) -> list[str]:
     """The folders in which a killed process may have left half of a file."""
     copies = [f"{REPAIRS_FOLDER}/{name}" for name in folder.list(REPAIRS_FOLDER)]
-    return [*_OWN, *copies, *(scan_folder(copy) for copy in copies)]
+    scans = ["source", *(scan_folder(copy) for copy in copies)]
+    return [*_OWN, *copies, *scans, *(f"{scan}/{VERSIONS_FOLDER}" for scan in scans)]
 
 
 def has_leftovers(folder: Folder) -> bool:

@@ -181,7 +181,8 @@ def test_a_second_repair(
     rows = jobs.rows_of(out)
     assert [row for row in rows if row["id"] != "r2"] == [row for row in unhurt if row["id"] != "r2"]
     [scan, *_] = out.glob("repairs/*/scan")
-    (scan / ".tmp-000000000000-files.json").write_text("half of it")  # as a killed repair leaves it
+    for name in (".tmp-000000000000-files.json", "versions/.tmp-000000000000-version.json"):
+        (scan / name).write_text("half of it")  # as a killed repair leaves it
     third = write_csv(tmp_path / "third.csv", lines(2, fixed=[2]))
     jobs.finish(spec, "--retry", "id = 'r2'", "--input", third)
     assert jobs.rows_of(out) == unhurt
