@@ -102,7 +102,8 @@ class World:
         commits = stores.commits_of_parts(own)
         expect(digests == {name: line["digest"] for name, line in commits.items()}, "the parts are not the commits'")
         self._note_early({name: digests[name] for name in self._early})
-        expect(not stores.names(own, "journal"), "segments are left")
+        left = stores.names(own, "journal")
+        expect(not left, f"segments are left: {left}; the last run said: {done.stderr}")
         expect(stores.read(own, "lock") == b"free", "the lock is left")
         cache = {"XDG_CACHE_HOME": str(self._folder / "cache")}
         checked = jobs.run("check", self.url, "--deep", **self._store.environment, **cache)

@@ -150,7 +150,7 @@ class Bucket:
         """The bytes `first` to `stop` of an object, with its ETag; None if it is absent or shorter than `first`."""
 
         def attempt() -> Object | None:
-            with _passing_over_absent():
+            with _passing_over_absent(may_be_shorter=True):
                 found = self._obstore.get(self._large, name, options={"range": (first, stop)})
                 return Object(bytes(found.bytes()), str(found.meta["e_tag"]))
             return None
@@ -398,13 +398,16 @@ class Bucket:
 
 
 @contextlib.contextmanager
-def _passing_over_absent() -> Iterator[None]:
-    """End the block if the object is absent, or shorter than the range that is asked for."""
+def _passing_over_absent(*, may_be_shorter: bool = False) -> Iterator[None]:
+    """End the block if the object is absent. may_be_shorter: also if it has no bytes in the range that is asked for.
+
+    An answer that was cut just before its end is asked for again from there, with the same error: it is tried again.
+    """
     try:
         yield
     except Exception as error:
         is_absent = isinstance(error, FileNotFoundError) and not _remedy(error)
-        if not is_absent and not _BEHIND.search(str(error)):
+        if not is_absent and not (may_be_shorter and _BEHIND.search(str(error))):
             raise
 
 

@@ -44,6 +44,19 @@ def test_one_of_two_writers_creates_each_object(share: float, url: str, store: s
     }
 
 
+def test_an_object_is_absent_only_if_the_store_says_so(url: str, store: stores.Proxy) -> None:
+    bucket = Bucket(url)
+    bucket.put("object", b"bytes")
+    # A store answers so if a cut answer is asked for again from its very end.
+    answers = ["416 InvalidRange"]
+    store.fault = lambda method, path: answers.pop() if method == "GET" and answers else ""
+    found = bucket.get("object")
+    assert found is not None and found.data == b"bytes"
+    assert not answers
+    assert bucket.get("other") is None
+    assert bucket.get_range("object", 5, 9) is None
+
+
 def test_a_counter_by_compare_and_swap(url: str, store: stores.Proxy) -> None:
     # After a lost answer, a writer cannot know whether its count was there before another's.
     store.fault = stores.often(
