@@ -15,7 +15,7 @@ from batchinf.base.errors import (
     check_addresses,
 )
 from batchinf.base.process import on_thread
-from batchinf.base.slices import check_place, job_folder, source_folder
+from batchinf.base.slices import check_place, job_folder, read_cut, source_folder
 from batchinf.base.stop_signals import ahead_of_time_limit
 from batchinf.base.storage import Folder
 from batchinf.base.text import counted
@@ -242,6 +242,8 @@ def _is_finished(prepared: PreparedJob, state: State, mirror: Mirror | None, dis
     """Whether nothing is to run: no retry, no shard, no part that has changed, and no new row if it takes them in."""
     folder = prepared.folder
     if prepared.retry is not None or not (state.is_done and RunOrder(folder, state.extents).is_whole):
+        return False
+    if prepared.slice is not None and read_cut(prepared.spec.output.folder) is None:  # a start writes it again
         return False
     if changed_parts(folder, state) if mirror is None else mirror.changed_parts(state):
         return False

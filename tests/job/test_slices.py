@@ -1,6 +1,7 @@
 """A job in slices: which rows each has, and that together they are the rows of the job in one piece."""
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -97,6 +98,18 @@ def test_the_first_pass_over_the_input_is_shared(sliced: dict[str, Any]) -> None
     assert sorted(path.name for path in out.iterdir()) == [*shared, *(f"slice-{i}" for i in range(4)), "source"]
     assert not list(out.glob("slice-*/source"))
     assert not list(out.rglob(".tmp-*"))
+
+
+def test_a_slice_that_is_done_writes_a_lost_record_again(sliced: dict[str, Any]) -> None:
+    out = sliced["out"]
+    before = read_cut(str(out))
+    parts = {path: path.read_bytes() for path in out.glob("slice-*/parts/*")}
+    (out / "cut.json").unlink()
+    jobs.finish(sliced["spec"], "--slice", "2/4")
+    after = read_cut(str(out))
+    assert before is not None and after is not None
+    assert dataclasses.replace(after, begun_at=before.begun_at) == before
+    assert {path: path.read_bytes() for path in out.glob("slice-*/parts/*")} == parts
 
 
 def test_parts_and_closing_lines_name_the_slice(sliced: dict[str, Any]) -> None:
