@@ -126,8 +126,8 @@ class PendingRows:
         """Do not hand out these rows until `give_back` returns them."""
         for lease in leases:
             pieces = [part for piece in self._remove(lease.index) for part in self._without(piece, lease)]
-            if any(not piece.is_whole for piece in pieces):
-                self._note_cut(pieces[0])
+            if not lease.is_whole:  # also if pieces that make up the shard were given to one replica as one lease
+                self._note_cut(lease)
             for piece in pieces:
                 if piece.num_to_run:
                     self._pieces.setdefault(lease.index, []).append(piece)

@@ -177,6 +177,17 @@ def test_withheld_rows_are_those_of_a_manifest_too() -> None:
     assert pending.take() == Lease(0, 0, 10, is_stored=True, attempts=2)
 
 
+def test_pieces_that_make_up_a_shard_are_withheld_as_pieces() -> None:
+    """One replica got all pieces of a shard as one lease, and died. The next coordinator knows that from the manifest."""
+    pending = pending_of((8, 8))
+    together = next_leases(pending, [load(0, 0)], Sharing(1, 8, are_few=True))
+    assert together[0][1] == Lease(0, 0, 7, is_whole=False)
+    resumed = pending_of((8, 8))
+    resumed.withhold([together[0][1]])
+    resumed.store(together[0][1])
+    assert resumed.take() == Lease(0, 0, 7, is_stored=True, attempts=2)
+
+
 # -- who gets the next -------------------------------------------------------------------------------------------------
 
 
