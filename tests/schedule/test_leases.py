@@ -178,7 +178,7 @@ def test_withheld_rows_are_those_of_a_manifest_too() -> None:
 
 
 def test_pieces_that_make_up_a_shard_are_withheld_as_pieces() -> None:
-    """One replica got all pieces of a shard as one lease, and died. The next coordinator knows that from the manifest."""
+    """A replica got all pieces of a shard as one lease, and died. The next coordinator reads that in the manifest."""
     pending = pending_of((8, 8))
     together = next_leases(pending, [load(0, 0)], Sharing(1, 8, are_few=True))
     assert together[0][1] == Lease(0, 0, 7, is_whole=False)
