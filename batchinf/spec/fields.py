@@ -50,7 +50,7 @@ def _usable_path(path: str) -> str:
 
 
 def without(problem: Callable[[str], str | None]) -> AfterValidator:
-    """Refuses texts of which `problem` says what is wrong with them."""
+    """A validator that refuses a text if `problem` returns a message about it."""
 
     def check(text: str) -> str:
         if (message := problem(text)) is not None:

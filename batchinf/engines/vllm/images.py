@@ -18,8 +18,8 @@ from batchinf.records import RenderedPrompt
 from batchinf.spec.job import JobSpec
 
 KIND = "image"
-# Renderers at most, each for one thread. Two make nearly twice as many images ready, because resizing and arithmetic
-# release the interpreter lock. More cores are for other replicas, and for the threads that decode.
+# Renderers at most, each for one thread. They work at one time, because resizing and arithmetic release the
+# interpreter lock. More cores are for other replicas, and for the threads that decode.
 _MOST_RENDERERS = 4
 _CORES_FOR_EACH = 4
 # Their processors run a kernel of numba, which ends the process if two threads are in it.
