@@ -122,28 +122,6 @@ WHOLE_STEPS = (
     Mutant("keeps the plan in whole graphs", "if has_whole_steps(config.comp", "if not has_whole_steps(config.comp"),
 )  # fmt: skip
 
-FRESH_STEPS = (
-    Mutant("lets a token see those after it", '"causal": attn_metadata.causal', '"causal": False'),
-    Mutant("never uses the cache after the first step", "finally:\n            self.is_fresh = False",
-           "finally:\n            pass"),
-    Mutant("always uses the cache", "self.is_fresh = is_fresh", "self.is_fresh = False"),
-    Mutant("writes the cache in the wrong steps", "if not steps.is_fresh:\n            their",
-           "if steps.is_fresh:\n            their"),
-    Mutant("never writes the cache", "their_update(self, *arguments, **named)", "pass"),
-    Mutant("writes the cache always", "if not steps.is_fresh:\n            their", "if True:\n            their"),
-    Mutant("has the starts of an earlier step", "starts = with_padding(attn_metadata.query_start_loc, num_tokens)",
-           "starts = steps.__dict__.setdefault('s', with_padding(attn_metadata.query_start_loc, num_tokens))"),
-    Mutant("leaves the tokens behind the prompts", "torch.cat((starts, starts.new_full((1,), num_tokens)))", "starts"),
-    Mutant("joins the first two prompts", "torch.cat((starts, starts.new",
-           "torch.cat((starts[:1], starts[2:], starts.new"),
-    Mutant("swaps keys and values", '"k": key, "v": value', '"k": value, "v": key'),
-    Mutant("has no scale", "softmax_scale=scale", "softmax_scale=1.0"),
-    Mutant("has the plan of decoding", "max_seqlen_q=longest", "max_seqlen_q=1"),
-    Mutant("drops the last token", "attn_metadata.num_actual_tokens, attn",
-           "attn_metadata.num_actual_tokens - 1, attn"),
-    Mutant("sees only the latest 256 tokens", "window_size=[-1, -1]", "window_size=[255, 0]"),
-)  # fmt: skip
-
 SCORES = (
     Mutant("ignores the end of the vocabulary", "range(0, vocab_size, BLOCK)", "range(0, vocab_size - BLOCK, BLOCK)"),
     Mutant("reads behind the row", "at = start + groups\n        x = tl.load(row + at, mask=at < vocab_size,",
@@ -196,7 +174,6 @@ PIECES: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "attention": ("kernels.attention", ATTENTION),
     "mixed steps": ("kernels.mixed_steps", MIXED_STEPS),
     "whole steps": ("kernels.whole_steps", WHOLE_STEPS),
-    "fresh steps": ("kernels.fresh_steps", FRESH_STEPS),
     "logprobs": ("kernels.scores", SCORES),
     "joined results": ("scheduling.joined", JOINED),
 }
@@ -277,13 +254,6 @@ def whole_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
     return all(own.is_right(flash_attention(), plan(), config, case, device=device()) for case in cases)
 
 
-def fresh_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
-    own = modules["kernels.fresh_steps"]
-    longest = 40960 if has_gpu() else 700
-    cases = [shape(heads) for heads in prompt_cases(is_mutant)]
-    return all(own.is_right(flash_attention(), case, longest, device()) for case in cases)
-
-
 def logprobs(modules: dict[str, Any], is_mutant: bool) -> bool:
     own = modules["kernels.scores"]
     cases: list[tuple[int, torch.dtype, list[int]]] = [(5003, torch.bfloat16, [0, 1, 3])]
@@ -300,7 +270,7 @@ def joined_results(modules: dict[str, Any], is_mutant: bool) -> bool:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any], bool], bool]] = {
-    "attention": attention, "mixed steps": mixed_steps, "whole steps": whole_steps, "fresh steps": fresh_steps,
+    "attention": attention, "mixed steps": mixed_steps, "whole steps": whole_steps,
     "logprobs": logprobs, "joined results": joined_results,
 }  # fmt: skip
 

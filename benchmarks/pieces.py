@@ -22,8 +22,8 @@ PIECES = {
     "bare-top20": ("attention", "mixed_steps", "token_loops", "holding", "scores"),
     "bare-small-top20": _TOKENS,
     "uneven": ("attention", "graph_choice"),
-    "small-score": ("whole_steps", "fresh_steps", "admission", "joined", "scores"),
-    "small-embed": ("whole_steps", "fresh_steps", "admission", "joined"),
+    "small-score": ("whole_steps", "admission", "joined", "scores"),
+    "small-embed": ("whole_steps", "admission", "joined"),
 }
 
 

@@ -80,7 +80,7 @@ def test_every_piece_relies_on_methods_of_the_installed_version() -> None:
     [
         (SCHEDULE, {"decode", "admit"}),
         (BUILD, {"mixed", "whole"}),
-        (DISPATCH, {"long", "fresh"}),
+        (DISPATCH, {"long"}),
         (SCORES, {"rows_v2"}),
     ],
 )
@@ -183,7 +183,7 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     assert named(generating) == plain | {"kernel", "mixed", "long"}
     assert named(reading) == {"admit", "join", "arrays"}
     whole = {**reading, "additional_config": {WHOLE_STEPS: True}}
-    assert named(whole) == {"admit", "join", "arrays", "whole", "fresh"}
+    assert named(whole) == {"admit", "join", "arrays", "whole"}
     assert named({"scheduler_cls": "their.Scheduler"}) == {"arrays"}
 
 
