@@ -17,9 +17,9 @@ import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
 # The pieces of `step_hook` that may change the speed of a workload.
-_TOKENS = ("attention", "mixed_steps", "token_loops", "holding", "admission", "scores")
+_TOKENS = ("attention", "token_loops", "holding", "admission", "scores")
 PIECES = {
-    "bare-top20": ("attention", "mixed_steps", "token_loops", "holding", "scores"),
+    "bare-top20": ("attention", "token_loops", "holding", "scores"),
     "bare-small-top20": _TOKENS,
     "uneven": ("attention", "graph_choice"),
     "small-score": ("whole_steps", "admission", "joined", "scores"),

@@ -20,8 +20,8 @@ farther than 2.5 times the worst row of the noise.
 | logits | logits of the whole vocabulary after the last token | mean difference |
 
 `reach` is the mean difference of the reference's own logprobs 32 tokens after the first half of a prompt was replaced:
-the noise must be far below it. The last column counts the steps for which batchinf has its own attention: those that
-only decode (in brackets: that also read prompts). For score and embed it counts steps that are one CUDA graph each.
+the noise must be far below it. The last column counts the steps that decode with batchinf's own kernel for attention.
+For score and embed it counts the steps of prompts that are one CUDA graph each.
 """
 
 import argparse
@@ -322,7 +322,7 @@ def replaced(out: pathlib.Path) -> str:
     if counts.get("whole_steps"):
         return f"{counts['whole_steps']} steps as one graph each"
     if counts.get("kernel_calls"):
-        return f"{counts.get('decode_steps', 0)} ({counts.get('mixed_steps', 0)}) steps with the kernel"
+        return f"{counts.get('decode_steps', 0)} steps with the kernel"
     return "vLLM's attention"
 
 

@@ -30,7 +30,6 @@ _ENGINE = "batchinf.engines.vllm"
 # Pieces of the engine layer: a module, a name in it, and what a call of that name returns where the piece is left out.
 PIECES: dict[str, list[tuple[str, str, Any]]] = {
     "attention": [(f"{_ENGINE}.kernels.attention", "install", False)],
-    "mixed_steps": [(f"{_ENGINE}.kernels.mixed_steps", "install", None)],
     "graph_choice": [(f"{_ENGINE}.kernels.long_requests", "GraphChoice.install", False)],
     "whole_steps": [(f"{_ENGINE}.kernels.whole_steps", "install", False)],
     "admission": [(f"{_ENGINE}.scheduling.admission", "AdmissionMixin.admits_itself", None)],
@@ -168,8 +167,6 @@ def _count_decoding(module: Any) -> None:
         heads = config.model_config.get_num_kv_heads(config.parallel_config)
         if num_decodes == len(tokens) and module.pays_in_step(num_decodes, heads):
             _count("decode_steps")
-        elif num_decodes < len(tokens) and module.pays_in_mixed_step(num_decodes, heads):
-            _count("mixed_steps")
         _save()
         return execute(self, scheduler_output)
 

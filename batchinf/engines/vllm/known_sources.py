@@ -73,17 +73,17 @@ v1.outputs
 config.vllm
     get_layers_from_vllm_config                             4f15b80ffc56 4f15b80ffc56 4f15b80ffc56 kernel whole
 v1.attention.backend
-    CommonAttentionMetadata                                 40426d317a62 f1aea07551ea f1aea07551ea mixed whole
+    CommonAttentionMetadata                                 40426d317a62 f1aea07551ea f1aea07551ea whole
 v1.attention.backends.flash_attn
-    FA4DenseAttentionKernel.__call__                        absent       1d3420ef45f5 1d3420ef45f5 kernel mixed
-    FA4DenseAttentionKernel.kernel                          absent       470fbe58b81e 470fbe58b81e kernel mixed
+    FA4DenseAttentionKernel.__call__                        absent       1d3420ef45f5 1d3420ef45f5 kernel
+    FA4DenseAttentionKernel.kernel                          absent       470fbe58b81e 470fbe58b81e kernel
     FlashAttentionImpl.__init__                             3c195dab2724 b877d91494e5 b877d91494e5 kernel whole
-    FlashAttentionImpl.forward                              afae05efdb0b 4ddaa8ccc260 4ddaa8ccc260 kernel mixed
-    FlashAttentionMetadata                                  b74fb6ec8ba1 6aebbd71cad5 6aebbd71cad5 mixed whole
-    FlashAttentionMetadataBuilder.__init__                  12edc3b20807 1ea9dd1b79bb 1ea9dd1b79bb mixed whole
-    FlashAttentionMetadataBuilder._get_scheduler_metadata   absent       01108706b59b 01108706b59b mixed whole
-    FlashAttentionMetadataBuilder._store_scheduler_metadata absent       968f4246e944 968f4246e944 mixed whole
-    FlashAttentionMetadataBuilder.build                     2633778cc21c d3bedb7b7ef5 d3bedb7b7ef5 mixed whole
+    FlashAttentionImpl.forward                              afae05efdb0b 4ddaa8ccc260 4ddaa8ccc260 kernel
+    FlashAttentionMetadata                                  b74fb6ec8ba1 6aebbd71cad5 6aebbd71cad5 whole
+    FlashAttentionMetadataBuilder.__init__                  12edc3b20807 1ea9dd1b79bb 1ea9dd1b79bb whole
+    FlashAttentionMetadataBuilder._get_scheduler_metadata   absent       01108706b59b 01108706b59b whole
+    FlashAttentionMetadataBuilder._store_scheduler_metadata absent       968f4246e944 968f4246e944 whole
+    FlashAttentionMetadataBuilder.build                     2633778cc21c d3bedb7b7ef5 d3bedb7b7ef5 whole
 v1.cudagraph_dispatcher
     CudagraphDispatcher.dispatch                            af5f1cb2683c af5f1cb2683c af5f1cb2683c long
 v1.worker.gpu.cudagraph_utils
@@ -140,7 +140,6 @@ PIECES = {
     "join": Piece("joined results of prompts", "they are sent one by one", "scheduler pooling_scheduler"),
     "arrays": Piece("logprobs as arrays", "they come as Python objects, slowly", "front_end", True),
     "kernel": Piece("kernels for the attention of decoding", _SLOW_STEPS, "DecodingWorker", True),
-    "mixed": Piece("kernels for steps that also read prompts", _SLOW_STEPS, "DecodingWorker"),
     "long": Piece("steps without a graph for a very long request", "such steps take longer", "DecodingWorker"),
     "whole": Piece("whole graphs for steps of prompts", "they start layer by layer", "PromptWorker", True),
     "rows_v1": Piece("scores of prompts in pieces", _VLLM_SCORES, "RowsExtension_V1"),

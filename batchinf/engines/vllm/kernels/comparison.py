@@ -136,7 +136,7 @@ def common_of(given: dict[str, Any], kind: Any) -> Any:
     starts = given["cu_seqlens_q"]
     return kind(
         query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=given["seqused_k"].clone(),
-        seq_lens_cpu_upper_bound=given["seqused_k"].cpu(), num_reqs=len(given["seqused_k"]),
+        num_reqs=len(given["seqused_k"]),
         num_actual_tokens=len(given["q"]), max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"],
         block_table_tensor=given["block_table"],
         slot_mapping=torch.zeros(len(given["q"]), dtype=torch.int64, device=starts.device),
@@ -149,14 +149,10 @@ class Planner:
     plan: vLLM's `get_scheduler_metadata`, None without a GPU. given: an example.
     """
 
-    dcp_world_size = 1
-    use_full_cuda_graph = True
-
     def __init__(self, plan: Any, given: dict[str, Any], vllm_config: Any) -> None:
         self.plan = plan
         self.given = given
         self.vllm_config = vllm_config
-        self.num_heads_kv = given["k"].shape[2]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """See vLLM."""
