@@ -31,7 +31,7 @@ from vllm.sampling_params import RequestOutputKind
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
-from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, InFront, is_plain
 
 _COST = "outputs are sent at each step, which is slower for small models"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
@@ -182,24 +182,12 @@ class _Held:
         return min(*ends, len(request._all_token_ids) + left)
 
 
-class HoldingMixin:
+class HoldingMixin(InFront):
     """Extends vLLM's Scheduler: holds back requests with one final output and without stop strings."""
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
     joins_results = False
-    # vLLM's, as far as they are used here.
-    requests: dict[str, Any]
-    running: list[Any]
-    prev_step_scheduled_req_ids: set[str]
-    kv_cache_manager: Any
-    pause_state: Any
-    structured_output_manager: Any
-    use_v2_model_runner: bool
-    max_model_len: int
-    max_num_scheduled_tokens: int
-    max_num_running_reqs: int
-    max_num_active_reqs: int
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -240,8 +228,7 @@ class HoldingMixin:
         vllms_own: Any = super()
         if (
             self._block_size is None
-            or any((*arguments, *named.values()))  # prompts are held back
-            or self.pause_state.name != "UNPAUSED"
+            or not self.takes_prompts(*arguments, **named)
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(*arguments, **named)
