@@ -209,7 +209,7 @@ def whole_steps(own: Any, is_mutant: bool) -> bool:
         cache_config=types.SimpleNamespace(block_size=16),
     )
     cases = [
-        shape(heads, is_fp8=is_fp8, scales=own._CHECKED_SCALES)
+        shape(heads, is_fp8=is_fp8)
         for heads, is_fp8 in itertools.product(prompt_cases(is_mutant), (False, *([True] if has_gpu() else [])))
     ]
     return all(own.is_right(flash_attention(), plan(), config, case, device=device()) for case in cases)

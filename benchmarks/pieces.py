@@ -21,7 +21,7 @@ _TOKENS = ("attention", "token_loops", "holding", "admission", "scores")
 PIECES = {
     "bare-top20": ("attention", "token_loops", "holding", "scores"),
     "bare-small-top20": _TOKENS,
-    "bare-fp8": ("attention", "mixed_steps", "token_loops", "holding"),
+    "bare-fp8": ("attention", "token_loops", "holding"),
     "uneven": ("attention", "graph_choice"),
     "small-score": ("whole_steps", "admission", "joined", "scores"),
     "small-embed": ("whole_steps", "admission", "joined"),

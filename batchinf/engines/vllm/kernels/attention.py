@@ -278,24 +278,12 @@ def install(
     if hasattr(theirs, _ATTRIBUTE):  # it is ours, for an earlier engine of this process
         theirs = theirs.__wrapped__
     # Each shape has the scales of one of its layers.
-    scales = {
-        (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8")): scales_of(layer)
+    shapes = {
+        AttentionShape.of(impl, dtype, block_size): AttentionShape.of(impl, dtype, block_size, scales_of(layer))
         for layer, impl in ((layer, getattr(layer, "impl", None)) for layer in layers.values())
         if isinstance(impl, kind) and _is_known(impl)
     }
-    shapes = [
-        AttentionShape(
-            num_heads=num_heads,
-            num_key_heads=num_key_heads,
-            head_size=head_size,
-            dtype=dtype,
-            block_size=block_size,
-            is_fp8=is_fp8,
-            scales=own,
-        )
-        for (num_heads, num_key_heads, head_size, is_fp8), own in scales.items()
-    ]
-    if not shapes or not all(is_right(theirs, shape, longest) for shape in shapes):
+    if not shapes or not all(is_right(theirs, shape, longest) for shape in shapes.values()):
         return False
     importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs, choice)  # type: ignore[attr-defined]
     return True

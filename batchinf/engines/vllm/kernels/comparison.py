@@ -24,7 +24,7 @@ _TOLERANCE = 0.02
 _TOLERANCE_FP8 = 0.15
 _MOST_FP8 = 448
 # A scale of 1 would hide a kernel that does not read it.
-_SCALES = (0.5, 0.75, 2.0)
+SCALES = (0.5, 0.75, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,19 @@ class AttentionShape:
     """Whether queries, keys and values are float8."""
     scales: tuple[float, ...] = (1.0, 1.0, 1.0)
     """Of queries, keys and values, if these are float8."""
+
+    @classmethod
+    def of(cls, impl: Any, dtype: torch.dtype, block_size: int, scales: tuple[float, ...] = SCALES) -> "AttentionShape":
+        """Of a layer. impl: vLLM's `FlashAttentionImpl` of the layer."""
+        return cls(
+            num_heads=impl.num_heads,
+            num_key_heads=impl.num_kv_heads,
+            head_size=impl.head_size,
+            dtype=dtype,
+            block_size=block_size,
+            is_fp8=impl.kv_cache_dtype.startswith("fp8"),
+            scales=scales,
+        )
 
 
 def example(
@@ -100,7 +113,7 @@ def scales_of(layer: Any) -> tuple[float, ...]:
     """The layer's own scales of queries, keys and values in float8, or others where it has 1, many or none."""
     found = [getattr(layer, name, None) for name in ("_q_scale", "_k_scale", "_v_scale")]
     own = [float(scale) if isinstance(scale, torch.Tensor) and scale.numel() == 1 else 1.0 for scale in found]
-    return tuple(other if scale == 1 else scale for scale, other in zip(own, _SCALES, strict=True))
+    return tuple(other if scale == 1 else scale for scale, other in zip(own, SCALES, strict=True))
 
 
 def require_close(found: torch.Tensor, expected: torch.Tensor, is_fp8: bool = False) -> None:

@@ -35,7 +35,6 @@ _LAYERS = "vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase
 _COST = "steps of prompts start layer by layer, which is slower for small models"
 _ATTRIBUTE = "is_for_any_lengths"
 _DECODER = "decoder"
-_CHECKED_SCALES = (0.5, 0.75, 2.0)
 
 
 class PromptWorker(Worker):
@@ -91,18 +90,8 @@ def attention_of(layers: Mapping[str, Any]) -> list[Any]:
 def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one, for all these layers."""
     attend, plan = (optional(_BACKEND, name, _COST) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
-    shapes = {
-        AttentionShape(
-            num_heads=one.num_heads,
-            num_key_heads=one.num_kv_heads,
-            head_size=one.head_size,
-            dtype=vllm_config.model_config.dtype,
-            block_size=vllm_config.cache_config.block_size,
-            is_fp8=one.kv_cache_dtype.startswith("fp8"),
-            scales=_CHECKED_SCALES,
-        )
-        for one in impls
-    }
+    sizes = vllm_config.model_config.dtype, vllm_config.cache_config.block_size
+    shapes = {AttentionShape.of(impl, *sizes) for impl in impls}
     return attend is not None and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
 
 

@@ -48,26 +48,37 @@ def is_plain(made: Any, piece: str) -> bool:
     return kinds == ["FullAttentionManager"] and pool.hash_block_size == managers[0].block_size
 
 
-class AdmissionMixin:
-    """In front of vLLM's scheduler. `admits_itself` decides whether the loop runs."""
+class InFront:
+    """In front of vLLM's scheduler. Declares the parts of it that the loops of this package use."""
 
-    _blocks: Any = None  # the manager of the KV cache's blocks, if the loop runs
-    # Parts of vLLM's scheduler that are used here.
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
     kv_cache_manager: Any
     scheduler_config: Any
     pause_state: Any
+    structured_output_manager: Any
     prev_step_scheduled_req_ids: set[str]
     use_v2_model_runner: bool
+    model_uses_mrope: bool
     max_model_len: int
     max_num_scheduled_tokens: int
     max_num_running_reqs: int
+    max_num_active_reqs: int
     num_waiting_for_streaming_input: int
     scheduler_reserve_full_isl: bool
     _inflight_prefills: set[Any]
     _update_after_schedule: Any
+
+    def takes_prompts(self, *arguments: Any, **named: Any) -> bool:
+        """Whether vLLM admits prompts to this step. arguments, named: of `schedule`, that may hold prompts back."""
+        return not any((*arguments, *named.values())) and self.pause_state.name == "UNPAUSED"
+
+
+class AdmissionMixin(InFront):
+    """`admits_itself` decides whether the loop runs."""
+
+    _blocks: Any = None  # the manager of the KV cache's blocks, if the loop runs
 
     def admits_itself(self) -> None:
         """Let the loop run, if it does the same as vLLM's with these settings. Call it once, on a new scheduler.
@@ -87,8 +98,7 @@ class AdmissionMixin:
         waiting = self.waiting
         if (
             self._blocks is None
-            or any((*arguments, *named.values()))  # prompts are held back
-            or self.pause_state.name != "UNPAUSED"
+            or not self.takes_prompts(*arguments, **named)
             or not (waiting and _is_new(waiting.peek_request()))
             or any(getattr(self, name, None) for name in ("skipped_waiting", "kv_holding_waiting"))
         ):
@@ -113,7 +123,7 @@ class AdmissionMixin:
         room = most - len(running) - self.num_waiting_for_streaming_input
         kept = self.kv_cache_manager.watermark_blocks
         deferred: set[Any] = getattr(self, "deferred_waiting", set())  # not in 0.26
-        more: dict[str, Any] = {"uses_mrope": self.model_uses_mrope} if self._tells_mrope else {}  # type: ignore[attr-defined]
+        more: dict[str, Any] = {"uses_mrope": self.model_uses_mrope} if self._tells_mrope else {}
         admitted: dict[str, int] = {}
         is_cut = self.scheduler_config.enable_chunked_prefill
         while budget > 0 and len(admitted) < room and waiting and _is_new(request := waiting.peek_request()):
