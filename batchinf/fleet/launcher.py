@@ -14,9 +14,14 @@ from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_defaults import Chosen, chosen_arguments, replicas_per_device
+from batchinf.fleet.engine_defaults import (
+    Chosen,
+    chosen_arguments,
+    replicas_per_device,
+    step_for_images,
+    with_most_images,
+)
 from batchinf.fleet.fleet import Ended, Fleet
-from batchinf.fleet.image_settings import step_for_images, with_most_images
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
