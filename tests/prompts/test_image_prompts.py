@@ -220,6 +220,8 @@ def test_lines_of_batch_files_have_images(tmp_path: pathlib.Path) -> None:
         line(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": chat}], "mm_processor_kwargs": {"a": 1}}
         ),
+        line("/v1/chat/completions", {"messages": [{"role": "user", "content": chat}], "truncate_prompt_tokens": 30}),
+        line("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "truncate_prompt_tokens": 30}),
     ]
     fields = {"format": "openai", "images": {}}
     prompts, where = conversation(tmp_path, lines, **fields)
@@ -229,6 +231,9 @@ def test_lines_of_batch_files_have_images(tmp_path: pathlib.Path) -> None:
         assert digests(prompt, where) == [sha256(PICTURE)]
     assert prompts[2].error is not None
     assert "body.mm_processor_kwargs" in prompts[2].error.error_message
+    assert prompts[3].error is not None
+    assert "body.truncate_prompt_tokens: got it in a line with images" in prompts[3].error.error_message
+    assert prompts[4].error is None
 
 
 def test_a_template_without_images_is_refused() -> None:
@@ -251,6 +256,7 @@ def test_a_template_without_images_is_refused() -> None:
         ({}, {"engine": {"max_model_len": "auto"}}, "known only when it runs"),
         ({}, {"engine": {"limit_mm_per_prompt": {"image": 9}}}, "set input.images.max_per_row"),
         ({}, {"engine": {"mm_processor_cache_gb": 4}}, "leave it out"),
+        ({}, {"engine": {"language_model_only": True}}, "vLLM would run the model without images"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}, {}, "missing"),
     ],
 )
