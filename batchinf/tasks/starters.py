@@ -39,6 +39,8 @@ class Data:
     repeated_id: str | None
     """Why a column like one of ids is not taken: `ticket repeats 'T-1019'`."""
     messages: str | None
+    has_json_messages: bool
+    """Whether the conversations are JSON text."""
     labels: tuple[str, ...]
     """Words to choose from."""
     labelled: str | None
@@ -346,7 +348,9 @@ def _text_of(data: Data) -> str:
     name = data.text_column
     if data.has_only_messages:
         message = "{{ message.role }}: {{ message.content }}{{ '\\n' }}"
-        return f"{{% for message in {name} %}}{message}{{% endfor %}}"
+        loop = f"{{% for message in {name} %}}{message}{{% endfor %}}"
+        # A template has no function that reads JSON.
+        return loop if not data.has_json_messages else f"{{{{ {name} }}}}"
     return f"{{{{ {name if _NAME.fullmatch(name) else column_call(name)} }}}}"
 
 
