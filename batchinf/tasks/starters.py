@@ -346,6 +346,11 @@ def _other_prompts(data: Data) -> list[str]:
 def _text_of(data: Data) -> str:
     """A template of the row's text."""
     name = data.text_column
+    if data.has_only_messages and data.has_image_parts:
+        raise UserError(
+            f"--for: the conversations in {name!r} have images, and a text of them has none: write --for generate, "
+            "and give the labels as sampling.structured_outputs"
+        )
     if data.has_only_messages:
         message = "{{ message.role }}: {{ message.content }}{{ '\\n' }}"
         loop = f"{{% for message in {name} %}}{message}{{% endfor %}}"
