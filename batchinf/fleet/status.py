@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from batchinf.base.storage import Folder, open_log
+from batchinf.base.storage import Folder, adapter, open_log
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook
 from batchinf.manifest.names import TELEMETRY_FOLDER
@@ -83,9 +81,6 @@ class JobStatus:
     """In seconds since 1970."""
 
 
-_STATUS = TypeAdapter(JobStatus)
-
-
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Totals of the engines since the coordinator started."""
@@ -141,13 +136,13 @@ class Rates:
 
 def write_status(folder: Folder, status: JobStatus) -> None:
     """Replace `status.json`, without fsync: it only informs users, so the last one may be lost."""
-    folder.write_atomic(STATUS_FILE, _STATUS.dump_json(status), durable=False, fault="status")
+    folder.write_atomic(STATUS_FILE, adapter(JobStatus).dump_json(status), durable=False, fault="status")
 
 
 def read_status(folder: Folder) -> JobStatus | None:
     """The last snapshot; None if there is none or it cannot be read."""
     try:
-        return _STATUS.validate_json(folder.read(STATUS_FILE), strict=True)
+        return adapter(JobStatus).validate_json(folder.read(STATUS_FILE), strict=True)
     except (OSError, ValueError):
         return None
 
@@ -220,9 +215,6 @@ class _Sample:
     """Empty if they give no data."""
 
 
-_SAMPLE = TypeAdapter(_Sample)
-
-
 class Telemetry:
     """Takes the samples of one epoch: one a second at first, later up to 15 s apart; fewer with over 64 replicas."""
 
@@ -251,7 +243,7 @@ class Telemetry:
         sample = _Sample(round(time.time(), 3), tuple(replicas), self.devices)
         # The file is opened for each sample. A written sample stays, and no file stays open on a full disk.
         with contextlib.suppress(OSError), open_log(self._path) as file:
-            file.write(_SAMPLE.dump_json(sample) + b"\n")
+            file.write(adapter(_Sample).dump_json(sample) + b"\n")
 
     def close(self) -> None:
         """Take no more samples."""
