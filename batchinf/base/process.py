@@ -22,11 +22,11 @@ from typing import Any, NoReturn, Self, TypeVar
 _T = TypeVar("_T")
 
 _USUAL = gc.get_threshold()
-_RARE = 50_000
+_RARE = 250_000
 
 
 def collect_rarely() -> None:
-    """Collect garbage after 50,000 new objects, not 700: for commands that import and end soon."""
+    """Collect garbage after 250,000 new objects, not 700: for commands that end soon, whose imports make fewer."""
     gc.set_threshold(_RARE, *_USUAL[1:])
 
 
