@@ -5,13 +5,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchinf.base.storage import Folder, adapter, open_log
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook
 from batchinf.manifest.names import TELEMETRY_FOLDER
+from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
 
 STATUS_FILE = "status.json"
@@ -192,16 +193,23 @@ class ReplicaLook:
     @classmethod
     def of(cls, replica: int, incarnation: str, state: str, progress: Progress) -> "ReplicaLook":
         """The sample from a replica's last progress message, most of whose fields have the same names."""
-        values = {
-            **asdict(progress),
-            **asdict(progress.engine),
-            "replica": replica,
-            "incarnation": incarnation,
-            "state": state,
-            "num_ready": progress.num_waiting,
-            "kv_cache_usage": round(progress.engine.kv_cache_usage, 4),
-        }
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        engine = progress.engine
+        return cls(
+            replica=replica,
+            incarnation=incarnation,
+            state=state,
+            num_ready=progress.num_waiting,
+            kv_cache_usage=round(engine.kv_cache_usage, 4),
+            **{name: getattr(engine, name) for name in _OF_ENGINE},
+            **{name: getattr(progress, name) for name in _OF_PROGRESS},
+        )
+
+
+_FILLED = {"replica", "incarnation", "state", "num_ready", "kv_cache_usage"}
+_LOOKED_AT = [field.name for field in fields(ReplicaLook) if field.name not in _FILLED]
+# Not `asdict`, which copies every value: with it, a sample takes five times as long.
+_OF_ENGINE = [name for name in _LOOKED_AT if name in {field.name for field in fields(EngineStats)}]
+_OF_PROGRESS = [name for name in _LOOKED_AT if name not in _OF_ENGINE]
 
 
 @dataclass(frozen=True, slots=True)
