@@ -200,6 +200,8 @@ def test_odd_lists() -> None:
     sliced = to_ragged(pa.array([[9], [1, 2], None, [3]], pa.list_(pa.int32())).slice(1))
     assert [sliced[i].tolist() for i in range(3)] == [[1, 2], [], [3]]
     assert Ragged(sliced.values, sliced.offsets, sliced.is_null).sum().tolist() == [3, 0, 3]
+    infinite = to_ragged(pa.array([[-np.inf, -1.0, None], [np.inf], [2.0]], pa.list_(pa.float32())))
+    assert infinite.sum().tolist() == infinite.mean().tolist() == [-np.inf, np.inf, 2]
     with pytest.raises(OutputError, match="lists of 1 to 2 items are no array"):
         to_ragged(pa.array([[[1], [2, 3]]], pa.list_(pa.list_(pa.int32()))))
 

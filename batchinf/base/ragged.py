@@ -51,7 +51,9 @@ class Ragged:
 
     def sum(self) -> npt.NDArray[np.float64]:
         """The sum of each list's values that are not NaN, float64 [num_lists, ...]; 0 if there are none."""
-        return reduce_runs(np.add, np.nan_to_num(self.values.astype(np.float64), nan=0.0), self.lengths)
+        values = self.values.astype(np.float64)
+        # Infinities stay: a sum with a logprob of -inf is -inf.
+        return reduce_runs(np.add, np.where(np.isnan(values), 0.0, values), self.lengths)
 
     def mean(self) -> npt.NDArray[np.float64]:
         """The mean of each list's values that are not NaN, float64 [num_lists, ...]; NaN if there are none."""

@@ -44,7 +44,7 @@ class PassAtK:
 def majority(rows: npt.NDArray[np.int64], answers: Sequence[Hashable]) -> list[Vote]:
     """One vote for each input row, in the order of the rows.
 
-    rows: [num_samples], the input row of each sample. answers: of each sample; None or NaN for none.
+    rows: [num_samples], the input row of each sample. answers: of each sample; None, NaN or pandas.NA for none.
     """
     _check(rows, answers, "answers")
     counts: dict[int, Counter[Hashable]] = {}
@@ -62,7 +62,10 @@ def majority(rows: npt.NDArray[np.int64], answers: Sequence[Hashable]) -> list[V
 
 
 def _is_missing(answer: Hashable) -> bool:
-    return answer is None or (isinstance(answer, float) and math.isnan(answer))
+    try:
+        return answer is None or bool(answer != answer)  # NaN of any type, and pandas.NaT
+    except TypeError:  # pandas.NA, which is neither equal nor unequal
+        return True
 
 
 def pass_at_k(

@@ -6,6 +6,7 @@ import re
 import statistics
 
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ def test_the_commonest_answer_wins_and_of_equals_the_first() -> None:
     rows = np.array([4, 4, 4, 4, 7, 7, 9, 9, 9])
     answers = [None, "b", "a", "a", "y", "x", float("nan"), None, None]
     assert majority(rows, answers) == [Vote(4, "a", 2, 4), Vote(7, "y", 1, 2), Vote(9, None, 0, 3)]
+    missing = [pandas.NA, pandas.NA, 3, None, pandas.NaT, pandas.NaT, *np.full(2, np.nan, np.float32), 5]
+    assert majority(rows, missing) == [Vote(4, 3, 1, 4), Vote(7, None, 0, 2), Vote(9, 5, 1, 3)]
     with pytest.raises(OutputError, match="answers: got 2; must be one for each of the 9 output rows"):
         majority(rows, ["a", "b"])
 
