@@ -70,7 +70,9 @@ class Results:
         self.counts = PartCounts.sum(state.counts for state in states)
         self.num_rows = self.counts.num_rows
         self.is_done = all(state.is_done for state in states) and len(states) == len(jobs)
-        self.parts: Sequence[pathlib.Path] = look.parts(begun)
+        parts = look.parts(begun)
+        # A program may change its folder, where a relative path could be that of another job.
+        self.parts: Sequence[pathlib.Path] = parts if look.is_bucket else [pathlib.Path(absolute(it)) for it in parts]
 
     def __len__(self) -> int:
         return self.num_rows

@@ -187,6 +187,15 @@ def test_columns_that_are_no_array_are_read_as_the_errors_say(tmp_path: pathlib.
         assert sum(batch.num_rows for batch in results.batches([column])) == 60
 
 
+def test_a_program_that_changes_its_folder(
+    out: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(out.parent)
+    results = batchinf.open(out.name)
+    monkeypatch.chdir(tmp_path)
+    assert results.table(["id", "text"]).equals(batchinf.open(out).table(["id", "text"]))
+
+
 def test_no_job(tmp_path: pathlib.Path) -> None:
     with pytest.raises(OutputError, match="holds no job"):
         Results(tmp_path)
