@@ -95,6 +95,12 @@ class Results:
     def _schema(self) -> pa.Schema:
         return joined_schema(self.parts)
 
+    @property
+    def own_schema(self) -> pa.Schema:
+        """The columns without those that `output.keep_columns` copied, whose names may be those of other tasks."""
+        kept = {*self.spec.get("output", {}).get("keep_columns", {}).values()}  # absent in jobs of older versions
+        return pa.schema([field for field in self.schema if field.name not in kept])
+
     def facts(self) -> dict[str, str]:
         """What made the first part, by its footer: `model`, `device`, `version.vllm` and others."""
         with open_part(self.parts[0]) as file:

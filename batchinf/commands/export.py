@@ -85,7 +85,7 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
     computed = computed_columns(job.task(job.spec).shown_columns, schema.names)
     _check_columns(request.columns, [*schema.names, *computed])
     notes += _notes(job, request, computed)
-    rows = Rows(job.results, form.columns(request.columns, schema), request.where, computed=computed)
+    rows = Rows(job.results, form.columns(request.columns, job.results), request.where, computed=computed)
     if form is HuggingFaceExport and not request.overwrites:
         check_is_free(os.path.join(request.path, CARD))  # it is written last
     if request.push_to is not None:

@@ -30,7 +30,6 @@ from batchinf.records import Prompt
 from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
-from batchinf.tasks.base import ShownColumns
 from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
 from batchinf.tasks.image_reference import ReferenceProcessor
 from batchinf.tasks.registry import stored_task, task_of
@@ -167,7 +166,9 @@ def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectRepo
     """
     results = Results(out)
     found = _find(results, name)
-    rows = [row for row in found if row["row_index"] == found[0]["row_index"]]
+    wholes = [row for row in found if row["row_index"] == found[0]["row_index"]]
+    own_names = {*results.own_schema.names}
+    rows = [{name: value for name, value in row.items() if name in own_names} for row in wholes]
     tokenizer = results.tokenizer()
     again = functools.cache(lambda: build_again(results, [found[0]["row_index"]]))
     prompt = None
@@ -185,6 +186,14 @@ def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectRepo
     row_columns = task.row_columns
     pictures, pictures_note = _pictures(results, rows[0], again, has_copies=has_copies)
     shown = task_of(stored_spec(results.spec)).shown_columns
+    places = {name: place for place, name in enumerate(results.schema.names)}
+    copies = [name for name in places if name not in own_names]
+    samples = [
+        _sample(tokenizer, row, results.spec["sampling"]["stop"], row_columns, has_own=prompt is None) for row in rows
+    ]
+    fields = (
+        sample.fields | {name: whole[name] for name in copies} for sample, whole in zip(samples, wholes, strict=True)
+    )
     return InspectReport(
         folder=out,
         row=name,
@@ -195,18 +204,18 @@ def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectRepo
         pictures_note=pictures_note,
         samples=tuple(
             replace(
-                _sample(tokenizer, row, results.spec["sampling"]["stop"], row_columns, has_own=prompt is None),
-                choices=tuple(_choices(tokenizer, row, shown)) if shown.choice_sums else (),
+                sample,
+                fields=dict(sorted(shown_fields.items(), key=lambda item: places.get(item[0], -1))),
+                choices=tuple(_choices(tokenizer, row, shown.texts_of(whole))) if shown.choice_sums else (),
                 places=tuple(shown.choices),
             )
-            for row in rows
+            for sample, shown_fields, row, whole in zip(samples, fields, rows, wholes, strict=True)
         ),
     )
 
 
-def _choices(tokenizer: Any, row: Mapping[str, Any], shown: ShownColumns) -> Iterator[InspectedChoice]:
+def _choices(tokenizer: Any, row: Mapping[str, Any], texts: Sequence[str]) -> Iterator[InspectedChoice]:
     """The choices of a scored row."""
-    texts = shown.texts_of(row)
     columns = {name.removeprefix(_OF_CHOICE): value for name, value in row.items() if name.startswith(_OF_CHOICE)}
     for place in range(len(columns.get("logprob_sums") or ())):
         own = {name: _at(value, place) for name, value in columns.items()}

@@ -213,7 +213,7 @@ def _check_drift(job: Job, state: State) -> None:
 
 def _check(job: Job, verification: Verification, results: Results) -> None:
     """Raise UserError if the job has nothing that can be compared."""
-    verification.check(results.schema)
+    verification.check(results.own_schema)
     if job.spec.model.load_format == "dummy":
         raise UserError(
             "model.load_format is dummy: transformers would draw other random weights than vLLM, so nothing can be "
@@ -253,7 +253,7 @@ def choose_places(results: Results, num_rows: int, seed: int) -> list[int]:
 def read_rows(results: Results, places: Sequence[int], verification: Verification) -> list[StoredRow]:
     """The rows at these ascending places, with the small columns. Reads only row groups with such rows."""
     names = ("row_index", "sample_index", "prompt_hash", IMAGE_DIGESTS, *verification.columns)
-    columns = [name for name in names if name in results.schema.names]
+    columns = [name for name in names if name in results.own_schema.names]
     rows: list[StoredRow] = []
     start = 0
     for path in results.parts:

@@ -66,9 +66,9 @@ class Format(abc.ABC):
         return []
 
     @classmethod
-    def columns(cls, wanted: Sequence[str], schema: pa.Schema) -> list[str]:
-        """The columns that the format reads to write these. wanted: none are all. schema: of the output."""
-        return list(wanted or schema.names)
+    def columns(cls, wanted: Sequence[str], results: Results) -> list[str]:
+        """The columns that the format reads to write these. wanted: none are all. results: of the job."""
+        return list(wanted or results.schema.names)
 
     @abc.abstractmethod
     def write(self, batch: pa.RecordBatch) -> None:

@@ -1,12 +1,13 @@
 """Export as JSON lines: an object for each row, with the logprobs of a token in one place."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 
-from batchinf.export.base import Format, json_lines
+from batchinf.export.base import ExportedJob, Format, json_lines
 from batchinf.export.tokens import PREFIXES, StoredToken, token_columns, tokens_of
+from batchinf.results import Results
 
 
 class JsonLinesExport(Format):
@@ -15,19 +16,23 @@ class JsonLinesExport(Format):
     name = "jsonl"
     suffix = ".jsonl"
 
+    def __init__(self, job: ExportedJob, schema: pa.Schema, stream: IO[bytes], errors: IO[bytes]) -> None:
+        super().__init__(job, schema, stream, errors)
+        own = pa.schema([field for field in job.results.own_schema if field.name in schema.names])
+        self._token_columns = {prefix: columns for prefix in PREFIXES if (columns := token_columns(prefix, own))}
+
     @classmethod
-    def columns(cls, wanted: Sequence[str], schema: pa.Schema) -> list[str]:
+    def columns(cls, wanted: Sequence[str], results: Results) -> list[str]:
         """See `Format`. Logprobs bring the other columns of their tokens with them."""
-        names = super().columns(wanted, schema)
-        brought = [token_columns(prefix, schema) for prefix in PREFIXES if f"{prefix}logprobs" in names]
+        names = super().columns(wanted, results)
+        brought = [token_columns(prefix, results.own_schema) for prefix in PREFIXES if f"{prefix}logprobs" in names]
         return list(dict.fromkeys([*names, *(name for columns in brought for name in columns)]))
 
     def write(self, batch: pa.RecordBatch) -> None:
         rows = batch.to_pylist()
-        for prefix in PREFIXES:
-            if columns := token_columns(prefix, batch.schema):
-                for row in rows:
-                    self._join(prefix, columns, row)
+        for prefix, columns in self._token_columns.items():
+            for row in rows:
+                self._join(prefix, columns, row)
         self.stream.write(json_lines(rows))
 
     def _join(self, prefix: str, columns: Sequence[str], row: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from batchinf.prompts.openai.lines import (
     RESPONSES_URL,
     SCORE_URL,
 )
+from batchinf.results import Results
 
 _LEAST_LOGPROB = -9999.0  # vLLM's server writes it in place of -inf, which JSON does not have
 _NAMES = (
@@ -61,15 +62,16 @@ class OpenAIBatchExport(Format):
             left_out.append("the texts of the documents are left out: the job does not store them; each has its index")
         if spec.sampling.prompt_logprobs is not None:
             left_out.append("prompt_logprobs are left out, except those of lines with echo; jsonl has them")
-        if spec.sampling.logprobs is not None and not token_columns("", job.results.schema):
+        if spec.sampling.logprobs is not None and not token_columns("", job.results.own_schema):
             left_out.append("logprobs are left out: the job does not store the tokens that they are of")
         return left_out
 
     @classmethod
-    def columns(cls, wanted: Sequence[str], schema: pa.Schema) -> list[str]:
+    def columns(cls, wanted: Sequence[str], results: Results) -> list[str]:
         """See `Format`. Raises UserError for wanted columns: the form of the lines is fixed."""
         if wanted:
             raise UserError("--columns: not with openai-batch, whose lines have one form; leave it out")
+        schema = results.own_schema
         tokens = [name for prefix in PREFIXES for name in token_columns(prefix, schema)]
         tokens += ["prompt"] if "text" in schema.names else []  # for lines with echo
         return [name for name in dict.fromkeys([*_NAMES, *tokens]) if name in schema.names]

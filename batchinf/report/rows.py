@@ -188,8 +188,9 @@ class _Rows:
         self._journalled = journalled
         self._choices = choices
         schema = _schema_of(paths, journalled)
-        self._lists = {field.name for field in schema if pa.types.is_nested(field.type)}
-        self._types = {field.name: field.type for field in schema if field.name not in self._lists}
+        nested = {field.name for field in schema if pa.types.is_nested(field.type)}
+        self._lists = nested - {*input_columns}
+        self._types = {field.name: field.type for field in schema if field.name not in nested}
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in input_columns]
         # A kept column may have the name of a column of another task.
         self._own_columns = set(self._types) - (set(input_columns) - {"id"})

@@ -26,8 +26,8 @@ class JobOutput(Protocol):
     spec: dict[str, Any]
 
     @property
-    def schema(self) -> pa.Schema:
-        """The output's columns."""
+    def own_schema(self) -> pa.Schema:
+        """The output's columns without copies of input columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Changes(abc.ABC):
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int, columns: Sequence[str]) -> None:
         """columns: those of the task. Only columns that both jobs have are compared."""
         names = ("prompt_hash", IMAGE_DIGESTS, *columns, "error_type")
-        self.columns = [name for name in names if name in a.schema.names and name in b.schema.names]
+        self.columns = [name for name in names if name in a.own_schema.names and name in b.own_schema.names]
         self._num_examples = num_examples
         self._examples: list[tuple[float, dict[str, Any]]] = []
         self._counts: Counter[str] = Counter()

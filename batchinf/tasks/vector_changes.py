@@ -96,8 +96,8 @@ class VectorsCompared(TaskChanges):
 
 def common_vectors(a: JobOutput, b: JobOutput) -> list[str]:
     """The columns of vectors that both jobs have with the same width."""
-    others = vector_widths(b.schema)
-    return [name for name, width in vector_widths(a.schema).items() if width == others.get(name)]
+    others = vector_widths(b.own_schema)
+    return [name for name, width in vector_widths(a.own_schema).items() if width == others.get(name)]
 
 
 def vector_widths(schema: pa.Schema) -> dict[str, int]:
@@ -138,7 +138,8 @@ class VectorChanges(Changes):
         if shared := common_vectors(a, b):
             return shared
         held = [
-            ", ".join(f"{name} of {width:,}" for name, width in vector_widths(job.schema).items()) or "one number a row"
+            ", ".join(f"{name} of {width:,}" for name, width in vector_widths(job.own_schema).items())
+            or "one number a row"
             for job in (a, b)
         ]
         raise OutputError(f"{a.folder} holds {held[0]}, and {b.folder} {held[1]}: compare two that hold the same")

@@ -205,12 +205,15 @@ def test_answers_are_counted_only_if_the_task_has_them() -> None:
     rows = pa.table(
         {"answer": [0, 1, None], "best": [0, 0, 0], "best_per_token": [0, 1, 1], "best_per_byte": [1, 1, 1]}
     ).append_column("prompt_truncated", pa.array([False] * 3))
+    # A kept column with the name of a winner that the task does not have.
+    rows = rows.append_column("best_pmi", pa.array(["x"] * 3))
     counts = task_of(CHOICES).count(rows)
     assert counts is not None and (counts["num_answered"], counts["num_right"], counts["num_right_per_token"]) == (
         2,
         1,
         2,
     )
+    assert "num_right_pmi" not in counts
     # A kept column of this name.
     assert task_of({"context_column": "c", "choices_column": "x"}).count(rows) is None
     assert task_of(TEXT).count(rows.select(["answer"])) is None

@@ -115,7 +115,7 @@ def _changed(row: dict[str, Any], names: Iterable[str]) -> str:
 
 def begin_changes(a: JobOutput, b: JobOutput, num_examples: int) -> Changes:
     """The counter for these jobs. Raises OutputError if one job scores choices and the other one text for each row."""
-    kinds = ["several choices" if _CHOICE_SUMS in job.schema.names else "one text" for job in (a, b)]
+    kinds = ["several choices" if _CHOICE_SUMS in job.own_schema.names else "one text" for job in (a, b)]
     if kinds[0] != kinds[1]:
         raise OutputError(
             f"{a.folder} scores {kinds[0]} of a row, and {b.folder} {kinds[1]}: compare jobs that score the same"
@@ -174,8 +174,10 @@ class ChoiceChanges(Changes):
     """Rows with several choices. A row has changed if one of its winners differs."""
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
-        has_answer = all(ANSWER in job.schema.names and job.schema.field(ANSWER).type == pa.int32() for job in (a, b))
-        has_pmi = all(BEST_PMI in job.schema.names for job in (a, b))
+        has_answer = all(
+            ANSWER in job.own_schema.names and job.own_schema.field(ANSWER).type == pa.int32() for job in (a, b)
+        )
+        has_pmi = all(BEST_PMI in job.own_schema.names for job in (a, b))
         self._winners = (*WINNERS, BEST_PMI) if has_pmi else WINNERS
         self._shown = (*self._winners, _CHOICE_SUMS, *([ANSWER] if has_answer else []))
         super().__init__(a, b, num_examples, self._shown)

@@ -299,9 +299,11 @@ class Score(Task):
 
     def count(self, rows: pa.Table) -> dict[str, int] | None:
         """See `Task` and `count_answers`."""
-        # Without a column of answers, a kept column may have that name. A job may have begun without these columns.
+        # A kept column may have a name that the task does not use. A job may have begun without these columns.
         has_answers = self.spec.input.answer_column is not None and not self.left_out & {ANSWER, *WINNERS}
-        counts = count_answers(rows) if has_answers else {}
+        own = {ANSWER, ANSWER_ERROR, *self._winner_names} - self.left_out
+        own_rows = rows.select([name for name in rows.schema.names if name in own])
+        counts = count_answers(own_rows) if has_answers else {}
         if self.spec.input.text_column is None and "prompt_truncated" not in self.left_out:
             num_cut = pc.sum(rows.column("prompt_truncated"), min_count=0).as_py()
             counts |= {"num_cut": num_cut} if num_cut else {}

@@ -27,7 +27,7 @@ class EmbedChanges(VectorChanges):
 
     def vector_columns(self, a: JobOutput, b: JobOutput) -> list[str]:
         """See `VectorChanges`. The vectors of lines of a batch file have their widths row by row."""
-        if all(LINES_COLUMN in job.schema.names for job in (a, b)):
+        if all(LINES_COLUMN in job.own_schema.names for job in (a, b)):
             return [LINES_COLUMN]
         return super().vector_columns(a, b)
 
@@ -56,7 +56,7 @@ class RewardChanges(VectorChanges):
     names = ("reward",)
 
     def vector_columns(self, a: JobOutput, b: JobOutput) -> list[str]:
-        has_numbers = not vector_widths(a.schema) and not vector_widths(b.schema)
+        has_numbers = not vector_widths(a.own_schema) and not vector_widths(b.own_schema)
         return [] if has_numbers else super().vector_columns(a, b)
 
 
@@ -87,7 +87,7 @@ class RerankChanges(Changes):
 
     def __init__(self, a: JobOutput, b: JobOutput, num_examples: int) -> None:
         """Raises OutputError if one job has pairs and the other one lists of documents."""
-        own = [name for name in RERANK_COLUMNS if all(name in job.schema.names for job in (a, b))]
+        own = [name for name in RERANK_COLUMNS if all(name in job.own_schema.names for job in (a, b))]
         if not own:
             raise OutputError(
                 f"{a.folder} and {b.folder}: one has a document for each row, the other one lists of them; compare two "
