@@ -228,7 +228,7 @@ class _Rows:
             lengths=self._lengths(),
             numbers=tuple(self._histogram(name, name, "") for name in self._numbers),
             tokens=tokens,
-            finish_reasons=self._shares("finish_reason") if "finish_reason" in self._types else (),
+            finish_reasons=self._shares("finish_reason") if "finish_reason" in self._own_columns else (),
             labels_of=labels_of,
             labels=labels,
             num_labels=num_labels,
@@ -242,7 +242,7 @@ class _Rows:
     def _lengths(self) -> tuple[Histogram, ...]:
         """Of prompts, and of outputs if any row has one."""
         # A row with choices has a request for each; its tokens are the sum.
-        prompts = "Prompt tokens of a row, all requests" if "best" in self._types else "Prompt length"
+        prompts = "Prompt tokens of a row, all requests" if "best" in self._own_columns else "Prompt length"
         titles = {"num_prompt_tokens": prompts, "num_output_tokens": "Output length"}
         lengths = [self._histogram(name, title, "tokens") for name, title in titles.items() if name in self._types]
         return (
@@ -295,7 +295,7 @@ class _Rows:
     def _labels(self, num_rows: int) -> tuple[str, tuple[Share, ...], int]:
         """The column with the labels of the rows, if there is one: few texts that many rows share."""
         for name in ("label", "best", "text"):
-            if name in self._types:
+            if name in self._own_columns:
                 distinct = f"approx_count_distinct(left({_quoted(name)}::VARCHAR, 1000))"
                 [(num,)] = self._query(f"SELECT {distinct} FROM output")
                 if name != "text" or (num <= 1.2 * _MOST_LABELS and 4 * num <= num_rows):

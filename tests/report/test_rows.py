@@ -101,11 +101,14 @@ def test_labels_reasons_and_errors(figures: RowFigures) -> None:
 def test_the_best_choices_have_their_texts(tmp_path: pathlib.Path) -> None:
     best, errors = pa.array([2, 0, 2, None], pa.int32()), pa.nulls(4, pa.string())
     table = {"row_index": [0, 1, 2, 3], "best": best, "error_type": errors, "error_message": errors}
+    table |= {"label": ["kept"] * 4, "finish_reason": ["kept"] * 4}
     pq.write_table(pa.table(table), tmp_path / "part-000000.parquet")
     with duckdb.connect(":memory:") as connection:
         paths = [tmp_path / "part-000000.parquet"]
-        rows = _Rows(connection, paths, [], input_columns=(), choices=("good", "bad", "3"))
-        assert rows.figures().labels == (Share('2: "3"', 2), Share("0: good", 1))
+        rows = _Rows(connection, paths, [], input_columns=("label", "finish_reason"), choices=("good", "bad", "3"))
+        figures = rows.figures()
+    assert figures.labels == (Share('2: "3"', 2), Share("0: good", 1))
+    assert figures.finish_reasons == ()
 
 
 @pytest.mark.parametrize("input_columns", [("id",), ("prompt", "id")])
