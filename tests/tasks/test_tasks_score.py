@@ -215,7 +215,9 @@ def test_answers_are_counted_only_if_the_task_has_them() -> None:
     )
     assert "num_right_pmi" not in counts
     # A kept column of this name.
-    assert task_of({"context_column": "c", "choices_column": "x"}).count(rows) is None
+    without = task_of({"context_column": "c", "choices_column": "x"})
+    assert without.count(rows) is None
+    assert "answer" in task_of(CHOICES).shown_columns.choices.keys() - without.shown_columns.choices.keys()
     assert task_of(TEXT).count(rows.select(["answer"])) is None
     begun_without = task_of(CHOICES)
     begun_without.left_out = frozenset({"answer", "answer_error"})

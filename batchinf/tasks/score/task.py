@@ -286,7 +286,9 @@ class Score(Task):
     def shown_columns(self) -> ShownColumns:
         if not self._is_choice:
             return ShownColumns(("logprob_sum", *_MEANS, "num_tokens", "is_greedy"))
-        choices = dict.fromkeys((*self._winner_names, ANSWER), self.spec.input.choices or ())
+        # Without a column of answers, a kept column may have that name, and its numbers are no places.
+        answers = [ANSWER] if self.spec.input.answer_column is not None else []
+        choices = dict.fromkeys((*self._winner_names, *answers), self.spec.input.choices or ())
         best, *others = self._winner_names
         return ShownColumns(
             (best, ANSWER, *others, "choice_logprob_sums", ANSWER_ERROR),
