@@ -258,6 +258,35 @@ def test_a_count_of_a_part(job: tuple[Copy, "subprocess.CompletedProcess[str]"])
 
 
 @pytest.mark.slow  # it imports vLLM
+def test_an_export_format(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
+    copy, _ = job
+    copy.begin("Add an export format")
+    (copy.folder / "batchinf/export/names.py").write_text(
+        """\
+from batchinf.export.base import Format
+
+
+class NamesExport(Format):
+    name = "names"
+    suffix = ".names"
+
+    def write(self, batch):
+        self.stream.write("".join(f"{name}\\n" for name in batch.schema.names).encode())
+"""
+    )
+    registry = "batchinf/export/registry.py"
+    old = "from batchinf.export.openai_batch"
+    copy.replace(registry, old, f"from batchinf.export.names import NamesExport\n{old}")
+    copy.replace(
+        registry, "HuggingFaceExport, OpenAIBatchExport)", "HuggingFaceExport, OpenAIBatchExport, NamesExport)"
+    )
+    copy.replace("batchinf/cli/outputs.py", "hf or openai-batch;", "hf, openai-batch or names;")
+    done = copy.batchinf("export", "out", "-o", "rows.names", "--columns", "text,row_index")
+    assert done.returncode == 0, done.stderr
+    assert (copy.folder / "rows.names").read_text() == "text\nrow_index\n"
+    assert "openai-batch or names" in copy.batchinf("export", "--help").stdout
+
+
 def test_a_figure_of_the_engine(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a figure of the engine")
     copy.replace(
