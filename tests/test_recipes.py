@@ -261,30 +261,33 @@ def test_a_count_of_a_part(job: tuple[Copy, "subprocess.CompletedProcess[str]"])
 def test_an_export_format(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
     copy, _ = job
     copy.begin("Add an export format")
-    (copy.folder / "batchinf/export/names.py").write_text(
+    (copy.folder / "batchinf/export/count.py").write_text(
         """\
 from batchinf.export.base import Format
 
 
-class NamesExport(Format):
-    name = "names"
-    suffix = ".names"
+class CountExport(Format):
+    name = "count"
+    suffix = ".count"
+    num_rows = 0
 
     def write(self, batch):
-        self.stream.write("".join(f"{name}\\n" for name in batch.schema.names).encode())
+        self.num_rows += batch.num_rows
+
+    def close(self):
+        self.stream.write(b"%d rows" % self.num_rows)
 """
     )
     registry = "batchinf/export/registry.py"
-    old = "from batchinf.export.openai_batch"
-    copy.replace(registry, old, f"from batchinf.export.names import NamesExport\n{old}")
+    old = "from batchinf.export.huggingface"
+    copy.replace(registry, old, f"from batchinf.export.count import CountExport\n{old}")
     copy.replace(
-        registry, "HuggingFaceExport, OpenAIBatchExport)", "HuggingFaceExport, OpenAIBatchExport, NamesExport)"
+        registry, "HuggingFaceExport, OpenAIBatchExport)", "HuggingFaceExport, OpenAIBatchExport, CountExport)"
     )
-    copy.replace("batchinf/cli/outputs.py", "hf or openai-batch;", "hf, openai-batch or names;")
-    done = copy.batchinf("export", "out", "-o", "rows.names", "--columns", "text,row_index")
+    copy.replace("batchinf/cli/outputs.py", "hf or openai-batch;", "hf, openai-batch or count;")
+    done = copy.batchinf("export", "out", "-o", "rows.count")
     assert done.returncode == 0, done.stderr
-    assert (copy.folder / "rows.names").read_text() == "text\nrow_index\n"
-    assert "openai-batch or names" in copy.batchinf("export", "--help").stdout
+    assert (copy.folder / "rows.count").read_text() == f"{len(ROWS)} rows"
 
 
 def test_a_figure_of_the_engine(tmp_path: pathlib.Path) -> None:
