@@ -25,7 +25,7 @@ from batchinf.manifest.commit_log import gone
 from batchinf.manifest.lines import CHOSEN, INPUT_JOB, Header
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
-from batchinf.manifest.versions import FORMAT_VERSION
+from batchinf.manifest.versions import FORMAT_VERSION, spec_text
 from batchinf.output import journal
 from batchinf.records import Extent, InputJob
 from batchinf.schedule.positions import Choice
@@ -33,7 +33,6 @@ from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_sh
 from batchinf.source.find import is_dataset
 from batchinf.source.types import is_json_column, is_utf8
 from batchinf.spec.file import dump_spec
-from batchinf.spec.job import JobSpec
 from batchinf.version import __version__
 
 NOTHING_NEW = "--extend: the input has no new files and no new rows"
@@ -171,16 +170,10 @@ def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int,
     manifest.commit()
     faults.point("extend.after_line")
     if job.spec.input.limit != state.limit:
-        job.folder.write_atomic("job.yaml", spec_text(state, job.spec.input.limit).encode())
+        job.folder.write_atomic("job.yaml", spec_text(state.header.spec, job.spec.input.limit).encode())
     num_new = job.source.num_rows - state.extents[-1].stop_row
     say(f"extended: {choice.num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen")
     return committed_state(job.folder)
-
-
-def spec_text(state: State, limit: int | None) -> str:
-    """The text of `job.yaml`: the original spec with the current limit."""
-    spec = state.header.spec
-    return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
 def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:
