@@ -149,9 +149,8 @@ def common_of(given: dict[str, Any], kind: Any) -> Any:
     starts = given["cu_seqlens_q"]
     return kind(
         query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=given["seqused_k"].clone(),
-        num_reqs=len(given["seqused_k"]),
-        num_actual_tokens=len(given["q"]), max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"],
-        block_table_tensor=given["block_table"],
+        num_reqs=len(given["seqused_k"]), num_actual_tokens=len(given["q"]),
+        max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"], block_table_tensor=given["block_table"],
         slot_mapping=torch.zeros(len(given["q"]), dtype=torch.int64, device=starts.device),
     )  # fmt: skip
 
