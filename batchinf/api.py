@@ -36,7 +36,7 @@ from batchinf.coordinator.epoch import run_job
 from batchinf.engines.installed import check_sampling_fields, check_structures_config, engine_argument_names
 from batchinf.fleet.launcher import choose_backend
 from batchinf.fleet.status import JobStatus
-from batchinf.results import Results
+from batchinf.results import Results, open
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, list_of, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
@@ -265,14 +265,6 @@ def status(out: str | os.PathLike[str]) -> StatusReport:
     out: the job's output folder, or its URL in a bucket. Raises OutputError if there is no job in it.
     """
     return job_status(out)
-
-
-def open(out: str | os.PathLike[str]) -> Results:
-    """The output of a job, while the job runs or after. out: its folder, or its URL in a bucket.
-
-    Raises OutputError without a job.
-    """
-    return Results(out)
 
 
 def _check_text(name: str, value: str | None, words: str) -> None:

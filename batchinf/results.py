@@ -311,6 +311,14 @@ def _filled(read: _Read, columns: Sequence[str], schema: pa.Schema) -> _Read:
     return read.from_arrays(arrays, schema=pa.schema(types))
 
 
+def open(out: str | os.PathLike[str]) -> Results:
+    """The output of a job, while the job runs or after. out: its folder, or its URL in a bucket.
+
+    Raises OutputError without a job.
+    """
+    return Results(out)
+
+
 def _plain(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
     if pa.types.is_integer(column.type) and column.null_count:
         ends = [end for end in pc.min_max(column).as_py().values() if end is not None]

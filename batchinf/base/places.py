@@ -8,8 +8,8 @@ import pathlib
 import posixpath
 import re
 
-from batchinf.base.errors import UserError
-from batchinf.base.text import clip
+from batchinf.base.errors import OutputError, UserError
+from batchinf.base.text import clip, name_type
 
 LARGE_BYTES = 100_000_000
 """From this size on, a command says first what it copies from another machine."""
@@ -110,6 +110,15 @@ def check_is_here(path: str | os.PathLike[str], name: str, instead: str) -> None
     """Raise UserError for a place that is not on this host. name: of the argument or the variable."""
     if (message := elsewhere(os.fspath(path), instead)) is not None:
         raise UserError(f"{name}: {message}")
+
+
+def folder_name(out: object) -> str:
+    """The output folder that a caller names, as text. Raises UserError for a value that is no path of this host."""
+    name = os.fspath(out) if isinstance(out, str | os.PathLike) else None
+    if isinstance(name, str):
+        check_is_here(name, "the output folder", "copy the folder to this host, and give the copy")
+        return name
+    raise OutputError(f"got {name_type(out)} as the output folder; must be its path, such as 'out/my-job'")
 
 
 def check_caches() -> None:

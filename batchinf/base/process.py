@@ -12,21 +12,22 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _T = TypeVar("_T")
 
 _USUAL = gc.get_threshold()
-_RARE = 50_000
+_RARE = 250_000
 
 
 def collect_rarely() -> None:
-    """Collect garbage after 50,000 new objects, not 700: for commands that import and end soon."""
+    """Collect garbage after 250,000 new objects, not 700: for commands that end soon, whose imports make fewer."""
     gc.set_threshold(_RARE, *_USUAL[1:])
 
 
@@ -74,6 +75,8 @@ def leave(code: int) -> NoReturn:
 
 def on_thread(call: Callable[[], _T]) -> "Future[_T]":
     """Run a call on a thread that does not keep the process alive."""
+    from concurrent.futures import Future  # not for every command: it takes 3 ms
+
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -107,6 +110,8 @@ class Question:
 
     def __init__(self, module: str, question: object, timeout_s: float, environment: Mapping[str, str]) -> None:
         """Start `python -m module` with the question as JSON on stdin. environment: added to this process's."""
+        import tempfile  # not for every command: it takes 2 ms
+
         self._timeout_s = timeout_s
         self._until = time.monotonic() + timeout_s
 

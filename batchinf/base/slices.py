@@ -8,21 +8,19 @@ first row, so `row_index` and seeds are those of the whole job. `i/N` belongs to
 of one slice cannot be mistaken for a part of another.
 """
 
-import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, StrictInt, StrictStr, TypeAdapter
+from pydantic import Field, StrictInt, StrictStr
 
 from batchinf.base import faults
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError, SpecError
-from batchinf.base.places import check_is_here
-from batchinf.base.storage import Folder, NewerRecord, decode_record, encode_record, reason
-from batchinf.base.text import name_type, near_path
+from batchinf.base.storage import Folder, NewerRecord, adapter, decode_record, encode_record, reason
+from batchinf.base.text import near_path
 
 CUT_VERSION = 1
 MAX_SLICES = 999_999
@@ -31,15 +29,6 @@ CUT_RECORD = "cut.json"
 FILES_RECORD = "files.json"
 _T = TypeVar("_T")
 _TEXT = re.compile("([0-9]{1,6})/([0-9]{1,6})")
-
-
-def folder_name(out: object) -> str:
-    """The output folder that a caller names, as text. Raises UserError for a value that is no path of this host."""
-    name = os.fspath(out) if isinstance(out, str | os.PathLike) else None
-    if isinstance(name, str):
-        check_is_here(name, "the output folder", "copy the folder to this host, and give the copy")
-        return name
-    raise OutputError(f"got {name_type(out)} as the output folder; must be its path, such as 'out/my-job'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +82,6 @@ class Cut:
     """When the first slice began, in ISO format; may be empty."""
     positions: StrictStr | None = None
     """Digest of the file of the chosen rows; None if they are the first `num_rows` of the input."""
-
-
-_CUT = TypeAdapter(Cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +139,7 @@ def read_cut(out: str) -> Cut | None:
 
 def _read_record(out: str) -> Cut | None:
     remedy = "delete it and run the job, or one of its slices, again, which writes it again"
-    return _read_shared(out, CUT_RECORD, _CUT.validate_python, remedy)
+    return _read_shared(out, CUT_RECORD, adapter(Cut).validate_python, remedy)
 
 
 def _read_shared(out: str, name: str, decoded: Callable[[dict[str, Any]], _T], remedy: str) -> _T | None:

@@ -19,15 +19,19 @@ import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 DAMAGED = "damaged"
 _TEMPORARY = ".tmp-"
+_T = TypeVar("_T")
 # Errors that only the user can fix. The first one stops the job, because other replicas would fail the same way.
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _REMEDIES = {
@@ -488,6 +492,18 @@ def decode_record(data: bytes, version: int) -> dict[str, Any]:
     if stored_version != version or not isinstance(content, dict) or record.get("checksum") != _checksum(content):
         raise ValueError("damaged, or of an older version")
     return content
+
+
+_adapters: "dict[type, TypeAdapter[Any]]" = {}
+
+
+def adapter(record: type[_T]) -> "TypeAdapter[_T]":
+    """Reads and writes a type of records. Each is made when it is first used, because that takes 0.3 to 4 ms."""
+    if record not in _adapters:
+        from pydantic import TypeAdapter
+
+        _adapters[record] = TypeAdapter(record)
+    return _adapters[record]
 
 
 def _checksum(content: object) -> str:

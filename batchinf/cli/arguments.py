@@ -9,8 +9,7 @@ import typer
 import typer.core
 
 from batchinf.base.errors import Interrupted, SpecError, UserError
-from batchinf.base.places import check_is_here, is_bucket
-from batchinf.base.slices import folder_name, job_folders
+from batchinf.base.places import check_is_here, folder_name, is_bucket
 from batchinf.base.stop_signals import StopAskedFor, request_name
 from batchinf.cli.hints import command_hint, option_hint
 
@@ -26,6 +25,8 @@ def _spec_file(context: typer.Context, path: str) -> str:
 
 def spec_in(folder: str) -> str | None:
     """The spec of the job, or of a slice, in an output folder; None without one."""
+    from batchinf.base.slices import job_folders
+
     found = (os.fspath(job.folder.path("job.yaml")) for job in job_folders(folder))
     return next(filter(os.path.isfile, found), None)
 

@@ -198,11 +198,14 @@ def _check(
     as_json: AsJson = False,
 ) -> None:
     """Find missing and damaged files of a job: parts, manifest and journal. The job may be running."""
-    from batchinf.commands.check import check_job
-    from batchinf.commands.check_bucket import check_bucket
+    if is_bucket(out):
+        from batchinf.commands.check_bucket import check_bucket
 
-    check = check_bucket if is_bucket(out) else check_job
-    report = check(out, is_deep=deep, repair=repair)
+        report = check_bucket(out, is_deep=deep, repair=repair)
+    else:
+        from batchinf.commands.check import check_job
+
+        report = check_job(out, is_deep=deep, repair=repair)
     print_report(report, report.lines(), as_json)
     report.raise_if_wrong()
 

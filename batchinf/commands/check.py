@@ -16,7 +16,6 @@ from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder, job_folders, no_job_message, read_files
 from batchinf.base.storage import Folder
 from batchinf.base.text import utc_now
-from batchinf.coordinator.begin import spec_text
 from batchinf.job.repaired import lost_files
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.lines import EventLine
@@ -24,7 +23,7 @@ from batchinf.manifest.lock import Holder, JobLock, live_holder
 from batchinf.manifest.log import snapshot_commits
 from batchinf.manifest.names import parse_part_name, part_name
 from batchinf.manifest.state import State, last_epoch, list_logs, read_beginning, read_state
-from batchinf.manifest.versions import check_version, stored_spec
+from batchinf.manifest.versions import check_version, spec_text, stored_spec
 from batchinf.output.journal import Journal, list_shards
 from batchinf.output.proof import NUM_THREADS, Flaw, PartsOfJob, job_of, other_owner
 from batchinf.records import Extent, Part
@@ -318,7 +317,7 @@ class FilesCheck:
         """In the spec, the journal, and the files of repaired rows."""
         if not self.files.exists("job.yaml"):
             if self.is_repair:
-                self.files.write_atomic("job.yaml", spec_text(self.state, self.state.limit).encode())
+                self.files.write_atomic("job.yaml", spec_text(self.state.header.spec, self.state.limit).encode())
             yield CheckFinding("spec_restored" if self.is_repair else "spec_missing", "job.yaml")
         yield from check_journal(self.files, self.state)
         for retry in self.state.repairs():

@@ -17,7 +17,7 @@ from batchinf.fleet.launcher import Launcher
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
 from batchinf.job.disk_space import bytes_per_row
-from batchinf.job.input_job import input_job
+from batchinf.job.input_job import image_folder, input_job
 from batchinf.job.job import Job, carried_columns, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
@@ -25,15 +25,14 @@ from batchinf.manifest.commit_log import gone
 from batchinf.manifest.lines import CHOSEN, INPUT_JOB, Header
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State, read_state
-from batchinf.manifest.versions import FORMAT_VERSION
+from batchinf.manifest.versions import FORMAT_VERSION, spec_text
 from batchinf.output import journal
 from batchinf.records import Extent, InputJob
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
 from batchinf.source.find import is_dataset
-from batchinf.source.types import is_json_column
+from batchinf.source.types import is_json_column, is_utf8
 from batchinf.spec.file import dump_spec
-from batchinf.spec.job import JobSpec
 from batchinf.version import __version__
 
 NOTHING_NEW = "--extend: the input has no new files and no new rows"
@@ -69,6 +68,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
         rows_per_shard = auto_rows_per_shard(job, choice, num_replicas)
+    folder = image_folder(job.spec.input)
     header = Header(
         format_version=FORMAT_VERSION,
         batchinf_version=__version__,
@@ -83,6 +83,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
         spec=job.spec.model_dump(mode="json"),
         columns=Columns.of_new_job(job.task, carried_fields(job.spec, job.source.schema)),
         input_job=_input_job(job),
+        input_folder=folder if folder is not None and is_utf8(folder) else None,
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
 
@@ -169,16 +170,10 @@ def extend_job(job: Job, state: State, manifest: Manifest, *, num_replicas: int,
     manifest.commit()
     faults.point("extend.after_line")
     if job.spec.input.limit != state.limit:
-        job.folder.write_atomic("job.yaml", spec_text(state, job.spec.input.limit).encode())
+        job.folder.write_atomic("job.yaml", spec_text(state.header.spec, job.spec.input.limit).encode())
     num_new = job.source.num_rows - state.extents[-1].stop_row
     say(f"extended: {choice.num_rows:,} more input rows to run, out of {num_new:,} that the job had not seen")
     return committed_state(job.folder)
-
-
-def spec_text(state: State, limit: int | None) -> str:
-    """The text of `job.yaml`: the original spec with the current limit."""
-    spec = state.header.spec
-    return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
 def _chosen(job: Job, state: State, manifest: Manifest, say: Say) -> Choice:

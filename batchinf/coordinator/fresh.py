@@ -133,7 +133,7 @@ def _check_all(
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.root) as scratch:
             rows = range(job.source.num_rows)
             choice = choose(job, rows, Folder(scratch), limit=job.spec.input.limit)
-            refuse_hopeless(job, choice.order(Folder(scratch)))
+            refuse_hopeless(job, choice.order(Folder(scratch)), job.prompt_builder)
         check_size(job, choice.num_rows if job.slice is None else len(job.slice.rows(choice.num_rows)))
 
 

@@ -9,7 +9,7 @@ import functools
 import random
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -51,9 +51,8 @@ from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
 from batchinf.planning.histogram import LengthCounts
-from batchinf.planning.image_rows import images_of_rows
 from batchinf.planning.images import SampledImages
-from batchinf.planning.lengths import shared_share
+from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
 from batchinf.records import Int64Array, Prompt
@@ -116,12 +115,7 @@ def start(
     backend.end_leftovers(before.running_replicas, before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
     with placing(prepared.file):
-        share = functools.partial(shared_share, prepared.file)
-        # Rows that come later, with `--extend` or from another file, may have more images.
-        has_new_images = prepared.spec.input.has_images and prepared.state is None
-        images = images_of_rows(prepared.file) if has_new_images else None
-        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share, images=images)
-        replicas = Replicas(launcher, job_id)
+        replicas = Replicas(prepared, backend, job_id=job_id, epoch=number, say=display.say)
     chain = None if mirror is None else mirror.chain
     # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
     new_id = job_id if prepared.state is None else None
@@ -141,7 +135,9 @@ def start(
         replicas.match(job.task, manifest)
         state = prepared.state
         retry = None if state is None else new_retry(job, state, prepared.retry, prepared.overrides, given=given)
-        choice = _choose_rows(job, state, lock, display.say)
+        # One for both looks at the first rows: to load a tokenizer of 128,000 tokens takes 0.7 s of processor time.
+        make_builder = functools.cache(job.prompt_builder)
+        choice = _choose_rows(job, state, lock, say=display.say, make_builder=make_builder)
         state = _begun(prepared, job, check, choice=choice, manifest=manifest, replicas=replicas, display=display)
         _recover(job, state, manifest, number=number, say=display.say, mirror=mirror)
         identity = IdentityGate(contents=contents, job=job, before=state.files, manifest=manifest, say=display.say)
@@ -153,7 +149,8 @@ def start(
         if state.committed.all():
             replicas.end(manifest)  # the recovery adopted all parts that were missing
         else:
-            _give_work(job, state, replicas, manifest, choice=choice, say=display.say)
+            _give_work(job, state, replicas, manifest, choice=choice, make_builder=make_builder, say=display.say)
+        make_builder.cache_clear()
         yield Epoch(
             job=job,
             state=state,
@@ -186,7 +183,7 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
     if file is prepared.file:
         return prepared
     spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
-    return replace(prepared, file=file, task=prepared.task.over(spec))
+    return replace(prepared, file=file, spec=spec)
 
 
 def _note_later_columns(prepared: PreparedJob, say: Say) -> None:
@@ -250,12 +247,14 @@ def _begun(
     return state
 
 
-def _choose_rows(job: Job, state: State | None, lock: JobLock, say: Say) -> Choice | None:
+def _choose_rows(
+    job: Job, state: State | None, lock: JobLock, *, say: Say, make_builder: Callable[[], PromptBuilder]
+) -> Choice | None:
     """The rows of a new job, in their order. For a job that has begun, restores their files and returns None."""
     choice = ordering.begin_or_restore(job, state, say, lock.check)
     if choice is not None:
         check_size(job, choice.num_rows)
-        refuse_hopeless(job, choice.order(job.folder))
+        refuse_hopeless(job, choice.order(job.folder), make_builder)
     return choice
 
 
@@ -345,7 +344,14 @@ def _sampling_line(job: Job, overrides: Mapping[str, Any]) -> str:
 
 
 def _give_work(
-    job: Job, state: State, replicas: Replicas, manifest: Manifest, *, choice: Choice | None, say: Say
+    job: Job,
+    state: State,
+    replicas: Replicas,
+    manifest: Manifest,
+    *,
+    choice: Choice | None,
+    make_builder: Callable[[], PromptBuilder],
+    say: Say,
 ) -> None:
     """Tell the replicas about the rows, and say what can be said of them while they open the input.
 
@@ -356,30 +362,29 @@ def _give_work(
     pieces = (order.of(shard_at(state.extents, shard)).positions() for shard in open_shards)
     fetch_input(job, state, pieces, say)
     replicas.fleet.give_work(work_of(job, state, None))
-    _warn(job, order, say, is_new=choice is not None)
+    _warn(job, order, say, None if choice is None else make_builder())
     _note_expected(job, state, replicas.launcher, manifest, say=say)
 
 
-def _warn(job: Job, positions: Sequence[int], say: Say, *, is_new: bool) -> None:
-    """positions: of all rows of the job. is_new: whether the job begins, and does not go on."""
+def _warn(job: Job, positions: Sequence[int], say: Say, builder: PromptBuilder | None) -> None:
+    """positions: of all rows of the job. builder: makes the prompts of a new job; None if the job goes on."""
     for line in (
         *input_notes(job.source),
         *column_warnings(job.task, job.source),
         *job.task.prompt_warnings(job.model, job.source),
         *first_row_warnings(job.spec, job.source, positions),
-        *(_error_row_lines(job, positions) if is_new else ()),
+        *(() if builder is None else _error_row_lines(job, positions, builder)),
     ):
         say(line)
 
 
-def _error_row_lines(job: Job, positions: Sequence[int]) -> Iterator[str]:
+def _error_row_lines(job: Job, positions: Sequence[int], builder: PromptBuilder) -> Iterator[str]:
     """The rows of a sample that will be error rows, as `validate` prints them. positions: of the rows that run.
 
     It reads the same rows as `validate`, or as many of them as can be read in `_LOOK_S`, from all parts of the input.
     """
     groups = [group for sampled in sample_rows(positions, 0) for group in _groups(sampled)]
     random.Random(0).shuffle(groups)
-    builder = job.prompt_builder()
     images = SampledImages(job, builder)
     prompts: list[Prompt] = []
     began = time.monotonic()

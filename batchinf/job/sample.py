@@ -2,13 +2,14 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from batchinf.base.errors import RowError, UserError
 from batchinf.base.text import without_numbers
 from batchinf.job.job import Job, max_model_len
+from batchinf.prompts.builder import PromptBuilder
 
 MOST_SAMPLED = 1000
 # Rows to read together. In an input with large row groups, one row takes as long as these.
@@ -28,10 +29,11 @@ def sample_rows(positions: Sequence[int], seed: int) -> Iterator[Sequence[int]]:
         yield positions[start : start + RUN_ROWS]
 
 
-def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
+def refuse_hopeless(job: Job, positions: Sequence[int], make_builder: Callable[[], PromptBuilder]) -> None:
     """Raise UserError if all sampled rows would be error rows, unless `max_error_rate` is 1.
 
-    positions: of the rows that run. Reads only as far as the first good row. `validate` reads the same sample.
+    positions: of the rows that run. make_builder: makes their prompts. Reads only as far as the first good row.
+    `validate` reads the same sample.
     """
     if job.slice is not None:
         if job.spec.input.selects:
@@ -39,7 +41,7 @@ def refuse_hopeless(job: Job, positions: Sequence[int]) -> None:
         positions = range(job.source.num_rows)  # the rows of one slice may be bad by themselves
     if job.spec.max_error_rate == 1:
         return
-    builder = job.prompt_builder()
+    builder = make_builder()
     counts: Counter[tuple[str, str]] = Counter()
     firsts: dict[tuple[str, str], tuple[int, RowError]] = {}
     for sampled in sample_rows(positions, 0):

@@ -1,12 +1,14 @@
 """The lines of a manifest, and the types of their fields."""
 
 import datetime
+import functools
 import operator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
+from pydantic import BaseModel, ConfigDict, create_model
 
+from batchinf.base.storage import adapter
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import Fields
 from batchinf.records import (
@@ -59,6 +61,9 @@ class Header:
     """Those of all its parts and journal segments, whichever version writes them."""
     input_job: InputJob | None = None
     """The job whose output it reads (`input.job`), as it was when this one began."""
+    input_folder: JsonText | None = None
+    """In which relative paths in its rows begin. The path in the spec may be relative to the folder of its start. None:
+    no folder is known, or an older version began the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +166,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
     EXPECTED_SPEED: {"epoch": Count, "speed": ExpectedSpeed},
     SPEED: {"speed": Speed},
 }
-_EVENTS = {name: create_model(name, __base__=_Event, **fields) for name, fields in _FIELDS.items()}
 _TAKEN = {"kind", "name", "at", "commit", "crc"}
 
 
@@ -174,16 +178,8 @@ class _ExtentOrigin(BaseModel):
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
-_EXTENT = TypeAdapter(Extent)
-_PART = TypeAdapter(Part)
-_STARTED = TypeAdapter(StartedReplica)
 # By the line's kind; parts, extents and events need further checks.
-_RECORDS: dict[str, TypeAdapter[Any]] = {
-    "header": TypeAdapter(Header),
-    "retry": TypeAdapter(Retry),
-    "files": TypeAdapter(ModelFiles),
-    "snapshot": TypeAdapter(SnapshotSums),
-}
+_RECORDS: dict[str, type[Any]] = {"header": Header, "retry": Retry, "files": ModelFiles, "snapshot": SnapshotSums}
 
 
 def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | EventLine | SnapshotSums | None:
@@ -192,14 +188,14 @@ def read_line(line: Fields) -> Header | Extent | Part | Retry | ModelFiles | Eve
         case "part" | "replacing":
             if missing := [name for name in BASIC_COUNTS if name not in line]:
                 raise LookupError(f"a part without {missing}")
-            return _PART.validate_python(line)
+            return adapter(Part).validate_python(line)
         case "event" | "counted_event" | "kept_event" | "done":
             return _read_event(line)
         case "extent":
             _ExtentOrigin.model_validate(line)
-            return _checked(_EXTENT.validate_python(line))
+            return _checked(adapter(Extent).validate_python(line))
         case str() as kind:
-            return _RECORDS[kind].validate_python(line) if kind in _RECORDS else None
+            return adapter(_RECORDS[kind]).validate_python(line) if kind in _RECORDS else None
     raise ValueError("a kind that is no text")
 
 
@@ -213,16 +209,22 @@ def _checked(extent: Extent) -> Extent:
 
 
 def _read_event(line: Fields) -> EventLine:
-    _EVENTS.get(str(line.get("name")), _Event).model_validate(line)
+    name = str(line.get("name"))
+    (_event_model(name) if name in _FIELDS else _Event).model_validate(line)
     event = EventLine(line["name"], line["at"], {name: value for name, value in line.items() if name not in _TAKEN})
     if event.name == "replica_started":
         read_started(event)
     return event
 
 
+@functools.cache
+def _event_model(name: str) -> type[_Event]:
+    return create_model(name, __base__=_Event, **_FIELDS[name])
+
+
 def read_started(event: EventLine) -> StartedReplica:
     """The replica of a `replica_started` event. Raises ValueError if a field is not as it should be."""
-    return _STARTED.validate_python(event.fields)
+    return adapter(StartedReplica).validate_python(event.fields)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

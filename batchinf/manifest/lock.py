@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import TypeAdapter
-
 from batchinf.base import faults
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import no_job_message
 from batchinf.base.stop_signals import shielded
-from batchinf.base.storage import Folder, disk_error, naming
+from batchinf.base.storage import Folder, adapter, disk_error, naming
 
 LOCK = "lock"
 _STALE = "lock.stale-"
@@ -77,7 +75,7 @@ class Holder:
     def decode(cls, data: bytes) -> "Holder | None":
         """The holder that wrote these bytes; None if they are damaged."""
         try:
-            holder = _HOLDER.validate_json(data, strict=True)
+            holder = adapter(Holder).validate_json(data, strict=True)
         except ValueError:
             return None
         texts = (value for value in dataclasses.astuple(holder) if isinstance(value, str))
@@ -85,9 +83,6 @@ class Holder:
 
     def __str__(self) -> str:
         return f"pid {self.pid} on host {self.host}"
-
-
-_HOLDER = TypeAdapter(Holder)
 
 
 def boot_id() -> str:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from batchinf.base.errors import OutputError
 from batchinf.base.slices import JobFolder, job_folders
-from batchinf.base.storage import Folder, reason
+from batchinf.base.storage import Folder, adapter, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
 from batchinf.manifest.lines import (
     BEGINNING,
@@ -34,9 +33,6 @@ NUM_KEPT_EVENTS = 1000
 MANIFEST_FOLDER = "manifest"
 _BEFORE_HEADER = {BEGINNING, "replica_started", "replica_ended"}
 _LOG_NAME = re.compile(r"(\d{6,})\.jsonl")
-_EXPECTED_SPEED = TypeAdapter(ExpectedSpeed)
-_SPEED = TypeAdapter(Speed)
-_INPUT_JOB = TypeAdapter(InputJob)
 _MAX_LOOKS = 200
 _LOOK_AGAIN_S = 0.01
 
@@ -107,12 +103,12 @@ class State:
         event = self.kept.get(EXPECTED_SPEED)
         if event is None or event.fields["epoch"] != self.last_epoch:
             return None
-        return _EXPECTED_SPEED.validate_python(event.fields["speed"])
+        return adapter(ExpectedSpeed).validate_python(event.fields["speed"])
 
     @property
     def speed(self) -> Speed | None:
         """The speed of the last run that ended; None if there was none."""
-        return _SPEED.validate_python(self.kept[SPEED].fields["speed"]) if SPEED in self.kept else None
+        return adapter(Speed).validate_python(self.kept[SPEED].fields["speed"]) if SPEED in self.kept else None
 
     @property
     def epoch_events(self) -> list[EventLine]:
@@ -160,7 +156,7 @@ class State:
     def input_job(self) -> InputJob | None:
         """The job whose output this one reads, as it was when its rows were last taken in."""
         event = self.kept.get(INPUT_JOB)
-        return self.header.input_job if event is None else _INPUT_JOB.validate_python(event.fields["input_job"])
+        return self.header.input_job if event is None else adapter(InputJob).validate_python(event.fields["input_job"])
 
     @property
     def counts(self) -> PartCounts:

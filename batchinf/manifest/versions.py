@@ -10,6 +10,7 @@ from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.lines import Header
+from batchinf.spec.file import dump_spec
 from batchinf.spec.job import JobSpec
 
 # Of all files in an output folder. CONTRIBUTING.md says when to raise it, and what a later version must still read.
@@ -43,6 +44,11 @@ def stored_spec(spec: dict[str, Any]) -> JobSpec:
         raise OutputError(
             f"the stored spec has {field or 'values'} that this version of batchinf does not read ({first['msg']})"
         ) from error
+
+
+def spec_text(spec: dict[str, Any], limit: int | None) -> str:
+    """The text of `job.yaml`: the header's spec with the current `input.limit`."""
+    return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
 def later_columns_line(names: Sequence[str]) -> str:

@@ -277,10 +277,10 @@ def find(field: str, name: str, revision: str | None, load_format: str) -> Place
     The hub is not asked about a commit hash whose cached folder has all weights of `load_format`. field: of the spec,
     for messages. Raises ModelError.
     """
-    from huggingface_hub import errors
-
     if (folder := _local_folder(field, name, load_format)) is not None:
         return Place(name, folder)
+    from huggingface_hub import errors
+
     _check_id(field, name)
     cached = _cached(name, revision)
     if cached is not None and cached.name == revision and not weight_problems(cached, load_format):

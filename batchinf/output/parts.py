@@ -11,11 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
-from pydantic import TypeAdapter
 from pydantic_core import from_json
 
 from batchinf.base.parquet import absolute
-from batchinf.base.storage import Folder
+from batchinf.base.storage import Folder, adapter
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.lines import BASIC_COUNTS
 from batchinf.manifest.names import staging_name
@@ -28,7 +27,6 @@ from batchinf.schedule.positions import ShardRows
 from batchinf.source.rows import Source
 
 PART_VERSION = 1  # a change raises `FORMAT_VERSION` too
-_COUNTS = TypeAdapter(PartCounts)
 _PREFIX = "batchinf."
 RETRY_KEY = f"{_PREFIX}retry"  # number of the part's last retry
 
@@ -109,7 +107,7 @@ def count_entries(counts: PartCounts) -> dict[str, str]:
 def stated_counts(entries: Mapping[str, str]) -> PartCounts:
     """The counts in a footer. Raises KeyError if one is missing, ValueError if one is no number."""
     names = [name for name in COUNT_NAMES if name in BASIC_COUNTS or f"{_PREFIX}{name}" in entries]
-    return _COUNTS.validate_python({name: from_json(entries[f"{_PREFIX}{name}"]) for name in names})
+    return adapter(PartCounts).validate_python({name: from_json(entries[f"{_PREFIX}{name}"]) for name in names})
 
 
 def shard_entries(shard: Shard, first_row: int) -> dict[str, str]:

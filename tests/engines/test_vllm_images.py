@@ -226,7 +226,7 @@ def test_wrong_places_and_images_are_error_rows(tmp_path: pathlib.Path, engine: 
         {"prompt": "outside <image>", "photos": "../../etc/hostname"},
         {"prompt": "<image>" * 5, "photos": ["a.png"] * 5},
         {"prompt": f"long <image>{' word' * 490}", "photos": ["a.png"]},
-        {"prompt": "without images an <image> is a token", "photos": None},
+        {"prompt": "a place <image> without an image", "photos": None},
         {"prompt": "one <image> place", "photos": "a.png"},
     ]
     spec = spec_of({"path": str(write_lines(tmp_path / "rows.jsonl", lines)), "images_column": "photos"},
@@ -235,7 +235,7 @@ def test_wrong_places_and_images_are_error_rows(tmp_path: pathlib.Path, engine: 
     types = [row["error_type"] for row in found]
     wrong = "image_placeholder"
     assert types == [None, wrong, wrong, wrong, wrong, "image_broken", "image_not_found", "image_forbidden",
-                     "too_many_images", "prompt_too_long", None, None]  # fmt: skip
+                     "too_many_images", "prompt_too_long", wrong, None]  # fmt: skip
     # Rows that were refused have left nothing in the engine.
     without_key = [{key: value for key, value in row.items() if key != "row_index"} for row in (found[0], found[-1])]
     assert without_key[0] == without_key[1]

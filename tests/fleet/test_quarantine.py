@@ -17,8 +17,8 @@ from extents import extent_of_all
 
 import batchinf
 import jobs
-from batchinf.base.storage import Folder
-from batchinf.fleet.sharing.quarantine import CASES, Case, Quarantine, Trials
+from batchinf.base.storage import Folder, adapter
+from batchinf.fleet.sharing.quarantine import Case, Quarantine, Trials
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import State
@@ -77,7 +77,7 @@ def search(
             0, name, shards, in_flight, is_fresh=is_fresh, is_outside=is_outside, is_host_lost=is_host_lost
         )
         is_fresh = True
-        assert CASES.validate_python(asdict(case)) == case
+        assert adapter(Case).validate_python(asdict(case)) == case
         if row is not None:
             condemned.append(row)
 
@@ -116,7 +116,7 @@ def test_rows_of_a_lost_host_are_suspected_after_a_second_one() -> None:
         in_flight = [InFlightRequest(row, False) for row in rows]
         case, row = quarantine.died(replica, name, shards, in_flight, is_outside=True, is_host_lost=True)
         assert row is None
-        assert CASES.validate_python(asdict(case)) == case
+        assert adapter(Case).validate_python(asdict(case)) == case
         return case
 
     # Any replica may run their shards, and other rows on a second lost host are not suspected either.

@@ -8,13 +8,10 @@ import threading
 from dataclasses import asdict
 from typing import Any, get_args
 
-from pydantic import TypeAdapter
-
+from batchinf.base.storage import adapter
 from batchinf.replica.messages import Command, Event, Launch
 
-_KINDS: dict[str, TypeAdapter[Any]] = {
-    kind.__name__: TypeAdapter(kind) for kind in (Launch, *get_args(Command), *get_args(Event))
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Launch, *get_args(Command), *get_args(Event))}
 
 
 class Channel:
@@ -61,7 +58,7 @@ class Channel:
         messages = []
         try:
             for envelope in map(json.loads, lines):
-                messages.append(_KINDS[envelope["kind"]].validate_python(envelope["body"]))
+                messages.append(adapter(_KINDS[envelope["kind"]]).validate_python(envelope["body"]))
         except (ValueError, LookupError, TypeError, RecursionError):
             # No peer of ours writes this. The peer sees the closed socket and ends itself.
             self.close()

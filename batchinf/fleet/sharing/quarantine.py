@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
 
+from batchinf.base.storage import adapter
 from batchinf.base.text import counted
 from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.replica import FleetReplica
@@ -139,9 +139,6 @@ class Case:
         return replace(self, stage="replay", later=(), suspects=self.suspects if self.is_found else ())
 
 
-CASES = TypeAdapter(Case)  # of the manifest's events, which have more fields
-
-
 def _rows(in_flight: Iterable[InFlightRequest]) -> RowIndices:
     return tuple(dict.fromkeys(item.row_index for item in in_flight))
 
@@ -256,7 +253,8 @@ class Trials:
 
         is_done: bool [total_shards], the shards that no replica has to run.
         """
-        cases = [CASES.validate_python(fields) for fields in _kept(state, _CASE)]
+        # The manifest's events have more fields.
+        cases = [adapter(Case).validate_python(fields) for fields in _kept(state, _CASE)]
         condemned = {fields["row_index"]: fields["message"] for fields in _kept(state, _CONDEMNED)}
         self._order = order
         self._fleet = fleet
