@@ -30,7 +30,7 @@ from batchinf.records import Request
 from batchinf.replica.worker import window
 from batchinf.spec.file import read_spec
 from batchinf.tasks.base import Task
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_of, task_type
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     spec = read_spec(path).spec
     model = resolve(spec.model)
     spec = spec.model_copy(update={"engine": {**chosen_engine(path), **spec.engine}})
-    task = task_of(task_of(spec).resolve(model))
+    task = task_of(task_type(spec).resolve(spec, model))
     tokenizer = load_tokenizer(model.tokenizer, spec.model.trust_remote_code)
     ids = tokenizer(pq.read_table(prompts)["prompt"].to_pylist())["input_ids"]
     warm_up = task.warm_up_request()

@@ -2,6 +2,7 @@
 
     python benchmarks/images.py --out results                         # a GPU: Qwen3-VL 8B, 4,000 pictures of 640 × 480
     python benchmarks/images.py --shape qwen2.5-vl-7b --rounds 3
+    python benchmarks/images.py --shape qwen3-vl-2b --ways job,paths  # one thread that renders limits this model
     python benchmarks/images.py --shape tiny --rows 40 --out results     # on a CPU; Qwen's processors need torchvision
     python benchmarks/images.py --shape tiny-vision --rows 40            # on a CPU without torchvision
     python benchmarks/images.py --memory                              # peak memory: 300 pictures of 12 megapixels
@@ -80,6 +81,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vision_config": {
             **_QWEN3_VISION, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
             "deepstack_visual_indexes": [8, 16, 24],
+        },
+    },
+    "qwen3-vl-2b": {
+        **_QWEN3,
+        "tie_word_embeddings": True,
+        "text_config": {
+            **_QWEN3_TEXT, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True,
+        },
+        "vision_config": {
+            **_QWEN3_VISION, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [5, 11, 17],
         },
     },
     "qwen2.5-vl-7b": {
@@ -318,7 +331,7 @@ def make_model(shape: str, folder: pathlib.Path) -> pathlib.Path:
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": _CHAT}))
-    family = "Qwen3VL" if shape in ("qwen3-vl-8b", "tiny") else "Qwen2_5_VL"
+    family = "Qwen3VL" if shape.startswith("qwen3") or shape == "tiny" else "Qwen2_5_VL"
     patch_size = config["vision_config"]["patch_size"]
     mean = [0.5] * 3 if family == "Qwen3VL" else [0.48145466, 0.4578275, 0.40821073]
     deviation = [0.5] * 3 if family == "Qwen3VL" else [0.26862954, 0.26130258, 0.27577711]

@@ -93,7 +93,7 @@ def set_limit(worker: Any, parts: int) -> None:
 
         def counting(scheduler_output: Any) -> None:
             look(scheduler_output)
-            choice.num_left += choice._has_long_request
+            choice.num_left += choice.has_long_request
 
         choice.look = counting
     choice.num_left = 0

@@ -48,8 +48,6 @@ class Mutant:
     name: str
     old: str
     new: str
-    module: str = ""
-    """Within the adapter; the piece's own if empty."""
 
 
 ATTENTION = (
@@ -77,31 +75,6 @@ ATTENTION = (
            "is_row = (rows < GROUP - 1)[:, None]"),
 )  # fmt: skip
 
-MIXED_STEPS = (
-    Mutant("takes the first prompt as decoding", "return int(np.argmax(counts != 1))",
-           "return int(np.argmax(counts != 1)) + 1"),
-    Mutant("counts requests that decode behind prompts", "return int(np.argmax(counts != 1))",
-           "return int((counts == 1).sum())"),
-    Mutant("swaps the lengths of prompts", '"seqused_k": given["seqused_k"][num:]',
-           '"seqused_k": given["seqused_k"][num:].flip(0)'),
-    Mutant("gives prompts the blocks of others", '"block_table": given["block_table"][num:]',
-           '"block_table": given["block_table"][: len(given["block_table"]) - num]'),
-    Mutant("gives prompts the queries of others", '"q": given["q"][num:]', '"q": given["q"][: len(given["q"]) - num]'),
-    Mutant("writes prompts over the others", '"out": given["out"][num:]',
-           '"out": given["out"][: len(given["out"]) - num]'),
-    Mutant("drops the newest token of decoding", '"seqused_k": given["seqused_k"][:num]',
-           '"seqused_k": given["seqused_k"][:num] - 1'),
-    Mutant("gives decoding the last queries", '"q": given["q"][:num]', '"q": given["q"][-num:]'),
-    Mutant("divides elsewhere than the plan", "MixedStep(num, others))", "MixedStep(num - 1, others))"),
-    Mutant("leaves prompts out", "theirs(**step.prompts(named))", "step.prompts(named)", "kernels.attention"),
-    Mutant("leaves decoding out", "run_ours(decodes)", "pass", "kernels.attention"),
-    Mutant("decodes over the blocks of others", "run_ours(decodes)",
-           'run_ours({**decodes, "block_table": decodes["block_table"].roll(1, 0)})', "kernels.attention"),
-    Mutant("drops the scale of values", 'given.get("v_descale")),', 'given["q_descale"]),',
-           "kernels.attention"),
-    Mutant("runs prompts as if they decoded", '"max_seqlen_q": others.max_query_len', '"max_seqlen_q": 1'),
-)  # fmt: skip
-
 _REPLACED = "dataclasses.replace(common, max_query_len=most, max_seq_len=longest)"
 WHOLE_STEPS = (
     Mutant("has the plan of the step's own prompts", "max_query_len=most, max", "max"),
@@ -120,28 +93,6 @@ WHOLE_STEPS = (
     Mutant("changes the step for other layers", f"common = {_REPLACED}",
            "common.max_query_len, common.max_seq_len = most, longest"),
     Mutant("keeps the plan in whole graphs", "if has_whole_steps(config.comp", "if not has_whole_steps(config.comp"),
-)  # fmt: skip
-
-FRESH_STEPS = (
-    Mutant("lets a token see those after it", '"causal": attn_metadata.causal', '"causal": False'),
-    Mutant("never uses the cache after the first step", "finally:\n            self.is_fresh = False",
-           "finally:\n            pass"),
-    Mutant("always uses the cache", "self.is_fresh = is_fresh", "self.is_fresh = False"),
-    Mutant("writes the cache in the wrong steps", "if not steps.is_fresh:\n            their",
-           "if steps.is_fresh:\n            their"),
-    Mutant("never writes the cache", "their_update(self, *arguments, **named)", "pass"),
-    Mutant("writes the cache always", "if not steps.is_fresh:\n            their", "if True:\n            their"),
-    Mutant("has the starts of an earlier step", "starts = with_padding(attn_metadata.query_start_loc, num_tokens)",
-           "starts = steps.__dict__.setdefault('s', with_padding(attn_metadata.query_start_loc, num_tokens))"),
-    Mutant("leaves the tokens behind the prompts", "torch.cat((starts, starts.new_full((1,), num_tokens)))", "starts"),
-    Mutant("joins the first two prompts", "torch.cat((starts, starts.new",
-           "torch.cat((starts[:1], starts[2:], starts.new"),
-    Mutant("swaps keys and values", '"k": key, "v": value', '"k": value, "v": key'),
-    Mutant("has no scale", "softmax_scale=scale", "softmax_scale=1.0"),
-    Mutant("has the plan of decoding", "max_seqlen_q=longest", "max_seqlen_q=1"),
-    Mutant("drops the last token", "attn_metadata.num_actual_tokens, attn",
-           "attn_metadata.num_actual_tokens - 1, attn"),
-    Mutant("sees only the latest 256 tokens", "window_size=[-1, -1]", "window_size=[255, 0]"),
 )  # fmt: skip
 
 SCORES = (
@@ -194,9 +145,7 @@ JOINED = (
 # Each piece: the module with its comparison, and the mutants.
 PIECES: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "attention": ("kernels.attention", ATTENTION),
-    "mixed steps": ("kernels.mixed_steps", MIXED_STEPS),
     "whole steps": ("kernels.whole_steps", WHOLE_STEPS),
-    "fresh steps": ("kernels.fresh_steps", FRESH_STEPS),
     "logprobs": ("kernels.scores", SCORES),
     "joined results": ("scheduling.joined", JOINED),
 }
@@ -245,22 +194,12 @@ def prompt_cases(is_mutant: bool) -> list[tuple[int, int, int]]:
     return [(16, 8, 128)] if is_mutant else [(16, 8, 128), (32, 8, 64), (28, 4, 128), (12, 12, 64)]
 
 
-def attention(modules: dict[str, Any], is_mutant: bool) -> bool:
-    own = modules["kernels.attention"]
+def attention(own: Any, is_mutant: bool) -> bool:
     cases = decoding_cases(is_mutant)
     return all(own.is_right(flash_attention(), case, longest, device()) for case, longest in cases)
 
 
-def mixed_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
-    theirs = flash_attention()
-    ours = modules["kernels.attention"].attention_of_decoding(theirs, is_for_few=True)
-    given = theirs, ours, plan()
-    own = modules["kernels.mixed_steps"]
-    cases = decoding_cases(is_mutant)
-    return all(own.is_right(*given, case, longest=longest, device=device()) for case, longest in cases)
-
-
-def whole_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
+def whole_steps(own: Any, is_mutant: bool) -> bool:
     modes = importlib.import_module("vllm.config").CUDAGraphMode
     longest, most = (40960, 16384) if has_gpu() else (700, 900)
     config = types.SimpleNamespace(
@@ -269,23 +208,14 @@ def whole_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
         model_config=types.SimpleNamespace(max_model_len=longest, dtype=torch.bfloat16),
         cache_config=types.SimpleNamespace(block_size=16),
     )
-    own = modules["kernels.whole_steps"]
     cases = [
-        shape(heads, is_fp8=is_fp8, scales=own._CHECKED_SCALES)
+        shape(heads, is_fp8=is_fp8)
         for heads, is_fp8 in itertools.product(prompt_cases(is_mutant), (False, *([True] if has_gpu() else [])))
     ]
     return all(own.is_right(flash_attention(), plan(), config, case, device=device()) for case in cases)
 
 
-def fresh_steps(modules: dict[str, Any], is_mutant: bool) -> bool:
-    own = modules["kernels.fresh_steps"]
-    longest = 40960 if has_gpu() else 700
-    cases = [shape(heads) for heads in prompt_cases(is_mutant)]
-    return all(own.is_right(flash_attention(), case, longest, device()) for case in cases)
-
-
-def logprobs(modules: dict[str, Any], is_mutant: bool) -> bool:
-    own = modules["kernels.scores"]
+def logprobs(own: Any, is_mutant: bool) -> bool:
     cases: list[tuple[int, torch.dtype, list[int]]] = [(5003, torch.bfloat16, [0, 1, 3])]
     if has_gpu():
         cases = [(50257, torch.bfloat16, [0, 1, 5])]
@@ -294,14 +224,12 @@ def logprobs(modules: dict[str, Any], is_mutant: bool) -> bool:
     return all(own.is_right(topk_scores(), size, dtype, device(), ks=ks) for size, dtype, ks in cases)
 
 
-def joined_results(modules: dict[str, Any], is_mutant: bool) -> bool:
-    own = modules["scheduling.joined"]
+def joined_results(own: Any, is_mutant: bool) -> bool:
     return all(own.is_right(*case) for case in [(131072, 2), *([] if is_mutant else [(700, 21), (1, 1)])])
 
 
-CHECKS: dict[str, Callable[[dict[str, Any], bool], bool]] = {
-    "attention": attention, "mixed steps": mixed_steps, "whole steps": whole_steps, "fresh steps": fresh_steps,
-    "logprobs": logprobs, "joined results": joined_results,
+CHECKS: dict[str, Callable[[Any, bool], bool]] = {
+    "attention": attention, "whole steps": whole_steps, "logprobs": logprobs, "joined results": joined_results,
 }  # fmt: skip
 
 
@@ -325,23 +253,19 @@ def plan() -> Any:
 
 
 def pytorch_attention(**given: Any) -> None:
-    """In place of FlashAttention, with and without a paged cache. Like it, computes only `max_seqlen_q` tokens."""
-    query, keys, values, out, starts = (given[name] for name in ("q", "k", "v", "out", "cu_seqlens_q"))
-    group, table, ends = query.shape[1] // keys.shape[-2], given.get("block_table"), starts.tolist()
+    """In place of FlashAttention over a paged cache. Like it, computes only `max_seqlen_q` tokens of a request."""
+    query, keys, values, out, table = (given[name] for name in ("q", "k", "v", "out", "block_table"))
+    group = query.shape[1] // keys.shape[-2]
+    ends = given["cu_seqlens_q"].tolist()
     is_fp8 = query.element_size() == 1
     scales = [float(given[name].flatten()[0]) if is_fp8 else 1.0 for name in ("q_descale", "k_descale", "v_descale")]
-    window = (given.get("window_size") or [-1])[0]
     for request, (start, end) in enumerate(itertools.pairwise(ends)):
         end = min(end, start + given["max_seqlen_q"])
         if end <= start:
             continue
-        if table is None:
-            of_keys = slice(start, ends[request + 1])
-            own = keys[of_keys], values[of_keys]
-        else:
-            at = torch.arange(int(given["seqused_k"][request]))
-            blocks = table[request][at // keys.shape[1]].long()
-            own = keys[blocks, at % keys.shape[1]], values[blocks, at % keys.shape[1]]
+        at = torch.arange(int(given["seqused_k"][request]))
+        blocks = table[request][at // keys.shape[1]].long()
+        own = keys[blocks, at % keys.shape[1]], values[blocks, at % keys.shape[1]]
         num_keys, num = len(own[0]), ends[request + 1] - start
         if not num_keys:
             continue
@@ -351,8 +275,6 @@ def pytorch_attention(**given: Any) -> None:
         )
         place = num_keys - num + torch.arange(end - start)[:, None]
         sees = torch.arange(num_keys)[None] <= (place if given["causal"] else num_keys)
-        if window >= 0:
-            sees &= torch.arange(num_keys)[None] >= place - window
         mixed = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=sees, scale=given["softmax_scale"]
         )  # fmt: skip
@@ -401,13 +323,10 @@ def load(name: str, mutant: Mutant | None = None, folder: str = "") -> Any:
 
 
 def imitations() -> contextlib.AbstractContextManager[Any]:
-    """Lets PyTorch answer as on a GPU where none is: no graph is captured, and `topk` takes the first of equal ones."""
-    found = contextlib.ExitStack()
-    if not has_gpu():
-        capturing = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-        found.enter_context(capturing)
-        found.enter_context(unittest.mock.patch.object(torch.Tensor, "topk", first_of_equal))
-    return found
+    """Lets PyTorch answer as on a GPU where none is: `topk` takes the first of equal ones."""
+    if has_gpu():
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(torch.Tensor, "topk", first_of_equal)
 
 
 def first_of_equal(values: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -417,9 +336,8 @@ def first_of_equal(values: Any, k: int, dim: int = -1, largest: bool = True, sor
 
 def imitate(module: Any) -> None:
     """Let PyTorch run a module's kernels, which is slow: with fewer short requests."""
-    for name, value in (("_CHECKED_TIMES", 4), ("_CHECKED_DECODES", tuple(range(33, 65)) * 6)):
-        if hasattr(module, name):
-            setattr(module, name, value)
+    if hasattr(module, "_CHECKED_TIMES"):
+        module._CHECKED_TIMES = 4
     if not hasattr(module, "tl"):
         return
     if str(_TESTS) not in sys.path:
@@ -434,23 +352,19 @@ def imitate(module: Any) -> None:
 
 def run(piece: str, mutant: Mutant | None, folder: str) -> dict[str, Any]:
     """Compares a piece. Returns whether it is accepted, what the comparison printed, and its milliseconds."""
-    own, _ = PIECES[piece]
     printed = io.StringIO()
     torch.manual_seed(1)
     try:
-        modules = {name: load(name, None, folder) for name in {own, "kernels.attention"}}
-        if mutant is not None:
-            name = mutant.module or own
-            modules[name] = load(name, mutant, folder)
+        own = load(PIECES[piece][0], mutant, folder)
         began = time.monotonic()
         with contextlib.redirect_stdout(printed), imitations():
-            is_accepted = CHECKS[piece](modules, mutant is not None)
+            is_accepted = CHECKS[piece](own, mutant is not None)
             if has_gpu():
                 torch.cuda.synchronize()
             took = time.monotonic() - began
             if mutant is None and is_accepted and has_gpu():  # once more, without the time to compile
                 began = time.monotonic()
-                is_accepted = CHECKS[piece](modules, False)
+                is_accepted = CHECKS[piece](own, False)
                 torch.cuda.synchronize()
                 took = time.monotonic() - began
     except Exception as error:

@@ -20,8 +20,8 @@ farther than 2.5 times the worst row of the noise.
 | logits | logits of the whole vocabulary after the last token | mean difference |
 
 `reach` is the mean difference of the reference's own logprobs 32 tokens after the first half of a prompt was replaced:
-the noise must be far below it. The last column counts the steps for which batchinf has its own attention: those that
-only decode (in brackets: that also read prompts), and those of whole prompts without the KV cache.
+the noise must be far below it. The last column counts the steps that decode with batchinf's own kernel for attention.
+For score and embed it counts the steps of prompts that are one CUDA graph each.
 """
 
 import argparse
@@ -319,10 +319,10 @@ def replaced(out: pathlib.Path) -> str:
     counts: dict[str, int] = {}
     for path in out.parent.glob(f"{out.name}-kernels-*.json"):
         counts |= json.loads(path.read_text())
-    if counts.get("fresh_steps"):
-        return f"{counts['fresh_steps']} of {counts['prompt_steps']} steps without KV cache"
+    if counts.get("whole_steps"):
+        return f"{counts['whole_steps']} steps as one graph each"
     if counts.get("kernel_calls"):
-        return f"{counts.get('decode_steps', 0)} ({counts.get('mixed_steps', 0)}) steps with the kernel"
+        return f"{counts.get('decode_steps', 0)} steps with the kernel"
     return "vLLM's attention"
 
 

@@ -216,15 +216,21 @@ class _Columns:
     def conversations(self) -> str | None:
         """The column with conversations: by its name, or the first whose conversations end with the user's turn."""
         lists = self.lists()
-        return _first(lists, _MESSAGES) or next((name for name in lists if self._are_questions(name)), None)
+        named = _first([*lists, *filter(self._are_conversations_in_text, self.texts())], _MESSAGES)
+        return named or next((name for name in self.types if self._are_questions(name)), None)
+
+    def _are_conversations_in_text(self, name: str) -> bool:
+        return all(_is_message(messages[0]) for messages in self._lists_of_messages(name)) and bool(self.values[name])
+
+    def _lists_of_messages(self, name: str) -> Iterator[list[Any]]:
+        """The conversations in a column, which may be JSON text; of another value a list of null."""
+        for value in map(_as_list, self.values[name]):
+            yield value if isinstance(value, list) and value else [None]
 
     def _are_questions(self, name: str) -> bool:
         # A conversation that ends with the assistant's turn, such as `chosen`, is an answer and no prompt.
-        values = self.values[name]
-        return bool(values) and all(
-            _is_message(value[-1] if isinstance(value, list) and value else None) and value[-1]["role"] != "assistant"
-            for value in values
-        )
+        lasts = [messages[-1] for messages in self._lists_of_messages(name)]
+        return bool(lasts) and all(_is_message(last) and last["role"] != "assistant" for last in lasts)
 
     def choices(self) -> str | None:
         """The column with lists of texts to choose from."""
@@ -348,21 +354,21 @@ def _is_message(value: object) -> bool:
 def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
     columns = _Columns.of(path, source)
     images = _Images(path, columns)
-    texts = _without(columns.texts(), images.names)
+    messages = columns.conversations()
+    texts = _without(columns.texts(), [*images.names, messages])
     named_ids = columns.named_ids()
     choices = columns.choices()
     free = _without(texts, [*named_ids, choices])
-    messages = columns.conversations()
     text = images.unless_lost(_text(columns, free, has_images=bool(images.names)) or messages)
     if text is None and not images.names:
         raise UserError(f"{path} has no column of text or images; it has {', '.join(columns.types)}")
-    possible_ids = _without([*texts, *images.names, *columns.integers()], [text])
+    possible_ids = _without([*texts, *images.names, *columns.integers()], [text, *columns.lists()])
     ids, repeated = _ids(columns, named_ids, possible_ids)
     others = _without(free, [text])
     labelled = None if labels else _labelled(columns, others)
     query = _first(free, _QUERIES) or text
     is_batch = columns.types.keys() >= set(OpenAIBatch.columns)
-    short = _without(columns.short(), [text, choices, *ids])[:_MOST_KEPT]
+    short = _without(columns.short(), [text, choices, messages, *ids])[:_MOST_KEPT]
     return Data(
         path=path,
         num_rows=source.num_rows,
@@ -371,6 +377,7 @@ def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
         id=next(iter(ids), None),
         repeated_id=repeated,
         messages=messages,
+        has_json_messages=messages in columns.texts(),
         labels=tuple(labels) or _words_of(columns, labelled),
         has_given_labels=bool(labels),
         labelled=labelled,

@@ -17,7 +17,7 @@ from batchinf.fleet.launcher import Launcher
 from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
 from batchinf.job.disk_space import bytes_per_row
-from batchinf.job.input_job import input_job
+from batchinf.job.input_job import image_folder, input_job
 from batchinf.job.job import Job, carried_columns, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
@@ -31,7 +31,7 @@ from batchinf.records import Extent, InputJob
 from batchinf.schedule.positions import Choice
 from batchinf.schedule.shards import choose_rows_per_shard, total_rows, total_shards
 from batchinf.source.find import is_dataset
-from batchinf.source.types import is_json_column
+from batchinf.source.types import is_json_column, is_utf8
 from batchinf.spec.file import dump_spec
 from batchinf.version import __version__
 
@@ -68,6 +68,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
     rows_per_shard = job.spec.output.rows_per_shard
     if rows_per_shard == "auto":
         rows_per_shard = auto_rows_per_shard(job, choice, num_replicas)
+    folder = image_folder(job.spec.input)
     header = Header(
         format_version=FORMAT_VERSION,
         batchinf_version=__version__,
@@ -82,6 +83,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
         spec=job.spec.model_dump(mode="json"),
         columns=Columns.of_new_job(job.task, carried_fields(job.spec, job.source.schema)),
         input_job=_input_job(job),
+        input_folder=folder if folder is not None and is_utf8(folder) else None,
     )
     return header, choice.extent(rows_per_shard, first_shard=0)
 

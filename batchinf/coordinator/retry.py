@@ -64,7 +64,7 @@ def as_begun(prepared: PreparedJob, header: Header, files: Sequence[str]) -> Pre
             f"{error}\nwith --retry, the fields of sampling may change, except n and those of logprobs"
         ) from None
     spec = prepared.spec.model_copy(update={"sampling": _sampling(header.spec["sampling"])})
-    return dataclasses.replace(prepared, task=prepared.task.over(spec), overrides=overrides)
+    return dataclasses.replace(prepared, spec=spec, overrides=overrides)
 
 
 def _samples_of(identity: Mapping[str, Any]) -> object:
@@ -251,7 +251,7 @@ def _is_unfinished(job: Job, state: State, retry: Retry) -> bool:
 def _with_overrides(job: Job, overrides: Mapping[str, Any]) -> Job:
     changed = {name.removeprefix(SAMPLING): value for name, value in overrides.items()}
     sampling = _sampling({**job.spec.sampling.model_dump(mode="json"), **changed})
-    return dataclasses.replace(job, task=job.task.over(job.spec.model_copy(update={"sampling": sampling})))
+    return dataclasses.replace(job, spec=job.spec.model_copy(update={"sampling": sampling}))
 
 
 def _sampling(fields: dict[str, Any]) -> SamplingSpec:

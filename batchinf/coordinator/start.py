@@ -51,9 +51,7 @@ from batchinf.model.content import Contents
 from batchinf.output import journal
 from batchinf.output.mirror import Mirror
 from batchinf.planning.histogram import LengthCounts
-from batchinf.planning.image_rows import images_of_rows
 from batchinf.planning.images import SampledImages
-from batchinf.planning.lengths import shared_share
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.checks import first_row_warnings, input_notes
 from batchinf.prompts.row_sampling import setting
@@ -117,12 +115,7 @@ def start(
     backend.end_leftovers(before.running_replicas, before.job_id)
     job_id = before.job_id or uuid.uuid4().hex
     with placing(prepared.file):
-        share = functools.partial(shared_share, prepared.file)
-        # Rows that come later, with `--extend` or from another file, may have more images.
-        has_new_images = prepared.spec.input.has_images and prepared.state is None
-        images = images_of_rows(prepared.file) if has_new_images else None
-        launcher = Launcher.of(prepared, backend, epoch=number, say=display.say, shared_share=share, images=images)
-        replicas = Replicas(launcher, job_id)
+        replicas = Replicas(prepared, backend, job_id=job_id, epoch=number, say=display.say)
     chain = None if mirror is None else mirror.chain
     # The id is durable before replicas start: they make files outside the job's folder with the id in their names.
     new_id = job_id if prepared.state is None else None
@@ -190,7 +183,7 @@ def with_known_degrees(prepared: PreparedJob, backend: Backend, say: Say) -> Pre
     if file is prepared.file:
         return prepared
     spec = prepared.spec.model_copy(update={"parallel": file.spec.parallel})
-    return replace(prepared, file=file, task=prepared.task.over(spec))
+    return replace(prepared, file=file, spec=spec)
 
 
 def _note_later_columns(prepared: PreparedJob, say: Say) -> None:

@@ -1,6 +1,7 @@
 """Engine arguments and the number of replicas on each device, chosen where the spec leaves them open.
 
-Only for CUDA devices. A value in the spec always wins, and `null` in the spec is vLLM's own default.
+Only for CUDA devices, but for `input.images.max_per_row`. A value in the spec always wins, and `null` in the spec is
+vLLM's own default.
 """
 
 import json
@@ -12,10 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import ModelError, SpecError
 from batchinf.engines.installed import vllm_version
+from batchinf.model.identity import Model
+from batchinf.model.image_tokens import image_tokens
 from batchinf.model.memory import GIB, Fit, default_limits
 from batchinf.planning.gpus import gpu_like
+from batchinf.planning.image_rows import ImagesOfRows
 from batchinf.spec.job import WHOLE_STEPS, JobSpec
 from batchinf.tasks.base import Task
 
@@ -53,6 +57,8 @@ _GRAPHS = frozenset({"compilation_config", "cudagraph_capture_sizes", "max_cudag
 # With one of these in the spec, vLLM may refuse asynchronous scheduling.
 _NOT_ASYNCHRONOUS = frozenset({"distributed_executor_backend", "speculative_config"})
 _HOPPER = 9  # compute capability
+# No model that vLLM runs makes more tokens of an image: one for each 14 × 14 pixels.
+_LEAST_PIXELS = 196
 # With one of these in the spec, a graph of a whole step may not run, or not be for steps of any lengths.
 _NOT_FOR_WHOLE_STEPS = frozenset(
     {"additional_config", "attention_backend", "attention_config", "kv_transfer_config", "speculative_config",
@@ -310,3 +316,38 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
             size += step
             sizes.add(size)
     return sorted(sizes)
+
+
+def with_most_images(spec: JobSpec, rows: ImagesOfRows, say: Callable[[str], None]) -> JobSpec:
+    """The spec with the most images that a row of the input has as `max_per_row`, if the user gave none.
+
+    vLLM measures the memory of a step with as many images in each sequence.
+    """
+    images = spec.input.images
+    if images is None or rows.most_per_row is None or "max_per_row" in images.model_fields_set:
+        return spec
+    most = max(1, rows.most_per_row)
+    if most >= images.max_per_row:
+        return spec
+    say(f"input.images.max_per_row {most}, and not {images.max_per_row}: no row of the input has more images")
+    where = spec.input.model_copy(update={"images": images.model_copy(update={"max_per_row": most})})
+    return spec.model_copy(update={"input": where})
+
+
+def step_for_images(spec: JobSpec, model: Model, fit: Fit, rows: ImagesOfRows) -> dict[str, _WithReason]:
+    """`max_num_batched_tokens` with its reason, if an image of the rows has more tokens than a step has by default.
+
+    Some models cannot compute a part of an image: vLLM would not start, or never run the row.
+    """
+    name = "max_num_batched_tokens"
+    usual = fit.limits[name]
+    if fit.device_bytes is None or name in spec.engine or rows.largest is None:
+        return {}
+    if rows.largest[0] * rows.largest[1] < usual * _LEAST_PIXELS:
+        return {}
+    try:
+        tokens = image_tokens(model, [rows.largest], spec.engine, trust_remote_code=spec.model.trust_remote_code)
+    except ModelError:  # they cannot be counted
+        return {}
+    number = tokens.get(rows.largest, 0)
+    return {name: (number, "the largest image of a sample has so many tokens")} if number > usual else {}

@@ -146,9 +146,9 @@ class Fleet:
     def start_due(self) -> list[FleetReplica]:
         """Start every replica that is due, and return those.
 
-        If vLLM's compile cache is cold, the first replica fills it. vLLM is not made for several writers of one cache,
-        and waiting for the first replica would take twice as long. So the others compile into their own caches, which
-        are deleted with them.
+        If vLLM's compile cache is cold, the first replica fills it. Another one that reads it meanwhile may fail: vLLM
+        (0.32 too) writes `vllm_compile_cache.py` in place, and evaluates what it finds of it. Waiting for the first
+        replica would take twice as long. So the others compile into their own caches, which are deleted with them.
         """
         due = [replica for replica in self.replicas if replica.is_due(time.monotonic())]
         for replica in due:

@@ -1,6 +1,7 @@
 """Prepares the start of a job's replicas: backend, devices, engine arguments, messages. Records starts and ends."""
 
 import contextlib
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,14 @@ from batchinf.base.stop_signals import shielded
 from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Backend
 from batchinf.fleet.devices import Slot
-from batchinf.fleet.engine_defaults import Chosen, chosen_arguments, replicas_per_device
+from batchinf.fleet.engine_defaults import (
+    Chosen,
+    chosen_arguments,
+    replicas_per_device,
+    step_for_images,
+    with_most_images,
+)
 from batchinf.fleet.fleet import Ended, Fleet
-from batchinf.fleet.image_settings import step_for_images, with_most_images
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.parallel import check_devices
@@ -27,7 +33,8 @@ from batchinf.model.identity import Model, check_weights
 from batchinf.model.lora import Adapter
 from batchinf.model.memory import fit_of
 from batchinf.output.replace import retry_metadata
-from batchinf.planning.image_rows import ImagesOfRows
+from batchinf.planning.image_rows import ImagesOfRows, images_of_rows
+from batchinf.planning.lengths import shared_share
 from batchinf.replica.messages import Launch, Work
 from batchinf.spec.job import JobSpec, fingerprint
 from batchinf.tasks.base import Task
@@ -72,8 +79,9 @@ class Launcher:
 
         Raises UserError if weights are missing or there are too few devices.
         """
-        task = job.task if images is None else job.task.over(with_most_images(job.task.spec, images, say))
-        spec = task.spec
+        if images is not None:
+            job = replace(job, spec=with_most_images(job.spec, images, say))
+        spec = job.spec
         model = job.model
         if spec.scripted is None:
             check_weights(model, spec.model.load_format)
@@ -83,14 +91,14 @@ class Launcher:
             say(line)
         # All devices are assumed to be alike.
         size = backend.device_size(slots[0].devices[0]) if slots[0].devices else (None, "")
-        fit = fit_of(model, spec, *size, limits_of=task.default_batch_limits)
+        fit = fit_of(model, spec, *size, limits_of=job.task.default_batch_limits)
         if slots[0].devices:
-            number = replicas_per_device(spec, fit, task, len(_devices(slots)))
+            number = replicas_per_device(spec, fit, job.task, len(_devices(slots)))
             parallel = spec.parallel.model_copy(update={"replicas_per_device": number})
             spec = spec.model_copy(update={"parallel": parallel})
-            task = task.over(spec)
+            job = replace(job, spec=spec)
             slots = backend.place(spec)
-        chosen = chosen_arguments(spec, fit, task, slots[0].sharers, shared_share=shared_share)
+        chosen = chosen_arguments(spec, fit, job.task, slots[0].sharers, shared_share=shared_share)
         if images is not None:
             chosen = Chosen({**chosen.choices, **step_for_images(spec, model, fit, images)})
         for line in chosen.lines():
@@ -101,7 +109,7 @@ class Launcher:
         backend.check_free(settings.engine, slots)
         return cls(
             backend=backend,
-            task=task,
+            task=job.task,
             model=model,
             adapters=job.adapters,
             folder=job.folder,
@@ -231,9 +239,16 @@ def note_end(manifest: Manifest, end: Ended) -> None:
 class Replicas:
     """The replicas of an epoch. The manifest records their starts and ends."""
 
-    def __init__(self, launcher: Launcher, job_id: str) -> None:
-        self.launcher = launcher
-        self.fleet = launcher.fleet(job_id)
+    def __init__(
+        self, job: PreparedJob, backend: Backend, *, job_id: str, epoch: int, say: Callable[[str], None]
+    ) -> None:
+        """Raises UserError; see `Launcher.of`."""
+        # Rows that come later, with `--extend` or from another file, may have more images.
+        has_new_images = job.spec.input.has_images and job.state is None
+        images = images_of_rows(job.file) if has_new_images else None
+        share = functools.partial(shared_share, job.file)
+        self.launcher = Launcher.of(job, backend, epoch=epoch, say=say, shared_share=share, images=images)
+        self.fleet = self.launcher.fleet(job_id)
         self.job_id = job_id
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from batchinf.records import Prompt
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.spec.sampling import STRUCTURE_FIELDS, SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, Task
+from batchinf.tasks.registry import task_of
 
 # Input rows whose kept columns are measured.
 _NUM_MEASURED = 64
@@ -204,4 +205,4 @@ class ChoiceLengths:
 def task_of_length(job: Job, max_tokens: int) -> Task:
     """The job's task with outputs of at most so many tokens, for estimates of its size."""
     sampling = job.spec.sampling.model_copy(update={"max_tokens": max_tokens})
-    return job.task.over(job.spec.model_copy(update={"sampling": sampling}))
+    return task_of(job.spec.model_copy(update={"sampling": sampling}))

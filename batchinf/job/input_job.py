@@ -71,7 +71,10 @@ def image_folder(where: InputSpec) -> str | None:
         begun = [state for _, state in jobs if state is not None]
         if not begun:
             return None
-        of_job = begun[0].header.spec["input"]
+        header = begun[0].header
+        if header.input_folder is not None:
+            return header.input_folder
+        of_job = header.spec["input"]
         path = str(of_job["path"])
         job = of_job.get("job")
     return folder_of(path)

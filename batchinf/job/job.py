@@ -20,6 +20,7 @@ from batchinf.source.rows import NewRows, Source
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec, fields, fingerprint
 from batchinf.tasks.base import Task
+from batchinf.tasks.registry import task_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +29,10 @@ class _Stage:
 
     file: SpecFile
     """The spec as given."""
-    task: Task = field(repr=False, compare=False)
-    """Over the resolved spec."""
-    spec: JobSpec = field(init=False)
-    """The task's. In a `PreparedJob`, its `input` may not be resolved."""
+    spec: JobSpec
+    """The resolved spec. In a `PreparedJob`, its `input` may not be resolved."""
+    task: Task = field(init=False, repr=False, compare=False)
+    """The task of `spec`."""
     origins: dict[str, str]
     """Where each value of the sampling comes from."""
     folder: Folder
@@ -40,7 +41,7 @@ class _Stage:
     adapters: tuple[Adapter, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", self.task.spec)
+        object.__setattr__(self, "task", task_of(self.spec))
 
     @property
     def slice(self) -> Slice | None:

@@ -40,7 +40,7 @@ def with_known_length(
     say(f"engine.max_model_len {length:,}: the longest row takes {longest:,} tokens with its output")
     file = with_length(prepared.file, length)
     spec = prepared.spec.model_copy(update={"engine": file.spec.engine})
-    return replace(prepared, file=file, task=prepared.task.over(spec))
+    return replace(prepared, file=file, spec=spec)
 
 
 def rounded(job: Job, longest: int) -> int:
@@ -71,7 +71,7 @@ def _once(job: Job) -> Job:
     sampling = job.spec.sampling
     columns = {name: column for name, column in sampling.columns.items() if name != "n"}
     sampling = sampling.model_copy(update={"n": 1, "columns": columns})
-    return replace(job, task=job.task.over(job.spec.model_copy(update={"sampling": sampling})))
+    return replace(job, spec=job.spec.model_copy(update={"sampling": sampling}))
 
 
 def _longest(job: Job, progress: Say) -> int:
@@ -122,6 +122,6 @@ def _pieces(job: Job) -> Iterator[Int64Array]:
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(scratch)
-        spec = job.spec.model_copy(update={"input": where})
-        chosen = choose(replace(job, task=job.task.over(spec)), rows, folder, limit=where.limit)
+        selecting = replace(job, spec=job.spec.model_copy(update={"input": where}))
+        chosen = choose(selecting, rows, folder, limit=where.limit)
         yield from chosen.order(folder).pieces(_ROWS_AT_ONCE)

@@ -21,7 +21,7 @@ from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
-from batchinf.model.lora import resolve_adapters
+from batchinf.model.lora import refuse_head, resolve_adapters
 from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
@@ -41,7 +41,7 @@ from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_so
 from batchinf.spec.file import SpecFile, with_task
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
-from batchinf.tasks.registry import stored_task, task_of, task_of_url
+from batchinf.tasks.registry import stored_task, task_of, task_of_url, task_type
 
 _STRUCTURES_CONFIG = "structured_outputs_config"
 # It enforces most keywords of JSON Schema, and says which ones it does not have. It compiles a schema in a few
@@ -87,23 +87,22 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         is_same = began_as.get("model.revision") == file.spec.model.revision
         began_with = str(began_as.get("model", "")) if is_same else ""
         model = resolve(file.spec.model, began_with, has_images=file.spec.input.has_images)
-        task = task_of(file.spec)
-        task.check_images()
-        file = replace(file, spec=_with_tool_parser(task, model))
+        task = task_type(file.spec)
+        task.check_images(file.spec)
+        file = replace(file, spec=_with_tool_parser(task, file.spec, model))
         spec, origins = _with_defaults(task, file.spec, model, state)
-        task = task.over(task.over(spec).resolve(model))
-        spec = task.spec
+        spec = task.resolve(spec, model)
         check_prompts(spec, model)
         check_heads(spec, model)
-        adapters = resolve_adapters(spec, model, began_as.get("lora"), reads_prompt_logits=task.reads_prompt_logits)
+        adapters = resolve_adapters(spec, model, began_as.get("lora"))
         folder = job_folder(file.spec.output.folder, file.slice)
         limit = None
         if state is not None:
             with refusing_other_job(folder, spec, model, state):
                 limit = limit_as_begun(folder, spec.input.limit, state, new)
-        return PreparedJob(
+        job = PreparedJob(
             file=file,
-            task=task,
+            spec=spec,
             origins=origins,
             folder=folder,
             model=model,
@@ -112,6 +111,9 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
             new=new,
             limit=limit,
         )
+        if job.task.reads_prompt_logits:
+            refuse_head(adapters)
+        return job
 
 
 def _with_task(file: SpecFile, state: State | None) -> SpecFile:
@@ -119,7 +121,7 @@ def _with_task(file: SpecFile, state: State | None) -> SpecFile:
     spec = file.spec
     if "task" in spec.model_fields_set or not (spec.input.is_batch_file or may_be_batch(spec.input)):
         return file
-    default = task_of(spec).name
+    default = task_type(spec).name
     if state is None:
         task = _task_of_lines(spec) or default
     else:
@@ -191,9 +193,8 @@ def with_length(file: SpecFile, length: Any) -> SpecFile:
     return replace(file, spec=spec)
 
 
-def _with_tool_parser(task: Task, model: Model) -> JobSpec:
+def _with_tool_parser(task: type[Task], spec: JobSpec, model: Model) -> JobSpec:
     """The spec with the parser's name in place of `auto`. Raises SpecError, also for a task without texts."""
-    spec = task.spec
     if spec.model.tool_parser is not None and not task.makes_text:
         got = f"got '{spec.model.tool_parser}'; must be left out with task {task.name}, which makes no text"
         raise SpecError(f"model.tool_parser: {got}")
@@ -219,7 +220,9 @@ def _with_backend(spec: JobSpec, began_as: Mapping[str, Any]) -> JobSpec:
     return spec.model_copy(update={"engine": {**spec.engine, _STRUCTURES_CONFIG: {**config, "backend": backend}}})
 
 
-def _with_defaults(task: Task, spec: JobSpec, model: Model, state: State | None) -> tuple[JobSpec, dict[str, str]]:
+def _with_defaults(
+    task: type[Task], spec: JobSpec, model: Model, state: State | None
+) -> tuple[JobSpec, dict[str, str]]:
     """The spec with what the model and the folder's job decide, and where each value of the sampling comes from."""
     sampling = spec.sampling
     origins: dict[str, str] = {}
@@ -294,7 +297,8 @@ def _with_columns(prepared: PreparedJob, columns: Iterable[str]) -> PreparedJob:
         _check_is_lines(prepared.spec)
     spec = prepared.spec.model_copy(update={"input": with_tools(where, names) if state is None else where})
     spec = _with_backend(spec, {} if state is None else state.header.identity)
-    prepared = replace(prepared, task=prepared.task.over(spec))
+    if spec != prepared.spec:
+        prepared = replace(prepared, spec=spec)
     prepared.task.check_input()
     check_columns(spec, names, prepared.task.input_columns)
     check_order(spec)
@@ -344,7 +348,7 @@ def open_input(
             _check_lines(spec, prepared.task, [row.values for row in rows])
         job = Job(
             file=file,
-            task=prepared.task,
+            spec=spec,
             origins=prepared.origins,
             folder=prepared.folder,
             model=prepared.model,

@@ -61,6 +61,9 @@ class Header:
     """Those of all its parts and journal segments, whichever version writes them."""
     input_job: InputJob | None = None
     """The job whose output it reads (`input.job`), as it was when this one began."""
+    input_folder: JsonText | None = None
+    """In which relative paths in its rows begin. The path in the spec may be relative to the folder of its start. None:
+    no folder is known, or an older version began the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,12 +63,10 @@ def adapter_places(model: ModelSpec) -> dict[str, str]:
     return {UNNAMED: model.lora} if isinstance(model.lora, str) else dict(model.lora)
 
 
-def resolve_adapters(
-    spec: JobSpec, model: Model, began_as: Any = None, *, reads_prompt_logits: bool = False
-) -> tuple[Adapter, ...]:
+def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple[Adapter, ...]:
     """Find the job's adapters, in the order of the spec; those of hub ids are fetched, because they are small.
 
-    began_as: the `lora_identity` of a job that is resumed; its commits are used. reads_prompt_logits: see `Task`.
+    began_as: the `lora_identity` of a job that is resumed; its commits are used.
     Raises ModelError or SpecError in one line that begins with the field.
     """
     adapters = []
@@ -78,12 +76,17 @@ def resolve_adapters(
         place = _locate(what, folder_or_id, began if isinstance(began, str) else "")
         rank = _check(what, place.folder, model)
         modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(place.folder)}))
-        if "lm_head" in modules and reads_prompt_logits:
-            raise ModelError(f"{what}it changes lm_head, and vLLM then gives no logprobs of prompts")
         fingerprint = place.fingerprint((ADAPTER_CONFIG,), ADAPTER)
         adapters.append(Adapter(name, str(place.folder), rank=rank, fingerprint=fingerprint, modules=modules))
     _check_ranks(adapters, spec.engine.get("max_lora_rank"))
     return tuple(adapters)
+
+
+def refuse_head(adapters: Sequence[Adapter]) -> None:
+    """Raise ModelError if an adapter changes the head of the model, for jobs that need logits of prompts."""
+    for adapter in adapters:
+        if "lm_head" in adapter.modules:
+            raise ModelError(f"{FIELD}: {adapter.path} changes lm_head, and vLLM then gives no logprobs of prompts")
 
 
 def _check_ranks(adapters: Sequence[Adapter], most: Any) -> None:

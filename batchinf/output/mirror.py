@@ -194,6 +194,7 @@ class Mirror:
         name = f"parts/{part_name(part.shard)}"
         if part.shard in self._etags:
             return
+        self._folder.make("parts")  # a job that was done already has not made it
         etag = self._bucket.download(name, self._folder.path(name))
         if etag is None or not self._has(name, part.digest):
             self._folder.delete(name)

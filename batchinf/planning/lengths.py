@@ -33,6 +33,7 @@ from batchinf.spec.file import SpecFile
 from batchinf.spec.input import InputSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import LIKELY_TOKENS, Task
+from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30
 # Of the work that is assumed for a model without a job.
@@ -240,7 +241,7 @@ class _Requests:
     def __init__(self, job: Job, length: int) -> None:
         """length: the most tokens of a prompt and its output."""
         self._job = job
-        self._task = job.task.over(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
+        self._task = task_of(job.spec.model_copy(update={"sampling": _once(job.spec.sampling)}))
         self._length = length
         self.choices = ChoiceLengths(job)
         self._built: list[Prompt] = []

@@ -61,6 +61,8 @@ class PromptBuilder:
         adds = not spec.input.is_chat or self._batch is not None
         self._encoder = self._with_special if adds else self._without_special
         self._has_images = spec.input.has_images
+        # In other forms of prompts, a row without images has no place for one but where its text spells it.
+        self._has_places_in_text = bool(spec.input.images_column) and not spec.input.is_chat
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
@@ -260,7 +262,7 @@ class PromptBuilder:
         request = draft.request
         cut = ids if isinstance(ids, RowError) else self._cut_to_fit(row, draft, ids, max_model_len)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
-        if request.images and isinstance(outcome, list):
+        if (request.images or self._has_places_in_text) and isinstance(outcome, list):
             outcome = self.misplaced(outcome, len(request.images)) or outcome
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):

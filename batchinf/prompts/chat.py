@@ -147,6 +147,8 @@ def _read_message(item: object, *, takes_images: bool) -> Message:
         raise _Wrong(_wrong_role(item, role))
     if "content" not in message and "tool_calls" not in message:
         raise _Wrong(f"got no content from '{shorten(role, 60)}'")
+    if takes_images and message.get("images"):
+        raise _Wrong("got 'images' beside the content; give each image a part of its own in the content")
     message["content"] = _read_content(message.get("content", ""), takes_images=takes_images)
     if calls := _read_calls(message.pop("tool_calls", [])):
         message["tool_calls"] = calls
@@ -188,9 +190,14 @@ def _read_part(part: object, *, takes_images: bool) -> dict[str, Any]:
     if kind != "text":
         kinds = ", ".join(map(repr, ("text", *IMAGE_PARTS))) if takes_images else "'text'"
         raise _Wrong(shorten(f"got a part of type {kind!r}; only parts of type {kinds} are supported", 200))
-    if not isinstance(part.get("text"), str):
-        raise _Wrong(f"got {name_type(part.get('text'))} for the text of a part; expected text")
-    return part
+    fields = _fields(part)
+    if not isinstance(fields.get("text"), str):
+        raise _Wrong(f"got {name_type(fields.get('text'))} for the text of a part; expected text")
+    # Templates of several models show an image for such a key; others would ignore it.
+    for key in ("image", "image_url"):
+        if key in fields:
+            raise _Wrong(f"got {key!r} in a part of type 'text'; give the image a part of its own")
+    return fields
 
 
 _NO_IMAGES = "only parts of type 'text' are supported, unless the spec has input.images"

@@ -16,6 +16,7 @@ from batchinf.records import Prompt, RenderedPrompt, Span
 
 WRONG_PLACES = "image_placeholder"  # the error type of a prompt that has not one place for each image
 _TOO_MANY = "a text must not spell it beside the places of the images"
+_NO_IMAGE = "leave out rows without an image by input.where, or write the prompt of such rows without it"
 _TOO_FEW = (
     "write it where an image goes; or set input.add_generation_prompt: true, which makes the prompt a message of the "
     "user with its images first"
@@ -227,7 +228,7 @@ class Placeholders:
                 continue
             token = self._tokenizer.convert_ids_to_tokens(token_id)
             has = f"the prompt has {counted(got, 'token')} '{token}' for {counted(num_images, 'image')}"
-            hint = _TOO_MANY if got > number * num_images else _TOO_FEW
+            hint = _NO_IMAGE if not num_images else _TOO_MANY if got > number * num_images else _TOO_FEW
             return RowError(WRONG_PLACES, f"{has}; expected {number} for each image: {hint}")
         return None
 

@@ -203,6 +203,8 @@ class ImageLoader:
 
     def _file(self, path: str) -> tuple[IO[bytes], str]:
         """The open file, and its name in messages."""
+        if not path:
+            raise ImageError("image_not_found", "the path of the image is empty")
         name = f"'{clip(path, 200)}'"
         try:
             file = open(self._resolved(path, name), "rb", opener=_open_at_once)  # noqa: SIM115

@@ -39,7 +39,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_refuse_null
+            undefined=jinja2.StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_refuse_unprintable
         )
         del self.filters["random"], self.globals["lipsum"]
         self.filters["tojson"] = _tojson
@@ -80,12 +80,16 @@ def _num_items(sequence: Any, factor: Any) -> int:
     return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
 
 
-def _refuse_null(value: Any) -> Any:
+def _refuse_unprintable(value: Any) -> Any:
     if value is None:
         raise NullPrinted
     if inspect.isroutine(value):  # its text has an address, which is another one in each process
         name = value.__name__
         raise jinja2.TemplateRuntimeError(f"it prints the method '{name}' of a value; value['{name}'] is its key")
+    if any(isinstance(part, bytes) for part in (value.values() if isinstance(value, dict) else (value,))):
+        raise jinja2.TemplateRuntimeError(
+            "it prints bytes; images stand in parts of type image, or input.images_column"
+        )
     return value
 
 

@@ -77,6 +77,7 @@ _OF_IMAGES = {
     "limit_mm_per_prompt": "set input.images.max_per_row",
     "mm_processor_cache_gb": "vLLM's cache of images would lose those of rows that run later: leave it out",
     "enable_prompt_embeds": "leave it out",
+    "language_model_only": "vLLM would run the model without images: leave it out",
 }
 
 

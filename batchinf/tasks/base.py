@@ -8,7 +8,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
@@ -94,7 +94,7 @@ class ShownColumns:
 class Task(abc.ABC):
     """What a job does with each row, for one spec. The results depend only on the spec and the arguments.
 
-    `resolve` and the attributes also work with an unresolved spec. Requests and schemas need the resolved one.
+    The attributes also work with an unresolved spec. Requests and schemas need the resolved one.
     """
 
     name: ClassVar[str]
@@ -165,23 +165,21 @@ class Task(abc.ABC):
 
     # -- the spec ------------------------------------------------------------------------------------------------------
 
-    def over(self, spec: JobSpec) -> Self:
-        """The same task over another spec."""
-        return type(self)(spec)
-
-    def resolve(self, model: Model) -> JobSpec:
+    @classmethod
+    def resolve(cls, spec: JobSpec, model: Model) -> JobSpec:
         """The spec with all values that depend on the model. Its sampling is already resolved. Raises SpecError."""
-        return self.spec
+        return spec
 
     def check_input(self) -> None:  # noqa: B027  # most tasks run all formats
         """Raise SpecError if the task cannot run this input format. Called when the input is open."""
 
-    def check_images(self) -> None:
+    @classmethod
+    def check_images(cls, spec: JobSpec) -> None:
         """Raise SpecError if the job has images and the task takes none. Called before an engine starts."""
-        if self.spec.input.has_images and not self.takes_images:
-            field = next((field for field, _ in self.spec.input.image_columns), "input.images")
-            raise SpecError(f"{field}: got it with task {self.name}, which takes no images yet: leave it out")
-        images = self.spec.input.images
+        if spec.input.has_images and not cls.takes_images:
+            field = next((field for field, _ in spec.input.image_columns), "input.images")
+            raise SpecError(f"{field}: got it with task {cls.name}, which takes no images yet: leave it out")
+        images = spec.input.images
         if images is not None and any(map(is_bucket, images.folders)) and importlib.util.find_spec("obstore") is None:
             raise SpecError(f"input.images.folders: {NEEDS_OBSTORE}")
 

@@ -26,8 +26,13 @@ def stored_task(spec: Mapping[str, Any]) -> type[Task]:
     return TASKS[spec.get("task", Generate.name)]
 
 
+def task_type(spec: JobSpec) -> type[Task]:
+    """The class of the task that a spec names."""
+    return TASKS[spec.task]
+
+
 def task_of(spec: JobSpec) -> Task:
-    """The task that a spec names."""
+    """The task that a spec names, over this spec."""
     return TASKS[spec.task](spec)
 
 

@@ -39,6 +39,8 @@ class Data:
     repeated_id: str | None
     """Why a column like one of ids is not taken: `ticket repeats 'T-1019'`."""
     messages: str | None
+    has_json_messages: bool
+    """Whether the conversations are JSON text."""
     labels: tuple[str, ...]
     """Words to choose from."""
     labelled: str | None
@@ -344,9 +346,16 @@ def _other_prompts(data: Data) -> list[str]:
 def _text_of(data: Data) -> str:
     """A template of the row's text."""
     name = data.text_column
+    if data.has_only_messages and data.has_image_parts:
+        raise UserError(
+            f"--for: the conversations in {name!r} have images, and a text of them has none: write --for generate, "
+            "and give the labels as sampling.structured_outputs"
+        )
     if data.has_only_messages:
         message = "{{ message.role }}: {{ message.content }}{{ '\\n' }}"
-        return f"{{% for message in {name} %}}{message}{{% endfor %}}"
+        loop = f"{{% for message in {name} %}}{message}{{% endfor %}}"
+        # A template has no function that reads JSON.
+        return loop if not data.has_json_messages else f"{{{{ {name} }}}}"
     return f"{{{{ {name if _NAME.fullmatch(name) else column_call(name)} }}}}"
 
 

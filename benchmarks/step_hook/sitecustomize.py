@@ -1,7 +1,7 @@
 """Makes vLLM's scheduler log or trace its steps, or leaves out pieces of the engine layer, in processes that have this
 folder on their path.
 
-`KERNEL_LOG-kernels-PID.json` counts steps and calls of batchinf's own attention.
+`KERNEL_LOG-kernels-PID.json` counts steps with batchinf's own attention or graphs, and calls of the attention.
 
 Lines of `STEP_LOG-PID.txt`: seconds on the monotonic clock, tokens, requests, requests that waited before the step, and
 those that began in it. Twenty are written at a time, which costs a microsecond a step.
@@ -30,10 +30,8 @@ _ENGINE = "batchinf.engines.vllm"
 # Pieces of the engine layer: a module, a name in it, and what a call of that name returns where the piece is left out.
 PIECES: dict[str, list[tuple[str, str, Any]]] = {
     "attention": [(f"{_ENGINE}.kernels.attention", "install", False)],
-    "mixed_steps": [(f"{_ENGINE}.kernels.mixed_steps", "install", None)],
     "graph_choice": [(f"{_ENGINE}.kernels.long_requests", "GraphChoice.install", False)],
     "whole_steps": [(f"{_ENGINE}.kernels.whole_steps", "install", False)],
-    "fresh_steps": [(f"{_ENGINE}.kernels.fresh_steps", "fits", False)],
     "admission": [(f"{_ENGINE}.scheduling.admission", "AdmissionMixin.admits_itself", None)],
     "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_decode_block_size", None)],
     "holding": [(f"{_ENGINE}.scheduling.scheduler", "_is_held_back", False)],
@@ -169,8 +167,6 @@ def _count_decoding(module: Any) -> None:
         heads = config.model_config.get_num_kv_heads(config.parallel_config)
         if num_decodes == len(tokens) and module.pays_in_step(num_decodes, heads):
             _count("decode_steps")
-        elif num_decodes < len(tokens) and module.pays_in_mixed_step(num_decodes, heads):
-            _count("mixed_steps")
         _save()
         return execute(self, scheduler_output)
 
@@ -178,19 +174,16 @@ def _count_decoding(module: Any) -> None:
     module.DecodingWorker.execute_model = execute_model
 
 
-def _count_fresh(module: Any) -> None:
-    theirs = module.is_fresh
+def _count_whole(module: Any) -> None:
+    execute = module.PromptWorker.execute_model
 
-    def is_fresh(scheduled: Any) -> bool:
-        found: bool = theirs(scheduled)
-        if scheduled.num_scheduled_tokens:
-            _count("prompt_steps")
-            if found:
-                _count("fresh_steps")
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        if scheduler_output.num_scheduled_tokens and module.has_whole_steps(self.vllm_config.compilation_config):
+            _count("whole_steps")
             _save()
-        return found
+        return execute(self, scheduler_output)
 
-    module.is_fresh = is_fresh
+    module.PromptWorker.execute_model = execute_model
 
 
 def _save() -> None:
@@ -201,7 +194,7 @@ def _save() -> None:
 _CHANGES: dict[str, dict[str, Callable[[Any], None]]] = {
     "vllm.v1.core.sched.scheduler": {"STEP_LOG": _log, "STEP_TRACE": _trace},
     f"{_ENGINE}.kernels.attention": {"KERNEL_LOG": _count_decoding},
-    f"{_ENGINE}.kernels.fresh_steps": {"KERNEL_LOG": _count_fresh},
+    f"{_ENGINE}.kernels.whole_steps": {"KERNEL_LOG": _count_whole},
 }
 
 if {"STEP_LOG", "STEP_TRACE", "KERNEL_LOG", "STEP_WITHOUT"} & os.environ.keys():

@@ -423,6 +423,23 @@ def test_conversations_are_known_by_their_messages(tmp_path: pathlib.Path) -> No
     assert look_at(str(rows_file(tmp_path, [{"chosen": answer, "text": "Once."}]))).messages is None
 
 
+def test_conversations_may_be_json_text(tmp_path: pathlib.Path) -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Twice?"}]
+    for content in ("Once?", parts):
+        rows = [{"chat": json.dumps([{"role": "user", "content": content}]), "photos": [f"{n}.png"]} for n in range(3)]
+        found = look_at(str(rows_file(tmp_path, rows)))
+        assert (found.messages, found.text, found.kept) == ("chat", "chat", ())
+        assert found.id is None  # a list is no id
+
+
+def test_labels_of_conversations_with_images_are_refused(tmp_path: pathlib.Path) -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Twice?"}]
+    data = rows_file(tmp_path, [{"messages": [{"role": "user", "content": parts}]}] * 3)
+    with pytest.raises(UserError, match="'messages' have images, and a text of them has none: write --for gen"):
+        written("label", data, tmp_path)
+    assert "messages_column: messages" in written("generate", data, tmp_path).read_text()
+
+
 def test_columns_of_several_types_are_no_text(tmp_path: pathlib.Path) -> None:
     kinds = [{"source": {"url": "x" * 99}}, ["x" * 99], {}, 5]
     rows = [{"said": f"Say {n}.", "about": kind, "mark": {}} for n, kind in enumerate(kinds)]

@@ -64,6 +64,10 @@ def test_a_retry_goes_on_on_an_empty_machine(
     jobs.finish(spec, **store.environment)
     assert stores.rows(url) == expected[0]
     shutil.rmtree(tmp_path / "work")
+    # The closing lines are about parts that are fetched.
+    again = jobs.finish(spec, "--set", "output.store_timeout_s=5", **store.environment)
+    assert "was already done" in again.stdout and " × invalid_sampling: " in again.stdout
+    shutil.rmtree(tmp_path / "work")
     killed = jobs.run("run", spec, *ERRORS, faults=f"{step}=kill", **store.environment)
     assert killed.returncode == -9, killed.stderr
     assert "fetching 6 parts, " in killed.stderr

@@ -1,12 +1,10 @@
-"""The kernel for the attention of decoding, held against PyTorch's attention, and when it takes FlashAttention's place:
-for whole steps, and for the requests that decode in steps that also read prompts.
+"""The kernel for the attention of decoding, held against PyTorch's attention, and when it takes FlashAttention's place.
 
 Triton runs on GPUs alone. Here PyTorch takes the place of Triton's language.
 """
 
 import dataclasses
 import functools
-import inspect
 import pathlib
 import subprocess
 import sys
@@ -22,13 +20,11 @@ pytest.importorskip("vllm")
 import triton_on_cpu
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.attention.backends import flash_attn
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from batchinf.engines.vllm.arguments import engine_arguments
-from batchinf.engines.vllm.kernels import attention, comparison, long_requests, mixed_steps, whole_steps
+from batchinf.engines.vllm.kernels import attention, comparison, long_requests, whole_steps
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of
 from benchmarks.mutants import pytorch_attention
@@ -45,22 +41,20 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(lengths: Any, heads: tuple[int, int] = (4, 2), head_size: int = 64, **changed: Any) -> dict[str, Any]:
-    counts = changed.pop("counts", None)
     num_heads, num_key_heads = heads
     made: dict[str, Any] = {"dtype": torch.float32, **changed}
     shape = comparison.AttentionShape(num_heads=num_heads, num_key_heads=num_key_heads, head_size=head_size, **made)
-    return comparison.example(lengths, shape, "cpu", counts)
+    return comparison.example(lengths, shape, "cpu")
 
 
 def expected(given: dict[str, Any]) -> torch.Tensor:
-    """PyTorch's attention over the tokens of each request, gathered from the cache. New tokens are a request's last."""
+    """PyTorch's attention over the tokens of each request, gathered from the cache."""
     group = given["q"].shape[1] // given["k"].shape[2]
     block_size = given["k"].shape[1]
-    starts, rows = given["cu_seqlens_q"].tolist(), []
+    rows = []
     for request, length in enumerate(given["seqused_k"].tolist()):
-        new = slice(starts[request], starts[request + 1])
         if not length:
-            rows.append(torch.zeros_like(given["out"][new]))
+            rows.append(torch.zeros_like(given["out"][:1]))
             continue
         at = torch.arange(length)
         blocks = given["block_table"][request][at // block_size].long()
@@ -68,11 +62,8 @@ def expected(given: dict[str, Any]) -> torch.Tensor:
             given[name][blocks, at % block_size].float().repeat_interleave(group, dim=1).transpose(0, 1)
             for name in "kv"
         )
-        query = given["q"][new].float().transpose(0, 1)
-        sees = at[None] <= torch.arange(length - query.shape[1], length)[:, None]
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=sees, scale=given["softmax_scale"]
-        )
+        query = given["q"][request, :, None].float()
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=given["softmax_scale"])
         rows.append(mixed.transpose(0, 1).to(given["out"].dtype))
     return torch.cat(rows)
 
@@ -135,7 +126,6 @@ def test_a_cache_of_more_than_two_billion_numbers() -> None:
 @pytest.fixture
 def any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 1)
-    monkeypatch.setattr(attention, "_LEAST_IN_MIXED_STEP", 1)
 
 
 def half(lengths: Any = (5, 6), **changed: Any) -> dict[str, Any]:
@@ -206,7 +196,8 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 def test_all_else_is_left_to_vllm(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     given = as_vllm_calls(half((5, 40)))
     calls = []
-    attend = attention.attention_of_decoding(lambda *arguments, **named: calls.append((arguments, named)))
+    choice = long_requests.GraphChoice(2, attention.pays_in_step)
+    attend = attention.attention_of_decoding(lambda *arguments, **named: calls.append((arguments, named)), choice)
     assert attend(**given) is given["out"]
     assert not calls
     changed = {**given, **change(given)}
@@ -214,6 +205,9 @@ def test_all_else_is_left_to_vllm(change: Callable[[dict[str, Any]], dict[str, A
     assert len(calls) == 1
     attend(1, **given)
     assert len(calls) == 2
+    choice.has_long_request = True
+    assert attend(**given) is None
+    assert len(calls) == 3
 
 
 @pytest.mark.usefixtures("any_batch")
@@ -241,22 +235,21 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's module, with PyTorch's attention as FlashAttention."""
     module = types.SimpleNamespace(
         flash_attn_varlen_func=pytorch_attention,
-        CommonAttentionMetadata=CommonAttentionMetadata,
         FlashAttentionImpl=Impl,
-        FlashAttentionMetadataBuilder=type("TheirBuilder", (Builder,), {"build": Builder.build}),
     )
     monkeypatch.setattr(attention, "optional", lambda _, name, cost: getattr(module, name, None))
     monkeypatch.setattr(attention.importlib, "import_module", lambda name: module)
     monkeypatch.setattr(attention, "HAS_TRITON", True)
-    for piece in (attention, mixed_steps):
-        monkeypatch.setattr(piece, "is_right", functools.partial(piece.is_right, device="cpu"))
-    # Other tests have all requests of the comparison.
-    monkeypatch.setattr(attention, "_CHECKED_TIMES", 1)
-    monkeypatch.setattr(mixed_steps, "_CHECKED_DECODES", (40, 33, 64))
+    monkeypatch.setattr(attention, "is_right", functools.partial(attention.is_right, device="cpu"))
+    monkeypatch.setattr(attention, "_CHECKED_TIMES", 1)  # other tests have all requests of the comparison
     return module
 
 
 SIZES: Any = (torch.bfloat16, 32, 400)
+
+
+def install(layers: Any) -> bool:
+    return attention.install(layers, *SIZES, choice=long_requests.GraphChoice(2, attention.pays_in_step))
 
 
 def layers(*impls: Any) -> dict[str, Any]:
@@ -270,31 +263,28 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
     others = ((30.0, None, None), (0, torch.ones(4), None), (0, None, torch.ones(4)))
     for other in (Impl(head_size=96), Impl(version=2), Impl(num_heads=34), Impl(num_heads=5), object(),
                   Impl(window=(127, 0)), *(Impl(others=these) for these in others)):  # fmt: skip
-        assert not attention.install(layers(other), *SIZES)
-    assert not attention.install(layers(), *SIZES)
+        assert not install(layers(other))
+    assert not install(layers())
     assert backend.flash_attn_varlen_func is theirs
     compared: list[Any] = []
     with monkeypatch.context() as patch:
         check = attention.is_right
         patch.setattr(attention, "is_right", lambda *given: compared.append(given[1:]) or check(*given))
-        assert attention.install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None), *SIZES)
+        assert install(layers(Impl(), Impl(head_size=96), Impl(cache="fp8"), None))
     scales = (0.5, 0.75, 2.0)  # a layer without scales
     of = functools.partial(comparison.AttentionShape, num_heads=4, num_key_heads=2, head_size=64, scales=scales)
     dtype, block_size, longest = SIZES
     shapes = [of(dtype=dtype, block_size=block_size, is_fp8=is_fp8) for is_fp8 in (False, True)]
     assert sorted(compared, key=str) == [(shape, longest) for shape in shapes]
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
-    build = backend.FlashAttentionMetadataBuilder.build
-    assert build.__wrapped__ is Builder.build
     # A second engine in the process.
-    assert attention.install(layers(Impl(window=None)), *SIZES)
+    assert install(layers(Impl(window=None)))
     assert backend.flash_attn_varlen_func.__wrapped__ is theirs
-    assert backend.FlashAttentionMetadataBuilder.build is build
     assert not capsys.readouterr().out
     backend.flash_attn_varlen_func = theirs
 
     monkeypatch.setattr(attention, "_LOG2_E", 1.0)
-    assert not attention.install(layers(Impl()), *SIZES)
+    assert not install(layers(Impl()))
     assert backend.flash_attn_varlen_func is theirs
     assert "the kernel for decoding is not used: AssertionError" in capsys.readouterr().out
     monkeypatch.undo()
@@ -310,15 +300,8 @@ def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatc
         monkeypatch.setattr(attention, "envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     else:
         monkeypatch.setattr(attention, "optional", lambda _, name, cost: None if name == missing else theirs)
-    assert not attention.install(layers(Impl()), *SIZES)
+    assert not install(layers(Impl()))
     assert backend.flash_attn_varlen_func is theirs
-
-
-def test_without_vllm_s_builder_the_kernel_runs_whole_steps(backend: Any) -> None:
-    del backend.FlashAttentionMetadataBuilder
-    theirs = backend.flash_attn_varlen_func
-    assert attention.install(layers(Impl()), *SIZES)
-    assert backend.flash_attn_varlen_func.__wrapped__ is theirs
 
 
 @pytest.mark.parametrize(("mode", "is_installed"), [
@@ -330,7 +313,7 @@ def test_it_is_installed_before_the_graphs_are_captured(
 ) -> None:
     """Not with one kind of graph for all batches, which may be captured as if it were for decoding alone."""
     done: list[Any] = []
-    monkeypatch.setattr(attention, "install", lambda *given: done.append(given))
+    monkeypatch.setattr(attention, "install", lambda *given, choice: done.append(given))
     monkeypatch.setattr(attention, "all_agree", lambda is_so: is_so)
     monkeypatch.setattr(attention.Worker, "compile_or_warm_up_model", lambda self: done.append("graphs") or 3)
     assert worker_of(mode).compile_or_warm_up_model() == 3
@@ -379,7 +362,7 @@ def test_a_step_with_one_long_request_leaves_the_graphs_of_decoding(
     monkeypatch.setattr(attention, "all_agree", lambda is_so: is_so and others)
     monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
     monkeypatch.setattr(attention, "_LEAST_PROGRAMS", 6)
-    monkeypatch.setattr(attention, "install", lambda *given: installs)
+    monkeypatch.setattr(attention, "install", lambda *given, choice: installs)
     monkeypatch.setattr(attention.Worker, "compile_or_warm_up_model", lambda self: 3)
     monkeypatch.setattr(
         attention.Worker, "execute_model", lambda self, step: self.model_runner.cudagraph_manager.dispatch(
@@ -392,6 +375,8 @@ def test_a_step_with_one_long_request_leaves_the_graphs_of_decoding(
     assert worker.execute_model(decoding((51, 40, 10))) == chosen  # 4 * 51 > 101 * 2
     assert worker.execute_model(decoding((50, 40, 10))) == 1
     assert worker.execute_model(decoding((900, 10, 10))) == chosen
+    # Outside of the graphs, FlashAttention keeps such a step.
+    assert (worker._graph_choice is not None and worker._graph_choice.has_long_request) is installs
     assert worker.execute_model(decoding((900, 10))) == 1  # too few for the kernel
     assert worker.execute_model(decoding((900, 10, 10), total_num_scheduled_tokens=9)) == 1  # some read prompts
     assert worker.execute_model(decoding((900, 10, 10), num_scheduled_tokens=dict.fromkeys("abcd", 1))) == 1
@@ -410,6 +395,7 @@ def test_the_runners_of_the_installed_vllm_choose_graphs_for_all_steps(monkeypat
     manager._graphs_captured, manager._lora_dispatch_map, manager._max_lora_case = True, {}, 0
     runner = types.SimpleNamespace(cudagraph_manager=manager)
     assert choice.install(runner)
+    choice.leaves_graphs = True
     # Graphs for one new token, and for at most two.
     for graph in (full, dataclasses.replace(full, uniform_token_count=None, max_query_len=2)):
         manager._candidates = {(16, 0): [graph, pieces]}
@@ -486,276 +472,3 @@ def test_jobs_on_nvidia_gpus_have_a_worker_of_their_own(
     assert "worker_cls" not in engine_arguments(task_of(spec), str(MODEL), str(MODEL), None)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     assert engine_arguments(task_of(spec), str(MODEL), str(MODEL), None).get("worker_cls") == wanted
-
-
-# -- steps in which some requests decode and others read prompts -------------------------------------------------------
-
-
-class Builder:
-    """In place of vLLM's. A plan names the requests that it is for."""
-
-    def __init__(self, *, speculates: bool = False, num_ranks: int = 1) -> None:
-        self.num_heads_kv, self.dcp_world_size, self.use_full_cuda_graph = 2, num_ranks, True
-        self.vllm_config = types.SimpleNamespace(speculative_config=object() if speculates else None)
-        self.calls: list[int] = []
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        common = common_attn_metadata
-        self.calls.append(common.num_reqs)
-        assert common.num_actual_tokens == common.query_start_loc[-1] == len(common.slot_mapping)
-        assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist()
-        assert common.max_query_len == common.query_start_loc_cpu.diff().max()
-        assert common.max_seq_len == common.seq_lens.max() == common.seq_lens_cpu_upper_bound.max()
-        return types.SimpleNamespace(
-            query_start_loc=common.query_start_loc,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            scheduler_metadata=common.seq_lens.tolist(),
-            max_num_splits=32 if self.use_full_cuda_graph else 0,
-        )
-
-
-def step_of(lengths: tuple[int, ...], new: tuple[int, ...], **changed: Any) -> tuple[dict[str, Any], Any]:
-    """Arguments of FlashAttention, and vLLM's description, of a step. new: its tokens of each request."""
-    given = arguments(lengths, dtype=torch.bfloat16, **changed)
-    starts = torch.tensor((0, *new)).cumsum(0).to(torch.int32)
-    shape = (sum(new), *given["q"].shape[1:])
-    given |= {"q": torch.randn(shape).to(given["q"].dtype), "out": torch.full(shape, 9.0, dtype=torch.bfloat16)}
-    given |= {"cu_seqlens_q": starts, "max_seqlen_q": max(new)}
-    common = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts.clone(), seq_lens=given["seqused_k"],
-        seq_lens_cpu_upper_bound=given["seqused_k"].clone(), num_reqs=len(new), num_actual_tokens=sum(new),
-        max_query_len=max(new), max_seq_len=max(lengths), block_table_tensor=given["block_table"],
-        slot_mapping=torch.zeros(sum(new), dtype=torch.int64),
-    )  # fmt: skip
-    return given, common
-
-
-def built(builder: Builder, common: Any, common_prefix_len: int = 0, least: int = 2) -> Any:
-    """The step's metadata, if `least` requests that decode are enough for the kernel."""
-    builder.__class__ = vllms_own(lambda num, heads: heads == 2 and num >= least)
-    return builder.build(common_prefix_len, common)
-
-
-def vllms_own(pays: Callable[[int, int], bool], **changed: Any) -> type:
-    """vLLM's class, after the kernel is installed."""
-    made = type("FlashAttentionMetadataBuilder", (Builder,), {"build": Builder.build, **changed})
-    mixed_steps.install(made, pays)
-    return made
-
-
-def attend(given: dict[str, Any], metadata: Any) -> list[int]:
-    """What vLLM's layers do with a step. Returns the number of requests in each call of FlashAttention."""
-    calls = []
-
-    def flash_attn_varlen_func(**named: Any) -> torch.Tensor:
-        calls.append(len(named["seqused_k"]))
-        assert named["scheduler_metadata"] == named["seqused_k"].tolist()  # the plan of these requests
-        assert named["num_splits"] == (32 if len(named["seqused_k"]) == len(LENGTHS) else 0)
-        assert named["max_seqlen_k"] == max(named["seqused_k"])
-        assert named["max_seqlen_q"] == max(named["cu_seqlens_q"].diff())
-        assert all(named[name].shape == (len(named["seqused_k"]), 2) for name in ("q_descale", "k_descale"))
-        out: torch.Tensor = named["out"].copy_(expected(named))
-        return out
-
-    given = as_vllm_calls(given) | {
-        "cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len,
-        "max_seqlen_k": metadata.max_seq_len, "scheduler_metadata": metadata.scheduler_metadata,
-        "num_splits": metadata.max_num_splits,
-    }  # fmt: skip
-    assert attention.attention_of_decoding(flash_attn_varlen_func)(**given) is given["out"]
-    return calls
-
-
-LENGTHS, NEW = (5, 40, 17, 30, 12), (1, 1, 1, 9, 12)
-
-
-@pytest.mark.usefixtures("any_batch")
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_requests_that_decode_beside_prompts_leave_flash_attention(is_fp8: bool) -> None:
-    given, common = step_of(LENGTHS, NEW, is_fp8=is_fp8)
-    builder = Builder()
-    metadata = built(builder, common)
-    assert builder.calls == [2, 5]
-    assert builder.use_full_cuda_graph
-    assert metadata.max_num_splits == 32  # of the whole step
-    assert attend(given, metadata) == [2]
-    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
-
-
-def test_fewer_requests_are_enough_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_LEAST_IN_MIXED_STEP", 6)
-    given, common = step_of(LENGTHS, NEW)
-    assert attend(given, built(Builder(), common)) == [2]  # 3 requests with 2 heads of keys
-    monkeypatch.setattr(attention, "_LEAST_IN_MIXED_STEP", 7)
-    assert attend(given, built(Builder(), common)) == [5]
-    assert [attention.pays_in_mixed_step(num, 2) for num in (3, 4)] == [False, True]
-
-
-@pytest.mark.usefixtures("any_batch")
-def test_prompts_have_the_plan_of_a_step_without_a_graph() -> None:
-    """In a graph, vLLM lets FlashAttention take memory for 32 splits."""
-    _, common = step_of(LENGTHS, NEW)
-    step = mixed_steps.mixed_step_of({"cu_seqlens_q": built(Builder(), common).query_start_loc, "seqused_k": 1,
-                                      "block_table": 1})  # fmt: skip
-    assert step is not None
-    assert (step.num_decodes, step.others.max_num_splits) == (3, 0)
-
-
-@pytest.mark.usefixtures("any_batch")
-def test_a_step_s_metadata_may_get_another_block_table() -> None:
-    given, common = step_of(LENGTHS, NEW)
-    metadata = built(Builder(), common)
-    given["block_table"] = given["block_table"].flip(0).contiguous()
-    attend(given, metadata)
-    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.usefixtures("any_batch")
-def test_a_layer_that_the_kernel_cannot_do_has_the_whole_step() -> None:
-    given, common = step_of(LENGTHS, NEW)
-    metadata = built(Builder(), common)
-    given["k"], given["v"] = strided(given["k"]), strided(given["v"])
-    assert attend(given, metadata) == [5]
-    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.usefixtures("any_batch")
-@pytest.mark.parametrize("has", ["seqused_k", "block_table"])
-def test_attention_without_a_cache_is_left_to_vllm(has: str) -> None:
-    """Layers of an encoder have the same metadata."""
-    given, common = step_of(LENGTHS, NEW)
-    starts = built(Builder(), common).query_start_loc
-    calls: list[Any] = []
-    attend = attention.attention_of_decoding(lambda **named: calls.append(named))
-    attend(q=given["q"], out=given["out"], cu_seqlens_q=starts, **{has: given[has]})
-    assert len(calls) == 1
-
-
-@pytest.mark.usefixtures("any_batch")
-@pytest.mark.parametrize(("new", "builder", "change"), [
-    ((1, 1, 1, 1, 1), {}, {}),  # no prompts
-    ((9, 1, 1, 1, 1), {}, {}),  # those that decode are not the first
-    ((1, 9, 9, 9, 9), {}, {}),  # too few
-    (NEW, {"speculates": True}, {}),
-    (NEW, {"num_ranks": 2}, {}),
-    (NEW, {}, {"causal": False}),
-    (NEW, {}, {"causal": torch.ones(5)}),
-    (NEW, {}, {"mm_req_doc_ranges": {0: [(0, 2)]}}),
-])  # fmt: skip
-def test_other_steps_are_left_to_vllm(new: tuple[int, ...], builder: dict[str, Any], change: dict[str, Any]) -> None:
-    _, common = step_of((20, 40, 17, 30, 12), new)
-    own = Builder(**builder)
-    metadata = built(own, dataclasses.replace(common, **change))
-    assert own.calls == [5]
-    assert metadata.query_start_loc is common.query_start_loc
-
-
-def test_a_step_with_a_common_prefix_is_left_to_vllm() -> None:
-    _, common = step_of(LENGTHS, NEW)
-    builder = Builder()
-    assert built(builder, common, 16).query_start_loc is common.query_start_loc
-    assert builder.calls == [5]
-
-
-@pytest.mark.parametrize("new", [NEW, (1,) * 5])
-@pytest.mark.parametrize("known", [None, [20, 40, 17, 30]])
-def test_a_step_whose_lengths_the_host_does_not_know_is_left_to_vllm(
-    known: list[int] | None, new: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In 0.26, attention in chunks has more batches than requests whose lengths are given."""
-    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 2**40)
-    _, common = step_of(LENGTHS, new)
-    made = vllms_own(lambda num, heads: True, build=lambda *given: given)
-    own = made()
-    changed = dataclasses.replace(common, seq_lens_cpu_upper_bound=None if known is None else torch.tensor(known))
-    assert own.build(0, changed) == (own, 0, changed)
-
-
-@pytest.mark.parametrize(("longest", "calls"), [(62, [2, 5]), (63, [5])])
-def test_a_step_with_one_long_request_is_left_to_vllm(
-    longest: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A single program would read its tokens, one after the other."""
-    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
-    _, common = step_of((longest, 40, 22, 900, 12), NEW)
-    builder = Builder()
-    built(builder, common)
-    assert builder.calls == calls
-
-
-@pytest.mark.usefixtures("any_batch")
-@pytest.mark.parametrize(("longest", "calls"), [(62, []), (63, [5])])
-def test_a_step_that_only_decodes_is_left_to_vllm_if_one_request_is_long(
-    longest: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of those that run outside of the graphs of decoding."""
-    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 4)
-    given, common = step_of((longest, 20, 20, 20, 2), (1,) * 5)
-    assert attend(given, built(Builder(), common)) == calls
-    torch.testing.assert_close(given["out"], expected(given), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize(("new", "prefix", "parts"), [(NEW, 0, 1), ((1,) * 5, 16, 2**40)])
-def test_all_that_vllm_gives_its_builder_arrives(
-    new: tuple[int, ...], prefix: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", parts)
-    calls: list[Any] = []
-
-    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *more: Any, **named: Any) -> Any:
-        calls.append((common_prefix_len, more, named))
-        return Builder.build(self, common_prefix_len, common_attn_metadata)
-
-    _, common = step_of(LENGTHS, new)
-    made = vllms_own(lambda num, heads: True, build=build)()
-    for more, named in (((True,), {}), ((), {"fast_build": True})):
-        calls.clear()
-        assert made.build(prefix, common, *more, **named).query_start_loc is not common.query_start_loc
-        assert calls == [(prefix, more, named)] * (2 if new == NEW else 1)
-
-
-@pytest.mark.parametrize("new", [NEW, (1,) * 5])
-def test_builders_for_other_kinds_of_attention_are_left_to_vllm(
-    new: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(long_requests, "_PARTS_OF_LONGEST", 1 if new == NEW else 2**40)
-    _, common = step_of(LENGTHS, new)
-    own = type("ChunkedLocalAttentionBuilder", (vllms_own(lambda num, heads: True),), {})()
-    assert own.build(0, common).query_start_loc is common.query_start_loc
-    assert own.calls == [5]
-
-
-def test_builders_share_the_memory_of_a_step_but_not_its_plan() -> None:
-    _, common = step_of(LENGTHS, NEW)
-    one, other = built(Builder(), common), built(Builder(), common, least=9)
-    assert one.query_start_loc.data_ptr() == other.query_start_loc.data_ptr()
-    given = {"seqused_k": 1, "block_table": 1}
-    assert mixed_steps.mixed_step_of({**given, "cu_seqlens_q": one.query_start_loc}) is not None
-    assert mixed_steps.mixed_step_of({**given, "cu_seqlens_q": other.query_start_loc}) is None
-
-
-def test_the_installed_vllm_has_what_mixed_steps_need() -> None:
-    theirs = flash_attn.FlashAttentionMetadataBuilder
-    assert list(inspect.signature(theirs.build).parameters)[1:3] == ["common_prefix_len", "common_attn_metadata"]
-    source = inspect.getsource(theirs)
-    for name in ("num_heads_kv", "dcp_world_size", "use_full_cuda_graph"):
-        assert f"self.{name} = " in source or f"self.{name}, " in source
-    assert "if self.use_full_cuda_graph and scheduler_metadata is not None:" in source
-    assert "self.vllm_config = vllm_config" in inspect.getsource(AttentionMetadataBuilder)
-    known = {field.name for field in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
-    assert {"query_start_loc", "max_query_len", "max_seq_len", "scheduler_metadata", "max_num_splits"} <= known
-
-
-def test_a_builder_that_fails_has_its_graphs_back() -> None:
-    _, common = step_of(LENGTHS, NEW)
-
-    def fails(*_: Any) -> None:
-        raise ValueError("no")
-
-    builder = vllms_own(lambda num, heads: True, build=fails)()
-    with pytest.raises(ValueError, match="no"):
-        builder.build(0, common)
-    assert builder.use_full_cuda_graph

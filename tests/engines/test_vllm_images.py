@@ -1,10 +1,10 @@
 """Prompts with images on real vLLM, in float32: held against transformers, token by token."""
 
-import contextlib
 import gc
 import io
 import pathlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -226,7 +226,7 @@ def test_wrong_places_and_images_are_error_rows(tmp_path: pathlib.Path, engine: 
         {"prompt": "outside <image>", "photos": "../../etc/hostname"},
         {"prompt": "<image>" * 5, "photos": ["a.png"] * 5},
         {"prompt": f"long <image>{' word' * 490}", "photos": ["a.png"]},
-        {"prompt": "without images an <image> is a token", "photos": None},
+        {"prompt": "a place <image> without an image", "photos": None},
         {"prompt": "one <image> place", "photos": "a.png"},
     ]
     spec = spec_of({"path": str(write_lines(tmp_path / "rows.jsonl", lines)), "images_column": "photos"},
@@ -235,7 +235,7 @@ def test_wrong_places_and_images_are_error_rows(tmp_path: pathlib.Path, engine: 
     types = [row["error_type"] for row in found]
     wrong = "image_placeholder"
     assert types == [None, wrong, wrong, wrong, wrong, "image_broken", "image_not_found", "image_forbidden",
-                     "too_many_images", "prompt_too_long", None, None]  # fmt: skip
+                     "too_many_images", "prompt_too_long", wrong, None]  # fmt: skip
     # Rows that were refused have left nothing in the engine.
     without_key = [{key: value for key, value in row.items() if key != "row_index"} for row in (found[0], found[-1])]
     assert without_key[0] == without_key[1]
@@ -252,26 +252,24 @@ def test_spare_placeholders_that_only_the_engine_knows(engine: VllmEngine) -> No
         assert refusal.value.error.error_type == "image_placeholder"
 
 
-def test_renderers_of_other_threads_make_the_same(engine: VllmEngine, rows: list[Row]) -> None:
-    """Several threads have a renderer each. The engine knows an image by its name, so no two may have one."""
+def test_threads_that_render_at_one_time_make_the_same(
+    engine: VllmEngine, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine knows an image by its name, so no two may have one."""
     tokenizer = load_tokenizer(str(VISION), False)
-    images = [[Image.open(io.BytesIO(picture)) for picture in row.pictures] for row in rows]
+    images = [[Image.open(io.BytesIO(picture)).convert("RGB") for picture in row.pictures] for row in rows]
     prompts = [(tokenizer(row.text)["input_ids"], of_row) for row, of_row in zip(rows, images, strict=True) if of_row]
-    rendering = Rendering(engine._engine, most=3)
-    made: list[list[RenderedPrompt]] = []
-    with contextlib.ExitStack() as held:
-        for _ in range(3):  # as many as threads may have at one time
-            made.append([rendering.render(*prompt) for prompt in prompts])
-            held.enter_context(rendering._one_renderer())
-        assert not rendering._idle
-    for same in zip(*made, strict=True):
-        assert len({tuple(prompt.token_ids) for prompt in same}) == 1
-        first, *others = (_tensors(prompt) for prompt in same)
-        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    names = [
-        name for of_renderer in made for prompt in of_renderer for name in prompt.for_ids([])["mm_hashes"]["image"]
-    ]
-    assert len(set(names)) == len(names) == 3 * sum(map(len, images))
+    monkeypatch.setattr("batchinf.engines.vllm.images._num_threads", lambda: 4)
+    rendering = Rendering(engine._engine)
+    assert rendering._threads._value == 4
+    alone = [rendering.render(*prompt) for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        others = list(threads.map(lambda prompt: rendering.render(*prompt), prompts * 8))
+    for expected, made in zip(alone * 8, others, strict=True):
+        assert made.token_ids == expected.token_ids
+        assert all(torch.equal(a, b) for a, b in zip(_tensors(made), _tensors(expected), strict=True))
+    names = [name for prompt in alone + others for name in prompt.for_ids([])["mm_hashes"]["image"]]
+    assert len(set(names)) == len(names) == 9 * sum(map(len, images))
 
 
 def _tensors(prompt: RenderedPrompt) -> list[torch.Tensor]:

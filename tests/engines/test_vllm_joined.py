@@ -142,7 +142,7 @@ def test_a_worker_without_a_scheduler_in_its_process_changes_nothing(monkeypatch
     front = types.SimpleNamespace(process_outputs=print)
     engine = types.SimpleNamespace(
         output_processor=front,
-        collective_rpc=lambda name: [getattr(worker, name)()],
+        collective_rpc=lambda name, args: [getattr(worker, name)(*args)],
         vllm_config=types.SimpleNamespace(
             parallel_config=types.SimpleNamespace(worker_extension_cls="batchinf.engines.vllm.worker.RowsExtension"),
             model_config=types.SimpleNamespace(max_model_len=500),

@@ -79,8 +79,8 @@ def test_every_piece_relies_on_methods_of_the_installed_version() -> None:
     ("place", "expected"),
     [
         (SCHEDULE, {"decode", "admit"}),
-        (BUILD, {"mixed", "whole"}),
-        (DISPATCH, {"long", "fresh"}),
+        (BUILD, {"whole"}),
+        (DISPATCH, {"long"}),
         (SCORES, {"rows_v2"}),
     ],
 )
@@ -180,10 +180,10 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     monkeypatch.setattr(type(engine.current_platform), "is_device_capability", lambda *_: False)
     assert named(generating) == plain
     monkeypatch.setattr(type(engine.current_platform), "is_device_capability", lambda *_: True)
-    assert named(generating) == plain | {"kernel", "mixed", "long"}
+    assert named(generating) == plain | {"kernel", "long"}
     assert named(reading) == {"admit", "join", "arrays"}
     whole = {**reading, "additional_config": {WHOLE_STEPS: True}}
-    assert named(whole) == {"admit", "join", "arrays", "whole", "fresh"}
+    assert named(whole) == {"admit", "join", "arrays", "whole"}
     assert named({"scheduler_cls": "their.Scheduler"}) == {"arrays"}
 
 

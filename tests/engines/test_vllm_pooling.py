@@ -24,7 +24,7 @@ from batchinf.records import Prompt, Result
 from batchinf.results import Results
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_of, task_type
 
 vllm = pytest.importorskip("vllm")
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
@@ -97,7 +97,7 @@ def resolved(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
             **sections,
         }
     )
-    return task_of(spec).resolve(resolve(spec.model))
+    return task_type(spec).resolve(spec, resolve(spec.model))
 
 
 @contextlib.contextmanager

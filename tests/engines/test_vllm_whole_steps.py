@@ -17,8 +17,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
-from batchinf.engines.vllm.kernels import fresh_steps, whole_steps
-from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER
+from batchinf.engines.vllm.kernels import whole_steps
 from batchinf.spec.job import WHOLE_STEPS
 
 
@@ -49,13 +48,7 @@ class Impl:
     vllm_flash_attn_version = 3
     attn_type = "decoder"
     num_heads, num_kv_heads, head_size = 4, 2, 8
-    sliding_window, kv_sharing_target_layer_name, kv_cache_dtype = (-1, -1), None, "fp8_e4m3"
-
-    def forward(self) -> str:
-        return "with the cache"
-
-    def do_kv_cache_update(self) -> None:
-        pass
+    kv_cache_dtype = "fp8_e4m3"
 
 
 class OtherImpl(Impl):
@@ -72,11 +65,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
         CUDAGraphMode=CUDAGraphMode,
         flash_attn_varlen_func=lambda **named: None,
     )
-    for user in (whole_steps, fresh_steps):
-        monkeypatch.setattr(user, "optional", lambda _, name, cost: getattr(module, name, None))
+    monkeypatch.setattr(whole_steps, "optional", lambda _, name, cost: getattr(module, name, None))
     monkeypatch.setattr(whole_steps, "is_right", lambda *given: True)
-    for name in ("forward", "do_kv_cache_update"):
-        monkeypatch.setattr(Impl, name, getattr(Impl, name))  # restored after the test
     return module
 
 
@@ -92,32 +82,19 @@ def step(*lengths: int) -> Any:
     )  # fmt: skip
 
 
-def loaded_worker(
-    mode: CUDAGraphMode, layers: Any, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool = True, is_caching: bool = True
-) -> Any:
-    """Our worker, which has loaded the model."""
-    worker: Any = whole_steps.PromptWorker.__new__(whole_steps.PromptWorker)
-    worker.vllm_config = types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(static_forward_context=layers, cudagraph_mode=mode),
-        additional_config={WHOLE_STEPS: True} if is_asked else {},
-        scheduler_config=types.SimpleNamespace(
-            scheduler_cls=POOLING_SCHEDULER, max_num_batched_tokens=16384, policy="fcfs", long_prefill_token_threshold=0
-        ),
-        cache_config=types.SimpleNamespace(enable_prefix_caching=is_caching, cache_dtype="auto", block_size=16),
-        kv_transfer_config=None,
-        model_config=types.SimpleNamespace(max_model_len=4096, dtype=torch.bfloat16),
-    )
-    monkeypatch.setattr(fresh_steps, "is_right", lambda *shape: True)
-    monkeypatch.setattr(whole_steps.Worker, "load_model", lambda self, **named: named, raising=False)
-    assert worker.load_model(load_dummy_weights=True) == {"load_dummy_weights": True}
-    return worker
-
-
 def worker_of(
     mode: CUDAGraphMode, layers: Any, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool = True
 ) -> CUDAGraphMode:
     """The kind of graphs after our worker has loaded the model."""
-    worker = loaded_worker(mode, layers, monkeypatch, is_asked=is_asked)
+    worker: Any = whole_steps.PromptWorker.__new__(whole_steps.PromptWorker)
+    worker.vllm_config = types.SimpleNamespace(
+        compilation_config=types.SimpleNamespace(static_forward_context=layers, cudagraph_mode=mode),
+        additional_config={WHOLE_STEPS: True} if is_asked else {},
+        cache_config=types.SimpleNamespace(block_size=16),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+    )
+    monkeypatch.setattr(whole_steps.Worker, "load_model", lambda self, **named: named, raising=False)
+    assert worker.load_model(load_dummy_weights=True) == {"load_dummy_weights": True}
     chosen: CUDAGraphMode = worker.vllm_config.compilation_config.cudagraph_mode
     return chosen
 
@@ -217,45 +194,6 @@ def test_an_older_flash_attention_has_them_too(backend: Any, monkeypatch: pytest
 def test_attention_without_a_cache_has_graphs_of_pieces(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Impl, "attn_type", "encoder_only")
     assert worker_of(CUDAGraphMode.FULL, PLAIN, monkeypatch) == CUDAGraphMode.PIECEWISE
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-@pytest.mark.parametrize("is_caching", [True, False])
-def test_without_a_prefix_cache_steps_of_whole_prompts_need_none(
-    is_caching: bool, is_known: bool, backend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    worker = loaded_worker(CUDAGraphMode.FULL, PLAIN, monkeypatch, is_caching=is_caching)
-    captured, ran = [], []
-    chooser = types.SimpleNamespace(dispatch=lambda num_tokens: None)
-    worker.model_runner = types.SimpleNamespace(cudagraph_manager=chooser if is_known else None)
-    worker.model_runner.capture_model = lambda: captured.append(worker._steps is not None and worker._steps.is_fresh)
-
-    def warm_up(self: Any) -> float:
-        self.model_runner.capture_model()
-        return 1.5
-
-    def execute(self: Any, scheduler_output: Any) -> str:
-        ran.append(self._steps is not None and self._steps.is_fresh)
-        return "results"
-
-    monkeypatch.setattr(whole_steps.Worker, "compile_or_warm_up_model", warm_up, raising=False)
-    monkeypatch.setattr(whole_steps.Worker, "execute_model", execute, raising=False)
-    assert worker.compile_or_warm_up_model() == 1.5
-    for num_tokens in (3, 2):
-        new = types.SimpleNamespace(req_id="a", num_computed_tokens=0, prompt_token_ids=[1, 2, 3])
-        output = types.SimpleNamespace(
-            num_scheduled_tokens={"a": num_tokens}, scheduled_new_reqs=[new],
-            scheduled_cached_reqs=types.SimpleNamespace(req_ids=[]),
-        )  # fmt: skip
-        assert worker.execute_model(output) == "results"
-    has = not is_caching and is_known
-    assert captured == [has] and ran == [has, False]
-    assert ("steps of whole prompts do without the KV cache" in capsys.readouterr().out) is has
-
-
-def test_a_layer_with_a_window_keeps_the_cache(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Impl, "sliding_window", (511, 0))
-    assert loaded_worker(CUDAGraphMode.FULL, PLAIN, monkeypatch, is_caching=False)._steps is None
 
 
 def test_the_installed_vllm_has_what_whole_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from batchinf.coordinator.begin import new_header
 from batchinf.job.choose import consecutive
 from batchinf.job.drift import check_drift
 from batchinf.job.job import Job
-from batchinf.job.open import open_job
+from batchinf.job.open import open_job, prepare_job
 from batchinf.model.identity import resolve
 from batchinf.model.lora import Adapter, resolve_adapters
 from batchinf.prompts.builder import PromptBuilder
@@ -69,6 +69,20 @@ def test_an_adapter_is_known_by_its_content(tmp_path: pathlib.Path) -> None:
     (moved / "model.safetensors").write_bytes(b"x")
     modules = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     assert find(str(moved)) == (Adapter("lora", str(moved), 8, first.fingerprint, modules),)
+
+
+def test_an_adapter_of_the_head_is_refused_if_logits_of_prompts_are_needed(tmp_path: pathlib.Path) -> None:
+    folder = make_adapter(tmp_path / "a", 1)
+    weights = folder / "adapter_model.safetensors"
+    save_file({**load_file(weights), "base_model.model.lm_head.lora_A.weight": torch.zeros(8, 128)}, weights)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    fields = {"model": {"name": str(jobs.MODEL), "lora": str(folder)}, "output": {"path": str(tmp_path / "out")}}
+    fields |= {"input": {"path": str(tmp_path / "rows.jsonl")}}
+    [adapter] = prepare_job(read_spec(fields)).adapters
+    assert "lm_head" in adapter.modules
+    for section in ({"sampling": {"prompt_logprobs": 1}}, {"task": "logits", "logits": {"positions": "all"}}):
+        with pytest.raises(ModelError, match=f"^model.lora: {folder} changes lm_head"):
+            prepare_job(read_spec({**fields, **section}))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import AutoProcessor
 
 import batchinf
 import jobs
-from batchinf.fleet.image_settings import step_for_images, with_most_images
+from batchinf.fleet.engine_defaults import step_for_images, with_most_images
 from batchinf.model.identity import Model, resolve
 from batchinf.model.image_tokens import image_tokens
 from batchinf.model.memory import GIB, Fit, Needs

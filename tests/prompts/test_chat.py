@@ -182,6 +182,19 @@ def test_arrow_fills_with_nulls_what_other_messages_have() -> None:
          "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": None}}}]},
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
     ]  # fmt: skip
+    # Templates of several models show an image for a part that has such a key.
+    part = '[{"role": "user", "content": [{"type": "text", "text": "a", "image": null}]}]'
+    assert read_messages(part, "column 'chat'") == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+
+
+def test_images_beside_the_content_are_refused() -> None:
+    message = {"role": "user", "content": "hi", "images": ["a.png"]}
+    refused = read_messages([message], "column 'chat'", takes_images=True)
+    assert isinstance(refused, RowError)
+    assert refused.error_message == (
+        "column 'chat', message 0: got 'images' beside the content; give each image a part of its own in the content"
+    )
+    assert read_messages([{**message, "images": []}], "column 'chat'", takes_images=True) == [{**message, "images": []}]
 
 
 EXPECTED = "expected a list of messages, or JSON text of one"
@@ -216,6 +229,8 @@ EXPECTED = "expected a list of messages, or JSON text of one"
          "the spec has input.images"),
         ([{"role": "user", "content": [{"type": "text"}]}], "invalid_messages",
          "column 'chat', message 0: got null for the text of a part; expected text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "image": "x.png"}]}], "invalid_messages",
+         "column 'chat', message 0: got 'image' in a part of type 'text'; give the image a part of its own"),
         ([{"role": "user", "content": "\ud800"}], "invalid_unicode",
          "the prompt is not valid Unicode: lone surrogate U+D800 at character 24"),
         ([FEW_SHOT[0], FEW_SHOT[0]], "template_error", "the chat template failed at line 11: After the optional system "

@@ -16,6 +16,7 @@ from batchinf.prompts.chat import ChatTemplate
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.images import Placeholders
 from batchinf.prompts.media import ImageLoader
+from batchinf.prompts.templates import RowTemplate
 from batchinf.records import Prompt
 from batchinf.source.find import folder_of
 from batchinf.spec.file import read_spec
@@ -172,6 +173,10 @@ def test_a_placeholder_that_must_stay_a_token_is_an_error(tmp_path: pathlib.Path
     assert plain.error is not None
     assert plain.error.error_type == "image_placeholder"
     assert "2 tokens '<image>' for 1 image" in plain.error.error_message
+    [none], _ = conversation(tmp_path, [{"prompt": "Is it in <image>?", "photo": None}],
+                             apply_chat_template=False, images_column="photo")  # fmt: skip
+    assert none.error is not None
+    assert "1 token '<image>' for 0 images; expected 1 for each image: leave out rows" in none.error.error_message
     tokenizer = load_tokenizer(str(VISION), False)
     where = InputSpec.model_validate({"path": "x", "images_column": "photo", "add_generation_prompt": True})
     placeholders = Placeholders(ChatTemplate(where, tokenizer, None), tokenizer)
@@ -220,6 +225,8 @@ def test_lines_of_batch_files_have_images(tmp_path: pathlib.Path) -> None:
         line(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": chat}], "mm_processor_kwargs": {"a": 1}}
         ),
+        line("/v1/chat/completions", {"messages": [{"role": "user", "content": chat}], "truncate_prompt_tokens": 30}),
+        line("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "truncate_prompt_tokens": 30}),
     ]
     fields = {"format": "openai", "images": {}}
     prompts, where = conversation(tmp_path, lines, **fields)
@@ -229,6 +236,18 @@ def test_lines_of_batch_files_have_images(tmp_path: pathlib.Path) -> None:
         assert digests(prompt, where) == [sha256(PICTURE)]
     assert prompts[2].error is not None
     assert "body.mm_processor_kwargs" in prompts[2].error.error_message
+    assert prompts[3].error is not None
+    assert "body.truncate_prompt_tokens: got it in a line with images" in prompts[3].error.error_message
+    assert prompts[4].error is None
+
+
+def test_a_template_prints_no_bytes() -> None:
+    template = RowTemplate("Is it {{ photo }}?", "input.prompt_template", None)
+    for photo in (PICTURE, {"bytes": PICTURE, "path": "a.png"}):
+        refused = template.fill({"photo": photo})
+        assert isinstance(refused, RowError)
+        assert "it prints bytes; images stand in parts of type image" in refused.error_message
+    assert template.fill({"photo": {"bytes": None, "path": "a.png"}}) == "Is it {'bytes': None, 'path': 'a.png'}?"
 
 
 def test_a_template_without_images_is_refused() -> None:
@@ -251,6 +270,7 @@ def test_a_template_without_images_is_refused() -> None:
         ({}, {"engine": {"max_model_len": "auto"}}, "known only when it runs"),
         ({}, {"engine": {"limit_mm_per_prompt": {"image": 9}}}, "set input.images.max_per_row"),
         ({}, {"engine": {"mm_processor_cache_gb": 4}}, "leave it out"),
+        ({}, {"engine": {"language_model_only": True}}, "vLLM would run the model without images"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}, {}, "missing"),
     ],
 )

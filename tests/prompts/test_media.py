@@ -381,6 +381,7 @@ def test_a_path_that_is_not_allowed_or_no_file_is_an_error(tmp_path: pathlib.Pat
             assert refused(source, images)[0] == error_type, source
     assert loader(folder).load("small.png").width == 8
     assert "'large.png' has 102 bytes" in refused("large.png", images)[1]
+    assert refused("", images)[1] == "the path of the image is empty"
     # Without a folder no path is allowed, unless the spec names its folder.
     assert refused("a.png", loader())[0] == refused(f"{beside}/a.png", loader())[0] == "image_forbidden"
     assert loader(folders=[str(beside)]).load(f"{beside}/a.png").width == 8

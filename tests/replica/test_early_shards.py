@@ -18,7 +18,6 @@ from batchinf.engines.scripted import ScriptedEngine
 from batchinf.job.open import open_job_input
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Lease
-from batchinf.replica.incarnation import forks_engine_core
 from batchinf.replica.messages import Assign, Event, LeaseBegun, LeaseDone, Revoked
 from batchinf.replica.worker import RECORD_BYTES, EngineLimits, InFlightRecord, Pipeline, expected_limits
 from batchinf.spec.job import JobSpec
@@ -246,21 +245,13 @@ def test_shards_of_a_replica_that_does_not_come_up_are_done_by_the_other(action:
     assert len({part.replica for part in jobs.state_of(out).parts.values()}) == 1
 
 
-def test_the_feeder_waits_for_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
-    assert forks_engine_core()
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    assert not forks_engine_core()
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    assert not forks_engine_core()
+def test_the_feeder_waits_for_the_fork() -> None:
     script = """
 import os, subprocess, threading
 from batchinf.replica.incarnation import FirstFork
 
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
-fork = FirstFork(is_expected=True)
+fork = FirstFork(1)
 began = []
 thread = threading.Thread(target=lambda: began.append(os.getpid()))
 fork.after(thread.start)
@@ -279,12 +270,12 @@ if not os.fork():  # `start` would raise if it were called again
 os.wait()
 fork.after(lambda: began.append("late"))
 assert began[1:] == ["late"]
-never = FirstFork(is_expected=True)
+never = FirstFork(1)
 never.after(lambda: began.append("released"))
 assert began[2:] == []
 never.release()
 assert began[2:] == ["released"]
-FirstFork(is_expected=False).after(lambda: began.append("at once"))
+FirstFork(0).after(lambda: began.append("at once"))
 assert began[3:] == ["at once"]
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=jobs.ROOT, timeout=60)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from batchinf.replica.incarnation import FirstFork, forks_workers
+from batchinf.replica.incarnation import FirstFork, num_forks_of_vllm
 
 
 def fork() -> None:
@@ -13,17 +13,10 @@ def fork() -> None:
     os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "at_once", "after_one"),
-    [
-        ({"is_expected": False}, True, True),
-        ({"is_expected": True}, False, True),
-        ({"is_expected": False, "are_several": True}, False, False),
-    ],
-)
-def test_a_call_waits_for_the_forks(options: dict[str, bool], at_once: bool, after_one: bool) -> None:
+@pytest.mark.parametrize(("num_forks", "at_once", "after_one"), [(0, True, True), (1, False, True), (2, False, False)])
+def test_a_call_waits_for_the_forks(num_forks: int, at_once: bool, after_one: bool) -> None:
     ran: list[int] = []
-    forks = FirstFork(**options)
+    forks = FirstFork(num_forks)
     forks.after(lambda: ran.append(1))
     assert bool(ran) == at_once
     fork()
@@ -32,13 +25,20 @@ def test_a_call_waits_for_the_forks(options: dict[str, bool], at_once: bool, aft
     assert ran == [1]
 
 
-def test_workers_are_forked_here_only_if_the_core_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it in tests that run it in here
-    assert forks_workers(2)
-    assert not forks_workers(1)
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    assert not forks_workers(2)
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    assert not forks_workers(2)
+@pytest.mark.parametrize(
+    ("in_process", "method", "of_one_device", "of_two_devices"),
+    [(None, None, 1, 1), (None, "spawn", 0, 0), ("0", None, 0, 2), ("0", "fork", 0, 2), ("0", "spawn", 0, 0)],
+)
+def test_how_often_vllm_forks_a_replica(
+    in_process: str | None,
+    method: str | None,
+    of_one_device: int,
+    of_two_devices: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", in_process), ("VLLM_WORKER_MULTIPROC_METHOD", method)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)  # vLLM sets it in tests that run it in here
+        else:
+            monkeypatch.setenv(name, value)
+    assert (num_forks_of_vllm(1), num_forks_of_vllm(2)) == (of_one_device, of_two_devices)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -22,7 +23,9 @@ import jobs
 from batchinf.base.errors import DriftError
 from batchinf.commands.inspect import inspect_row
 from batchinf.commands.verify import verify_job
+from batchinf.job.input_job import image_folder
 from batchinf.spec.file import read_spec
+from batchinf.spec.input import InputSpec
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
 ASK = [{"role": "user", "content": [{"type": "text", "text": "{{ id }}: "}, {"type": "image", "column": "photo"}]}]
@@ -262,6 +265,22 @@ def test_a_chain_of_jobs_keeps_its_images(tmp_path: pathlib.Path) -> None:
         again = spec_of(tmp_path / column, input=where, sampling={"max_tokens": 4})
         jobs.finish(again)
         assert [row["image_digests"] for row in jobs.rows_of(tmp_path / column / "out")] == digests
+
+
+def test_a_chain_knows_the_folder_in_which_its_first_job_began(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"id": "row", "photo": "pictures/red-circle.png"}]
+    folder = tmp_path / "first"
+    where = {"path": os.path.relpath(folder / "rows.jsonl", jobs.ROOT), "messages": ASK}
+    jobs.finish(spec_of(folder, rows, input=where, output={"keep_columns": ["photo"]}))
+    second = {"path": None, "job": str(folder / "out"), "messages": ASK}
+    jobs.finish(spec_of(tmp_path / "second", input=second))
+    # From here the path in the first spec leads nowhere, and it could lead to another file.
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        chained = InputSpec(job=str(tmp_path / name / "out"), images_column=("photo",), prompt_template="<image>")
+        assert image_folder(chained) == str(folder)
 
 
 def test_repaired_rows_have_their_own_images(tmp_path: pathlib.Path) -> None:

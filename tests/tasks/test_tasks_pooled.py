@@ -22,7 +22,7 @@ from batchinf.replica.worker import num_bytes
 from batchinf.results import Results
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_of, task_type
 
 LENGTHS = (3, 1, 5, 2)
 CASES: list[tuple[str, dict[str, Any], int]] = [  # task, pooling, width of what the engine gives
@@ -163,7 +163,7 @@ def model_of(folder: pathlib.Path, **config: Any) -> pathlib.Path:
 
 def resolved(task: str, folder: pathlib.Path, **sections: Any) -> JobSpec:
     spec = spec_of(task, **{"model": str(folder), **sections})
-    return task_of(spec).resolve(resolve(spec.model))
+    return task_type(spec).resolve(spec, resolve(spec.model))
 
 
 def test_widths_and_labels(tmp_path: pathlib.Path) -> None:

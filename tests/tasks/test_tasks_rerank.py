@@ -25,7 +25,7 @@ from batchinf.records import Prompt, Reranking
 from batchinf.source.rows import Row
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.registry import task_of
+from batchinf.tasks.registry import task_of, task_type
 from batchinf.tasks.vectors.rerank import cosines, ranked
 from batchinf.tasks.vectors.rerank_lines import RerankReader, RerankRequest
 from batchinf.tasks.vectors.rerank_prompts import longest_first
@@ -46,7 +46,7 @@ def spec_of(*, cross: bool = True, **sections: Any) -> JobSpec:
             **sections,
         }
     )
-    return task_of(spec).resolve(resolve(spec.model))
+    return task_type(spec).resolve(spec, resolve(spec.model))
 
 
 COLUMNS = {"path": "in", "query_column": "query", "documents_column": "documents"}

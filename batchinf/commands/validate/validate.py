@@ -56,6 +56,7 @@ from batchinf.source.files import say_on_stderr
 from batchinf.source.rows import NewRows
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
 
 _LONG = 1 << 30  # assumed room in tokens if it is unknown
 
@@ -258,7 +259,7 @@ def _shown_row(
         prompt = whole
     # Only the first sample of a row is shown, and a row may have millions.
     sampling = job.spec.sampling.model_copy(update={"n": 1})
-    task = job.task.over(job.spec.model_copy(update={"sampling": sampling}))
+    task = task_of(job.spec.model_copy(update={"sampling": sampling}))
     requests = task.requests(prompt, max_model_len(job) or _LONG)
     [(part, request), *_] = requests
     row_as_run = shown_row(

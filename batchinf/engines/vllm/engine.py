@@ -49,7 +49,7 @@ from batchinf.engines.vllm.images import Rendering, check_takes_images
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.worker import install_late_mask, install_rows, install_scores, join_results
+from batchinf.engines.vllm.worker import install, install_rows, join_results
 from batchinf.model.lora import Adapter
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, RenderedPrompt, Request
@@ -114,7 +114,7 @@ def _install(engine: Any, task: Task) -> None:
     if rows is not None and not install_rows(engine, rows):
         print("rows of logits come in vLLM's own order, which is slower", flush=True)
     if ks := scored_ks(task):
-        if not install_scores(engine, ks):
+        if not install(engine, "install_scores", ks):
             print("vLLM's own code takes the logprobs, which is slower or needs more memory", flush=True)
         join_results(engine)
 
@@ -161,7 +161,7 @@ class VllmEngine:
 
             self._tell_parser = tell_parser(self._engine)
         _install(self._engine, task)
-        self._lacks_raw = wants_late_mask(task) and not install_late_mask(self._engine)
+        self._lacks_raw = wants_late_mask(task) and not install(self._engine, "install_late_mask")
         self._stats.replace_others(self._engine)
         self._request_error = ""  # vLLM's words of the latest request that ended with `error`
         self._hear_errors()
@@ -284,14 +284,15 @@ class VllmEngine:
     def close(self) -> None:
         """See `Engine.close`. A second call does nothing."""
         engine, self._engine, self._death = self._engine, None, "the engine is closed"
-        if engine is not None and self._watchdog is not None:
+        if engine is None:
+            return
+        if self._watchdog is not None:
             self._watchdog.stopped.set()
-            engine.engine_core.shutdown()
-        elif engine is not None:  # it ran in this process: free its memory, so that another one can start
-            engine.engine_core.shutdown()
-            del engine
-            if cleanup_dist_env_and_memory is not None:
-                cleanup_dist_env_and_memory()
+        engine.engine_core.shutdown()
+        del engine
+        # If it ran in this process, free its memory, so that another one can start.
+        if self._watchdog is None and cleanup_dist_env_and_memory is not None:
+            cleanup_dist_env_and_memory()
 
     def _params(self, request: Request) -> Any:
         """The request's own SamplingParams, because vLLM changes the object. Building one takes 30 µs, so it is a copy.

@@ -3,24 +3,25 @@
 Tested with vLLM 0.32.0.
 """
 
-import contextlib
-import copy
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.platforms import current_platform
 
 from batchinf.base.errors import EngineStartError, RequestRefused, RowError
 from batchinf.base.text import counted, describe_error, shorten
+from batchinf.engines.vllm.names import optional
 from batchinf.records import RenderedPrompt
 from batchinf.spec.job import JobSpec
 
 KIND = "image"
-# Renderers at most, each for one thread. They work at one time, because resizing and arithmetic release the
-# interpreter lock. More cores are for other replicas, and for the threads that decode.
-_MOST_RENDERERS = 4
+# Threads at most that render at one time. Resizing and arithmetic release the interpreter lock; the rest does not. More
+# cores are for other replicas, and for the threads that decode.
+_MOST_THREADS = 4
 _CORES_FOR_EACH = 4
 # Their processors run a kernel of numba, which ends the process if two threads are in it.
 _ONE_AT_A_TIME = ("kimi_k25",)
@@ -47,37 +48,32 @@ def check_takes_images(engine: Any) -> None:
 class Rendering:
     """Token ids and images → the engine's own form of a prompt. Threads may share it.
 
-    A renderer of vLLM is for one thread. While all are busy, another thread makes one more, up to a limit.
+    They share vLLM's renderer, as those of `renderer_num_workers` do for pooling models: without its cache it changes
+    nothing but a count, which has a lock. Its tokenizer gives each thread a copy, if it is of transformers.
     """
 
-    def __init__(self, engine: Any, most: int | None = None) -> None:
-        """most: renderers; None: by the cores of this host."""
-        self._engine = engine
-        self._idle = [engine.renderer]
-        self._num_left = (_most_renderers(engine) if most is None else most) - 1
-        self._changed = threading.Condition()
+    def __init__(self, engine: Any) -> None:
+        self._renderer = engine.renderer
+        cost = "one thread of a replica makes tensors of images"
+        safe_tokenizer = optional("vllm.tokenizers.hf", "ThreadSafeHFTokenizerMixin", cost, ())
+        model_type = engine.vllm_config.model_config.hf_config.model_type
+        is_safe = isinstance(engine.renderer.tokenizer, safe_tokenizer) and model_type not in _ONE_AT_A_TIME
+        self._threads = threading.BoundedSemaphore(_num_threads() if is_safe else 1)
+        if not current_platform.is_cpu():
+            # Around each prompt, vLLM sets the number of PyTorch's threads for the whole process and sets it back. Each
+            # change makes new threads, and two prompts at one time undo each other's.
+            torch.set_num_threads(1)
 
     def render(self, token_ids: list[int], images: Sequence[Any]) -> RenderedPrompt:
         """See `Engine.render`."""
         prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {KIND: list(images)}}
-        with self._one_renderer() as renderer:
-            return _checked(_rendered(renderer, prompt), len(images))
+        with self._threads:
+            return _checked(_rendered(self._renderer, prompt), len(images))
 
-    @contextlib.contextmanager
-    def _one_renderer(self) -> Iterator[Any]:
-        """A renderer for this thread alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._idle or self._num_left)
-            renderer = self._idle.pop() if self._idle else None
-            self._num_left -= renderer is None
-        if renderer is None:
-            renderer = _another(self._engine)
-        try:
-            yield renderer
-        finally:
-            with self._changed:
-                self._idle.append(renderer)
-                self._changed.notify()
+
+def _num_threads() -> int:
+    """That may render at one time, by the cores of this host."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_EACH))
 
 
 def _rendered(renderer: Any, prompt: dict[str, Any]) -> Any:
@@ -88,22 +84,6 @@ def _rendered(renderer: Any, prompt: dict[str, Any]) -> Any:
         words = shorten(describe_error(error), 300)
         raise RequestRefused(RowError("image_refused", f"the model's processor refused the images: {words}")) from None
     return made
-
-
-def _most_renderers(engine: Any) -> int:
-    model_type = engine.vllm_config.model_config.hf_config.model_type
-    if model_type in _ONE_AT_A_TIME or not hasattr(engine.renderer, "_mm_req_counter"):
-        return 1
-    return max(1, min(_MOST_RENDERERS, len(os.sched_getaffinity(0)) // _CORES_FOR_EACH))
-
-
-def _another(engine: Any) -> Any:
-    """A renderer that shares neither its tokenizer nor its processor: vLLM keeps processors by the tokenizer."""
-    first = engine.renderer
-    renderer = type(first)(engine.vllm_config, copy.deepcopy(first.tokenizer))
-    # vLLM numbers images by it. Two images with one number would be one image for the engine.
-    renderer._mm_req_counter = first._mm_req_counter
-    return renderer
 
 
 def _checked(made: Any, num_images: int) -> RenderedPrompt:

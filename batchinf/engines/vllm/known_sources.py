@@ -73,27 +73,24 @@ v1.outputs
 config.vllm
     get_layers_from_vllm_config                             4f15b80ffc56 4f15b80ffc56 4f15b80ffc56 kernel whole
 v1.attention.backend
-    CommonAttentionMetadata                                 40426d317a62 f1aea07551ea f1aea07551ea mixed whole
+    CommonAttentionMetadata                                 40426d317a62 f1aea07551ea f1aea07551ea whole
 v1.attention.backends.flash_attn
-    FA4DenseAttentionKernel.__call__                        absent       1d3420ef45f5 1d3420ef45f5 kernel mixed
-    FA4DenseAttentionKernel.kernel                          absent       470fbe58b81e 470fbe58b81e kernel mixed
-    FlashAttentionImpl.__init__                             3c195dab2724 b877d91494e5 b877d91494e5 kernel whole fresh
-    FlashAttentionImpl.do_kv_cache_update                   1129a4783cd0 1129a4783cd0 1129a4783cd0 fresh
-    FlashAttentionImpl.forward                              afae05efdb0b 4ddaa8ccc260 4ddaa8ccc260 kernel mixed fresh
-    FlashAttentionMetadata                                  b74fb6ec8ba1 6aebbd71cad5 6aebbd71cad5 mixed whole fresh
-    FlashAttentionMetadataBuilder.__init__                  12edc3b20807 1ea9dd1b79bb 1ea9dd1b79bb mixed whole
-    FlashAttentionMetadataBuilder._get_scheduler_metadata   absent       01108706b59b 01108706b59b mixed whole
-    FlashAttentionMetadataBuilder._store_scheduler_metadata absent       968f4246e944 968f4246e944 mixed whole
-    FlashAttentionMetadataBuilder.build                     2633778cc21c d3bedb7b7ef5 d3bedb7b7ef5 mixed whole
+    FA4DenseAttentionKernel.__call__                        absent       1d3420ef45f5 1d3420ef45f5 kernel
+    FA4DenseAttentionKernel.kernel                          absent       470fbe58b81e 470fbe58b81e kernel
+    FlashAttentionImpl.__init__                             3c195dab2724 b877d91494e5 b877d91494e5 kernel whole
+    FlashAttentionImpl.forward                              afae05efdb0b 4ddaa8ccc260 4ddaa8ccc260 kernel
+    FlashAttentionMetadata                                  b74fb6ec8ba1 6aebbd71cad5 6aebbd71cad5 whole
+    FlashAttentionMetadataBuilder.__init__                  12edc3b20807 1ea9dd1b79bb 1ea9dd1b79bb whole
+    FlashAttentionMetadataBuilder._get_scheduler_metadata   absent       01108706b59b 01108706b59b whole
+    FlashAttentionMetadataBuilder._store_scheduler_metadata absent       968f4246e944 968f4246e944 whole
+    FlashAttentionMetadataBuilder.build                     2633778cc21c d3bedb7b7ef5 d3bedb7b7ef5 whole
 v1.cudagraph_dispatcher
-    CudagraphDispatcher.dispatch                            af5f1cb2683c af5f1cb2683c af5f1cb2683c long fresh
+    CudagraphDispatcher.dispatch                            af5f1cb2683c af5f1cb2683c af5f1cb2683c long
 v1.worker.gpu.cudagraph_utils
-    BatchExecutionDescriptor                                9ad649e61706 1c56766a9dca 1c56766a9dca fresh
-    CudaGraphManager.dispatch                               02eeff199229 7fa1949b5b19 7fa1949b5b19 long fresh
+    CudaGraphManager.dispatch                               02eeff199229 7fa1949b5b19 7fa1949b5b19 long
 v1.worker.gpu.async_utils
     AsyncOutput                                             abe0780dcbea 9b699d143af1 703a9f785153 rows_v2
 v1.worker.gpu.model_runner
-    GPUModelRunner.capture_model                            b5e789adef10 440e8bfc97f0 96bad9cda840 fresh
     GPUModelRunner.sample                                   d0238ac7e91a b1dc07b53477 b1dc07b53477 mask_v2
 v1.worker.gpu.sample.logprob
     compute_topk_scores                                     73bd41be47ab b77c3b022130 b77c3b022130 rows_v2
@@ -107,7 +104,6 @@ v1.worker.gpu.structured_outputs
     StructuredOutputsWorker.apply_grammar_bitmask           bc50e7bc1cd1 ad05012ce929 8afa545fc531 mask_v2
 v1.worker.gpu_model_runner
     GPUModelRunner._get_prompt_logprobs_dict                5cd86d7dfe28 486674070b68 486674070b68 rows_v1
-    GPUModelRunner.capture_model                            5cef1bbf99b6 5cef1bbf99b6 5cef1bbf99b6 fresh
     GPUModelRunner.sample_tokens                            934ec9e0f7fa a21752160e18 a21752160e18 mask_v1
 v1.sample.sampler
     Sampler.apply_logits_processors                         b159edf3402d b159edf3402d b159edf3402d mask_v1
@@ -144,10 +140,8 @@ PIECES = {
     "join": Piece("joined results of prompts", "they are sent one by one", "scheduler pooling_scheduler"),
     "arrays": Piece("logprobs as arrays", "they come as Python objects, slowly", "front_end", True),
     "kernel": Piece("kernels for the attention of decoding", _SLOW_STEPS, "DecodingWorker", True),
-    "mixed": Piece("kernels for steps that also read prompts", _SLOW_STEPS, "DecodingWorker"),
     "long": Piece("steps without a graph for a very long request", "such steps take longer", "DecodingWorker"),
     "whole": Piece("whole graphs for steps of prompts", "they start layer by layer", "PromptWorker", True),
-    "fresh": Piece("steps of prompts without the KV cache", "they write and read it", "PromptWorker", True),
     "rows_v1": Piece("scores of prompts in pieces", _VLLM_SCORES, "RowsExtension_V1"),
     "rows_v2": Piece("kernels and rows for scores", _VLLM_SCORES, "RowsExtension_V2"),
     "mask_v1": Piece("raw scores of structured outputs", "rows that want them are refused", "RowsExtension_V1"),

@@ -6,12 +6,8 @@ Tested with vLLM 0.32.0 and compared with the source of 0.26.0.
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-else:
-    from vllm.v1.worker.gpu_worker import Worker
+from batchinf.engines.vllm.kernels.base_worker import Worker
 
 # `pooling_arguments` gives LAYERS_WORKER as `worker_cls`, and the layers under LAYERS_CONFIG in `additional_config`; -1
 # is the last layer. vLLM also uses `additional_config` to tell compiled graphs apart.

@@ -128,10 +128,8 @@ def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision
     if SCHEDULER is not None and arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens; pooling has none
         arguments["scheduler_cls"] = POOLING_SCHEDULER
     pooler = dict(spec.engine.get("pooler_config") or {})
-    if wanted.seq_pooling_type is not None:
-        pooler["seq_pooling_type"] = wanted.seq_pooling_type
-    if wanted.tok_pooling_type is not None:
-        pooler["tok_pooling_type"] = wanted.tok_pooling_type
+    types = {"seq_pooling_type": wanted.seq_pooling_type, "tok_pooling_type": wanted.tok_pooling_type}
+    pooler |= {name: value for name, value in types.items() if value is not None}
     if len(wanted.tasks) == 1:
         [pooler["task"]] = wanted.tasks
     chosen: dict[str, Any] = {"runner": "pooling", "convert": wanted.convert, "pooler_config": pooler}

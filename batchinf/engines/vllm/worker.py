@@ -89,36 +89,23 @@ def _is_v2(runner: Any) -> bool:
     return type(runner).__module__.startswith("vllm.v1.worker.gpu.")
 
 
+def install(engine: Any, method: str, *arguments: Any) -> bool:
+    """Call a method of `RowsExtension` in all workers. False if one cannot, or if the spec has its own extension."""
+    is_ours = engine.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+    return is_ours and all(engine.collective_rpc(method, args=arguments))
+
+
 def install_rows(engine: Any, wanted: RowsWanted) -> bool:
     """Let an engine's workers send rows as they are stored. False if they cannot; `logprobs.py` then sorts them."""
-    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:  # the spec has its own extension
-        return False
-    token_ids = list(wanted.token_ids) if wanted.token_ids else None
-    return all(engine.collective_rpc("install_vocabulary_rows", args=(wanted.dtype, token_ids)))
-
-
-def install_scores(engine: Any, ks: list[int]) -> bool:
-    """Let an engine's workers take logprobs by our own code. False if they keep vLLM's. ks: the numbers of logprobs."""
-    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
-        return False
-    return all(engine.collective_rpc("install_scores", args=(ks,)))
+    return install(engine, "install_vocabulary_rows", wanted.dtype, list(wanted.token_ids or ()) or None)
 
 
 def join_results(engine: Any) -> None:
     """Let an engine's scheduler send the results of all prompts of a step as one, and its front end split them."""
     front = engine.output_processor
-    has_extension = engine.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
-    if not has_extension or not joined.is_right(engine.vllm_config.model_config.max_model_len, width=2):
-        return
-    if all(engine.collective_rpc("join_results")):
+    is_right = joined.is_right(engine.vllm_config.model_config.max_model_len, width=2)
+    if is_right and install(engine, "join_results"):
         front.process_outputs = splitting(front.process_outputs)
-
-
-def install_late_mask(engine: Any) -> bool:
-    """Let an engine's workers take raw scores of structured outputs before the grammar; False where they cannot."""
-    if engine.vllm_config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
-        return False
-    return all(engine.collective_rpc("install_late_mask"))
 
 
 class ScoreRows:

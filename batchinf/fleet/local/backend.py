@@ -54,8 +54,7 @@ from batchinf.spec.job import JobSpec
 _FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 # The ranks of a large engine each write a traceback.
 _LOG_TAIL_BYTES = 1 << 20
-# Of a model's weights. If the first byte of a block is in memory, the whole block is assumed to be: another process has
-# just read it.
+# Of a model's weights.
 _BLOCK_BYTES = 2 << 20
 # Share of the free memory. Reading more weights ahead would push the first files out of the page cache again.
 _MOST = 0.5
@@ -275,6 +274,10 @@ class LocalBackend:
 def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
     """Begin to read a local model's weights into the page cache, so that all replicas of the host load them from there.
 
+    The disk is read while vLLM is imported. Copies of all tensors of 4 GB by `safetensors.safe_open`, 10 s after the
+    file was dropped from memory (POSIX_FADV_DONTNEED), then take 3.3 s; without, 6.9 s. The thread that digests the
+    weights reads them too, but it does not run if the digests are known, nor on other hosts of a cluster.
+
     Returns None if there is nothing to read or too little free memory. Nothing waits for the thread.
     """
     folder = pathlib.Path(model.path)
@@ -290,18 +293,11 @@ def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
 
 
 def _read(paths: Sequence[pathlib.Path]) -> None:
-    block = memoryview(bytearray(_BLOCK_BYTES))
+    block = bytearray(_BLOCK_BYTES)
     for path in paths:
         # Errors are ignored: the engine reports them when it loads the file.
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-            for offset in range(0, path.stat().st_size, _BLOCK_BYTES):
-                if not _is_cached(file.fileno(), offset):
-                    os.preadv(file.fileno(), [block], offset)
-
-
-def _is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the byte at `offset` is in memory; False if the file system cannot tell."""
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # EAGAIN: not in memory; EOPNOTSUPP
-        return False
+            # All bytes: if the kernel has read most of them ahead, and nobody has asked for them, the copies take 12 s.
+            # Weights that are in memory already are read at 10 GB/s.
+            while file.readinto(block):
+                pass

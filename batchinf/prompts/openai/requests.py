@@ -395,6 +395,10 @@ class BatchPrompts:
         rendered = render_conversation(messages, (), render, self._placeholders)
         if isinstance(rendered, RowError):
             return rendered
+        if rendered.sources and request.truncation is not None:
+            # vLLM counts all tokens of images, too, and refuses to cut them.
+            hint = "whose images it could cut off: leave it out, and shorten the text"
+            return RowError("unsupported_request", f"body.truncate_prompt_tokens: got it in a line with images, {hint}")
         ids = rendered.token_ids
         return replace(request, messages=None, text=rendered.text, token_ids=ids, is_chat=True, images=rendered.sources)
 

@@ -174,43 +174,28 @@ class Logits(Task):
         num_ids = self._logits.num_token_ids
         return None if num_ids is None else pa.list_(pa.field(ITEM, pa.int32(), nullable=False), num_ids)
 
-    def resolve(self, model: Model) -> JobSpec:
+    @classmethod
+    def resolve(cls, spec: JobSpec, model: Model) -> JobSpec:
         """See `Task`: the ids of the section's tokens, or the size of the vocabulary."""
-        check_token_ids("logits.token_ids", self._logits.token_ids, model)
-        if self._logits.positions_column is not None and self.spec.input.has_images:
+        logits = logits_of(spec)
+        check_token_ids("logits.token_ids", logits.token_ids, model)
+        if logits.positions_column is not None and spec.input.has_images:
             raise SpecError(
                 "logits.positions: got a column in a job with images; only the model's processor knows how many tokens "
                 "an image has, so positions must be last, all or generated"
             )
-        if self._logits.positions_column is not None and self.spec.input.on_overlong != "error":
+        if logits.positions_column is not None and spec.input.on_overlong != "error":
             raise SpecError(
                 "input.on_overlong: positions in a column count the tokens of the uncut prompt; leave it out"
             )
-        update: dict[str, Any] = {SECTION.name: self._with_ids(model) or self._with_vocabulary(model)}
-        if not self.draws_tokens:  # drop a limit from the model's generation_config
-            update["sampling"] = self.spec.sampling.model_copy(update={"max_tokens": None})
-        return self.spec.model_copy(update=update)
-
-    def _with_ids(self, model: Model) -> LogitsSpec | None:
-        """The section with its token ids; None if it names no tokens."""
-        logits = self._logits
-        if not logits.tokens:
-            return logits if logits.token_ids else None
-        ids = ids_of(logits.tokens, load_tokenizer(model.tokenizer, self.spec.model.trust_remote_code))
-        if logits.token_ids and logits.token_ids != ids:
-            raise SpecError(
-                f"logits.token_ids: got {list(logits.token_ids)}, but logits.tokens are {list(ids)}; leave out one of "
-                "them"
-            )
-        return logits.model_copy(update={"token_ids": ids})
-
-    def _with_vocabulary(self, model: Model) -> LogitsSpec:
-        vocab_size = self._logits.vocab_size or model.vocab_size
-        if vocab_size is None:
-            raise SpecError("logits.vocab_size: missing, and the model's config does not say it; give it")
-        if vocab_size != (model.vocab_size or vocab_size):
-            raise SpecError(f"logits.vocab_size: got {vocab_size}; the model's is {model.vocab_size}: leave it out")
-        return self._logits.model_copy(update={"vocab_size": vocab_size})
+        if logits.tokens or logits.token_ids:
+            logits = _with_ids(logits, spec, model)
+        else:
+            logits = _with_vocabulary(logits, model)
+        update: dict[str, Any] = {SECTION.name: logits}
+        if logits.positions != "generated":  # drop a limit from the model's generation_config
+            update["sampling"] = spec.sampling.model_copy(update={"max_tokens": None})
+        return spec.model_copy(update=update)
 
     @property
     def vocabulary_rows(self) -> RowsWanted:
@@ -317,6 +302,28 @@ class Logits(Task):
 
 
 _MOST_SHOWN = 6
+
+
+def _with_ids(logits: LogitsSpec, spec: JobSpec, model: Model) -> LogitsSpec:
+    """The section with the ids of its tokens."""
+    if not logits.tokens:
+        return logits
+    ids = ids_of(logits.tokens, load_tokenizer(model.tokenizer, spec.model.trust_remote_code))
+    if logits.token_ids and logits.token_ids != ids:
+        raise SpecError(
+            f"logits.token_ids: got {list(logits.token_ids)}, but logits.tokens are {list(ids)}; leave out one of them"
+        )
+    return logits.model_copy(update={"token_ids": ids})
+
+
+def _with_vocabulary(logits: LogitsSpec, model: Model) -> LogitsSpec:
+    """The section with the size of the vocabulary."""
+    vocab_size = logits.vocab_size or model.vocab_size
+    if vocab_size is None:
+        raise SpecError("logits.vocab_size: missing, and the model's config does not say it; give it")
+    if vocab_size != (model.vocab_size or vocab_size):
+        raise SpecError(f"logits.vocab_size: got {vocab_size}; the model's is {model.vocab_size}: leave it out")
+    return logits.model_copy(update={"vocab_size": vocab_size})
 
 
 def _advice(text: str, tokenizer: Any) -> str:

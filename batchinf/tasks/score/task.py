@@ -83,22 +83,20 @@ class Score(Task):
         self.least_model_len = score_of(spec).window_overlap + NUM_RESERVED + 1  # windows are longer than their overlap
         self.input_columns = tuple(scored_columns(spec.input))
 
-    def resolve(self, model: Model) -> JobSpec:
+    @classmethod
+    def resolve(cls, spec: JobSpec, model: Model) -> JobSpec:
         """See `Task`. Checks that windows are longer than their overlap, and the columns of `score.neutral`."""
-        self._check_neutral()
-        overlap = score_of(self.spec).window_overlap
-        length = self.spec.length_limit(model.max_model_len)
-        if length is not None and overlap >= length - NUM_RESERVED:
-            raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
-                            f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
-        return self.spec
-
-    def _check_neutral(self) -> None:
-        read = Renderer(self.spec).columns
-        for name in score_of(self.spec).neutral or ():
+        read = Renderer(spec).columns
+        for name in score_of(spec).neutral or ():
             if name not in read:
                 raise SpecError(f"score.neutral: got '{name}', which the context does not read; it reads: "
                                 f"{list_names(read)}")  # fmt: skip
+        overlap = score_of(spec).window_overlap
+        length = spec.length_limit(model.max_model_len)
+        if length is not None and overlap >= length - NUM_RESERVED:
+            raise SpecError(f"score.window_overlap: got {overlap:,}; must be below max_model_len - {NUM_RESERVED} = "
+                            f"{length - NUM_RESERVED:,}, the tokens of a window")  # fmt: skip
+        return spec
 
     def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
         """See `Task`. Texts are scored without a chat template, and `ScorePrompts` decides about BOS."""

@@ -93,10 +93,11 @@ class Pooled(Task):
         [name] = stored_columns(self.spec)
         return {name: vector_array(values, self.dtype, self.width)}
 
-    def resolve(self, model: Model) -> JobSpec:
+    @classmethod
+    def resolve(cls, spec: JobSpec, model: Model) -> JobSpec:
         """See `Task`: widths and labels."""
-        update = resolved_fields(self.spec, model)
-        return self.spec.model_copy(update={SECTION.name: self._pooling.model_copy(update=update)})
+        pooling = pooling_of(spec).model_copy(update=resolved_fields(spec, model))
+        return spec.model_copy(update={SECTION.name: pooling})
 
     def check_input(self) -> None:
         """See `Task`. Requests of a batch file ask for text or for embeddings."""

@@ -3,7 +3,7 @@
 FlashAttention 3 runs one thread block on each multiprocessor, which handles one request and head after the other, in
 tiles of 64 queries. Decoding with grouped queries fills 2 to 8 of these. For contexts of a few hundred tokens a tile
 waits for memory longer than it works. This kernel has small programs, many at once on a multiprocessor, so that some
-work while others wait. `benchmarks/attention.py` compares both. `mixed_steps.py` is about steps that also read prompts.
+work while others wait. `benchmarks/attention.py` compares both. FlashAttention does steps that also read prompts.
 
 A program reads all tokens of a request, one after the other. If one request of many has tens of thousands of tokens,
 FlashAttention is faster (`long_requests.py`).
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from vllm import envs
 
-from batchinf.engines.vllm.kernels import mixed_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
@@ -30,7 +29,6 @@ from batchinf.engines.vllm.kernels.comparison import (
     scales_of,
 )
 from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
-from batchinf.engines.vllm.kernels.mixed_steps import mixed_step_of
 from batchinf.engines.vllm.kernels.triton_names import HAS_TRITON, tl, triton
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
@@ -46,8 +44,6 @@ _SHAPE = (64, 2, 3)
 _HEAD_SIZES = (64, 128)
 # 512 requests with 8 heads of keys. For fewer ones FlashAttention splits long contexts, and is faster there.
 _LEAST_PROGRAMS = 4096
-# In steps that also read prompts FlashAttention decodes more slowly, and the kernel pays from 256 requests on.
-_LEAST_IN_MIXED_STEP = 2048
 # What vLLM gives FlashAttention for decoding over a paged cache. Other arguments change the result.
 _GIVEN = frozenset(
     """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap
@@ -163,16 +159,8 @@ def pays_in_step(num_requests: int, num_key_heads: int) -> bool:
     return num_requests * num_key_heads >= _LEAST_PROGRAMS
 
 
-def pays_in_mixed_step(num_requests: int, num_key_heads: int) -> bool:
-    """Whether the kernel is faster for so many requests that decode, beside others that read prompts."""
-    return num_requests * num_key_heads >= _LEAST_IN_MIXED_STEP
-
-
-def takes(given: Mapping[str, Any], least_programs: int | None = None) -> bool:
-    """Whether `decode_attention` does what FlashAttention does with these arguments, by name, and is faster.
-
-    least_programs: requests times heads of keys from which it is faster; None: in steps that only decode.
-    """
+def takes(given: Mapping[str, Any]) -> bool:
+    """Whether `decode_attention` does what FlashAttention does with these arguments, by name, and is faster."""
     others = (value for name, value in given.items() if name not in _GIVEN)
     if given.get("max_seqlen_q") != 1 or any(value is not None and value is not False for value in others):
         return False
@@ -189,7 +177,7 @@ def takes(given: Mapping[str, Any], least_programs: int | None = None) -> bool:
         and (window is None or list(window) == [-1, -1])
         and not given.get("softcap")
         and given.get("softmax_scale") is not None
-        and num_requests * num_key_heads >= (least_programs or _LEAST_PROGRAMS)
+        and pays_in_step(num_requests, num_key_heads)
         and len(lengths) == num_requests == len(given["cu_seqlens_q"]) - 1  # one token each
         and _has_known_shape(num_heads, num_key_heads, head_size)
         and _has_known_numbers(query, keys, values, given)
@@ -216,24 +204,14 @@ def _has_known_numbers(query: Any, keys: Any, values: Any, given: Mapping[str, A
     )
 
 
-def attention_of_decoding(theirs: Callable[..., Any], is_for_few: bool = False) -> Callable[..., Any]:
-    """Replaces `flash_attn_varlen_func`. Calls `theirs` for all but large numbers of requests that decode.
-
-    is_for_few: also for small numbers in steps that read prompts, for the comparison at the start.
-    """
+def attention_of_decoding(theirs: Callable[..., Any], choice: GraphChoice) -> Callable[..., Any]:
+    """Replaces `flash_attn_varlen_func`. Calls `theirs` for all but large numbers of requests that decode."""
 
     @functools.wraps(theirs)
     def flash_attn_varlen_func(*arguments: Any, **named: Any) -> Any:
-        step = mixed_step_of(named)
-        if not arguments and step is None and takes(named):
+        if not arguments and not choice.has_long_request and takes(named):
             run_ours(named)
             return named["out"]
-        if not arguments and step is not None and step.others is not None:
-            decodes = step.decodes(named)
-            if takes(decodes, 1 if is_for_few else _LEAST_IN_MIXED_STEP):
-                run_ours(decodes)
-                theirs(**step.prompts(named))
-                return named["out"]
         return theirs(*arguments, **named)
 
     setattr(flash_attn_varlen_func, _ATTRIBUTE, True)
@@ -268,14 +246,13 @@ class DecodingWorker(Worker):
         # graph would have the kernel, and would also run prompts, which the kernel cannot.
         can = mixed != "FULL" and allowed("kernel")
         sizes = config.model_config.dtype, config.cache_config.block_size, config.model_config.max_model_len
-        is_ours = can and install(compilation.static_forward_context, *sizes)
+        choice = GraphChoice(config.model_config.get_num_kv_heads(config.parallel_config), pays_in_step)
+        is_ours = can and install(compilation.static_forward_context, *sizes, choice=choice)
         seconds = super().compile_or_warm_up_model()
         # Data parallel ranks agree on a step's graph after each has chosen.
         if mixed == "PIECEWISE" and config.parallel_config.data_parallel_size == 1:
-            choice = GraphChoice(config.model_config.get_num_kv_heads(config.parallel_config), pays_in_step)
-            can = is_ours and allowed("mixed") and allowed("long")
-            if all_agree(can and choice.install(self.model_runner)):
-                self._graph_choice = choice
+            choice.leaves_graphs = all_agree(is_ours and allowed("long") and choice.install(self.model_runner))
+        self._graph_choice = choice if is_ours else None
         return seconds
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -285,11 +262,13 @@ class DecodingWorker(Worker):
         return super().execute_model(scheduler_output)
 
 
-def install(layers: Mapping[str, Any], dtype: torch.dtype, block_size: int, longest: int) -> bool:
+def install(
+    layers: Mapping[str, Any], dtype: torch.dtype, block_size: int, longest: int, *, choice: GraphChoice
+) -> bool:
     """Let FlashAttention leave large batches that decode to the kernel. False if vLLM's code is kept.
 
     layers: the model's layers, by name, of which some have attention. dtype, longest: the model's type, and tokens of
-    its longest request.
+    its longest request. choice: knows the steps that FlashAttention keeps.
     """
     theirs = optional(_BACKEND, "flash_attn_varlen_func", _COST)
     kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
@@ -299,32 +278,14 @@ def install(layers: Mapping[str, Any], dtype: torch.dtype, block_size: int, long
     if hasattr(theirs, _ATTRIBUTE):  # it is ours, for an earlier engine of this process
         theirs = theirs.__wrapped__
     # Each shape has the scales of one of its layers.
-    scales = {
-        (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype.startswith("fp8")): scales_of(layer)
+    shapes = {
+        AttentionShape.of(impl, dtype, block_size): AttentionShape.of(impl, dtype, block_size, scales_of(layer))
         for layer, impl in ((layer, getattr(layer, "impl", None)) for layer in layers.values())
         if isinstance(impl, kind) and _is_known(impl)
     }
-    shapes = [
-        AttentionShape(
-            num_heads=num_heads,
-            num_key_heads=num_key_heads,
-            head_size=head_size,
-            dtype=dtype,
-            block_size=block_size,
-            is_fp8=is_fp8,
-            scales=own,
-        )
-        for (num_heads, num_key_heads, head_size, is_fp8), own in scales.items()
-    ]
-    if not shapes or not all(is_right(theirs, shape, longest) for shape in shapes):
+    if not shapes or not all(is_right(theirs, shape, longest) for shape in shapes.values()):
         return False
-    importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs)  # type: ignore[attr-defined]
-    builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
-    plan = optional(_BACKEND, "get_scheduler_metadata", _COST)
-    attend = attention_of_decoding(theirs, is_for_few=True)
-    can = builder is not None and allowed("mixed")
-    if can and all(mixed_steps.is_right(theirs, attend, plan, shape, longest=longest) for shape in shapes):
-        mixed_steps.install(builder, pays_in_mixed_step)
+    importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs, choice)  # type: ignore[attr-defined]
     return True
 
 

@@ -24,7 +24,7 @@ _TOLERANCE = 0.02
 _TOLERANCE_FP8 = 0.15
 _MOST_FP8 = 448
 # A scale of 1 would hide a kernel that does not read it.
-_SCALES = (0.5, 0.75, 2.0)
+SCALES = (0.5, 0.75, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,19 @@ class AttentionShape:
     """Whether queries, keys and values are float8."""
     scales: tuple[float, ...] = (1.0, 1.0, 1.0)
     """Of queries, keys and values, if these are float8."""
+
+    @classmethod
+    def of(cls, impl: Any, dtype: torch.dtype, block_size: int, scales: tuple[float, ...] = SCALES) -> "AttentionShape":
+        """Of a layer. impl: vLLM's `FlashAttentionImpl` of the layer."""
+        return cls(
+            num_heads=impl.num_heads,
+            num_key_heads=impl.num_kv_heads,
+            head_size=impl.head_size,
+            dtype=dtype,
+            block_size=block_size,
+            is_fp8=impl.kv_cache_dtype.startswith("fp8"),
+            scales=scales,
+        )
 
 
 def example(
@@ -100,7 +113,7 @@ def scales_of(layer: Any) -> tuple[float, ...]:
     """The layer's own scales of queries, keys and values in float8, or others where it has 1, many or none."""
     found = [getattr(layer, name, None) for name in ("_q_scale", "_k_scale", "_v_scale")]
     own = [float(scale) if isinstance(scale, torch.Tensor) and scale.numel() == 1 else 1.0 for scale in found]
-    return tuple(other if scale == 1 else scale for scale, other in zip(own, _SCALES, strict=True))
+    return tuple(other if scale == 1 else scale for scale, other in zip(own, SCALES, strict=True))
 
 
 def require_close(found: torch.Tensor, expected: torch.Tensor, is_fp8: bool = False) -> None:
@@ -136,7 +149,7 @@ def common_of(given: dict[str, Any], kind: Any) -> Any:
     starts = given["cu_seqlens_q"]
     return kind(
         query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=given["seqused_k"].clone(),
-        seq_lens_cpu_upper_bound=given["seqused_k"].cpu(), num_reqs=len(given["seqused_k"]),
+        num_reqs=len(given["seqused_k"]),
         num_actual_tokens=len(given["q"]), max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"],
         block_table_tensor=given["block_table"],
         slot_mapping=torch.zeros(len(given["q"]), dtype=torch.int64, device=starts.device),
@@ -149,14 +162,10 @@ class Planner:
     plan: vLLM's `get_scheduler_metadata`, None without a GPU. given: an example.
     """
 
-    dcp_world_size = 1
-    use_full_cuda_graph = True
-
     def __init__(self, plan: Any, given: dict[str, Any], vllm_config: Any) -> None:
         self.plan = plan
         self.given = given
         self.vllm_config = vllm_config
-        self.num_heads_kv = given["k"].shape[2]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """See vLLM."""

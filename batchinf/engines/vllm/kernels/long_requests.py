@@ -1,9 +1,9 @@
 """Steps that only decode, in which one request has a large part of all tokens.
 
-The kernel reads a request's tokens in one program, one after the other. FlashAttention reads a long request faster. A
-step that only decodes runs as one CUDA graph, which has the kernel, as it was captured before the lengths were known.
-Here such a step runs as vLLM runs steps with prompts: in a graph for each piece between two layers of attention, and
-FlashAttention beside the graphs.
+The kernel reads a request's tokens in one program, one after the other. FlashAttention reads a long request faster, and
+keeps such a step. A step that only decodes runs as one CUDA graph, which has the kernel, as it was captured before the
+lengths were known. Here such a step runs as vLLM runs steps with prompts: in a graph for each piece between two layers
+of attention, and FlashAttention beside the graphs.
 
 Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 """
@@ -46,12 +46,15 @@ def chooser_of(runner: Any) -> Any:
 class GraphChoice:
     """Keeps steps with one very long request out of the CUDA graphs of decoding.
 
-    pays: whether the kernel runs for so many requests that decode, with so many heads of keys.
+    pays: whether the kernel runs for so many requests that decode, with so many heads of keys. `has_long_request` is
+    about the step that runs. `leaves_graphs`: whether all ranks choose another graph for such steps.
     """
+
+    has_long_request = False
+    leaves_graphs = False
 
     def __init__(self, num_key_heads: int, pays: Callable[[int, int], bool]) -> None:
         self._num_key_heads, self._pays = num_key_heads, pays
-        self._has_long_request = False
 
     def install(self, runner: Any) -> bool:
         """Change how vLLM's runner chooses the graph of a step. False if it chooses in a way that is not known."""
@@ -68,7 +71,7 @@ class GraphChoice:
         lengths = scheduler_output.scheduled_cached_reqs.num_computed_tokens
         num = len(lengths)
         only_decodes = num == scheduler_output.total_num_scheduled_tokens == len(scheduler_output.num_scheduled_tokens)
-        self._has_long_request = (
+        self.has_long_request = (
             only_decodes
             and self._pays(num, self._num_key_heads)
             and not is_even(max(lengths) + 1, sum(lengths) + num, self._num_key_heads)
@@ -77,7 +80,7 @@ class GraphChoice:
     def _choosing(self, theirs: Callable[..., Any], of_any_step: Mapping[str, Any]) -> Callable[..., Any]:
         @functools.wraps(theirs)
         def dispatch(*arguments: Any, **named: Any) -> Any:
-            if not self._has_long_request:
+            if not (self.has_long_request and self.leaves_graphs):
                 return theirs(*arguments, **named)
             given = inspect.signature(theirs).bind(*arguments, **named)
             given.arguments.update(of_any_step)

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from batchinf.engines.vllm.kernels import fresh_steps
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
@@ -29,7 +28,6 @@ from batchinf.engines.vllm.kernels.comparison import (
 )
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling.whole_prompts import takes_prompts_whole
 from batchinf.spec.job import WHOLE_STEPS
 
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
@@ -37,13 +35,10 @@ _LAYERS = "vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase
 _COST = "steps of prompts start layer by layer, which is slower for small models"
 _ATTRIBUTE = "is_for_any_lengths"
 _DECODER = "decoder"
-_CHECKED_SCALES = (0.5, 0.75, 2.0)
 
 
 class PromptWorker(Worker):
     """vLLM's worker for engines that only read prompts. With `cudagraph_mode: FULL`, a graph is for any lengths."""
-
-    _steps: fresh_steps.FreshSteps | None = None
 
     def load_model(self, *arguments: Any, **named: Any) -> Any:
         """See vLLM. Decides here, because the layers exist now and vLLM has not chosen its graphs.
@@ -58,32 +53,12 @@ class PromptWorker(Worker):
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
             layers = getattr(compilation, "static_forward_context", {})
-            impls = attention_of(layers)
-            dtype = self.vllm_config.model_config.dtype
-            can = allowed("whole") and is_known(layers) and are_right(impls, self.vllm_config) and install()
+            config = self.vllm_config
+            can = allowed("whole") and is_known(layers) and are_right(attention_of(layers), config) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
-            if can and takes_prompts_whole(self.vllm_config) and fresh_steps.fits(impls, dtype) and allowed("fresh"):
-                steps = fresh_steps.FreshSteps()
-                sizes = self.vllm_config.cache_config.block_size, self.vllm_config.model_config.max_model_len
-                self._steps = steps if fresh_steps.install(steps, impls, dtype, *sizes) else None
         return loaded
-
-    def compile_or_warm_up_model(self) -> Any:
-        """See vLLM, which captures the graphs here."""
-        if self._steps is not None and not fresh_steps.capture_fresh_steps(self.model_runner, self._steps):
-            self._steps = None
-        if self._steps is not None:
-            print("steps of whole prompts do without the KV cache", flush=True)
-        return super().compile_or_warm_up_model()
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """See vLLM. Tells the attention whether this step needs the cache."""
-        if self._steps is None:
-            return super().execute_model(scheduler_output)
-        with self._steps.running(fresh_steps.is_fresh(scheduler_output)):
-            return super().execute_model(scheduler_output)
 
 
 def has_whole_steps(compilation: Any) -> bool:
@@ -115,18 +90,8 @@ def attention_of(layers: Mapping[str, Any]) -> list[Any]:
 def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one, for all these layers."""
     attend, plan = (optional(_BACKEND, name, _COST) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
-    shapes = {
-        AttentionShape(
-            num_heads=one.num_heads,
-            num_key_heads=one.num_kv_heads,
-            head_size=one.head_size,
-            dtype=vllm_config.model_config.dtype,
-            block_size=vllm_config.cache_config.block_size,
-            is_fp8=one.kv_cache_dtype.startswith("fp8"),
-            scales=_CHECKED_SCALES,
-        )
-        for one in impls
-    }
+    sizes = vllm_config.model_config.dtype, vllm_config.cache_config.block_size
+    shapes = {AttentionShape.of(impl, *sizes) for impl in impls}
     return attend is not None and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
 
 

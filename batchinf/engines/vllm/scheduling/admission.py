@@ -3,9 +3,7 @@
 The Python of vLLM's engine process limits the speed of jobs that score (`benchmarks/pieces.py small-score`). For each
 prompt, vLLM's loop asks for cached blocks, encoder inputs, adapters and more. Where none of these can be, as `is_plain`
 says, a prompt needs blocks of the KV cache, and nothing else. The loop was compared with the schedulers of 0.26.0,
-0.32.0 and 0.33.0, step by step; where the source differs, vLLM admits all prompts. If prompts are taken whole
-(`whole_prompts.py`), the loop differs from vLLM's: it does not cut a prompt that fits into a step, and a shorter prompt
-may go before it.
+0.32.0 and 0.33.0, step by step; where the source differs, vLLM admits all prompts.
 
 It leaves out vLLM's event that a request was scheduled, which our front end does not read. It ends at a request that is
 not new, such as one whose grammar is still compiled; vLLM gets the next step then.
@@ -13,12 +11,10 @@ not new, such as one whose grammar is still compiled; vLLM gets the next step th
 
 import copy
 import inspect
-import itertools
 from typing import Any
 
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling.whole_prompts import has_known_order, takes_prompts_whole
 
 _COST = "vLLM admits each prompt by itself, which is slower for short ones"
 RequestStatus: Any = optional("vllm.v1.request", "RequestStatus", _COST)
@@ -31,9 +27,6 @@ _LOOKS_AT_ALL = (
     *("is_encoder_decoder", "is_mm_encoder_only"),
 )
 
-# If the next prompt does not fit into the rest of a step, one of so many waiting prompts may take its place.
-_LOOKS = 64
-
 
 def is_plain(made: Any, piece: str) -> bool:
     """Whether a request of this scheduler is only tokens and their blocks, and none has to run before another.
@@ -42,8 +35,12 @@ def is_plain(made: Any, piece: str) -> bool:
     With one group of full attention no block leaves a window, so a token inside a block needs no change of the cache.
     With the policy `fcfs`, a request never preempts one before it in the batch.
     """
-    is_simple = has_known_order(made.scheduler_config) and not any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
-    if not is_simple or not allowed(piece):
+    scheduling = made.scheduler_config
+    # 0.33 may hold back all prompts in some steps. Before, it did so for data parallel ranks alone.
+    if getattr(scheduling, "prefill_schedule_interval", 1) > 1:
+        return False
+    has_known_order = scheduling.policy == "fcfs" and scheduling.long_prefill_token_threshold <= 0
+    if not has_known_order or any(getattr(made, name, None) for name in _LOOKS_AT_ALL) or not allowed(piece):
         return False
     managers = made.kv_cache_manager.coordinator.single_type_managers
     pool = made.kv_cache_manager.block_pool
@@ -51,28 +48,37 @@ def is_plain(made: Any, piece: str) -> bool:
     return kinds == ["FullAttentionManager"] and pool.hash_block_size == managers[0].block_size
 
 
-class AdmissionMixin:
-    """In front of vLLM's scheduler. `admits_itself` decides whether the loop runs."""
+class InFront:
+    """In front of vLLM's scheduler. Declares the parts of it that the loops of this package use."""
 
-    _blocks: Any = None  # the manager of the KV cache's blocks, if the loop runs
-    _takes_whole = False  # whether a prompt is not cut if a step has room for it
-    # Parts of vLLM's scheduler that are used here.
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
     kv_cache_manager: Any
     scheduler_config: Any
-    vllm_config: Any
     pause_state: Any
+    structured_output_manager: Any
     prev_step_scheduled_req_ids: set[str]
     use_v2_model_runner: bool
+    model_uses_mrope: bool
     max_model_len: int
     max_num_scheduled_tokens: int
     max_num_running_reqs: int
+    max_num_active_reqs: int
     num_waiting_for_streaming_input: int
     scheduler_reserve_full_isl: bool
     _inflight_prefills: set[Any]
     _update_after_schedule: Any
+
+    def takes_prompts(self, *arguments: Any, **named: Any) -> bool:
+        """Whether vLLM admits prompts to this step. arguments, named: of `schedule`, that may hold prompts back."""
+        return not any((*arguments, *named.values())) and self.pause_state.name == "UNPAUSED"
+
+
+class AdmissionMixin(InFront):
+    """`admits_itself` decides whether the loop runs."""
+
+    _blocks: Any = None  # the manager of the KV cache's blocks, if the loop runs
 
     def admits_itself(self) -> None:
         """Let the loop run, if it does the same as vLLM's with these settings. Call it once, on a new scheduler.
@@ -84,7 +90,6 @@ class AdmissionMixin:
         if self.kv_cache_manager.enable_caching or getattr(self, "needs_kv_cache_zeroing", False):
             return
         [self._blocks] = self.kv_cache_manager.coordinator.single_type_managers
-        self._takes_whole = takes_prompts_whole(self.vllm_config)
         self._tells_mrope = "uses_mrope" in inspect.signature(NewRequestData.from_request).parameters
 
     def schedule(self, *arguments: Any, **named: Any) -> Any:
@@ -93,8 +98,7 @@ class AdmissionMixin:
         waiting = self.waiting
         if (
             self._blocks is None
-            or any((*arguments, *named.values()))  # prompts are held back
-            or self.pause_state.name != "UNPAUSED"
+            or not self.takes_prompts(*arguments, **named)
             or not (waiting and _is_new(waiting.peek_request()))
             or any(getattr(self, name, None) for name in ("skipped_waiting", "kv_holding_waiting"))
         ):
@@ -119,13 +123,14 @@ class AdmissionMixin:
         room = most - len(running) - self.num_waiting_for_streaming_input
         kept = self.kv_cache_manager.watermark_blocks
         deferred: set[Any] = getattr(self, "deferred_waiting", set())  # not in 0.26
-        more: dict[str, Any] = {"uses_mrope": self.model_uses_mrope} if self._tells_mrope else {}  # type: ignore[attr-defined]
+        more: dict[str, Any] = {"uses_mrope": self.model_uses_mrope} if self._tells_mrope else {}
         admitted: dict[str, int] = {}
-        # A step with a part of a prompt needs the KV cache and has no CUDA graph. Another part costs it nothing more.
-        has_part = output.total_num_scheduled_tokens > 0
-        while budget > 0 and len(admitted) < room and (request := self._next(budget, has_part)) is not None:
+        is_cut = self.scheduler_config.enable_chunked_prefill
+        while budget > 0 and len(admitted) < room and waiting and _is_new(request := waiting.peek_request()):
             token_ids = request._all_token_ids
             length = len(token_ids)
+            if length > budget and not is_cut:
+                break
             num_tokens = min(length, budget)
             fitting = min(length, self.max_model_len) if self.scheduler_reserve_full_isl else num_tokens
             if max(-(-fitting // size), -(-num_tokens // size)) + (kept if running else 0) > free:
@@ -134,7 +139,7 @@ class AdmissionMixin:
             blocks = manager.allocate_new_blocks(name, num_tokens, num_tokens)
             free -= len(blocks)
             budget -= num_tokens
-            waiting.remove_request(request)
+            waiting.pop_request()
             deferred.discard(request)
             running.append(request)
             request.status = RequestStatus.RUNNING
@@ -149,24 +154,6 @@ class AdmissionMixin:
             ids = ([block.block_id for block in blocks],)
             output.scheduled_new_reqs.append(NewRequestData.from_request(request, ids, *known, **more))
         return admitted
-
-    def _next(self, budget: int, has_part: bool) -> Any:
-        """The waiting prompt to admit to a step with room for `budget` tokens; None ends the step.
-
-        has_part: of another prompt. If prompts are not cut, one that fits may go before those that do not. These are
-        next in a step with more room. A prompt that fits into no step begins a step, or fills one that has a part.
-        """
-        request = self.waiting.peek_request() if self.waiting else None
-        if request is None or not _is_new(request):
-            return None
-        length, most = len(request._all_token_ids), self.max_num_scheduled_tokens
-        if length <= budget:
-            return request
-        is_cut = not self._takes_whole or (length > most and (has_part or budget == most))
-        if self.scheduler_config.enable_chunked_prefill and is_cut:
-            return request
-        others = itertools.islice(self.waiting, 1, _LOOKS) if self._takes_whole else ()
-        return next((each for each in others if _is_new(each) and len(each._all_token_ids) <= budget), None)
 
     def _count(self, output: Any, admitted: dict[str, int]) -> None:
         """What vLLM does with the requests of a step when all are chosen."""

@@ -31,7 +31,7 @@ from vllm.sampling_params import RequestOutputKind
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
-from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, is_plain
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, InFront, is_plain
 
 _COST = "outputs are sent at each step, which is slower for small models"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
@@ -182,24 +182,12 @@ class _Held:
         return min(*ends, len(request._all_token_ids) + left)
 
 
-class HoldingMixin:
+class HoldingMixin(InFront):
     """Extends vLLM's Scheduler: holds back requests with one final output and without stop strings."""
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
     joins_results = False
-    # vLLM's, as far as they are used here.
-    requests: dict[str, Any]
-    running: list[Any]
-    prev_step_scheduled_req_ids: set[str]
-    kv_cache_manager: Any
-    pause_state: Any
-    structured_output_manager: Any
-    use_v2_model_runner: bool
-    max_model_len: int
-    max_num_scheduled_tokens: int
-    max_num_running_reqs: int
-    max_num_active_reqs: int
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -240,8 +228,7 @@ class HoldingMixin:
         vllms_own: Any = super()
         if (
             self._block_size is None
-            or any((*arguments, *named.values()))  # prompts are held back
-            or self.pause_state.name != "UNPAUSED"
+            or not self.takes_prompts(*arguments, **named)
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(*arguments, **named)
@@ -390,10 +377,9 @@ class HoldingMixin:
 
         rows_of: slots and rows, by their store, of requests without an output.
         """
-        leaving, finished, begun = [], [], []
+        leaving, ours = [], []
         starts = None if step is None else step.cu_num_generated_tokens
         full: set[tuple[RowStore | None, int]] = set()
-        has_long = False
         for output in outputs:
             request_id = output.request_id
             held = self._held.get(request_id)
@@ -402,9 +388,9 @@ class HoldingMixin:
                 if output.finish_reason is not None:
                     self._others.discard(request_id)
                 continue
+            ours.append((output, held))
             token_ids, store = output.new_token_ids, held.store
             held.token_ids += token_ids
-            has_long |= len(held.token_ids) >= _PIECE_TOKENS
             if store is not None and step is not None:
                 row = index[request_id] if starts is None else starts[index[request_id]]
                 if len(token_ids) == 1:
@@ -414,36 +400,25 @@ class HoldingMixin:
                 else:  # several or none, in speculative decoding
                     for offset in range(len(token_ids)):
                         full.update((store, slot) for slot in store.append([held.slot], [row + offset], step))
-            if output.finish_reason is not None:
-                finished.append((output, held))
-            elif not held.is_begun:
-                held.is_begun = True
-                begun.append(output)
         for store, (slots, rows) in rows_of.items():
             if store is not None and slots and step is not None:
                 full.update((store, slot) for slot in store.append(slots, rows, step))
-        for output in begun:
-            # The first output tells that the prompt was run; it has the prompt's logprobs and statistics.
-            output.new_token_ids, output.new_logprobs = [], None
-            leaving.append(output)
-        for output in outputs if full or has_long else ():
-            held = self._held.get(output.request_id)
-            if held is None or output.finish_reason is not None:
-                continue
-            if (held.store, held.slot) in full or len(held.token_ids) >= _PIECE_TOKENS:
-                if output not in begun:
-                    leaving.append(output)
+        has_loops = self._block_size is not None
+        reasons = has_loops and self.structured_output_manager.reasoner_cls is not None
+        for output, held in ours:
+            is_finished = output.finish_reason is not None
+            if is_finished or (held.store, held.slot) in full or len(held.token_ids) >= _PIECE_TOKENS:
                 _piece(output, held)
-        for output, held in finished:
-            _piece(output, held)
-            leaving.append(output)
-            self._forget(output.request_id)
-        if self._block_size is not None:
-            reasons = self.structured_output_manager.reasoner_cls is not None
-            for output in outputs:
-                held = self._held.get(output.request_id)
-                if held is not None:
-                    held.quiet_until = held.new_quiet_until(self.max_model_len, reasons)
+                leaving.append(output)
+            elif not held.is_begun:
+                # The first output tells that the prompt was run; it has the prompt's logprobs and statistics.
+                output.new_token_ids, output.new_logprobs = [], None
+                leaving.append(output)
+            held.is_begun = True
+            if is_finished:
+                self._forget(output.request_id)
+            elif has_loops:
+                held.quiet_until = held.new_quiet_until(self.max_model_len, reasons)
         return leaving
 
     def _forget(self, request_id: str) -> None:
