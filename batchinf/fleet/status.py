@@ -5,13 +5,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchinf.base.storage import Folder, adapter, open_log
 from batchinf.fleet.backend import DeviceWatch
 from batchinf.fleet.devices import DeviceLook
 from batchinf.manifest.names import TELEMETRY_FOLDER
+from batchinf.records import EngineStats
 from batchinf.replica.messages import Progress
 
 STATUS_FILE = "status.json"
@@ -193,26 +194,16 @@ class ReplicaLook:
     def of(cls, replica: int, incarnation: str, state: str, progress: Progress) -> "ReplicaLook":
         """The sample from a replica's last progress message."""
         # Not `asdict`, which copies every value: a sample would take five times as long.
-        engine = progress.engine
-        return cls(
-            replica=replica,
-            incarnation=incarnation,
-            state=state,
-            num_running=engine.num_running,
-            num_waiting=engine.num_waiting,
-            num_ready=progress.num_waiting,
-            kv_cache_usage=round(engine.kv_cache_usage, 4),
-            prefix_cache_queries=engine.prefix_cache_queries,
-            prefix_cache_hits=engine.prefix_cache_hits,
-            num_preemptions=engine.num_preemptions,
-            num_prompt_tokens=progress.num_prompt_tokens,
-            num_output_tokens=progress.num_output_tokens,
-            num_rows=progress.num_rows,
-            num_answered=progress.num_answered,
-            steps=progress.steps,
-            stalled_by_disk_s=progress.stalled_by_disk_s,
-            busy_s=progress.busy_s,
-        )
+        engine = {name: getattr(progress.engine, name) for name in _OF_ENGINE}
+        engine["kv_cache_usage"] = round(engine["kv_cache_usage"], 4)
+        counts = {name: getattr(progress, name) for name in _OF_PROGRESS}
+        return cls(replica=replica, incarnation=incarnation, state=state, num_ready=progress.num_waiting, **engine,
+                   **counts)  # fmt: skip
+
+
+_LOOKED_AT = {each.name for each in fields(ReplicaLook)}
+_OF_ENGINE = tuple(each.name for each in fields(EngineStats) if each.name in _LOOKED_AT)
+_OF_PROGRESS = tuple(each.name for each in fields(Progress) if each.name in _LOOKED_AT.difference(_OF_ENGINE))
 
 
 @dataclass(frozen=True, slots=True)
