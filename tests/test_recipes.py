@@ -258,6 +258,38 @@ def test_a_count_of_a_part(job: tuple[Copy, "subprocess.CompletedProcess[str]"])
 
 
 @pytest.mark.slow  # it imports vLLM
+def test_an_export_format(job: tuple[Copy, "subprocess.CompletedProcess[str]"]) -> None:
+    copy, _ = job
+    copy.begin("Add an export format")
+    (copy.folder / "batchinf/export/count.py").write_text(
+        """\
+from batchinf.export.base import Format
+
+
+class CountExport(Format):
+    name = "count"
+    suffix = ".count"
+    num_rows = 0
+
+    def write(self, batch):
+        self.num_rows += batch.num_rows
+
+    def close(self):
+        self.stream.write(b"%d rows" % self.num_rows)
+"""
+    )
+    registry = "batchinf/export/registry.py"
+    old = "from batchinf.export.huggingface"
+    copy.replace(registry, old, f"from batchinf.export.count import CountExport\n{old}")
+    copy.replace(
+        registry, "HuggingFaceExport, OpenAIBatchExport)", "HuggingFaceExport, OpenAIBatchExport, CountExport)"
+    )
+    copy.replace("batchinf/cli/outputs.py", "hf or openai-batch;", "hf, openai-batch or count;")
+    done = copy.batchinf("export", "out", "-o", "rows.count")
+    assert done.returncode == 0, done.stderr
+    assert (copy.folder / "rows.count").read_text() == f"{len(ROWS)} rows"
+
+
 def test_a_figure_of_the_engine(tmp_path: pathlib.Path) -> None:
     copy = Copy(tmp_path, "Add a figure of the engine")
     copy.replace(

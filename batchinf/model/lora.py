@@ -10,6 +10,7 @@ from batchinf.base.errors import ModelError, SpecError
 from batchinf.model import files as model_files
 from batchinf.model.files import ADAPTER, ADAPTER_CONFIG, Place
 from batchinf.model.identity import Model, commit_of, text_section
+from batchinf.model.parameters import OTHER_MODELS
 from batchinf.spec.job import JobSpec, ModelSpec
 
 
@@ -29,6 +30,8 @@ class Adapter:
 
 
 FIELD = "model.lora"
+# vLLM's argument for adapters that change the image encoder. Models that do not support it pass over them all the same.
+TOWERS = "enable_tower_connector_lora"
 # The name of the one adapter of all rows, which has none in the spec.
 UNNAMED = "lora"
 # vLLM's MaxLoRARanks from 0.26 to 0.33: the allowed values of `max_lora_rank`.
@@ -75,11 +78,25 @@ def resolve_adapters(spec: JobSpec, model: Model, began_as: Any = None) -> tuple
         began = began_as.get(name) if isinstance(began_as, Mapping) else began_as
         place = _locate(what, folder_or_id, began if isinstance(began, str) else "")
         rank = _check(what, place.folder, model)
+        if spec.input.has_images and not spec.engine.get(TOWERS):
+            _refuse_towers(what, place.folder, model)
         modules = tuple(sorted({half.module.rpartition(".")[2] for half in halves(place.folder)}))
         fingerprint = place.fingerprint((ADAPTER_CONFIG,), ADAPTER)
         adapters.append(Adapter(name, str(place.folder), rank=rank, fingerprint=fingerprint, modules=modules))
     _check_ranks(adapters, spec.engine.get("max_lora_rank"))
     return tuple(adapters)
+
+
+def _refuse_towers(what: str, folder: pathlib.Path, model: Model) -> None:
+    in_tower = next((half.module for half in halves(folder) if _is_in_tower(half.module, model)), None)
+    if in_tower is not None:
+        raise ModelError(f"{what}it changes {in_tower} of the image encoder, which vLLM would pass over; set engine."
+                         f"{TOWERS}: true, and compare a few rows with `batchinf verify`")  # fmt: skip
+
+
+def _is_in_tower(module: str, model: Model) -> bool:
+    """Whether a module is not of the text model. Its widths and its number of layers are others."""
+    return "vision_config" in model.config and OTHER_MODELS.search(module) is not None
 
 
 def refuse_head(adapters: Sequence[Adapter]) -> None:
@@ -179,6 +196,8 @@ def _misfit(folder: pathlib.Path, model: Model, ranks: list[int]) -> str | None:
     if not matrices and any(name.endswith(".safetensors") for name in model_files.weight_files(folder, ADAPTER)):
         return "its weights have no lora_A and lora_B"
     for half in matrices:
+        if _is_in_tower(half.module, model):
+            continue
         layer = _LAYER.search(half.module)
         if layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
             return f"it has {half.module}, but the model has {num_layers} layers"

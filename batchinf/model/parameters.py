@@ -25,7 +25,7 @@ Part = Literal["linear", "expert", "embedding", "head", "other"]
 _VERSION = 2  # of the cached counts
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.")
 # Encoders of images and sound, and what joins them to the text model, which vLLM loads in 16 bits.
-_OTHER_MODELS = re.compile(r"vision|visual|image|audio|multi_modal|mm_proj|connector|vit\.", re.IGNORECASE)
+OTHER_MODELS = re.compile(r"vision|visual|image|audio|multi_modal|mm_proj|connector|vit\.", re.IGNORECASE)
 _EXPERTS = re.compile(r"\.experts\.|\.experts$|experts_")
 _ROUTERS = re.compile(r"\.(gate|router|shared_expert_gate)(\.|$)|norm")
 
@@ -92,7 +92,7 @@ def _is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
 def _tensor(name: str, shape: tuple[int, ...], *, is_linear: bool, dtype: str = "") -> Tensor:
     """is_linear: whether it is the matrix of a linear layer."""
     layer = _LAYER.search(name)
-    is_other = _OTHER_MODELS.search(name) is not None
+    is_other = OTHER_MODELS.search(name) is not None
     return Tensor(
         name=re.sub(r"\d+", "*", name.removesuffix(".weight")),
         part=_part(name, is_linear or _is_fused_expert(name, shape)),

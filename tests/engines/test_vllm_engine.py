@@ -359,7 +359,7 @@ def test_the_core_s_parser_gets_the_template_s_variables(engine: VllmEngine, mon
     add = core.add_request
     monkeypatch.setattr(core, "add_request", lambda request: (given.append(request), add(request)))
     monkeypatch.setattr(processor, "process_inputs", processor.process_inputs)  # put back afterwards
-    tell_parser(engine._engine)({"thinking": True})
+    tell_parser(engine._engine, None)('{"thinking": true}')
     run(engine, requests([[5, 6, 7]], SamplingSpec(temperature=0)))
     assert given[0].reasoning_parser_kwargs == {"chat_template_kwargs": {"thinking": True}}
 

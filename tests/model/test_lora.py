@@ -146,6 +146,27 @@ def test_what_is_no_adapter_of_the_model(how: str, message: str, tmp_path: pathl
     assert "\n" not in str(error.value)
 
 
+def test_an_adapter_of_the_image_encoder(tmp_path: pathlib.Path) -> None:
+    module = "model.vision_model.encoder.layers.7"  # the text model has two layers
+    folder = make_adapter(tmp_path / "a", 1, modules=("self_attn.q_proj",), layers=(module,),
+                          widths={"self_attn.q_proj": (32, 32)})  # fmt: skip
+    vision = jobs.ROOT / "sample_data" / "tiny-vision"
+    texts = {"path": "prompts.jsonl"}
+    images = {**texts, "images_column": "photo", "prompt_template": "<image>"}
+    for where, engine, is_refused in ((texts, {}, False), (images, {}, True),
+                                      (images, {"enable_tower_connector_lora": True}, False)):  # fmt: skip
+        spec = JobSpec(model={"name": str(vision), "lora": str(folder)}, input=where, output={"path": "out"},
+                       engine=engine)  # fmt: skip
+        if is_refused:
+            with pytest.raises(
+                ModelError, match=rf"it changes {module}\.self_attn\.q_proj of the image encoder, which"
+            ):
+                resolve_adapters(spec, resolve(spec.model))
+        else:
+            [adapter] = resolve_adapters(spec, resolve(spec.model))
+            assert adapter.modules == ("q_proj",)
+
+
 def test_an_adapter_of_the_hub_is_known_by_its_commit(server: Hub, tmp_path: pathlib.Path) -> None:
     folder = make_adapter(tmp_path / "a", 1)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -159,7 +159,7 @@ class VllmEngine:
         if "reasoning_parser" in arguments:
             from batchinf.engines.vllm.structured_output.structures import tell_parser
 
-            self._tell_parser = tell_parser(self._engine)
+            self._tell_parser = tell_parser(self._engine, spec.input.chat_template_kwargs)
         _install(self._engine, task)
         self._lacks_raw = wants_late_mask(task) and not install(self._engine, "install_late_mask")
         self._stats.replace_others(self._engine)
@@ -385,8 +385,7 @@ class VllmEngine:
         if self._death:
             raise EngineDeadError(self._death)
         if self._tell_parser is not None:
-            own = json.loads(request.template_kwargs or "{}")
-            self._tell_parser({**(self._task.spec.input.chat_template_kwargs or {}), **own})
+            self._tell_parser(request.template_kwargs)
         try:
             with self._alive("when a request was added", harmless=_REFUSALS):
                 prompt = request.rendered or tokens_input(request.prompt_token_ids)

@@ -149,9 +149,8 @@ def common_of(given: dict[str, Any], kind: Any) -> Any:
     starts = given["cu_seqlens_q"]
     return kind(
         query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=given["seqused_k"].clone(),
-        num_reqs=len(given["seqused_k"]),
-        num_actual_tokens=len(given["q"]), max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"],
-        block_table_tensor=given["block_table"],
+        num_reqs=len(given["seqused_k"]), num_actual_tokens=len(given["q"]),
+        max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"], block_table_tensor=given["block_table"],
         slot_mapping=torch.zeros(len(given["q"]), dtype=torch.int64, device=starts.device),
     )  # fmt: skip
 
@@ -179,8 +178,7 @@ class Planner:
             page_size=keys.shape[1], causal=common.causal, window_size=(-1, -1), num_splits=0,
         )  # fmt: skip
         return types.SimpleNamespace(
-            num_actual_tokens=common.num_actual_tokens, max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc, max_seq_len=common.max_seq_len, seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor, slot_mapping=common.slot_mapping, scheduler_metadata=plan,
-            max_num_splits=0, causal=common.causal,
+            query_start_loc=common.query_start_loc, max_query_len=common.max_query_len, seq_lens=common.seq_lens,
+            max_seq_len=common.max_seq_len, block_table=common.block_table_tensor, scheduler_metadata=plan,
+            max_num_splits=0,
         )  # fmt: skip

@@ -29,20 +29,6 @@ _CHOOSERS = ("cudagraph_manager", "cudagraph_dispatcher")
 _OF_ANY_STEP = {"uniform_token_count": None, "max_query_len": None, "uniform_decode": False}
 
 
-def is_even(longest: int, total: int, num_key_heads: int) -> bool:
-    """Whether no request has so many tokens that the kernel takes longer for it than FlashAttention for all.
-
-    longest, total: tokens of the longest request, and of all.
-    """
-    return longest * _PARTS_OF_LONGEST <= total * num_key_heads
-
-
-def chooser_of(runner: Any) -> Any:
-    """The part of a runner whose `dispatch` chooses the CUDA graph of a step; None if it is not known."""
-    found = (getattr(runner, name, None) for name in _CHOOSERS)
-    return next((each for each in found if hasattr(each, "dispatch")), None)
-
-
 class GraphChoice:
     """Keeps steps with one very long request out of the CUDA graphs of decoding.
 
@@ -58,7 +44,8 @@ class GraphChoice:
 
     def install(self, runner: Any) -> bool:
         """Change how vLLM's runner chooses the graph of a step. False if it chooses in a way that is not known."""
-        chooser = chooser_of(runner)
+        known_parts = (getattr(runner, name, None) for name in _CHOOSERS)
+        chooser: Any = next((part for part in known_parts if hasattr(part, "dispatch")), None)
         if chooser is None:
             return False
         known = inspect.signature(chooser.dispatch).parameters
@@ -74,7 +61,7 @@ class GraphChoice:
         self.has_long_request = (
             only_decodes
             and self._pays(num, self._num_key_heads)
-            and not is_even(max(lengths) + 1, sum(lengths) + num, self._num_key_heads)
+            and (max(lengths) + 1) * _PARTS_OF_LONGEST > (sum(lengths) + num) * self._num_key_heads
         )
 
     def _choosing(self, theirs: Callable[..., Any], of_any_step: Mapping[str, Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -146,16 +146,16 @@ def check_once() -> None:
     SamplingParams._validate_structured_outputs = once
 
 
-def tell_parser(engine: Any) -> Callable[[dict[str, Any]], None]:
+def tell_parser(engine: Any, variables: Mapping[str, Any] | None) -> Callable[[str | None], None]:
     """Make vLLM's core build its reasoning parser with variables of the chat template, as its server does.
 
-    Some parsers look for thinking only if `thinking` or `enable_thinking` is set. Returns a function that gets the
-    variables of the next request. Needs vLLM 0.32.
+    Some parsers look for thinking only if `thinking` or `enable_thinking` is set. variables: the job's. Returns a
+    function that gets the `Request.template_kwargs` of the next request. Needs vLLM 0.32.
     """
     next_one: dict[str, Any] = {}
 
-    def tell(variables: dict[str, Any]) -> None:
-        next_one["chat_template_kwargs"] = variables
+    def tell(own: str | None) -> None:
+        next_one["chat_template_kwargs"] = with_own(variables, own)
 
     processor = getattr(engine, "input_processor", None)
     make = getattr(processor, "process_inputs", None)
@@ -249,9 +249,7 @@ class Reasoner:
             from vllm.reasoning import ReasoningParserManager
         if plugin:
             ReasoningParserManager.import_reasoning_parser(plugin)
-        known = sorted({*ReasoningParserManager.reasoning_parsers, *ReasoningParserManager.lazy_parsers})
-        if name not in known:
-            raise SpecError(f"{_FIELD}: {unknown_parser(name, known)}")
+        check_known(_FIELD, name, {*ReasoningParserManager.reasoning_parsers, *ReasoningParserManager.lazy_parsers})
         self._template_kwargs = dict(template_kwargs)
         self._made = functools.lru_cache(_MOST_PARSERS)(self._make)
         try:
@@ -338,9 +336,10 @@ def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:
     return Reasoner(spec.model.reasoning_parser or "", tokenizer, spec.input.chat_template_kwargs or {}, plugin)
 
 
-def unknown_parser(name: str, known: Sequence[str]) -> str:
-    """The error message for an unknown parser name."""
-    return f"got '{name}'; the installed vLLM has {', '.join(known)}"
+def check_known(field: str, name: str, known: Collection[str]) -> None:
+    """Raise SpecError for the name of a parser that vLLM does not have."""
+    if name not in known:
+        raise SpecError(f"{field}: got '{name}'; the installed vLLM has {', '.join(sorted(known))}")
 
 
 def _request(template_kwargs: dict[str, Any]) -> Any:

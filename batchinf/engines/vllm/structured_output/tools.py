@@ -20,7 +20,7 @@ from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.arguments import GUIDANCE, structures_backend
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.structured_output.structures import TAIL_TOKENS, unknown_parser, with_own
+from batchinf.engines.vllm.structured_output.structures import TAIL_TOKENS, check_known, with_own
 from batchinf.records import ParsedAnswer, Request, ToolCall, Tools
 from batchinf.spec.answer_schemas import objection
 from batchinf.spec.job import JobSpec
@@ -45,9 +45,7 @@ class CallParser:
             from vllm.parser import ParserManager
             from vllm.tool_parsers import ToolParserManager
         name = spec.model.tool_parser or ""
-        known = sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
-        if name not in known:
-            raise SpecError(f"{FIELD}: {unknown_parser(name, known)}")
+        check_known(FIELD, name, {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
         cached = optional(
             "vllm.tokenizers.hf", "get_cached_tokenizer", "each text takes longer to parse", lambda it: it
         )
