@@ -111,6 +111,8 @@ class InspectedSample:
     """Of a row with choices that are scored; `fields` has their columns, too."""
     places: tuple[str, ...] = ()
     """Columns with the place of one of them."""
+    copies: tuple[str, ...] = ()
+    """Columns that are copies of the input's."""
 
     @property
     def title(self) -> str:
@@ -123,10 +125,11 @@ class InspectedSample:
         return None if error is None else f"{error}: {self.fields.get('error_message')}"
 
     def shown_fields(self) -> Iterator[tuple[str, Any]]:
-        """The columns that are shown beside the tokens."""
+        """The columns that are shown beside the tokens and the error."""
         for name, value in self.fields.items():
             is_shown = name == "text" and isinstance(value, str) and value in (self.decoded or "")
-            if value is not None and not is_shown and not name.startswith("error_"):
+            is_shown |= name.startswith("error_") and name not in self.copies
+            if value is not None and not is_shown:
                 yield name, self.stopped_by if name == "stop_reason" else value
 
 
@@ -208,6 +211,7 @@ def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectRepo
                 fields=dict(sorted(shown_fields.items(), key=lambda item: places.get(item[0], -1))),
                 choices=tuple(_choices(tokenizer, row, shown.texts_of(whole))) if shown.choice_sums else (),
                 places=tuple(shown.choices),
+                copies=tuple(copies),
             )
             for sample, shown_fields, row, whole in zip(samples, fields, rows, wholes, strict=True)
         ),
@@ -439,8 +443,9 @@ def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
         yield Text()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in sample.shown_fields():
-        if not (sample.choices and name.startswith(_OF_CHOICE)):
-            table.add_row(Text(plain_line(name), "dim"), _whole(value, sample.choices if name in sample.places else ()))
+        if sample.choices and name.startswith(_OF_CHOICE) and name not in sample.copies:
+            continue  # in the table of choices
+        table.add_row(Text(plain_line(name), "dim"), _whole(value, sample.choices if name in sample.places else ()))
     yield table
     if sample.choices:
         yield from _choice_items(sample.choices)

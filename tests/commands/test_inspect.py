@@ -275,14 +275,15 @@ def test_values_that_python_cannot_build(tmp_path: pathlib.Path) -> None:
 def test_a_row_of_choices(own: bool, tmp_path: pathlib.Path) -> None:
     """Each choice with its text and its tokens, nothing cut; an answer that is no choice does not hide the prompt."""
     choices = ["yes", "no " + "and a long one " * 12]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "x", "q": "Is it?", "own": choices, "gold": "maybe"}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "x", "q": "Is it?", "own": choices, "gold": "maybe",
+                                                      "choice_of_reader": "left"}))  # fmt: skip
     given = {"choices_column": "own"} if own else {"choices": choices}
     spec = jobs.spec_of(
         tmp_path,
         task="score",
         sampling=None,
         input={"path": str(tmp_path / "rows.jsonl"), "context_column": "q", "answer_column": "gold", **given},
-        output={"include_token_logprobs": not own, "keep_columns": ["own"]},
+        output={"include_token_logprobs": not own, "keep_columns": ["own", "choice_of_reader"]},
         scripted={"step_s": 0.0},
         parallel={"data_parallel_size": 1},
     )
@@ -297,7 +298,7 @@ def test_a_row_of_choices(own: bool, tmp_path: pathlib.Path) -> None:
     assert f"best {best}: {choices[best].strip()[:60]}" in words
     assert words.count("and a long one") >= 12
     assert [choice.values["logprob_sums"] for choice in sample.choices] == sample.fields["choice_logprob_sums"]
-    assert "answer_error got 'maybe'" in words
+    assert "answer_error got 'maybe'" in words and "choice_of_reader left" in words
     assert ("tokens of the choices" in words) != own
     num_tokens = [len(choice.tokens) for choice in sample.choices]
     assert num_tokens == ([0, 0] if own else sample.fields["choice_num_tokens"])

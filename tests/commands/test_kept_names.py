@@ -24,6 +24,7 @@ KEPT = {
     "logprobs": [[-1.0, -2.0, -3.0], [-1.0]],
     "ranks": [[1], [2, 3]],
     "image_digests": [["a"], ["b"]],
+    "error_margin": [0.5, 0.25],
 }
 
 
@@ -64,6 +65,7 @@ def test_looks(out: str) -> None:
     report = inspect_row(out, "0")
     [sample] = report.samples
     assert {name: sample.fields[name] for name in KEPT} == {name: values[0] for name, values in KEPT.items()}
+    assert {*KEPT} <= {name for name, _ in sample.shown_fields()}
     assert report.prompt is not None
     assert "One." in "".join(piece.text for piece in report.prompt)
     assert sample.prompt_tokens == ()
