@@ -223,11 +223,11 @@ class Results:
         """The answer that most samples of each input row have, for `sampling.n` above 1. In the order of the input.
 
         answers: the answer of each output row, such as a number taken from its text, with None for none; or the name of
-        a column, whose values are compared as they are. If several have equal votes, the first one wins. Warns if no
-        input row has more than one sample.
+        a column, whose values are compared as they are. An error row has none, whatever it keeps. If several have equal
+        votes, the first one wins. Warns if no input row has more than one sample.
         """
         values = self.table([answers]).column(0).to_pylist() if isinstance(answers, str) else answers
-        votes = majority(self.array("row_index"), values)
+        votes = majority(self.array("row_index"), self._of_good_rows(values, None))
         if votes and all(vote.num_samples == 1 for vote in votes):
             warnings.warn(f"majority: each vote is of one sample; {self._where_samples_are()}", stacklevel=2)
         return votes
@@ -238,7 +238,15 @@ class Results:
         is_right: whether each output row is right, in the order of `table`. An error row is a sample that is not right.
         The estimate is the unbiased one of Chen et al. 2021. Raises OutputError if a row has fewer than k samples.
         """
-        return pass_at_k(self.array("row_index"), is_right, k, self._where_samples_are())
+        right = self._of_good_rows(is_right, False)
+        return pass_at_k(self.array("row_index"), right, k, self._where_samples_are())
+
+    def _of_good_rows(self, values: Sequence[Any], otherwise: Any) -> Sequence[Any]:
+        """The values with `otherwise` at error rows, which may keep a text. Those of another length are as they are."""
+        errors = self.table(["error_type"]).column(0).is_valid().to_pylist()
+        if len(values) != len(errors) or not any(errors):
+            return values
+        return [otherwise if is_error else value for value, is_error in zip(values, errors, strict=True)]
 
     def _where_samples_are(self) -> str:
         """The end of a message about input rows with too few samples."""

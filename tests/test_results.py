@@ -51,6 +51,21 @@ def test_large_integers_beside_nulls_are_not_rounded(out: pathlib.Path) -> None:
     assert [value for rows in results.arrays("prompt_hash") for value in rows["prompt_hash"]] == expected
 
 
+def test_error_rows_have_no_vote_whatever_they_keep(tmp_path: pathlib.Path) -> None:
+    structure = {"regex": "a+"}  # the scripted engine ignores it: an output fails if it reaches `max_tokens`
+    sampling = {"n": 4, "temperature": 1.0, "max_tokens": 3, "structured_outputs": structure}
+    jobs.finish(jobs.spec_of(tmp_path, sampling=sampling, input={"limit": 40}, max_error_rate=1))
+    results = batchinf.open(tmp_path / "out")
+    rows = results.table(["text", "error_type"])
+    num_good = rows["error_type"].null_count
+    assert rows["text"].null_count == 0
+    assert 0 < num_good < len(rows) == 160
+    assert sum(vote.num_votes for vote in results.majority(["yes"] * 160)) == num_good
+    good = {text for text, error in zip(*(column.to_pylist() for column in rows.columns), strict=True) if error is None}
+    assert {vote.answer for vote in results.majority("text")} <= {*good, None}
+    assert results.pass_at_k([True] * 160).value == pytest.approx(num_good / 160)
+
+
 @pytest.mark.parametrize("column", ["token_ids", "logprobs", "ranks"])
 def test_lists(out: pathlib.Path, column: str) -> None:
     ragged, expected = batchinf.open(out).ragged(column), jobs.table_of(out)[column].to_pylist()
