@@ -139,6 +139,12 @@ def prompt_warnings(
             "warning: input.order: prefix saves nothing here, because vLLM does not use its prefix cache for prompts "
             "whose logprobs are asked for; leave it out"
         )
+    if where.is_batch_file and where.exclude is not None and where.exclude.on == "prompt_hash":
+        yield (
+            "warning: input.exclude.on: prompt_hash compares the tokens of a line's prompts alone: lines with the same "
+            "tokens are left out, even if they ask for something else, such as other sampling, dimensions or top_n; "
+            "id compares custom_id"
+        )
     yield from _conversation_warnings(where)
     yield from _unread_warnings(spec, model, source)
     if is_text and (warning := _second_bos(spec, model, source)) is not None:

@@ -284,3 +284,15 @@ def test_what_a_chat_template_never_reads(more: str, num: int, is_batch_file: bo
         warnings = list(job.task.prompt_warnings(job.model, job.source))
     assert len(warnings) == (num if is_batch_file else int(num == 2))
     assert all("some of the first 1 rows (row 0 first) have" in line for line in warnings)
+
+
+@pytest.mark.parametrize(("on", "num"), [("prompt_hash", 1), ("id", 0)])
+def test_lines_that_are_left_out_by_their_prompts_alone(on: str, num: int, tmp_path: pathlib.Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": [[5, 6], [7]]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line))
+    where = {"path": str(tmp_path / "rows.jsonl"), "format": "openai", "exclude": {"job": str(tmp_path), "on": on}}
+    sections = {"input": {**where, "id_column": None}, "output": {"keep_columns": []}, "sampling": None}
+    job = open_job(read_spec(jobs.spec_of(tmp_path, task="embed", **sections)))
+    with contextlib.closing(job.source):
+        found = [line for line in job.task.prompt_warnings(job.model, job.source) if "prompt_hash" in line]
+    assert len(found) == num
