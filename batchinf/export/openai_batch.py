@@ -97,17 +97,22 @@ class OpenAIBatchExport(Format):
         first = samples[0]
         row_index = first["row_index"]
         name = f"{self.job.results.job_id}-{row_index}"
-        given_id = first.get("id")
         answered = [row for row in samples if row["error_type"] is None]
         response = None
         if answered:
             response = {"status_code": 200, "request_id": f"req-{name}", "body": self._body(name, answered, samples)}
         return {
             "id": f"batch_req_{name}",
-            "custom_id": str(row_index if given_id is None else given_id),
+            "custom_id": self._custom_id(first),
             "response": response,
             "error": _error(samples),
         }
+
+    def _custom_id(self, row: Row) -> str:
+        """The row's id. If the job has no ids, its place in the input."""
+        # A line that cannot be read has no id, and its place may be the id of another line.
+        nameless = f"row_index {row['row_index']}" if "id" in row else str(row["row_index"])
+        return nameless if row.get("id") is None else str(row["id"])
 
     def _body(self, name: str, answered: Sequence[Row], samples: Sequence[Row]) -> dict[str, Any]:
         form = self._form(samples[0])

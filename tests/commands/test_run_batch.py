@@ -271,7 +271,7 @@ def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     assert f"16 output rows in {tmp_path / 'out.jsonl'}" in done.stdout
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     names = [answer["custom_id"] for answer in answers]
-    assert names == [*map(str, range(9)), "text", "url", "vector", "body", "response", "14"]
+    assert names == [*map(str, range(9)), "text", "url", "vector", "body", "response", "row_index 14"]
     answered = {answer["custom_id"]: answer["response"]["body"] for answer in answers if answer["error"] is None}
     assert [*answered] == ["0", "1", "2", "3", "4", "text", "response"]
     texts = {name: ChatCompletion.model_validate(answered[name]).choices[0].message.content for name in "01234"}
@@ -286,7 +286,7 @@ def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     }  # fmt: skip
     for name, beginning in beginnings.items():
         assert errors[name].startswith(beginning)
-    assert {*errors} == {*beginnings, "14"}
+    assert {*errors} == {*beginnings, "row_index 14"}
     kept = (tmp_path / "out.jsonl").read_bytes()
     again = jobs.run("run-batch", *options, *flags)
     assert again.returncode == 0, again.stderr

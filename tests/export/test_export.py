@@ -274,6 +274,20 @@ def test_samples_are_choices_of_one_line(sampled: pathlib.Path, tmp_path: pathli
     assert not (tmp_path / "answers.errors.jsonl").exists()
 
 
+def test_a_line_without_an_id_does_not_have_that_of_another(tmp_path: pathlib.Path) -> None:
+    lines = [json.dumps({**LINES[0], "custom_id": name}) for name in ("1", "2")]
+    (tmp_path / "in.jsonl").write_text("\n".join([lines[0], '{"custom_id": "3", "meth', lines[1]]))
+    where = {"path": str(tmp_path / "in.jsonl"), "id_column": None}
+    sections = {"output": {"keep_columns": []}, "scripted": {"step_s": 0.0}, "max_error_rate": 1.0}
+    sampling = {"temperature": None, "max_tokens": None, "logprobs": None}
+    jobs.finish(jobs.spec_of(tmp_path, input=where, sampling=sampling, **sections))
+    exported(tmp_path / "out", tmp_path / "answers.jsonl", to="openai-batch")
+    names = [
+        [line["custom_id"] for line in lines_of(tmp_path / name)] for name in ("answers.jsonl", "answers.errors.jsonl")
+    ]
+    assert names == [["1", "2"], ["row_index 1"]]
+
+
 def test_stdout_and_what_is_said(batch: pathlib.Path) -> None:
     run = jobs.run("export", batch, "-o", "-", "--to", "openai-batch")
     assert run.returncode == 0, run.stderr
