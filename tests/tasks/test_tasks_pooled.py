@@ -1,5 +1,6 @@
 """The tasks that make vectors: columns held against numpy, widths found in configs, jobs that are killed and go on."""
 
+import contextlib
 import json
 import pathlib
 from typing import Any
@@ -15,12 +16,14 @@ from batchinf.base.errors import BatchinfError, RowError, SpecError
 from batchinf.base.ragged import to_matrix, to_ragged
 from batchinf.commands.diff import diff_jobs
 from batchinf.engines.scripted import ScriptedPooling
+from batchinf.job.open import open_job
 from batchinf.model.identity import resolve
 from batchinf.output.counts import count_non_finite_rows, number_columns, row_bytes
 from batchinf.records import Completion, Prompt, Result
 from batchinf.replica.worker import num_bytes
 from batchinf.results import Results
 from batchinf.source.rows import Row
+from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.registry import task_of, task_type
 
@@ -189,6 +192,28 @@ def test_widths_and_labels(tmp_path: pathlib.Path) -> None:
     assert resolved("embed", folder).pooling.width == 48
     assert resolved("hidden_states", folder).pooling.width == 128
     assert resolve(spec.model).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling", "words"),
+    [
+        ({"num_labels": 2}, {}, []),
+        ({"num_labels": 1}, {}, ["the model has one class, so that each row has the label 'LABEL_0'"]),
+        ({"num_labels": 2, "problem_type": "regression"}, {}, ["the model's config has problem_type regression"]),
+        ({"num_labels": 2, "problem_type": "regression"}, {"use_activation": False}, []),
+    ],
+)
+def test_classes_that_may_not_be_meant(
+    config: dict[str, Any], pooling: dict[str, Any], words: list[str], tmp_path: pathlib.Path
+) -> None:
+    model = model_of(tmp_path / "model", architectures=["LlamaForSequenceClassification"], **config)
+    where = {"apply_chat_template": False}
+    sections = {"sampling": None, "input": where, "output": {"keep_columns": []}, "pooling": pooling}
+    job = open_job(read_spec(jobs.spec_of(tmp_path, task="classify", model=str(model), **sections)))
+    with contextlib.closing(job.source):
+        found = list(job.task.prompt_warnings(job.model, job.source))
+    assert len(found) == len(words)
+    assert all(line.startswith(f"warning: {start}") for line, start in zip(found, words, strict=True))
 
 
 def test_sizes_are_estimated() -> None:

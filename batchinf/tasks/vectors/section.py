@@ -220,10 +220,15 @@ SECTION = TaskSection("pooling", PoolingSpec, PoolingSpec(), _check)
 Config = Mapping[str, Any]
 
 
+def config_of(spec: JobSpec, model: Model) -> Config:
+    """The model's config, as the engine reads it."""
+    overrides = spec.engine.get("hf_overrides")
+    return {**model.config, **(overrides if isinstance(overrides, dict) else {})}
+
+
 def resolved_fields(spec: JobSpec, model: Model) -> dict[str, Any]:
     """The fields of the section `pooling` that depend on the model. Raises SpecError."""
-    overrides = spec.engine.get("hf_overrides")
-    config = {**model.config, **(overrides if isinstance(overrides, dict) else {})}
+    config = config_of(spec, model)
     pooling = pooling_of(spec)
     if spec.task == "rerank":
         return _scored(config, spec, model)

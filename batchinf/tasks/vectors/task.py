@@ -42,6 +42,7 @@ from batchinf.tasks.vectors.section import (
     LINES_COLUMN,
     OPENAI_LINES,
     SECTION,
+    config_of,
     is_activated,
     pooling_of,
     resolved_fields,
@@ -259,6 +260,19 @@ class Classify(Pooled):
         more = ", …" if len(labels) > 8 else ""
         [column] = stored_columns(self.spec)
         return f"task classify: {column} of {self.width:,} labels: {', '.join(labels[:8])}{more}"
+
+    def prompt_warnings(self, model: Model, source: Source) -> Iterator[str]:
+        yield from super().prompt_warnings(model, source)
+        if self.width == 1:
+            yield (
+                f"warning: the model has one class, so that each row has the label '{self._labels[0]}'; task reward "
+                "stores its number"
+            )
+        if is_activated(self.spec) and config_of(self.spec, model).get("problem_type") == "regression":
+            yield (
+                "warning: the model's config has problem_type regression: its numbers are no probabilities, and "
+                "`probabilities` has them as they are; task reward stores them as rewards"
+            )
 
     def width_error(self, got: int) -> SpecError:
         return SpecError(f"pooling.labels: got {self.width} classes, but the model has {got}; name each of them")
