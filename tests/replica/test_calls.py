@@ -249,7 +249,7 @@ def test_other_calls_are_a_change(tokenizer: Any) -> None:
     class Job:
         folder: str
         spec: dict[str, Any]
-        schema: pa.Schema
+        own_schema: pa.Schema
 
     def call(call_id: str, city: str) -> list[dict[str, str]]:
         return [{"id": call_id, "name": "get_weather", "arguments": json.dumps({"city": city})}]
