@@ -1,5 +1,6 @@
 """LoRA adapters of a job: the folder, rank and fingerprint of each, and the check that it fits the model."""
 
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -195,9 +196,7 @@ def _misfit(folder: pathlib.Path, model: Model, ranks: list[int]) -> str | None:
     matrices = list(halves(folder))
     if not matrices and any(name.endswith(".safetensors") for name in model_files.weight_files(folder, ADAPTER)):
         return "its weights have no lora_A and lora_B"
-    for half in matrices:
-        if _is_in_tower(half.module, model):
-            continue
+    for half in itertools.filterfalse(lambda half: _is_in_tower(half.module, model), matrices):
         layer = _LAYER.search(half.module)
         if layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers:
             return f"it has {half.module}, but the model has {num_layers} layers"

@@ -61,8 +61,7 @@ class PromptBuilder:
         adds = not spec.input.is_chat or self._batch is not None
         self._encoder = self._with_special if adds else self._without_special
         self._has_images = spec.input.has_images
-        # In other forms of prompts, a row without images has no place for one but where its text spells it.
-        self._has_places_in_text = bool(spec.input.images_column) and not spec.input.is_chat
+        self._has_places_in_text = spec.input.has_places_in_text
         self._tokenizer = tokenizer
         self._bos: int | None = getattr(tokenizer, "bos_token_id", None)
         self._takes_ids = spec.input.token_ids_column is not None or self._batch is not None
@@ -262,7 +261,7 @@ class PromptBuilder:
         request = draft.request
         cut = ids if isinstance(ids, RowError) else self._cut_to_fit(row, draft, ids, max_model_len)
         outcome = cut if isinstance(cut, RowError) else self._check_ids(cut, max_model_len)
-        if (request.images or self._has_places_in_text) and isinstance(outcome, list):
+        if isinstance(outcome, list):
             outcome = self.misplaced(outcome, len(request.images)) or outcome
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
@@ -290,8 +289,13 @@ class PromptBuilder:
         return () if self._has_images and not images else None
 
     def misplaced(self, token_ids: Sequence[int], num_images: int) -> RowError | None:
-        """The error of a prompt that has not exactly one place for each of its images."""
-        return None if self._placeholders is None else self._placeholders.objection(token_ids, num_images)
+        """The error of a prompt that has not exactly one place for each of its images.
+
+        A prompt without images may spell a place, except where the text says where images stand.
+        """
+        if self._placeholders is None or not (num_images or self._has_places_in_text):
+            return None
+        return self._placeholders.objection(token_ids, num_images)
 
     def _cut_to_fit(self, row: Row, draft: "Draft", ids: list[int], max_model_len: int | None) -> list[int] | RowError:
         """The ids, cut if the row's line or the spec wants that."""

@@ -415,6 +415,11 @@ class InputSpec(Section):
         return self.images is not None
 
     @property
+    def has_places_in_text(self) -> bool:
+        """Whether the text of a prompt says where its images stand."""
+        return bool(self.images_column) and not self.is_chat
+
+    @property
     def selects(self) -> bool:
         """Whether the spec chooses among the rows."""
         return bool(self.given(("where", "sample", "limit", "exclude")))

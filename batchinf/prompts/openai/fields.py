@@ -99,7 +99,12 @@ FIELDS: tuple[Fields, ...] = (
     _used("CT", "prompt_logprobs", "no more than `sampling.prompt_logprobs` stores"),
     _used("R", "include", "`message.output_text.logprobs`; the others ask for items that no text has"),
     _used("CR", "include_reasoning", "false leaves the reasoning out of the exported answer"),
-    _used("CT", "return_token_ids", "the exported answer has them, if the job stores `token_ids`"),
+    _used(
+        "CT",
+        "return_token_ids",
+        "the exported answer has those of the output, if the job stores `token_ids`; vLLM's server also gives those of "
+        "the prompt",
+    ),
     _used("CT", "return_tokens_as_token_ids", "the form of tokens beside logprobs in the exported answer"),
     _used("E", "encoding_format", "`float` or `base64` in the exported answer"),
     _used("CT", "n", "samples of each prompt"),

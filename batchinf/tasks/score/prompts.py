@@ -353,7 +353,7 @@ class ScorePrompts(PromptBuilder):
         low = min(min(span.token_ids) for span in spans)
         high = max(max(span.token_ids) for span in spans)
         error = self.outside_vocabulary(low, high)
-        if error is not None or not (num_images or self._has_places_in_text):
+        if error is not None:
             return error
         return next(filter(None, (self.misplaced(span.token_ids, num_images) for span in spans)), None)
 
