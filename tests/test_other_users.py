@@ -5,6 +5,7 @@ import pathlib
 import stat
 from typing import Any
 
+import psutil
 import pytest
 from users import GROUP, ONE, OTHER, as_user, needs_users
 
@@ -24,13 +25,15 @@ def shared(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def begun_by(user: int, umask: str, folder: pathlib.Path) -> pathlib.Path:
-    """The spec of a job that a user has begun, and whose processes were killed."""
+    """The spec of a job that a user has begun, and whose coordinator was killed. No process of it is left."""
     spec = jobs.spec_of(folder, **FEW)
     killed = jobs.run(
         "run", spec, prefix=as_user(user, umask), faults="coordinator.before_publish:2=kill", HOME=str(folder)
     )
     assert killed.returncode == -9, killed.stderr
     assert list((folder / "out" / "parts").iterdir())
+    # Replicas end a moment after their coordinator, and may write a file until then.
+    assert jobs.are_gone([process for process in psutil.process_iter() if process.uids().real == user])
     return spec
 
 
