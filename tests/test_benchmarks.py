@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     "memory.py --rows 300 --out {out}",
     "resume.py --rows 20000 --parts 20 --repeat 1 --out {out}",
     "plan_input.py --rows 20000",
+    "read_ahead.py --gb 0.1 --rounds 1 --wait-s 0",
     "scale.py --replicas 4 --rows 20000 --start-s 1 --out {out}",
     "loss.py --kills 1 --rows 200000 --out {out}",
     "house.py",

@@ -274,9 +274,9 @@ class LocalBackend:
 def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
     """Begin to read a local model's weights into the page cache, so that all replicas of the host load them from there.
 
-    The disk is read while vLLM is imported. Copies of all tensors of 4 GB by `safetensors.safe_open`, 10 s after the
-    file was dropped from memory (POSIX_FADV_DONTNEED), then take 3.3 s; without, 6.9 s. The thread that digests the
-    weights reads them too, but it does not run if the digests are known, nor on other hosts of a cluster.
+    The disk is read while vLLM is imported. Copies of all tensors of 4 GB then take 2 to 4 s; without, 7 to 11 s
+    (`benchmarks/read_ahead.py`). The thread that digests the weights reads them too, but it does not run if the digests
+    are known, nor on other hosts of a cluster.
 
     Returns None if there is nothing to read or too little free memory. Nothing waits for the thread.
     """
@@ -297,7 +297,7 @@ def _read(paths: Sequence[pathlib.Path]) -> None:
     for path in paths:
         # Errors are ignored: the engine reports them when it loads the file.
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-            # All bytes: if the kernel has read most of them ahead, and nobody has asked for them, the copies take 12 s.
+            # All bytes are read. Copies of bytes that only the kernel has read ahead were slower than from disk.
             # Weights that are in memory already are read at 10 GB/s.
             while file.readinto(block):
                 pass

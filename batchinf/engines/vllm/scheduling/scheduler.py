@@ -377,7 +377,8 @@ class HoldingMixin(InFront):
 
         rows_of: slots and rows, by their store, of requests without an output.
         """
-        leaving, ours = [], []
+        leaving = []
+        ours = []
         starts = None if step is None else step.cu_num_generated_tokens
         full: set[tuple[RowStore | None, int]] = set()
         for output in outputs:
@@ -412,7 +413,8 @@ class HoldingMixin(InFront):
                 leaving.append(output)
             elif not held.is_begun:
                 # The first output tells that the prompt was run; it has the prompt's logprobs and statistics.
-                output.new_token_ids, output.new_logprobs = [], None
+                output.new_token_ids = []
+                output.new_logprobs = None
                 leaving.append(output)
             held.is_begun = True
             if is_finished:
