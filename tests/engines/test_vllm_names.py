@@ -90,7 +90,6 @@ OPTIONAL = [
     "vllm.v1.core.sched.scheduler.Scheduler",
     "vllm.v1.engine.exceptions.EngineDeadError",
     "vllm.v1.engine.output_processor.LogprobsProcessor",
-    "vllm.v1.metrics.loggers.StatLoggerBase",
     "vllm.v1.outputs.LogprobsLists",
     "vllm.v1.outputs.LogprobsTensors",
     "vllm.v1.structured_output.backend_guidance.has_guidance_unsupported_json_features",

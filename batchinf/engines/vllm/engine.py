@@ -67,7 +67,6 @@ VLLMValidationError: Any = optional(
 VllmEngineDeadError: Any = optional(
     "vllm.v1.engine.exceptions", "EngineDeadError", "a killed engine has another name", RuntimeError
 )
-StatLoggerBase: Any = optional("vllm.v1.metrics.loggers", "StatLoggerBase", "statistics may be missing", object)
 
 # All values of vLLM's FinishReason. Outputs that were cut short have to run again: a signal to the process group ends
 # every running request with `abort`.
@@ -140,7 +139,6 @@ class VllmEngine:
         spec = task.spec
         arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
-        self._stats = _Stats()
         install_arrays()
         start: Any = LLMEngine.from_engine_args
         if ray_group is not None:
@@ -162,7 +160,8 @@ class VllmEngine:
             self._tell_parser = tell_parser(self._engine, spec.input.chat_template_kwargs)
         _install(self._engine, task)
         self._lacks_raw = wants_late_mask(task) and not install(self._engine, "install_late_mask")
-        self._stats.replace_others(self._engine)
+        self._stats = _Stats()
+        self._stats.replace_loggers(self._engine)
         self._request_error = ""  # vLLM's words of the latest request that ended with `error`
         self._hear_errors()
         client = self._engine.engine_core
@@ -191,7 +190,6 @@ class VllmEngine:
                 return start(
                     self._engine_args(arguments),
                     usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
-                    stat_loggers=[lambda *_: self._stats],
                 )
         except Exception as error:
             raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
@@ -491,18 +489,18 @@ class _Watchdog(threading.Thread):
                 return
 
 
-class _Stats(StatLoggerBase):
+class _Stats:
     """The scheduler's figures after the latest step. vLLM calls them unstable, so each is read with a default."""
 
     def __init__(self) -> None:
         self.latest = EngineStats()
 
-    def replace_others(self, engine: Any) -> None:
+    def replace_loggers(self, engine: Any) -> None:
         """Let vLLM call only `record`, after each step; in 0.26 loggers see only steps with outputs."""
         engine.logger_manager, engine.log_stats, engine.output_processor.log_stats = None, False, False
         engine.output_processor.update_scheduler_stats = lambda stats: self.record(stats) if stats else None
 
-    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: Any) -> None:
         last, cache = self.latest, getattr(scheduler_stats, "prefix_cache_stats", None)
         num_skipped = getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
         self.latest = EngineStats(
@@ -513,9 +511,6 @@ class _Stats(StatLoggerBase):
             prefix_cache_queries=last.prefix_cache_queries + getattr(cache, "queries", 0),
             prefix_cache_hits=last.prefix_cache_hits + getattr(cache, "hits", 0),
         )
-
-    def log_engine_initialized(self) -> None:
-        """See vLLM."""
 
 
 _PARTS = ("scheduler_cls", "worker_cls", "worker_extension_cls")
