@@ -96,15 +96,9 @@ _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty 
 # Fields that are given to SamplingParams only where they are set: 0.26 lacks some of them.
 _IF_SET = ("allowed_token_ids", "bad_words", "thinking_token_budget", *MAPPINGS)
 _UNSET: tuple[Any, ...] = (None, (), {})
-_of_template = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
-                                   "thinking_token_budget")  # fmt: skip
-
-
-def template_of(sampling: SamplingSpec) -> tuple[Any, ...]:
-    """The values that make a template of SamplingParams. Requests with the same values share a template and add their
-    own `max_tokens` and `seed`."""
-    return (*_of_template(sampling), *(tuple(getattr(sampling, name).items()) for name in MAPPINGS))
-
+# The values of a SamplingSpec that make a template of SamplingParams. Requests with the same values share a template,
+# and add their own `max_tokens` and `seed`.
+template_of = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids", *_IF_SET, "structured_outputs")
 
 # By name, because their modules import vLLM's worker, which only worker processes need.
 _DECODING_WORKER = f"{__package__}.kernels.attention.DecodingWorker"

@@ -8,7 +8,6 @@ import copy
 import fcntl
 import functools
 import gc
-import json
 import os
 import platform
 import signal
@@ -169,8 +168,7 @@ class VllmEngine:
         self._live: dict[str, Request] = {}
         self._unbegun: deque[tuple[Request, Any]] = deque()  # requests without a token yet, with vLLM's state
         self._death: str | None = None
-        self._latest: tuple[SamplingSpec | None, tuple[dict[str, Any], bool], Any] = (None, ({}, False), None)
-        self._templates: dict[Any, Any] = {}
+        self._templates: dict[str, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self._backend = structures_backend(arguments)
         self._calls = None
@@ -188,7 +186,7 @@ class VllmEngine:
         try:
             with _device_turn():
                 return start(
-                    self._engine_args(arguments),
+                    engine_args(arguments),
                     usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
                 )
         except Exception as error:
@@ -200,21 +198,16 @@ class VllmEngine:
         process = processor.process_outputs
 
         def process_outputs(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
-            self._note_errors(outputs)
-            return process(outputs, *arguments, **named)
+            processed = process(outputs, *arguments, **named)
+            for output in (*outputs, *processed.request_outputs):
+                if (error := getattr(output, "error", None)) is not None:
+                    self._request_error = one_line(str(getattr(error, "message", error)), 400)
+            return processed
 
         processor.process_outputs = process_outputs
 
-    def _note_errors(self, outputs: list[Any]) -> None:
-        for output in outputs:
-            if (error := getattr(output, "error", None)) is not None:
-                self._request_error = one_line(str(getattr(error, "message", error)), 400)
-
     def _started(self) -> None:
         """For subclasses: called when vLLM is up and `info` is set."""
-
-    def _engine_args(self, arguments: dict[str, Any]) -> Any:
-        return engine_args(arguments)
 
     def warm_up(self, request: Request) -> None:
         """See `Engine.warm_up`. Raises RequestRefused if vLLM would refuse every request of the job."""
@@ -225,10 +218,16 @@ class VllmEngine:
             params.min_tokens = 0  # it may exceed the `max_tokens` of this short request: see `_objection`
             adapter = names[number % len(names)]
             self._submit(f"warm-up-{number}", replace(request, adapter=adapter), params)
+        self._run_warm_up()
+
+    def _run_warm_up(self) -> list[Any]:
+        """The outputs of the requests that were added."""
+        outputs = []
         with self._alive("while it warmed up"):
             while self._engine.has_unfinished_requests():
-                self._engine.step()
+                outputs += self._engine.step()
             self._engine.reset_prefix_cache()
+        return outputs
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
@@ -261,7 +260,6 @@ class VllmEngine:
                 said = f": {self._request_error}" if self._request_error else " and says no more of them"
                 raise RuntimeError(f"it cut {counted(len(self._live), 'request')} short{said}")
             outputs = self._engine.step()
-        self._note_errors(outputs)
         return [self._checked(output) for output in outputs if self._came_whole(output) or self._cannot_run(output)]
 
     def begun(self) -> list[Request]:
@@ -293,17 +291,14 @@ class VllmEngine:
             cleanup_dist_env_and_memory()
 
     def _params(self, request: Request) -> Any:
-        """The request's own SamplingParams, because vLLM changes the object. Building one takes 30 µs, so it is a copy.
+        """The request's own SamplingParams, because vLLM changes the object: a copy of a template.
 
         The copy shares with its template the values that vLLM replaces or extends by the same ids each time, and the
         structure, which vLLM rewrites once to an equivalent form.
         """
         extra = extra_of(request)
         keeps = self._keeps_special_tokens or request.tools is not None
-        if request.sampling is not self._latest[0] or (extra, keeps) != self._latest[1]:
-            template = self._template(request.sampling, extra, keeps_special_tokens=keeps)
-            self._latest = request.sampling, (extra, keeps), template
-        params = copy.copy(self._latest[2])
+        params = copy.copy(self._template(request.sampling, extra, keeps_special_tokens=keeps))
         params.max_tokens, params.seed = request.max_tokens, request.seed
         if (positions := positions_of(request)) is not None:
             params.extra_args = positions
@@ -324,13 +319,12 @@ class VllmEngine:
 
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any], *, keeps_special_tokens: bool) -> Any:
         """The cached template. Its key is by value: rows may all have their own objects and differ only in `seed`."""
-        structure = sampling.structured_outputs
-        key = (template_of(sampling), structure and json.dumps(structure), json.dumps(extra), keeps_special_tokens)
+        key = repr((template_of(sampling), extra, keeps_special_tokens))
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
-            if structure:
+            if sampling.structured_outputs:
                 from batchinf.engines.vllm.structured_output.structures import check_once
 
                 check_once()
@@ -439,7 +433,10 @@ class VllmEngine:
         )
 
     def _came_whole(self, output: Any) -> bool:
-        return _is_whole(output)
+        reason = output.outputs[0].finish_reason
+        if reason not in FINISHED | CUT_SHORT:
+            raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
+        return reason in FINISHED
 
     def _cannot_run(self, output: Any) -> bool:
         """Whether a request ended with `error` because vLLM cannot compile its structure: it would do so again."""
@@ -451,13 +448,6 @@ class VllmEngine:
         answer.stop_reason = self._request_error or "it could not compile the structure; the replica's log says why"
         self._request_error = ""
         return True
-
-
-def _is_whole(output: Any) -> bool:
-    reason = output.outputs[0].finish_reason
-    if reason not in FINISHED | CUT_SHORT:
-        raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
-    return reason in FINISHED
 
 
 def _describe(error: Exception) -> str:
