@@ -48,7 +48,7 @@ from batchinf.engines.vllm.images import Rendering, check_takes_images
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.worker import install, install_rows, join_results
+from batchinf.engines.vllm.worker import install, join_results
 from batchinf.model.lora import Adapter
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, RenderedPrompt, Request
@@ -109,7 +109,7 @@ def _device_turn() -> Iterator[None]:
 def _install(engine: Any, task: Task) -> None:
     """Put our own code for the rows and logprobs of a task into the workers. Says which of it this vLLM cannot take."""
     rows = task.vocabulary_rows
-    if rows is not None and not install_rows(engine, rows):
+    if rows is not None and not install(engine, "install_vocabulary_rows", rows.dtype, rows.token_ids):
         print("rows of logits come in vLLM's own order, which is slower", flush=True)
     if ks := scored_ks(task):
         if not install(engine, "install_scores", ks):
