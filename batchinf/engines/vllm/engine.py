@@ -44,7 +44,7 @@ from batchinf.engines.vllm.arguments import (
     template_of,
     wants_late_mask,
 )
-from batchinf.engines.vllm.images import Rendering, check_takes_images
+from batchinf.engines.vllm.images import Rendering
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
@@ -148,7 +148,6 @@ class VllmEngine:
         self._engine: Any = self._start(start, arguments)
         self._rendering: Rendering | None = None
         if spec.input.images is not None:
-            check_takes_images(self._engine)
             self._rendering = Rendering(self._engine)
             if current_platform.is_cuda():
                 print("vLLM's own attention and steps are used: those of batchinf are for text alone", flush=True)

@@ -70,7 +70,7 @@ class VllmPooling(VllmEngine):
     arguments = staticmethod(pooling_arguments)
 
     def _started(self) -> None:
-        self._wanted, self._takes_last = wanted_of(self._task), False
+        self._wanted = wanted_of(self._task)
         self._pooling_params = self._choose_params()
         join_results(self._engine)
         pooler = self._engine.vllm_config.model_config.pooler_config
@@ -90,7 +90,6 @@ class VllmPooling(VllmEngine):
         if task == "token_classify" and getattr(pooler, "tok_pooling_type", None) == "STEP":
             name = self._task.name
             raise SpecError(f"task: got {name}, but this model judges steps within an answer, and not the whole")
-        self._takes_last = task == "token_classify"
         return PoolingParams(task=task, use_activation=wanted.use_activation, dimensions=wanted.dimensions)
 
     def warm_up(self, request: Request) -> None:
@@ -118,8 +117,9 @@ class VllmPooling(VllmEngine):
         """float32 [num_positions, width]."""
         values = output.outputs.data.float().numpy()
         values = values.reshape(1, -1) if values.ndim < 2 else values
+        takes_last = self._pooling_params.task == "token_classify"
         # A view would keep vLLM's whole message in memory.
-        return np.array(values[-1:] if self._takes_last else values, np.float32)
+        return np.array(values[-1:] if takes_last else values, np.float32)
 
     def _completion(self, output: Any) -> Completion:
         request = self._live.pop(output.request_id)
