@@ -227,12 +227,6 @@ def positions_of(request: Request) -> dict[str, Any] | None:
     return {POSITIONS: chosen} if chosen else None
 
 
-def structures_backend(engine: Mapping[str, Any]) -> str:
-    """The backend of structured outputs that the engine arguments name. `auto`: vLLM's choice."""
-    config = engine.get("structured_outputs_config")
-    return str((config if isinstance(config, dict) else {}).get("backend", "auto"))
-
-
 def for_backend(structure: dict[str, Any], backend: str) -> dict[str, Any]:
     """The structure as this backend gets it. Raises ValueError if guidance cannot take it."""
     if backend == GUIDANCE and "format" in json.loads(structure.get("structural_tag", "{}")):

@@ -29,6 +29,7 @@ from vllm.usage.usage_lib import UsageContext
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.base.text import counted, one_line
+from batchinf.engines.installed import structures_backend
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
     engine_args,
@@ -40,7 +41,6 @@ from batchinf.engines.vllm.arguments import (
     positions_of,
     sampling_params,
     scored_ks,
-    structures_backend,
     template_of,
     wants_late_mask,
 )
