@@ -6,14 +6,13 @@ Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comme
 import contextlib
 import copy
 import fcntl
-import functools
 import gc
 import os
 import platform
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +43,7 @@ from batchinf.engines.vllm.arguments import (
     template_of,
     wants_late_mask,
 )
+from batchinf.engines.vllm.hosts import engine_on_hosts
 from batchinf.engines.vllm.images import Rendering
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
@@ -106,6 +106,18 @@ def _device_turn() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def _start(arguments: dict[str, Any], ray_group: RayGroup | None) -> LLMEngine:
+    """vLLM's engine. Raises EngineStartError."""
+    context = UsageContext.LLM_CLASS  # gives the batch limits of offline jobs, not of a server
+    try:
+        with _device_turn():
+            if ray_group is None:
+                return LLMEngine.from_engine_args(engine_args(arguments), usage_context=context)
+            return engine_on_hosts(ray_group, engine_args(arguments), context)
+    except Exception as error:
+        raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
+
+
 def _install(engine: Any, task: Task) -> None:
     """Put our own code for the rows and logprobs of a task into the workers. Says which of it this vLLM cannot take."""
     rows = task.vocabulary_rows
@@ -139,13 +151,9 @@ class VllmEngine:
         arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
         install_arrays()
-        start: Any = LLMEngine.from_engine_args
         if ray_group is not None:
-            from batchinf.engines.vllm.hosts import engine_on_hosts
-
-            start = functools.partial(engine_on_hosts, ray_group)
             arguments["distributed_executor_backend"] = "ray"
-        self._engine: Any = self._start(start, arguments)
+        self._engine: Any = _start(arguments, ray_group)
         self._rendering: Rendering | None = None
         if spec.input.images is not None:
             self._rendering = Rendering(self._engine)
@@ -179,17 +187,6 @@ class VllmEngine:
         self._finds_thinking = getattr(getattr(self._engine.vllm_config, "reasoning_config", None), "enabled", False)
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
-
-    def _start(self, start: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """vLLM's engine, as `start` makes it. Raises EngineStartError."""
-        try:
-            with _device_turn():
-                return start(
-                    engine_args(arguments),
-                    usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
-                )
-        except Exception as error:
-            raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
 
     def _hear_errors(self) -> None:
         """Keep vLLM's words of a request's own error: 0.33 has them in the core's output and drops them offline."""
