@@ -17,10 +17,9 @@ import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
 # The pieces of `step_hook` that may change the speed of a workload.
-_TOKENS = ("attention", "token_loops", "holding", "scores")
 PIECES = {
     "bare-top20": ("attention", "token_loops", "holding", "scores"),
-    "bare-small-top20": _TOKENS,
+    "bare-small-top20": ("token_loops", "holding", "scores"),
     "bare-fp8": ("attention", "token_loops", "holding"),
     "uneven": ("attention", "graph_choice"),
     "small-score": ("whole_steps", "joined", "scores"),

@@ -54,6 +54,8 @@ import batchinf
 
 Floats = npt.NDArray[np.float32]
 HERE = pathlib.Path(__file__).resolve().parent
+# Of a generating job on a GPU. Batchinf chooses it for larger models; these are so small that it would take vLLM's own.
+_WORKER = "batchinf.engines.vllm.kernels.attention.DecodingWorker"
 # Null is vLLM's own value.
 SIDES: dict[str, dict[str, Any]] = {
     "batchinf": {},
@@ -253,6 +255,8 @@ class Truth:
     def _run(self, architecture: Architecture, folder: pathlib.Path, task: str, side: str, device: str) -> pathlib.Path:
         out = folder / f"{task}-{side}"
         spec = spec_of(architecture, task, self._folder / "rows.parquet", folder / "model", device != "cpu")
+        if device != "cpu" and spec["task"] == "generate":
+            spec["engine"]["worker_cls"] = _WORKER
         spec["engine"] |= SIDES[side]
         spec["output"]["path"] = str(out)
         path = out.with_suffix(".yaml")
