@@ -436,9 +436,10 @@ class VllmEngine:
 
     def _cannot_run(self, output: Any) -> bool:
         """Whether a request ended with `error` because vLLM cannot compile its structure: it would do so again."""
-        request, answer = self._live.get(output.request_id), getattr(output, "outputs", [None])[0]
-        if request is None or request.sampling.structured_outputs is None or answer is None:
+        request = self._live.get(output.request_id)
+        if request is None or request.sampling.structured_outputs is None:
             return False
+        answer = output.outputs[0]
         if answer.finish_reason != "error" or len(answer.token_ids):
             return False
         answer.stop_reason = self._request_error or "it could not compile the structure; the replica's log says why"
