@@ -302,16 +302,14 @@ class VllmEngine:
 
     def _forced(self, request: Request) -> Request:
         """The request with the structure that its tools force on the text, which is checked with the answer."""
-        own = request.sampling.structured_outputs
+        sampling = request.sampling
         if request.tools is None or self._calls is None:
             return request
         try:
-            structure = self._calls.structure(request.tools, own, request.template_kwargs)
+            structure = self._calls.structure(request.tools, sampling.structured_outputs, request.template_kwargs)
         except ValueError as error:
             raise RequestRefused(RowError("invalid_tools", str(error))) from error
-        if structure == own:
-            return request
-        return replace(request, sampling=request.sampling.model_copy(update={"structured_outputs": structure}))
+        return replace(request, sampling=sampling.model_copy(update={"structured_outputs": structure}))
 
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any], *, keeps_special_tokens: bool) -> Any:
         """The cached template. Its key is by value: rows may all have their own objects and differ only in `seed`."""
