@@ -5,10 +5,10 @@
     python benchmarks/truth.py --rows 24 --jobs 1 --only llama --out results                # on a CPU, in float32
 
 For each small model of `architectures.py` and each task, two jobs run over the same rows: with the settings of
-batchinf, and with vLLM's own scheduler, worker and graphs. Both are compared with transformers in float32, which reads
-the tokens that the job itself has chosen. The distance of the second job is the noise of the type and of vLLM's
-kernels. The script ends with exit code 1 if a first job is farther than 1.5 times the noise, or if one of its rows is
-farther than 2.5 times the worst row of the noise.
+batchinf for a large model, and with vLLM's own scheduler, worker and graphs. Both are compared with transformers in
+float32, which reads the tokens that the job itself has chosen. The distance of the second job is the noise of the type
+and of vLLM's kernels. The script ends with exit code 1 if a first job is farther than 1.5 times the noise, or if one of
+its rows is farther than 2.5 times the worst row of the noise.
 
 | task | compared values | a row's distance |
 | --- | --- | --- |
