@@ -18,6 +18,7 @@ import os
 import pkgutil
 import random
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -101,7 +102,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str], *, has_vllm: bool = False) -> None:
         self._environment = _read_at_import(environment)
-        self.address = f"\0batchinf-tests-{os.getpid()}-{random.getrandbits(64):x}"
+        self.address = f"\0batchinf-tests-{os.getpid()}-{secrets.randbits(64):x}"
         # The server ends when this process closes its standard input. Forked processes overwrite the long command.
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__, self.address[1:], "vllm" if has_vllm else "", "-" * _LONGEST_COMMAND],

@@ -9,7 +9,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self
 
 from batchinf.base.errors import BatchinfError, EngineStartError, SpecError
@@ -181,6 +181,12 @@ _PARSER = "model.reasoning_parser"
 _TOOL_PARSER = "model.tool_parser"
 
 
+def structures_backend(engine: Mapping[str, Any]) -> str:
+    """The backend of structured outputs that the engine arguments name. `auto`: vLLM's choice."""
+    config = engine.get(_STRUCTURES_CONFIG)
+    return str((config if isinstance(config, dict) else {}).get("backend", "auto"))
+
+
 class StructuresCheck:
     """The check of a spec's structured outputs and reasoning parser, under way. Use it in a `with` block."""
 
@@ -258,8 +264,7 @@ class RowStructures:
 
     def __init__(self, spec: JobSpec) -> None:
         """spec: resolved."""
-        config = spec.engine.get(_STRUCTURES_CONFIG) or {}
-        is_guidance = spec.scripted is None and config.get("backend") == "guidance"
+        is_guidance = spec.scripted is None and structures_backend(spec.engine) == "guidance"
         self._has_all = is_guidance and importlib.util.find_spec("llguidance") is not None
         self._schemas: dict[str, None] = {}
 
@@ -293,8 +298,8 @@ class RowStructures:
 def _is_sure(spec: JobSpec) -> bool:
     """Whether the structure is one that vLLM always compiles, so that nothing has to import vLLM to know."""
     texts = (spec.sampling.structured_outputs or {}).get("choice")
-    backend = (spec.engine.get("structured_outputs_config") or {}).get("backend", "auto")
-    return texts is not None and backend in ("auto", "guidance") and all(text.isprintable() for text in texts)
+    is_suited = structures_backend(spec.engine) in ("auto", "guidance")
+    return texts is not None and is_suited and all(text.isprintable() for text in texts)
 
 
 @functools.cache

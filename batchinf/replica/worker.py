@@ -21,6 +21,7 @@ import pyarrow as pa
 from batchinf.base import faults
 from batchinf.base.errors import EngineDeadError, RequestRefused
 from batchinf.base.storage import Folder
+from batchinf.engines.installed import structures_backend
 from batchinf.engines.protocol import Engine
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import carried_columns
@@ -555,7 +556,6 @@ def answers_of(spec: JobSpec, tokenizer: object, detokenizer: Detokenizer | None
     structures = {*(spec.sampling.structured_outputs or {}), *map(STRUCTURE_FIELDS.get, spec.sampling.columns)}
     may_match = bool(structures & {"regex", "grammar"}) or spec.input.is_batch_file or calls is not None
     if detokenizer is not None and spec.scripted is None and may_match:
-        from batchinf.engines.vllm.arguments import structures_backend
         from batchinf.engines.vllm.structured_output.structures import matcher
 
         matcher_of = functools.partial(matcher, backend=structures_backend(spec.engine))

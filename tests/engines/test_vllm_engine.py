@@ -497,11 +497,12 @@ def test_several_positions_and_chunks_at_a_time(k: int, wider: int) -> None:
 def test_finish_reasons_are_those_of_vllm() -> None:
     assert {str(reason) for reason in FinishReason} == adapter.FINISHED | adapter.CUT_SHORT
     assert not adapter.FINISHED & adapter.CUT_SHORT
+    engine: Any = object.__new__(adapter.VllmEngine)
     for reason in FinishReason:
         output = types.SimpleNamespace(outputs=[types.SimpleNamespace(finish_reason=str(reason))])
-        assert adapter._is_whole(output) is (str(reason) in ("stop", "length", "repetition"))
+        assert engine._came_whole(output) is (str(reason) in ("stop", "length", "repetition"))
     with pytest.raises(BatchinfError, match="unknown reason, 'bored'"):
-        adapter._is_whole(types.SimpleNamespace(outputs=[types.SimpleNamespace(finish_reason="bored")]))
+        engine._came_whole(types.SimpleNamespace(outputs=[types.SimpleNamespace(finish_reason="bored")]))
 
 
 @pytest.mark.parametrize("place", ["core", "output"])
@@ -517,11 +518,11 @@ def test_vllm_s_words_of_a_request_that_ends_with_error_are_told(place: str, err
     if place == "output":
         ended.error = error
     unfinished = [True, False]
-    processor = types.SimpleNamespace(process_outputs=lambda outputs: [ended])
+    processor = types.SimpleNamespace(process_outputs=lambda _: types.SimpleNamespace(request_outputs=[ended]))
     vllms = types.SimpleNamespace(
         output_processor=processor,
         has_unfinished_requests=lambda: unfinished.pop(0),
-        step=lambda: processor.process_outputs([core]),
+        step=lambda: processor.process_outputs([core]).request_outputs,
         engine_core=types.SimpleNamespace(),
     )
     engine: Any = object.__new__(adapter.VllmEngine)

@@ -196,7 +196,7 @@ def own_ids(prompt: Prompt, positions: Any) -> tuple[tuple[int, ...], ...]:
 def test_what_is_stored_is_verified(
     engine: "VllmEngine", positions: Any, dtype: str, token_ids: tuple[int, ...] | str, tmp_path: pathlib.Path
 ) -> None:
-    from batchinf.engines.vllm.worker import install_rows
+    from batchinf.engines.vllm.worker import install
 
     sampling = {"temperature": 0.9, "max_tokens": 4, "seed": 5} if positions == "generated" else {}
     tokens = {"token_ids_column": "ids", "num_token_ids": 3} if token_ids == "own" else {"token_ids": token_ids}
@@ -209,7 +209,8 @@ def test_what_is_stored_is_verified(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.sampler, "gather_logprobs", runner.sampler.gather_logprobs)
         patch.setattr(runner, "_get_prompt_logprobs_dict", runner._get_prompt_logprobs_dict)
-        assert install_rows(engine._engine, task_of(spec).vocabulary_rows)
+        wanted = task_of(spec).vocabulary_rows
+        assert install(engine._engine, "install_vocabulary_rows", wanted.dtype, wanted.token_ids)
         tally = verified(engine, spec, prompts, tmp_path)
     # Logits of up to 16 are rounded by half of 2**-7 at the most.
     assert tally.worst < (1e-3 if dtype == "float32" else 8e-3)
@@ -223,18 +224,18 @@ def test_what_is_stored_is_verified(
 def test_float16_is_the_rounded_float32_and_chosen_tokens_are_columns(
     engine: "VllmEngine", has_seam: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchinf.engines.vllm.worker import install_rows
+    from batchinf.engines.vllm.worker import install
 
     places = [range(len(prompt)) for prompt in PROMPTS]
     chosen = (700, 3, 1535)
     full = [values_of(c) for c in complete(engine, wanting(PROMPTS, places))]
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
     with monkeypatch.context() as patch:
-        # What `install_rows` puts in their place is to be gone afterwards.
+        # What `install` puts in their place is to be gone afterwards.
         patch.setattr(runner.sampler, "gather_logprobs", runner.sampler.gather_logprobs)
         patch.setattr(runner, "_get_prompt_logprobs_dict", runner._get_prompt_logprobs_dict)
         if has_seam:
-            assert install_rows(engine._engine, RowsWanted(None, chosen, len(chosen), "float16"))
+            assert install(engine._engine, "install_vocabulary_rows", "float16", chosen)
         else:  # vLLM's own: all ids in order of rank
             patch.setattr(runner.sampler, "gather_logprobs", type(runner.sampler).gather_logprobs)
             own = type(runner)._get_prompt_logprobs_dict

@@ -46,7 +46,6 @@ def line_of(what, names, code):
 model, optional = sys.argv[1], json.loads(sys.argv[2])
 said = [
     line_of("task generate", ["vllm.inputs.tokens_input"], "import batchinf.engines.vllm.engine"),
-    line_of("task embed", ["vllm.config.PoolerConfig"], "import batchinf.engines.vllm.pooling"),
     line_of(
         "task generate",
         ["vllm.reasoning.ReasoningParserManager"],
@@ -90,7 +89,6 @@ OPTIONAL = [
     "vllm.v1.core.sched.scheduler.Scheduler",
     "vllm.v1.engine.exceptions.EngineDeadError",
     "vllm.v1.engine.output_processor.LogprobsProcessor",
-    "vllm.v1.metrics.loggers.StatLoggerBase",
     "vllm.v1.outputs.LogprobsLists",
     "vllm.v1.outputs.LogprobsTensors",
     "vllm.v1.structured_output.backend_guidance.has_guidance_unsupported_json_features",
@@ -114,7 +112,6 @@ def test_a_name_that_is_missing_costs_what_needs_it() -> None:
     remedy = "; install a version that docs/install.md names"
     assert found["said"] == [
         f"task generate: {lacks} 'tokens_input' from 'vllm.inputs'{remedy}",
-        f"task embed: {lacks} 'PoolerConfig' from 'vllm.config'{remedy}",
         f"model.reasoning_parser: {lacks} 'ReasoningParserManager' from 'vllm.reasoning'{remedy}",
         f"sampling.structured_outputs: {lacks} 'StructuredOutputsParams' from 'vllm.sampling_params'{remedy}",
     ]

@@ -5,6 +5,7 @@ import gc
 import json
 import pathlib
 import shutil
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +21,16 @@ import jobs
 from batchinf.base.errors import RequestRefused, SpecError, VerificationFailed
 from batchinf.commands.verify import verify_job
 from batchinf.model.identity import resolve
-from batchinf.records import Prompt, Result
+from batchinf.records import Prompt, Request, Result
 from batchinf.results import Results
 from batchinf.spec.file import read_spec
 from batchinf.spec.job import JobSpec
+from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.registry import task_of, task_type
 
 vllm = pytest.importorskip("vllm")
+from vllm.outputs import PoolingOutput  # noqa: E402
+
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
 from batchinf.engines.vllm.pooling import VllmPooling, check_runner, wanted_of  # noqa: E402
 from batchinf.engines.vllm.scheduling import joined  # noqa: E402
@@ -212,6 +216,8 @@ def test_prompts_in_pieces(
     arguments = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
     spec = resolved(MODEL, "embed", pooling={"pooling_type": "last", "normalize": False}, engine=arguments)
     with engine_of(spec) as engine:
+        made = engine._engine.engine_core.engine_core.scheduler
+        assert made._blocks is not None  # the loop runs
         assert engine._engine.vllm_config.scheduler_config.scheduler_cls == POOLING_SCHEDULER
         found = rows(engine, spec, prompts * 3)
     assert sum(num_joined) >= len(prompts)  # vectors of a step travel together
@@ -311,3 +317,12 @@ def test_a_runner_that_does_not_look_at_what_is_wanted(monkeypatch: pytest.Monke
         check_runner()
     monkeypatch.setattr(pooling.envs, "VLLM_USE_V2_MODEL_RUNNER", False)
     check_runner()
+
+
+def test_a_vector_that_was_cut_short_is_no_completion() -> None:
+    ended = types.SimpleNamespace(request_id="0-0", outputs=PoolingOutput(torch.zeros(0)))
+    engine: Any = object.__new__(VllmPooling)
+    engine._engine = types.SimpleNamespace(has_unfinished_requests=lambda: True, step=lambda: [ended])
+    engine._death, engine._live = None, {"0-0": Request(0, 0, [5], SamplingSpec())}
+    assert engine.step() == []
+    assert engine.num_unfinished() == 1

@@ -19,7 +19,7 @@ from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
-from batchinf.model.files import ADAPTER_CONFIG
+from batchinf.model.files import ADAPTER_CONFIG, read_json
 from batchinf.model.identity import derive_max_model_len
 from batchinf.model.lora import Adapter, rank_for
 from batchinf.model.memory import on_cpu, vocab_size_of
@@ -75,7 +75,7 @@ def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
         if request is None:
             continue
         # vLLM 0.26 ignores ranks of single modules, and would scale all modules by the rank of the whole adapter.
-        config = json.loads((pathlib.Path(request.path) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config = read_json(pathlib.Path(request.path) / ADAPTER_CONFIG)
         helper = optional("vllm.lora.peft_helper", "PEFTHelper", "patterns of ranks in adapters are not looked for")
         known = None if helper is None else {field.name for field in dataclasses.fields(helper)}
         for key in ("rank_pattern", "alpha_pattern"):
@@ -96,15 +96,9 @@ _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty 
 # Fields that are given to SamplingParams only where they are set: 0.26 lacks some of them.
 _IF_SET = ("allowed_token_ids", "bad_words", "thinking_token_budget", *MAPPINGS)
 _UNSET: tuple[Any, ...] = (None, (), {})
-_of_template = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
-                                   "thinking_token_budget")  # fmt: skip
-
-
-def template_of(sampling: SamplingSpec) -> tuple[Any, ...]:
-    """The values that make a template of SamplingParams. Requests with the same values share a template and add their
-    own `max_tokens` and `seed`."""
-    return (*_of_template(sampling), *(tuple(getattr(sampling, name).items()) for name in MAPPINGS))
-
+# The values of a SamplingSpec that make a template of SamplingParams. Requests with the same values share a template,
+# and add their own `max_tokens` and `seed`.
+template_of = operator.attrgetter(*_SAMPLING, "stop", "stop_token_ids", *_IF_SET, "structured_outputs")
 
 # By name, because their modules import vLLM's worker, which only worker processes need.
 _DECODING_WORKER = f"{__package__}.kernels.attention.DecodingWorker"
@@ -113,15 +107,17 @@ _PROMPT_WORKER = f"{__package__}.kernels.whole_steps.PromptWorker"
 
 def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: those of the spec, and batchinf's choice for others. Raises SpecError."""
-    spec, config = task.spec, _config(model_path)
     _check_speculation(task)
+    spec, path = task.spec, pathlib.Path(model_path, "config.json")
+    config = read_json(path) if path.is_file() else {}
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= _spec_arguments(spec) | {"logprobs_mode": task.logprobs_mode}
     chosen = {"seed": 0, "disable_log_stats": False} | _device_arguments(task, config) | _scheduling_arguments(task)
     chosen |= _worker_arguments(task)
     known = EngineArgs.__dataclass_fields__  # names differ between versions
     arguments = {name: value for name, value in (given | chosen).items() if name in known} | spec.engine
-    num_logprobs = _most_logprobs(spec.sampling)
+    sampling = spec.sampling
+    num_logprobs = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0, len(sampling.logprob_token_ids))
     if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < num_logprobs:
         arguments["max_logprobs"] = num_logprobs
     return {name: value for name, value in arguments.items() if value is not None}
@@ -187,11 +183,6 @@ def _worker_arguments(task: Task) -> dict[str, Any]:
     return arguments
 
 
-def _most_logprobs(sampling: SamplingSpec) -> int:
-    """The most logprobs of one token that the job's sampling asks for."""
-    return max(sampling.logprobs or 0, sampling.prompt_logprobs or 0, len(sampling.logprob_token_ids))
-
-
 def engine_args(arguments: dict[str, Any]) -> EngineArgs:
     """The EngineArgs of these arguments."""
     config = arguments.get("structured_outputs_config")
@@ -227,15 +218,6 @@ def _cpu_defaults(spec: JobSpec, max_model_len: int | None) -> dict[str, Any]:
     return {"enforce_eager": True, "dtype": on_cpu(spec.model).dtype, **whole}
 
 
-def _config(model_path: str) -> dict[str, Any]:
-    """The model's config; empty if it is not in this folder."""
-    try:
-        config: dict[str, Any] = json.loads(pathlib.Path(model_path, "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config
-
-
 def extra_of(request: Request) -> dict[str, Any]:
     """The fields of SamplingParams that a request adds to its sampling: the logprobs that it wants."""
     if request.rows is not None:
@@ -259,12 +241,6 @@ def positions_of(request: Request) -> dict[str, Any] | None:
     last = len(request.prompt_token_ids) - 1
     chosen = sorted({position for position in request.rows.positions if position < last})
     return {POSITIONS: chosen} if chosen else None
-
-
-def structures_backend(engine: Mapping[str, Any]) -> str:
-    """The backend of structured outputs that the engine arguments name. `auto`: vLLM's choice."""
-    config = engine.get("structured_outputs_config")
-    return str((config if isinstance(config, dict) else {}).get("backend", "auto"))
 
 
 def for_backend(structure: dict[str, Any], backend: str) -> dict[str, Any]:

@@ -6,15 +6,13 @@ Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comme
 import contextlib
 import copy
 import fcntl
-import functools
 import gc
-import json
 import os
 import platform
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +28,7 @@ from vllm.usage.usage_lib import UsageContext
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.base.text import counted, one_line
+from batchinf.engines.installed import structures_backend
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.engines.vllm.arguments import (
     engine_args,
@@ -41,15 +40,15 @@ from batchinf.engines.vllm.arguments import (
     positions_of,
     sampling_params,
     scored_ks,
-    structures_backend,
     template_of,
     wants_late_mask,
 )
-from batchinf.engines.vllm.images import Rendering, check_takes_images
+from batchinf.engines.vllm.hosts import engine_on_hosts
+from batchinf.engines.vllm.images import Rendering
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.worker import install, install_rows, join_results
+from batchinf.engines.vllm.worker import install, join_results
 from batchinf.model.lora import Adapter
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, EngineInfo, EngineStats, RayGroup, RenderedPrompt, Request
@@ -67,7 +66,6 @@ VLLMValidationError: Any = optional(
 VllmEngineDeadError: Any = optional(
     "vllm.v1.engine.exceptions", "EngineDeadError", "a killed engine has another name", RuntimeError
 )
-StatLoggerBase: Any = optional("vllm.v1.metrics.loggers", "StatLoggerBase", "statistics may be missing", object)
 
 # All values of vLLM's FinishReason. Outputs that were cut short have to run again: a signal to the process group ends
 # every running request with `abort`.
@@ -108,10 +106,22 @@ def _device_turn() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def _start(arguments: dict[str, Any], ray_group: RayGroup | None) -> LLMEngine:
+    """vLLM's engine. Raises EngineStartError."""
+    context = UsageContext.LLM_CLASS  # gives the batch limits of offline jobs, not of a server
+    try:
+        with _device_turn():
+            if ray_group is None:
+                return LLMEngine.from_engine_args(engine_args(arguments), usage_context=context)
+            return engine_on_hosts(ray_group, engine_args(arguments), context)
+    except Exception as error:
+        raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
+
+
 def _install(engine: Any, task: Task) -> None:
     """Put our own code for the rows and logprobs of a task into the workers. Says which of it this vLLM cannot take."""
     rows = task.vocabulary_rows
-    if rows is not None and not install_rows(engine, rows):
+    if rows is not None and not install(engine, "install_vocabulary_rows", rows.dtype, rows.token_ids):
         print("rows of logits come in vLLM's own order, which is slower", flush=True)
     if ks := scored_ks(task):
         if not install(engine, "install_scores", ks):
@@ -140,18 +150,12 @@ class VllmEngine:
         spec = task.spec
         arguments = self.arguments(task, model_path, tokenizer_path, revision)
         arguments |= lora_arguments(adapters, arguments)
-        self._stats = _Stats()
         install_arrays()
-        start: Any = LLMEngine.from_engine_args
         if ray_group is not None:
-            from batchinf.engines.vllm.hosts import engine_on_hosts
-
-            start = functools.partial(engine_on_hosts, ray_group)
             arguments["distributed_executor_backend"] = "ray"
-        self._engine: Any = self._start(start, arguments)
+        self._engine: Any = _start(arguments, ray_group)
         self._rendering: Rendering | None = None
         if spec.input.images is not None:
-            check_takes_images(self._engine)
             self._rendering = Rendering(self._engine)
             if current_platform.is_cuda():
                 print("vLLM's own attention and steps are used: those of batchinf are for text alone", flush=True)
@@ -162,7 +166,8 @@ class VllmEngine:
             self._tell_parser = tell_parser(self._engine, spec.input.chat_template_kwargs)
         _install(self._engine, task)
         self._lacks_raw = wants_late_mask(task) and not install(self._engine, "install_late_mask")
-        self._stats.replace_others(self._engine)
+        self._stats = _Stats()
+        self._stats.replace_loggers(self._engine)
         self._request_error = ""  # vLLM's words of the latest request that ended with `error`
         self._hear_errors()
         client = self._engine.engine_core
@@ -170,8 +175,7 @@ class VllmEngine:
         self._live: dict[str, Request] = {}
         self._unbegun: deque[tuple[Request, Any]] = deque()  # requests without a token yet, with vLLM's state
         self._death: str | None = None
-        self._latest: tuple[SamplingSpec | None, tuple[dict[str, Any], bool], Any] = (None, ({}, False), None)
-        self._templates: dict[Any, Any] = {}
+        self._templates: dict[str, Any] = {}
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self._backend = structures_backend(arguments)
         self._calls = None
@@ -184,39 +188,22 @@ class VllmEngine:
         self.info = _info(self._engine.vllm_config, arguments, environment)
         self._started()
 
-    def _start(self, start: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """vLLM's engine, as `start` makes it. Raises EngineStartError."""
-        try:
-            with _device_turn():
-                return start(
-                    self._engine_args(arguments),
-                    usage_context=UsageContext.LLM_CLASS,  # gives the batch limits of offline jobs, not of a server
-                    stat_loggers=[lambda *_: self._stats],
-                )
-        except Exception as error:
-            raise EngineStartError(f"vLLM could not start: {_describe(error)}") from error
-
     def _hear_errors(self) -> None:
         """Keep vLLM's words of a request's own error: 0.33 has them in the core's output and drops them offline."""
         processor = self._engine.output_processor
         process = processor.process_outputs
 
         def process_outputs(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
-            self._note_errors(outputs)
-            return process(outputs, *arguments, **named)
+            processed = process(outputs, *arguments, **named)
+            for output in (*outputs, *processed.request_outputs):
+                if (error := getattr(output, "error", None)) is not None:
+                    self._request_error = one_line(str(getattr(error, "message", error)), 400)
+            return processed
 
         processor.process_outputs = process_outputs
 
-    def _note_errors(self, outputs: list[Any]) -> None:
-        for output in outputs:
-            if (error := getattr(output, "error", None)) is not None:
-                self._request_error = one_line(str(getattr(error, "message", error)), 400)
-
     def _started(self) -> None:
         """For subclasses: called when vLLM is up and `info` is set."""
-
-    def _engine_args(self, arguments: dict[str, Any]) -> Any:
-        return engine_args(arguments)
 
     def warm_up(self, request: Request) -> None:
         """See `Engine.warm_up`. Raises RequestRefused if vLLM would refuse every request of the job."""
@@ -227,10 +214,16 @@ class VllmEngine:
             params.min_tokens = 0  # it may exceed the `max_tokens` of this short request: see `_objection`
             adapter = names[number % len(names)]
             self._submit(f"warm-up-{number}", replace(request, adapter=adapter), params)
+        self._run_warm_up()
+
+    def _run_warm_up(self) -> list[Any]:
+        """The outputs of the requests that were added."""
+        outputs = []
         with self._alive("while it warmed up"):
             while self._engine.has_unfinished_requests():
-                self._engine.step()
+                outputs += self._engine.step()
             self._engine.reset_prefix_cache()
+        return outputs
 
     def add(self, request: Request) -> None:
         """See `Engine.add`."""
@@ -263,7 +256,6 @@ class VllmEngine:
                 said = f": {self._request_error}" if self._request_error else " and says no more of them"
                 raise RuntimeError(f"it cut {counted(len(self._live), 'request')} short{said}")
             outputs = self._engine.step()
-        self._note_errors(outputs)
         return [self._checked(output) for output in outputs if self._came_whole(output) or self._cannot_run(output)]
 
     def begun(self) -> list[Request]:
@@ -295,17 +287,14 @@ class VllmEngine:
             cleanup_dist_env_and_memory()
 
     def _params(self, request: Request) -> Any:
-        """The request's own SamplingParams, because vLLM changes the object. Building one takes 30 µs, so it is a copy.
+        """The request's own SamplingParams, because vLLM changes the object: a copy of a template.
 
         The copy shares with its template the values that vLLM replaces or extends by the same ids each time, and the
         structure, which vLLM rewrites once to an equivalent form.
         """
         extra = extra_of(request)
         keeps = self._keeps_special_tokens or request.tools is not None
-        if request.sampling is not self._latest[0] or (extra, keeps) != self._latest[1]:
-            template = self._template(request.sampling, extra, keeps_special_tokens=keeps)
-            self._latest = request.sampling, (extra, keeps), template
-        params = copy.copy(self._latest[2])
+        params = copy.copy(self._template(request.sampling, extra, keeps_special_tokens=keeps))
         params.max_tokens, params.seed = request.max_tokens, request.seed
         if (positions := positions_of(request)) is not None:
             params.extra_args = positions
@@ -313,26 +302,23 @@ class VllmEngine:
 
     def _forced(self, request: Request) -> Request:
         """The request with the structure that its tools force on the text, which is checked with the answer."""
-        own = request.sampling.structured_outputs
+        sampling = request.sampling
         if request.tools is None or self._calls is None:
             return request
         try:
-            structure = self._calls.structure(request.tools, own, request.template_kwargs)
+            structure = self._calls.structure(request.tools, sampling.structured_outputs, request.template_kwargs)
         except ValueError as error:
             raise RequestRefused(RowError("invalid_tools", str(error))) from error
-        if structure == own:
-            return request
-        return replace(request, sampling=request.sampling.model_copy(update={"structured_outputs": structure}))
+        return replace(request, sampling=sampling.model_copy(update={"structured_outputs": structure}))
 
     def _template(self, sampling: SamplingSpec, extra: dict[str, Any], *, keeps_special_tokens: bool) -> Any:
         """The cached template. Its key is by value: rows may all have their own objects and differ only in `seed`."""
-        structure = sampling.structured_outputs
-        key = (template_of(sampling), structure and json.dumps(structure), json.dumps(extra), keeps_special_tokens)
+        key = repr((template_of(sampling), extra, keeps_special_tokens))
         found = self._templates.get(key)
         if found is None:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
-            if structure:
+            if sampling.structured_outputs:
                 from batchinf.engines.vllm.structured_output.structures import check_once
 
                 check_once()
@@ -441,25 +427,22 @@ class VllmEngine:
         )
 
     def _came_whole(self, output: Any) -> bool:
-        return _is_whole(output)
+        reason = output.outputs[0].finish_reason
+        if reason not in FINISHED | CUT_SHORT:
+            raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
+        return reason in FINISHED
 
     def _cannot_run(self, output: Any) -> bool:
         """Whether a request ended with `error` because vLLM cannot compile its structure: it would do so again."""
-        request, answer = self._live.get(output.request_id), getattr(output, "outputs", [None])[0]
-        if request is None or request.sampling.structured_outputs is None or answer is None:
+        request = self._live.get(output.request_id)
+        if request is None or request.sampling.structured_outputs is None:
             return False
+        answer = output.outputs[0]
         if answer.finish_reason != "error" or len(answer.token_ids):
             return False
         answer.stop_reason = self._request_error or "it could not compile the structure; the replica's log says why"
         self._request_error = ""
         return True
-
-
-def _is_whole(output: Any) -> bool:
-    reason = output.outputs[0].finish_reason
-    if reason not in FINISHED | CUT_SHORT:
-        raise BatchinfError(f"vLLM ended a request for an unknown reason, {reason!r}")
-    return reason in FINISHED
 
 
 def _describe(error: Exception) -> str:
@@ -491,18 +474,18 @@ class _Watchdog(threading.Thread):
                 return
 
 
-class _Stats(StatLoggerBase):
+class _Stats:
     """The scheduler's figures after the latest step. vLLM calls them unstable, so each is read with a default."""
 
     def __init__(self) -> None:
         self.latest = EngineStats()
 
-    def replace_others(self, engine: Any) -> None:
+    def replace_loggers(self, engine: Any) -> None:
         """Let vLLM call only `record`, after each step; in 0.26 loggers see only steps with outputs."""
         engine.logger_manager, engine.log_stats, engine.output_processor.log_stats = None, False, False
         engine.output_processor.update_scheduler_stats = lambda stats: self.record(stats) if stats else None
 
-    def record(self, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: Any) -> None:
         last, cache = self.latest, getattr(scheduler_stats, "prefix_cache_stats", None)
         num_skipped = getattr(scheduler_stats, "num_skipped_waiting_reqs", 0)
         self.latest = EngineStats(
@@ -513,9 +496,6 @@ class _Stats(StatLoggerBase):
             prefix_cache_queries=last.prefix_cache_queries + getattr(cache, "queries", 0),
             prefix_cache_hits=last.prefix_cache_hits + getattr(cache, "hits", 0),
         )
-
-    def log_engine_initialized(self) -> None:
-        """See vLLM."""
 
 
 _PARTS = ("scheduler_cls", "worker_cls", "worker_extension_cls")

@@ -12,7 +12,7 @@ from vllm import EngineArgs, LLMEngine
 from batchinf.records import RayGroup
 
 
-def engine_on_hosts(group: RayGroup, arguments: EngineArgs, usage_context: Any, stat_loggers: Any) -> LLMEngine:
+def engine_on_hosts(group: RayGroup, arguments: EngineArgs, usage_context: Any) -> LLMEngine:
     """The counterpart of `LLMEngine.from_engine_args`.
 
     vLLM's core process joins the cluster as a driver of its own. So Ray ends the ranks when that process ends.
@@ -34,8 +34,5 @@ def engine_on_hosts(group: RayGroup, arguments: EngineArgs, usage_context: Any, 
     # Ranks import batchinf's extensions of vLLM before they get the environment.
     parallel.ray_runtime_env = RuntimeEnv(env_vars={"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
     return LLMEngine.from_vllm_config(
-        config,
-        usage_context=usage_context,
-        stat_loggers=stat_loggers,
-        disable_log_stats=arguments.disable_log_stats,
+        config, usage_context=usage_context, disable_log_stats=arguments.disable_log_stats
     )

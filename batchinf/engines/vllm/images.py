@@ -38,13 +38,6 @@ def image_arguments(spec: JobSpec) -> dict[str, Any]:
     return {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
 
 
-def check_takes_images(engine: Any) -> None:
-    """Raise EngineStartError if the engine's model takes no images."""
-    renderer = getattr(engine, "renderer", None)
-    if renderer is None or getattr(renderer, "mm_processor", None) is None:
-        raise EngineStartError("the job has images, but vLLM runs this model without them: give another model")
-
-
 class Rendering:
     """Token ids and images → the engine's own form of a prompt. Threads may share it.
 
@@ -53,6 +46,9 @@ class Rendering:
     """
 
     def __init__(self, engine: Any) -> None:
+        """Raises EngineStartError if the engine's model takes no images."""
+        if getattr(getattr(engine, "renderer", None), "mm_processor", None) is None:
+            raise EngineStartError("the job has images, but vLLM runs this model without them: give another model")
         self._renderer = engine.renderer
         cost = "one thread of a replica makes tensors of images"
         safe_tokenizer = optional("vllm.tokenizers.hf", "ThreadSafeHFTokenizerMixin", cost, ())

@@ -4,7 +4,6 @@ vLLM makes Python objects of them: 1,960 bytes for a token with its top 20. As a
 """
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -111,22 +110,17 @@ def vocabulary_rows(wanted: RowsWanted, generated: Any, prompt: Any) -> npt.NDAr
     if wanted.positions is not None:
         pieces = [*([] if prompt is None else prompt.pieces(wanted)), pieces[0][:1]]
     rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    if prompt is not None and prompt.places:
-        return _placed(rows, prompt.places, wanted.positions or ())
     if wanted.positions is None or isinstance(wanted.positions, range):
         return rows  # type: ignore[no-any-return]
-    if prompt is None:
-        return np.repeat(rows, len(wanted.positions), axis=0) if len(wanted.positions) > 1 else rows
-    return rows[list(wanted.positions)]  # type: ignore[no-any-return]
-
-
-def _placed(rows: npt.NDArray[Any], places: list[int], positions: Sequence[int]) -> npt.NDArray[Any]:
-    """The rows at these positions. `rows` has those at `places` and, last, the row of the prompt's last token."""
-    index = {place: number for number, place in enumerate([*places, max(*positions, places[-1] + 1)])}
-    if len(index) != len(rows) or not index.keys() >= set(positions):
+    positions = np.array(wanted.positions)
+    if prompt is not None and not prompt.places:
+        return rows[positions]  # type: ignore[no-any-return]
+    # `rows` has those at `places` and, last, the row of the prompt's last token.
+    places = [] if prompt is None else prompt.places
+    index = np.searchsorted(places, positions)
+    if len(rows) != len(places) + 1 or (np.append(places, positions.max())[index] != positions).any():
         raise BatchinfError(f"vLLM's worker gave rows of {len(places)} positions, and not of all that are wanted")
-    order = [index[position] for position in positions]
-    return rows if order == [*range(len(rows))] else rows[order]
+    return rows[index]  # type: ignore[no-any-return]
 
 
 def install_arrays() -> bool:

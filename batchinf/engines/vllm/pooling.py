@@ -3,101 +3,20 @@
 Tested with vLLM 0.32.0 and compared with the source of 0.26.0, where such models use the V1 runner.
 """
 
-import contextlib
-import importlib
 from typing import Any
 
 import numpy as np
 from vllm import PoolingParams, envs
-from vllm.config import PoolerConfig
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
+from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER
 from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import WORKER_EXTENSION, join_results
 from batchinf.records import Completion, Request
 from batchinf.tasks.base import PoolingWanted, Task
-
-_V2_RUNNER = "vllm.v1.worker.gpu.pool.pooling_runner"
-
-
-class VllmPooling(VllmEngine):
-    """One vLLM engine that makes vectors. Implements `engines.protocol.Engine`; `Completion.values` is float32."""
-
-    output_room = 0
-
-    def _started(self) -> None:
-        self._wanted, self._takes_last = wanted_of(self._task), False
-        self._pooling_params = self._choose_params()
-        join_results(self._engine)
-        pooler = self._engine.vllm_config.model_config.pooler_config
-        names = ("seq_pooling_type", "tok_pooling_type")
-        self.info.settings["pooling"] = {"task": self._pooling_params.task} | {
-            name: str(getattr(pooler, name, None)) for name in names
-        }
-
-    def arguments(self, task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
-        return pooling_arguments(task, model_path, tokenizer_path, revision)
-
-    def _engine_args(self, arguments: dict[str, Any]) -> Any:
-        # vLLM converts some mappings to configs, but not this one.
-        return super()._engine_args({**arguments, "pooler_config": PoolerConfig(**arguments["pooler_config"])})
-
-    def _choose_params(self) -> Any:
-        """The parameters of all requests. Raises SpecError if the model does not support the task."""
-        wanted, tasks = self._wanted, self._engine.get_supported_tasks()
-        task = next((name for name in wanted.tasks if name in tasks), None)
-        if task is None:
-            words = f"with this model vLLM can only do {', '.join(sorted(tasks))}; give another task or model"
-            raise SpecError(f"task: got {self._task.name}, but {words}")
-        pooler = self._engine.vllm_config.model_config.pooler_config
-        if task == "token_classify" and getattr(pooler, "tok_pooling_type", None) == "STEP":
-            name = self._task.name
-            raise SpecError(f"task: got {name}, but this model judges steps within an answer, and not the whole")
-        self._takes_last = task == "token_classify"
-        return PoolingParams(task=task, use_activation=wanted.use_activation, dimensions=wanted.dimensions)
-
-    def warm_up(self, request: Request) -> None:
-        """See `Engine.warm_up`. Raises SpecError if the width of vectors is not the spec's."""
-        self._submit("warm-up", request, self._pooling_params)
-        outputs: list[Any] = []
-        with self._alive("while it warmed up"):
-            while self._engine.has_unfinished_requests():
-                outputs += self._engine.step()
-            self._engine.reset_prefix_cache()
-        [values] = [self._values(output) for output in outputs]
-        if values.shape[1] != self._wanted.width:
-            raise self._task.width_error(values.shape[1])
-
-    def _params(self, request: Request) -> Any:
-        wanted = self._pooling_params
-        start = request.token_type_start
-        own = request.dimensions, request.use_activation, start
-        if all(value is None for value in own):
-            return wanted  # vLLM copies it
-        return PoolingParams(
-            task=wanted.task,
-            use_activation=wanted.use_activation if request.use_activation is None else request.use_activation,
-            dimensions=request.dimensions or wanted.dimensions,
-            extra_kwargs=None if start is None else {"compressed_token_type_ids": start},
-        )
-
-    def _came_whole(self, output: Any) -> bool:
-        # From 0.26 to 0.32 an aborted request returns an empty tensor.
-        return bool(output.outputs.data.numel())
-
-    def _values(self, output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """float32 [num_positions, width]."""
-        values = output.outputs.data.float().numpy()
-        values = values.reshape(1, -1) if values.ndim < 2 else values
-        # A view would keep vLLM's whole message in memory.
-        return np.array(values[-1:] if self._takes_last else values, np.float32)
-
-    def _completion(self, output: Any) -> Completion:
-        request = self._live.pop(output.request_id)
-        return Completion(request, np.zeros(0, np.int32), "stop", values=self._values(output))
 
 
 def wanted_of(task: Task) -> PoolingWanted:
@@ -110,9 +29,7 @@ def check_runner() -> None:
     """Raise SpecError if the V2 runner is requested and returns only the normalised last state."""
     if not getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
         return
-    runner = None
-    with contextlib.suppress(ImportError):
-        runner = getattr(importlib.import_module(_V2_RUNNER), "PoolingRunner", None)
+    runner = optional("vllm.v1.worker.gpu.pool.pooling_runner", "PoolingRunner", "the V2 runner makes no vectors")
     if not hasattr(runner, "add_request"):  # that of 0.26 ignores a request's parameters
         raise SpecError(
             "VLLM_USE_V2_MODEL_RUNNER: got 1, but in this version of vLLM that runner gives normalised last states "
@@ -144,3 +61,66 @@ def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision
         # In 0.26 the next step may overwrite states that are still being copied.
         chosen["async_scheduling"] = False
     return {**arguments, **chosen}
+
+
+class VllmPooling(VllmEngine):
+    """One vLLM engine that makes vectors. Implements `engines.protocol.Engine`; `Completion.values` is float32."""
+
+    output_room = 0
+    arguments = staticmethod(pooling_arguments)
+
+    def _started(self) -> None:
+        self._wanted = wanted_of(self._task)
+        self._pooling_params = self._choose_params()
+        join_results(self._engine)
+        pooler = self._engine.vllm_config.model_config.pooler_config
+        names = ("seq_pooling_type", "tok_pooling_type")
+        self.info.settings["pooling"] = {"task": self._pooling_params.task} | {
+            name: str(getattr(pooler, name, None)) for name in names
+        }
+
+    def _choose_params(self) -> Any:
+        """The parameters of all requests. Raises SpecError if the model does not support the task."""
+        wanted, tasks = self._wanted, self._engine.get_supported_tasks()
+        task = next((name for name in wanted.tasks if name in tasks), None)
+        if task is None:
+            words = f"with this model vLLM can only do {', '.join(sorted(tasks))}; give another task or model"
+            raise SpecError(f"task: got {self._task.name}, but {words}")
+        pooler = self._engine.vllm_config.model_config.pooler_config
+        if task == "token_classify" and getattr(pooler, "tok_pooling_type", None) == "STEP":
+            name = self._task.name
+            raise SpecError(f"task: got {name}, but this model judges steps within an answer, and not the whole")
+        return PoolingParams(task=task, use_activation=wanted.use_activation, dimensions=wanted.dimensions)
+
+    def warm_up(self, request: Request) -> None:
+        """See `Engine.warm_up`. Raises SpecError if the width of vectors is not the spec's."""
+        self._submit("warm-up", request, self._pooling_params)
+        [output] = self._run_warm_up()
+        values = self._values(output)
+        if values.shape[1] != self._wanted.width:
+            raise self._task.width_error(values.shape[1])
+
+    def _params(self, request: Request) -> Any:
+        wanted, start = self._pooling_params, request.token_type_start
+        return PoolingParams(
+            task=wanted.task,
+            use_activation=wanted.use_activation if request.use_activation is None else request.use_activation,
+            dimensions=request.dimensions or wanted.dimensions,
+            extra_kwargs=None if start is None else {"compressed_token_type_ids": start},
+        )
+
+    def _came_whole(self, output: Any) -> bool:
+        # From 0.26 to 0.32 an aborted request returns an empty tensor.
+        return bool(output.outputs.data.numel())
+
+    def _values(self, output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """float32 [num_positions, width]."""
+        values = output.outputs.data.float().numpy()
+        values = values.reshape(1, -1) if values.ndim < 2 else values
+        takes_last = self._pooling_params.task == "token_classify"
+        # A view would keep vLLM's whole message in memory.
+        return np.array(values[-1:] if takes_last else values, np.float32)
+
+    def _completion(self, output: Any) -> Completion:
+        request = self._live.pop(output.request_id)
+        return Completion(request, np.zeros(0, np.int32), "stop", values=self._values(output))

@@ -18,7 +18,6 @@ STEPS = (
     (r"KV cache size: ([\d,]+) tokens", "making the KV cache ({} tokens)"),
     (r"Capturing CUDA graphs.*?\| *(\d+)/(\d+) \[", "capturing graphs {}/{}"),
 )
-_STEPS = [(re.compile(text), words) for text, words in STEPS]
 
 
 def start_detail(log: Sequence[str]) -> str:
@@ -27,7 +26,7 @@ def start_detail(log: Sequence[str]) -> str:
     A progress bar overwrites itself, so each of its states has to be a line.
     """
     for line in reversed(log):
-        for text, words in _STEPS:
-            if match := text.search(line):
+        for text, words in STEPS:
+            if match := re.search(text, line):
                 return words.format(*match.groups())
     return ""

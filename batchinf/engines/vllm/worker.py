@@ -2,21 +2,16 @@
 
 For `logprobs=-1` vLLM sorts each row and sends it in rank order with its ids, 8 bytes a number. For prompts it holds 14
 bytes a number of all positions on the device. Here a row is sent in the order of the vocabulary and in the stored type,
-2 bytes a number for float16, and a prompt is processed a few hundred positions at a time. Each row has one token id, by
-which `logprobs.py` recognises it. Logprobs of a prompt are taken in such pieces too in the V1 runner, which would hold
-6 bytes a number of all positions. In V2, kernels of our own take logprobs of prompts and outputs. If a request asks for
-some positions of its prompt, the V1 runner makes and sends only these; V2 does not know whose rows it makes, so it
-sends all, and the front end keeps some. All ranks of a tensor-parallel group have each row, and only the first copies
-and sends it. In a pipeline vLLM asks the last stage.
-
-Tested with vLLM 0.32.0 (V1 runner) and compared with the source of both runners of 0.26.0, which uses V2 for dense
-models on a GPU, and of 0.33.0. If vLLM's source is not one of these, rows are sent in vLLM's own order.
+with one token id, by which `logprobs.py` recognises it, and a prompt is processed a few hundred positions at a time.
+The V1 runner takes logprobs of prompts in such pieces too; in V2, kernels of our own take logprobs. If a request asks
+for some positions of its prompt, the V1 runner sends only these; V2 does not know whose rows it makes, so it sends all,
+and the front end keeps some. In a tensor-parallel group the first rank alone sends rows, in a pipeline the last stage.
 """
 
 import functools
 import importlib
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +22,6 @@ from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.joined import splitting, start_joining
-from batchinf.records import RowsWanted
 
 _COST = "rows of logits come in vLLM's own order, which is slower"
 get_tp_group: Any = optional("vllm.distributed.parallel_state", "get_tp_group", _COST)
@@ -52,8 +46,8 @@ class RowsExtension:
     model_runner: Any
     vllm_config: Any
 
-    def install_vocabulary_rows(self, dtype: str, token_ids: list[int] | None) -> bool:
-        """Send rows in the order of the vocabulary. False if this version has other names, and vLLM's order is sent."""
+    def install_vocabulary_rows(self, dtype: str, token_ids: Sequence[int] | None) -> bool:
+        """Send rows as they are stored. False if this version has other names: `logprobs.py` then sorts vLLM's rows."""
         is_v2 = _is_v2(self.model_runner)
         if get_tp_group is None or not allowed("rows_v2" if is_v2 else "rows_v1"):
             return False
@@ -95,11 +89,6 @@ def install(engine: Any, method: str, *arguments: Any) -> bool:
     return is_ours and all(engine.collective_rpc(method, args=arguments))
 
 
-def install_rows(engine: Any, wanted: RowsWanted) -> bool:
-    """Let an engine's workers send rows as they are stored. False if they cannot; `logprobs.py` then sorts them."""
-    return install(engine, "install_vocabulary_rows", wanted.dtype, list(wanted.token_ids or ()) or None)
-
-
 def join_results(engine: Any) -> None:
     """Let an engine's scheduler send the results of all prompts of a step as one, and its front end split them."""
     front = engine.output_processor
@@ -114,7 +103,7 @@ class ScoreRows:
     token_ids: None is all. is_sent: False if vLLM takes no output from this worker; its rows are then empty.
     """
 
-    def __init__(self, dtype: str, token_ids: list[int] | None, is_sent: bool = True) -> None:
+    def __init__(self, dtype: str, token_ids: Sequence[int] | None, is_sent: bool = True) -> None:
         self.dtype = getattr(torch, dtype)
         self._token_ids = token_ids if is_sent else []
         self._index: Any = None
@@ -198,12 +187,11 @@ def _prompt_scores(runner: Any, rows: ScoreRows | None) -> Callable[..., Any]:
             for first in range(0, len(states), _CHUNK):
                 logits = runner.model.compute_logits(states[first : first + _CHUNK])
                 at = slice(place + first, place + first + len(logits))
+                scores = logits if is_logits else runner.sampler.compute_logprobs(logits)
                 if own is not None:
-                    scores = logits if is_logits else runner.sampler.compute_logprobs(logits)
                     kept.logprobs[at].copy_(own.of(scores), non_blocking=True)
                     continue
-                scores = logits.to(torch.float32) if is_logits else runner.sampler.compute_logprobs(logits)
-                found = runner.sampler.gather_logprobs(scores, k, targets[first : first + len(logits)])
+                found = runner.sampler.gather_logprobs(scores.float(), k, targets[first : first + len(logits)])
                 for mine, new in zip(kept[:3], found[:3], strict=True):
                     mine[at].copy_(new, non_blocking=True)
         for request_id in done:

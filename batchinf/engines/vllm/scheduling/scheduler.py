@@ -2,10 +2,10 @@
 
 vLLM sends each request's new token and logprobs after every step. For 1,024 requests with their top 20, a step takes
 4.3 ms of processor time to pack in the engine process and 17.5 ms to unpack in ours (`benchmarks/wire.py`); without
-logprobs 0.1 and 0.2 ms. A step of a small model takes 17 ms. This subclass keeps the rows of a step, with one write for
-all requests, and sends a finished request in one piece. A long output leaves in several pieces: the front end joins
-them, and the engine process never holds more than about `_PIECE_BYTES` of a request. Requests with stop strings go
-through unchanged, because the front end looks at their text after every token. `engine: {scheduler_cls: null}` in a
+logprobs 0.1 and 0.2 ms. A step of a small model takes 17 to 22 ms. This subclass keeps the rows of a step, with one
+write for all requests, and sends a finished request in one piece. A long output leaves in several pieces: the front end
+joins them, and the engine process never holds more than about `_PIECE_BYTES` of a request. Requests with stop strings
+go through unchanged, because the front end looks at their text after every token. `engine: {scheduler_cls: null}` in a
 spec restores vLLM's scheduler. Tested with 0.32.0 and compared with the source of 0.26.0.
 
 For 2,048 requests vLLM's Python takes 36 ms a step (`benchmarks/scheduler_steps.py`), longer than a small model's step
@@ -31,6 +31,7 @@ from vllm.sampling_params import RequestOutputKind
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, InFront, is_plain
 
 _COST = "outputs are sent at each step, which is slower for small models"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
@@ -51,12 +52,6 @@ _update: Any = getattr(AsyncScheduler, "_update_request_with_output", None)
 PREEMPTS_IN_FLIGHT = _update is None or "is_stale" in inspect.signature(_update).parameters
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
-# Parts of vLLM's scheduler that look at each request of a step. The loops know nothing of them, so they must be off.
-_LOOKS_AT_ALL = (
-    *("connector", "ec_connector", "aux_output_connector", "lora_config", "perf_metrics", "use_pp", "num_spec_tokens"),
-    *("num_lookahead_tokens", "need_mamba_block_aligned_split", "prefix_replay_tokens", "defer_block_free"),
-    *("is_encoder_decoder", "is_mm_encoder_only"),
-)
 # Logprobs that a slot holds before they are moved out of it: 64 tokens with their top 20.
 _SLOT_ENTRIES = 64 * 21
 _FIRST_SLOTS = 64
@@ -72,39 +67,19 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.in
 def scheduler(**arguments: Any) -> Any:
     """Our scheduler, or vLLM's own if a setting needs the outputs of every step."""
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    if not allowed("hold"):
-        return base(**arguments)
-    made = type(f"Holding{base.__name__}", (HoldingMixin, base), {})(**arguments)
+    mixins = (HoldingMixin, AdmissionMixin) if allowed("hold") else (AdmissionMixin,)
+    made = type(f"Holding{base.__name__}", (*mixins, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._block_size = _decode_block_size(made)
+    made.admits_itself()
     return made
 
 
 def _decode_block_size(made: Any) -> int | None:
     """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None."""
-    is_exact = _is_plain(made) and made.num_sampled_tokens_per_step == 1
+    is_exact = is_plain(made, "decode") and made.num_sampled_tokens_per_step == 1
     return made.kv_cache_manager.coordinator.single_type_managers[0].block_size if is_exact else None
-
-
-def _is_plain(made: Any) -> bool:
-    """Whether a request of this scheduler is only tokens and their blocks, and none has to run before another.
-
-    Without a known source, the parts of vLLM that are asked here may have other names. With one group of full attention
-    no block leaves a window, so a token inside a block needs no change of the cache. With the policy `fcfs`, a request
-    never preempts one before it in the batch.
-    """
-    scheduling = made.scheduler_config
-    # 0.33 may hold back all prompts in some steps. Before, it did so for data parallel ranks alone.
-    if getattr(scheduling, "prefill_schedule_interval", 1) > 1:
-        return False
-    has_known_order = scheduling.policy == "fcfs" and scheduling.long_prefill_token_threshold <= 0
-    if not has_known_order or any(getattr(made, name, None) for name in _LOOKS_AT_ALL) or not allowed("decode"):
-        return False
-    managers = made.kv_cache_manager.coordinator.single_type_managers
-    pool = made.kv_cache_manager.block_pool
-    kinds = [type(manager).__name__ for manager in managers]
-    return kinds == ["FullAttentionManager"] and pool.hash_block_size == managers[0].block_size
 
 
 class RowStore:
@@ -207,21 +182,8 @@ class _Held:
         return min(*ends, len(request._all_token_ids) + left)
 
 
-class HoldingMixin:
+class HoldingMixin(InFront):
     """Extends vLLM's Scheduler: holds back requests with one final output and without stop strings."""
-
-    # Parts of vLLM's scheduler.
-    requests: dict[str, Any]
-    running: list[Any]
-    kv_cache_manager: Any
-    pause_state: Any
-    structured_output_manager: Any
-    prev_step_scheduled_req_ids: set[str]
-    use_v2_model_runner: bool
-    max_model_len: int
-    max_num_scheduled_tokens: int
-    max_num_running_reqs: int
-    max_num_active_reqs: int
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
@@ -266,8 +228,7 @@ class HoldingMixin:
         vllms_own: Any = super()
         if (
             self._block_size is None
-            or any((*arguments, *named.values()))  # they may hold prompts back
-            or self.pause_state.name != "UNPAUSED"
+            or not self.takes_prompts(*arguments, **named)
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(*arguments, **named)

@@ -20,8 +20,8 @@ from vllm import SamplingParams
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, for `main`
 from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.text import error_message, one_line
-from batchinf.engines.installed import importing
-from batchinf.engines.vllm.arguments import GUIDANCE, for_backend, structures_backend
+from batchinf.engines.installed import importing, structures_backend
+from batchinf.engines.vllm.arguments import GUIDANCE, for_backend
 from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.structured_output import guidance
 from batchinf.engines.vllm.structured_output.guidance import relaxed
