@@ -5,7 +5,6 @@ values, so a limit for all numbers alike would accept any result for a long requ
 result has the limit that its own length allows.
 """
 
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,13 +130,14 @@ def require_close(found: torch.Tensor, expected: torch.Tensor, is_fp8: bool = Fa
                              f"{limit} is allowed")  # fmt: skip
 
 
-def attend_as(theirs: Callable[..., Any], given: dict[str, Any], metadata: Any) -> torch.Tensor:
-    """What vLLM's layers do with a step: FlashAttention with the metadata of the step."""
+def attend_as(theirs: Callable[..., Any], given: dict[str, Any], planned: tuple[Any, Any]) -> torch.Tensor:
+    """What vLLM's layers do with a step: FlashAttention with what `Planner.build` gives for the step."""
+    common, plan = planned
     named = {
         **given, "out": torch.full_like(given["out"], torch.nan), "window_size": [-1, -1], "softcap": 0,
-        "cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len,
-        "seqused_k": metadata.seq_lens, "max_seqlen_k": metadata.max_seq_len, "block_table": metadata.block_table,
-        "scheduler_metadata": metadata.scheduler_metadata, "num_splits": metadata.max_num_splits,
+        "cu_seqlens_q": common.query_start_loc, "max_seqlen_q": common.max_query_len,
+        "seqused_k": common.seq_lens, "max_seqlen_k": common.max_seq_len, "block_table": common.block_table_tensor,
+        "scheduler_metadata": plan, "num_splits": 0,
     }  # fmt: skip
     theirs(**named)
     out: torch.Tensor = named["out"]
@@ -166,19 +166,14 @@ class Planner:
         self.given = given
         self.vllm_config = vllm_config
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """See vLLM."""
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> tuple[Any, Any]:
+        """See vLLM. Returns the description of the step and the plan."""
         common = common_attn_metadata
         query = self.given["q"]
         keys = self.given["k"]
-        plan = self.plan and self.plan(
+        return common, self.plan and self.plan(
             batch_size=common.num_reqs, max_seqlen_q=common.max_query_len, max_seqlen_k=common.max_seq_len,
             num_heads_q=query.shape[1], num_heads_kv=keys.shape[2], headdim=query.shape[2],
             cache_seqlens=common.seq_lens, qkv_dtype=query.dtype, cu_seqlens_q=common.query_start_loc,
             page_size=keys.shape[1], causal=common.causal, window_size=(-1, -1), num_splits=0,
-        )  # fmt: skip
-        return types.SimpleNamespace(
-            query_start_loc=common.query_start_loc, max_query_len=common.max_query_len, seq_lens=common.seq_lens,
-            max_seq_len=common.max_seq_len, block_table=common.block_table_tensor, scheduler_metadata=plan,
-            max_num_splits=0,
         )  # fmt: skip

@@ -12,7 +12,7 @@ Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from batchinf.engines.vllm.kernels.base_worker import Worker
@@ -52,9 +52,7 @@ class PromptWorker(Worker):
             compilation.cudagraph_mode = mode.FULL
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
-            layers = getattr(compilation, "static_forward_context", {})
-            config = self.vllm_config
-            can = allowed("whole") and is_known(layers) and are_right(attention_of(layers), config) and install()
+            can = allowed("whole") and are_right(compilation.static_forward_context, self.vllm_config) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
@@ -66,33 +64,25 @@ def has_whole_steps(compilation: Any) -> bool:
     return bool(compilation.cudagraph_mode.mixed_mode().name == "FULL")
 
 
-def is_known(layers: Mapping[str, Any]) -> bool:
-    """Whether FlashAttention 3 does the attention of all layers, over a cache. layers: of the model, by name.
+def are_right(layers: Mapping[str, Any], vllm_config: Any) -> bool:
+    """Whether FlashAttention 3 does the attention of all layers, over a cache, and passes the comparison for each.
 
-    Layers with a state, such as Mamba's, have no such attention.
+    layers: of the model, by name.
     """
-    kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
-    found = attention_of(layers)
-    return bool(found) and all(
-        type(impl) is kind and impl.vllm_flash_attn_version == FLASH_ATTENTION and impl.attn_type == _DECODER
-        for impl in found
-    )
-
-
-def attention_of(layers: Mapping[str, Any]) -> list[Any]:
-    """The implementation of each layer with a cache, None for a layer with a state."""
+    names = "FlashAttentionImpl", "flash_attn_varlen_func", "get_scheduler_metadata"
+    kind, attend, plan = (optional(_BACKEND, name, _COST) for name in names)
     layer_kind = optional(*_LAYERS, _COST)
-    if layer_kind is None:
-        return []
-    return [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
-
-
-def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
-    """Whether FlashAttention with the plan for any lengths gives what it gives without one, for all these layers."""
-    attend, plan = (optional(_BACKEND, name, _COST) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
+    if None in (kind, attend, layer_kind):
+        return False
+    # None for layers with a state, such as Mamba's, which have no such attention.
+    impls = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
+    is_known = impls and all(
+        type(impl) is kind and impl.vllm_flash_attn_version == FLASH_ATTENTION and impl.attn_type == _DECODER
+        for impl in impls
+    )
     sizes = vllm_config.model_config.dtype, vllm_config.cache_config.block_size
-    shapes = {AttentionShape.of(impl, *sizes) for impl in impls}
-    return attend is not None and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
+    shapes = {AttentionShape.of(impl, *sizes) for impl in impls} if is_known else set()
+    return bool(shapes) and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
 
 
 def is_right(
@@ -117,15 +107,15 @@ def is_right(
         builder: Any = type("CheckedPlanner", (Planner,), {})
         install(builder)
         planner = builder(plan, given, vllm_config)
-        metadata = planner.build(0, common)
-        require_close(attend_as(attend, given, metadata), expected, shape.is_fp8)
+        planned = planner.build(0, common)
+        require_close(attend_as(attend, given, planned), expected, shape.is_fp8)
         # A graph that is captured for longer requests would read past the table of their blocks.
         longer = {"seqused_k": given["seqused_k"] + longest, "max_seqlen_k": 2 * longest}
         captured = common_of({**given, **longer}, kind)
-        graph = planner.build(0, captured)
-        plans = [(each.max_query_len, each.max_seq_len) for each in (metadata, graph)]
+        step, graph = planned[0], planner.build(0, captured)[0]
+        plans = [(each.max_query_len, each.max_seq_len) for each in (step, graph)]
         seen = [lengths, *([longest] * len(lengths) for _ in (captured, graph))]
-        if plans != [(most, longest)] * 2 or [each.seq_lens.tolist() for each in (metadata, captured, graph)] != seen:
+        if plans != [(most, longest)] * 2 or [each.seq_lens.tolist() for each in (step, captured, graph)] != seen:
             raise AssertionError(
                 f"a plan is for {plans} tokens of a step and a request, but must be for {most, longest}"
             )
