@@ -1,7 +1,6 @@
 """The scheduler of vLLM's engine process for pooling models, which joins the vectors of a step.
 
-`engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler. Short loops that admitted prompts, and that ended
-the requests with a vector, are gone: without them a job on an H200 is as fast (benchmarks/RESULTS.md).
+`engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler.
 """
 
 from typing import Any
