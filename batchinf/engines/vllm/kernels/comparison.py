@@ -144,10 +144,12 @@ def attend_as(theirs: Callable[..., Any], given: dict[str, Any], planned: tuple[
     return out
 
 
-def common_of(given: dict[str, Any], kind: Any) -> Any:
-    """vLLM's description of the step of an example. kind: vLLM's `CommonAttentionMetadata`."""
+def common_of(given: dict[str, Any]) -> Any:
+    """vLLM's description of the step of an example."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
     starts = given["cu_seqlens_q"]
-    return kind(
+    return CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=given["seqused_k"].clone(),
         num_reqs=len(given["seqused_k"]), num_actual_tokens=len(given["q"]),
         max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"], block_table_tensor=given["block_table"],

@@ -75,7 +75,7 @@ def are_right(layers: Mapping[str, Any], vllm_config: Any) -> bool:
     if None in (kind, attend, layer_kind):
         return False
     # None for layers with a state, such as Mamba's, which have no such attention.
-    impls = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
+    impls: list[Any] = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
     is_known = impls and all(
         type(impl) is kind and impl.vllm_flash_attn_version == FLASH_ATTENTION and impl.attn_type == _DECODER
         for impl in impls
@@ -92,9 +92,6 @@ def is_right(
 
     plan: vLLM's `get_scheduler_metadata`, which does not exist without a GPU.
     """
-    kind = optional("vllm.v1.attention.backend", "CommonAttentionMetadata", _COST)
-    if kind is None:
-        return False
     longest = vllm_config.model_config.max_model_len
     most = vllm_config.scheduler_config.max_num_batched_tokens
     # The longest request has only its last tokens in the step.
@@ -102,7 +99,7 @@ def is_right(
     counts = [min(length, SHORT[-1], most) for length in lengths]
     try:
         given = example(lengths, shape, device, counts)
-        common = common_of(given, kind)
+        common = common_of(given)
         expected = attend_as(attend, given, Planner(None, given, vllm_config).build(0, common))
         builder: Any = type("CheckedPlanner", (Planner,), {})
         install(builder)
@@ -111,7 +108,7 @@ def is_right(
         require_close(attend_as(attend, given, planned), expected, shape.is_fp8)
         # A graph that is captured for longer requests would read past the table of their blocks.
         longer = {"seqused_k": given["seqused_k"] + longest, "max_seqlen_k": 2 * longest}
-        captured = common_of({**given, **longer}, kind)
+        captured = common_of({**given, **longer})
         step, graph = planned[0], planner.build(0, captured)[0]
         plans = [(each.max_query_len, each.max_seq_len) for each in (step, graph)]
         seen = [lengths, *([longest] * len(lengths) for _ in (captured, graph))]

@@ -19,8 +19,6 @@ _COST = "results of prompts are sent one by one"
 LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
 # Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
 _MOST_NUMBERS = 1 << 22
-# Of EngineCoreOutput: a prompt's logprobs, and its vector.
-_FIELDS = "new_prompt_logprobs_tensors", "pooling_output"
 
 # The schedulers of this process.
 _schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -49,22 +47,25 @@ def is_right(longest: int, width: int) -> bool:
 
     longest: tokens of the longest prompt. width: logprobs of each of its positions.
     """
-    names = ("EngineCoreOutput", "EngineCoreOutputs"), ("MsgpackEncoder", "MsgpackDecoder")
-    Output, Outputs = (optional("vllm.v1.engine", name, _COST) for name in names[0])  # noqa: N806
-    Encoder, Decoder = (optional("vllm.v1.serial_utils", name, _COST) for name in names[1])  # noqa: N806
     try:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
         for parts, join in _checked_results(min(longest, _MOST_NUMBERS // 4 // width), width):
             is_vector = join is join_vectors
+            expected = [([], None, part) if is_vector else ([place], part, None) for place, part in enumerate(parts)]
             outputs = [
-                Output(str(place), [] if is_vector else [place], **{_FIELDS[is_vector]: part})
-                for place, part in enumerate(parts)
+                EngineCoreOutput(str(place), token_ids, new_prompt_logprobs_tensors=scores, pooling_output=vector)
+                for place, (token_ids, scores, vector) in enumerate(expected)
             ]
             join(outputs)
-            encoded = Encoder().encode(Outputs(outputs=outputs))
-            expected = [([], None, part) if is_vector else ([place], part, None) for place, part in enumerate(parts)]
-            for arrived in (Decoder(Outputs).decode([bytearray(part) for part in encoded]).outputs, outputs):
+            encoded = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+            decoded = MsgpackDecoder(EngineCoreOutputs).decode([bytearray(part) for part in encoded]).outputs
+            for arrived in (decoded, outputs):
                 split(arrived)
-                found = [(output.new_token_ids, *(getattr(output, field) for field in _FIELDS)) for output in arrived]
+                found = [
+                    (each.new_token_ids, each.new_prompt_logprobs_tensors, each.pooling_output) for each in arrived
+                ]
                 torch.testing.assert_close(found, expected, rtol=0, atol=0)
     except Exception as error:  # another version may fail in any way, and each result is sent alone then
         print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
