@@ -24,6 +24,7 @@ from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
     SHORT,
     AttentionShape,
+    attend,
     example,
     require_close,
     scales_of,
@@ -289,8 +290,7 @@ def is_right(theirs: Callable[..., Any], shape: AttentionShape, longest: int, de
         lengths = (_CHECKED * _CHECKED_TIMES)[:-1]
         lengths = (*lengths[: len(lengths) // 2], longest, *lengths[len(lengths) // 2 :])
         given = example(lengths, shape, device)
-        expected = torch.empty_like(given["out"])
-        theirs(**{**given, "out": expected})
+        expected = attend(theirs, given)
         expected[given["seqused_k"] == 0] = 0
         run_ours(given)
         require_close(given["out"], expected, shape.is_fp8)

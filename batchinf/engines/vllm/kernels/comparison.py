@@ -130,17 +130,10 @@ def require_close(found: torch.Tensor, expected: torch.Tensor, is_fp8: bool = Fa
                              f"{limit} is allowed")  # fmt: skip
 
 
-def attend_as(theirs: Callable[..., Any], given: dict[str, Any], planned: tuple[Any, Any]) -> torch.Tensor:
-    """What vLLM's layers do with a step: FlashAttention with what `Planner.build` gives for the step."""
-    common, plan = planned
-    named = {
-        **given, "out": torch.full_like(given["out"], torch.nan), "window_size": [-1, -1], "softcap": 0,
-        "cu_seqlens_q": common.query_start_loc, "max_seqlen_q": common.max_query_len,
-        "seqused_k": common.seq_lens, "max_seqlen_k": common.max_seq_len, "block_table": common.block_table_tensor,
-        "scheduler_metadata": plan, "num_splits": 0,
-    }  # fmt: skip
-    theirs(**named)
-    out: torch.Tensor = named["out"]
+def attend(theirs: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
+    """What FlashAttention gives for an example."""
+    out = torch.full_like(given["out"], torch.nan)
+    theirs(**{**given, "out": out})
     return out
 
 
@@ -168,14 +161,19 @@ class Planner:
         self.given = given
         self.vllm_config = vllm_config
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> tuple[Any, Any]:
-        """See vLLM. Returns the description of the step and the plan."""
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> dict[str, Any]:
+        """See vLLM. Returns the arguments that vLLM's layers give FlashAttention for the step."""
         common = common_attn_metadata
         query = self.given["q"]
         keys = self.given["k"]
-        return common, self.plan and self.plan(
+        plan = self.plan and self.plan(
             batch_size=common.num_reqs, max_seqlen_q=common.max_query_len, max_seqlen_k=common.max_seq_len,
             num_heads_q=query.shape[1], num_heads_kv=keys.shape[2], headdim=query.shape[2],
             cache_seqlens=common.seq_lens, qkv_dtype=query.dtype, cu_seqlens_q=common.query_start_loc,
             page_size=keys.shape[1], causal=common.causal, window_size=(-1, -1), num_splits=0,
         )  # fmt: skip
+        return {
+            "cu_seqlens_q": common.query_start_loc, "max_seqlen_q": common.max_query_len, "seqused_k": common.seq_lens,
+            "max_seqlen_k": common.max_seq_len, "block_table": common.block_table_tensor, "scheduler_metadata": plan,
+            "window_size": [-1, -1], "softcap": 0, "num_splits": 0,
+        }  # fmt: skip

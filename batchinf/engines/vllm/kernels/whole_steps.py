@@ -21,7 +21,7 @@ from batchinf.engines.vllm.kernels.comparison import (
     SHORT,
     AttentionShape,
     Planner,
-    attend_as,
+    attend,
     common_of,
     example,
     require_close,
@@ -70,9 +70,9 @@ def are_right(layers: Mapping[str, Any], vllm_config: Any) -> bool:
     layers: of the model, by name.
     """
     names = "FlashAttentionImpl", "flash_attn_varlen_func", "get_scheduler_metadata"
-    kind, attend, plan = (optional(_BACKEND, name, _COST) for name in names)
+    kind, theirs, plan = (optional(_BACKEND, name, _COST) for name in names)
     layer_kind = optional(*_LAYERS, _COST)
-    if None in (kind, attend, layer_kind):
+    if None in (kind, theirs, layer_kind):
         return False
     # None for layers with a state, such as Mamba's, which have no such attention.
     impls: list[Any] = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
@@ -82,11 +82,11 @@ def are_right(layers: Mapping[str, Any], vllm_config: Any) -> bool:
     )
     sizes = vllm_config.model_config.dtype, vllm_config.cache_config.block_size
     shapes = {AttentionShape.of(impl, *sizes) for impl in impls} if is_known else set()
-    return bool(shapes) and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
+    return bool(shapes) and all(is_right(theirs, plan, vllm_config, shape) for shape in shapes)
 
 
 def is_right(
-    attend: Callable[..., Any], plan: Any, vllm_config: Any, shape: AttentionShape, *, device: str = "cuda"
+    theirs: Callable[..., Any], plan: Any, vllm_config: Any, shape: AttentionShape, *, device: str = "cuda"
 ) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one. Prints why not.
 
@@ -100,19 +100,20 @@ def is_right(
     try:
         given = example(lengths, shape, device, counts)
         common = common_of(given)
-        expected = attend_as(attend, given, Planner(None, given, vllm_config).build(0, common))
+        expected = attend(theirs, given)
         builder: Any = type("CheckedPlanner", (Planner,), {})
         install(builder)
         planner = builder(plan, given, vllm_config)
         planned = planner.build(0, common)
-        require_close(attend_as(attend, given, planned), expected, shape.is_fp8)
+        require_close(attend(theirs, {**given, **planned}), expected, shape.is_fp8)
         # A graph that is captured for longer requests would read past the table of their blocks.
         longer = {"seqused_k": given["seqused_k"] + longest, "max_seqlen_k": 2 * longest}
         captured = common_of({**given, **longer})
-        step, graph = planned[0], planner.build(0, captured)[0]
-        plans = [(each.max_query_len, each.max_seq_len) for each in (step, graph)]
+        graph = planner.build(0, captured)
+        plans = [(each["max_seqlen_q"], each["max_seqlen_k"]) for each in (planned, graph)]
         seen = [lengths, *([longest] * len(lengths) for _ in (captured, graph))]
-        if plans != [(most, longest)] * 2 or [each.seq_lens.tolist() for each in (step, captured, graph)] != seen:
+        read = [each.tolist() for each in (planned["seqused_k"], captured.seq_lens, graph["seqused_k"])]
+        if plans != [(most, longest)] * 2 or read != seen:
             raise AssertionError(
                 f"a plan is for {plans} tokens of a step and a request, but must be for {most, longest}"
             )
