@@ -20,13 +20,27 @@ LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
 # Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
 _MOST_NUMBERS = 1 << 22
 
-# The schedulers of this process.
-_schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# The schedulers of this process, by the id of their engine.
+_schedulers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 
 
-def register(scheduler: Any) -> None:
-    """Let `start_joining` find a scheduler. Until then it sends what vLLM sends."""
-    _schedulers.add(scheduler)
+class JoiningMixin:
+    """In front of a scheduler: joins the results of a step after `start_joining`. Until then it changes nothing."""
+
+    vllm_config: Any
+    joins_results = False
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        _schedulers[self.vllm_config.instance_id] = self
+
+    def update_from_output(self, *arguments: Any, **named: Any) -> dict[int, Any]:
+        """See vLLM."""
+        messages: dict[int, Any] = super().update_from_output(*arguments, **named)  # type: ignore[misc]
+        for message in messages.values() if self.joins_results else ():
+            join_scores(message.outputs)
+            join_vectors(message.outputs)
+        return messages
 
 
 def start_joining(config: Any) -> bool:
@@ -34,11 +48,10 @@ def start_joining(config: Any) -> bool:
 
     config: vLLM's, of the engine.
     """
-    its_own = [one for one in _schedulers if one.vllm_config.instance_id == config.instance_id]
-    if not its_own or not allowed("join"):
+    scheduler = _schedulers.get(config.instance_id)
+    if scheduler is None or not allowed("join"):
         return False
-    for scheduler in its_own:
-        scheduler.joins_results = True
+    scheduler.joins_results = True
     return True
 
 

@@ -6,7 +6,7 @@
 from typing import Any
 
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling import joined
+from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 
 _COST = "vectors are sent one by one, which is slower for short texts"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
@@ -22,22 +22,7 @@ def pooling_scheduler(**arguments: Any) -> Any:
     0.26 keeps room for a token. A prompt of that length that runs in several steps would never end there.
     """
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    made = type(f"Pooling{base.__name__}", (PoolingMixin, base), {})(**arguments)
+    made = type(f"Pooling{base.__name__}", (JoiningMixin, base), {})(**arguments)
     if hasattr(made, "num_sampled_tokens_per_step"):
         made.num_sampled_tokens_per_step = 0  # as in 0.32
-    joined.register(made)
     return made
-
-
-class PoolingMixin:
-    """In front of vLLM's scheduler."""
-
-    joins_results = False
-
-    def update_from_output(self, *arguments: Any, **named: Any) -> dict[int, Any]:
-        """See vLLM."""
-        vllms_own: Any = super()
-        messages: dict[int, Any] = vllms_own.update_from_output(*arguments, **named)
-        for message in messages.values() if self.joins_results else ():
-            joined.join_vectors(message.outputs)
-        return messages

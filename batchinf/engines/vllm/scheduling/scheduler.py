@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling import joined
+from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 
 _COST = "outputs are sent at each step, which is slower for small models"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
@@ -63,7 +63,7 @@ def scheduler(**arguments: Any) -> Any:
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
     if not allowed("hold"):
         return base(**arguments)
-    made = type(f"Holding{base.__name__}", (HoldingMixin, base), {})(**arguments)
+    made = type(f"Holding{base.__name__}", (JoiningMixin, HoldingMixin, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._block_size = _decode_block_size(made)
@@ -205,14 +205,12 @@ class HoldingMixin:
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
-    joins_results = False
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._held: dict[str, _Held] = {}
         self._others: set[str] = set()
         self._stores: dict[int, RowStore] = {}
-        joined.register(self)
 
     def add_request(self, request: Any) -> None:
         """See vLLM. Decides whether the request's output is held back."""
@@ -348,8 +346,6 @@ class HoldingMixin:
             messages[0] = EngineCoreOutputs()
         for message in messages.values():
             message.outputs = self._hold(message.outputs, index, step, rows_of)
-            if self.joins_results:
-                joined.join_scores(message.outputs)
             rows_of = {store: ([], []) for store in rows_of}
         return messages
 
