@@ -3,9 +3,10 @@
     python benchmarks/same_outputs.py --make-weights llama-3.2-1b --out results
     python benchmarks/run.py bare-lognormal --shape llama-3.2-1b --rows 3000 --rivals= --out results \
         --job-spec '{"model": {"load_format": "auto"}}' \
-        --compare 'chosen={}' --compare 'flash={"engine": {"worker_cls": null}}' \
+        --compare 'kernel={"engine": {"worker_cls": "batchinf.engines.vllm.kernels.attention.DecodingWorker"}}' \
+        --compare 'flash={"engine": {"worker_cls": null}}' \
         --compare 'other={"engine": {"worker_cls": null, "max_num_seqs": 1500}}'
-    python benchmarks/same_outputs.py results/bare-lognormal/batchinf-chosen-1 results/bare-lognormal/batchinf-flash-1
+    python benchmarks/same_outputs.py results/bare-lognormal/batchinf-kernel-1 results/bare-lognormal/batchinf-flash-1
     python benchmarks/same_outputs.py --rounding qwen3-0.6b --out results      # what rounding alone does; on a CPU
     python benchmarks/same_outputs.py --make-texts qwen3-0.6b --out results    # results/texts.parquet
 

@@ -222,6 +222,9 @@ def _for_outputs(spec: JobSpec, fit: Fit, num_per_device: int) -> dict[str, _Wit
         # vLLM refuses a batch of more sequences than tokens.
         most = min(_SMALL_MAX_NUM_SEQS, fit.limits["max_num_batched_tokens"])
         chosen["max_num_seqs"] = most, "a small model on a large GPU is faster with a larger batch"
+    if _is_small(fit) and math.prod(spec.parallel.sizes) == 1:
+        # With our worker, a 1B job was slower in 7 of 8 pairs (benchmarks/RESULTS.md).
+        chosen["worker_cls"] = None, "a small model is faster where vLLM's FlashAttention decodes"
     if not _GRAPHS & spec.engine.keys():
         sizes = graph_sizes(int(spec.engine.get("max_num_seqs", most) or _LARGE_MAX_NUM_SEQS))
         graphs = {"cudagraph_capture_sizes": sizes}

@@ -32,6 +32,7 @@ PIECES: dict[str, list[tuple[str, str, Any]]] = {
     "attention": [(f"{_ENGINE}.kernels.attention", "install", False)],
     "graph_choice": [(f"{_ENGINE}.kernels.long_requests", "GraphChoice.install", False)],
     "whole_steps": [(f"{_ENGINE}.kernels.whole_steps", "install", False)],
+    "admission": [(f"{_ENGINE}.scheduling.admission", "AdmissionMixin.admits_itself", None)],
     "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_decode_block_size", None)],
     "holding": [(f"{_ENGINE}.scheduling.scheduler", "_is_held_back", False)],
     "joined": [(f"{_ENGINE}.scheduling.joined", "start_joining", False)],
@@ -42,6 +43,9 @@ PIECES: dict[str, list[tuple[str, str, Any]]] = {
 class _Hook(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         names = [name for name in os.environ.get("STEP_WITHOUT", "").split(",") if name]
+        if unknown := [name for name in names if name not in PIECES]:
+            # Python prints other errors of this module and goes on, so the job would run with all pieces.
+            sys.exit(f"STEP_WITHOUT: got {', '.join(unknown)}; there are {', '.join(PIECES)}")
         self._left_out = [place for name in names for place in PIECES[name]]
 
     def find_spec(

@@ -78,7 +78,7 @@ def test_every_piece_relies_on_methods_of_the_installed_version() -> None:
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (SCHEDULE, {"decode"}),
+        (SCHEDULE, {"decode", "admit"}),
         (BUILD, {"whole"}),
         (DISPATCH, {"long"}),
         (SCORES, {"rows_v2"}),
@@ -130,19 +130,22 @@ def test_the_log_has_one_line(other_vllm: pathlib.Path, capsys: pytest.CaptureFi
 
 
 def test_the_schedulers_leave_all_requests_to_vllm(other_vllm: pathlib.Path) -> None:
+    from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler
     from batchinf.engines.vllm.scheduling.scheduler import HoldingMixin, scheduler
     from benchmarks.scheduler_steps import arguments
 
     given = arguments(num_blocks=300, max_num_seqs=8, is_async=True, is_caching=False)
     made = scheduler(**given)
-    assert made._block_size == 16
+    assert (made._block_size, made._blocks is not None) == (16, True)
+    assert pooling_scheduler(**given)._blocks is not None
     for cached in (line_if_off, allowed, known_sources._digests):
         cached.cache_clear()
     path, line = SCHEDULE
     change(other_vllm, path, line, f"        changed = True\n{line}")
     change(other_vllm, path, "outputs: dict[int, list[EngineCoreOutput]] =", "changed =")
-    made = scheduler(**given)
+    made, pooling = scheduler(**given), pooling_scheduler(**given)
     assert not isinstance(made, HoldingMixin)
+    assert (made._blocks, pooling._blocks) == (None, None)
     assert made.schedule(throttle_prefills=False).total_num_scheduled_tokens == 0
 
 
@@ -170,7 +173,7 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     def named(arguments: dict[str, Any], is_v2: bool = True) -> set[str]:
         return {*known_sources.pieces_off(engine.parts_of(arguments, is_v2))}
 
-    plain = {"decode", "hold", "join", "arrays", "rows_v2", "mask_v2"}
+    plain = {"decode", "admit", "hold", "join", "arrays", "rows_v2", "mask_v2"}
     assert named(generating) == plain
     assert named(generating, is_v2=False) == plain - {"rows_v2", "mask_v2"} | {"rows_v1", "mask_v1"}
     monkeypatch.setattr(engine.current_platform, "is_cuda", lambda: True)
@@ -178,9 +181,9 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     assert named(generating) == plain
     monkeypatch.setattr(type(engine.current_platform), "is_device_capability", lambda *_: True)
     assert named(generating) == plain | {"kernel", "long"}
-    assert named(reading) == {"join", "arrays"}
+    assert named(reading) == {"admit", "join", "arrays"}
     whole = {**reading, "additional_config": {WHOLE_STEPS: True}}
-    assert named(whole) == {"join", "arrays", "whole"}
+    assert named(whole) == {"admit", "join", "arrays", "whole"}
     assert named({"scheduler_cls": "their.Scheduler"}) == {"arrays"}
 
 
@@ -229,8 +232,8 @@ def test_a_real_engine_of_a_version_with_another_scheduler(tmp_path: pathlib.Pat
     *log, answer = done.stdout.strip().splitlines()
     file, not_used, slower, num_tokens = json.loads(answer)
     assert (file, num_tokens) == (str(root / "__init__.py"), 8)
-    assert not_used == ["decode"]
-    assert [f"since {OF_SCHEDULE} is not one that they were written for" in line for line in slower] == [True]
+    assert not_used == ["decode", "admit"]
+    assert [f"since {OF_SCHEDULE} is not one that they were written for" in line for line in slower] == [True, True]
     assert {*slower} <= {*log}
 
 
@@ -241,7 +244,7 @@ def test_the_program_shows_each_version(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, known_sources.__file__, str(VLLM), str(tmp_path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in shown[1 : len(PIECES) + 1]}
-    assert rows == {piece: ["on", "off" if piece == "decode" else "on"] for piece in PIECES}
+    assert rows == {piece: ["on", "off" if piece in ("decode", "admit") else "on"] for piece in PIECES}
     [last] = shown[len(PIECES) + 1 :]
     assert last.startswith(f"vLLM 0.32.9: {OF_SCHEDULE} is ")
-    assert last.endswith(", for decode")
+    assert last.endswith(", for decode, admit")

@@ -212,6 +212,8 @@ def test_prompts_in_pieces(
     arguments = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
     spec = resolved(MODEL, "embed", pooling={"pooling_type": "last", "normalize": False}, engine=arguments)
     with engine_of(spec) as engine:
+        made = engine._engine.engine_core.engine_core.scheduler
+        assert made._blocks is not None  # the loop runs
         assert engine._engine.vllm_config.scheduler_config.scheduler_cls == POOLING_SCHEDULER
         found = rows(engine, spec, prompts * 3)
     assert sum(num_joined) >= len(prompts)  # vectors of a step travel together

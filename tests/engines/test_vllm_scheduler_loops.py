@@ -3,6 +3,7 @@
 import random
 import zlib
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm import PoolingParams  # noqa: E402
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
@@ -22,6 +24,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # n
 from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E402
 
 from batchinf.engines.vllm.scheduling import scheduler as ours  # noqa: E402
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin  # noqa: E402
 from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler  # noqa: E402
 from benchmarks.scheduler_steps import arguments, pooling_request, request  # noqa: E402
 
@@ -239,8 +242,9 @@ def test_the_loops_do_what_vllm_does(
     drivers = [Driver(made, words) for made in (ours.scheduler(**made_of), vllms_own(**made_of))]
     one, other = drivers
     assert one.made._block_size == 16
-    counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0}
-    schedule_head, add_tokens = one.made._schedule_head, one.made._add_tokens
+    assert (one.made._blocks is None) is is_caching  # the loop that admits prompts knows no cached blocks
+    counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0, "admitted": 0}
+    schedule_head, add_tokens, admit = one.made._schedule_head, one.made._add_tokens, one.made._admit
 
     def count_head(block_size: int) -> Any:
         result = schedule_head(block_size)
@@ -253,6 +257,12 @@ def test_the_loops_do_what_vllm_does(
         counts["quiet"] += len(scheduled) - len(result)
         return result
 
+    def count_admitted(output: Any) -> Any:
+        result = admit(output)
+        counts["admitted"] += len(result)
+        return result
+
+    monkeypatch.setattr(one.made, "_admit", count_admitted)
     monkeypatch.setattr(one.made, "_schedule_head", count_head)
     monkeypatch.setattr(one.made, "_add_tokens", count_quiet)
     for driver in drivers:
@@ -296,6 +306,7 @@ def test_the_loops_do_what_vllm_does(
     assert counts["quiet"] > 100
     assert counts["preempted"]
     assert counts["masked"] > 10
+    assert (counts["admitted"] > 20) is not is_caching
     ends = [one.output(name)[2][0][0] for name in names if name not in aborted]
     if not has_reasoner:
         assert (FinishReason.ERROR in ends) == (words == WORDS)
@@ -321,7 +332,7 @@ class PoolingDriver(Driver):
 @pytest.mark.parametrize("is_caching", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_steps_for_vectors_are_those_of_vllm(
+def test_prompts_for_vectors_are_admitted_as_vllm_does(
     is_v2: bool, is_async: bool, is_caching: bool, num_blocks: int, is_chunked: bool
 ) -> None:
     chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {is_chunked}")
@@ -336,7 +347,16 @@ def test_steps_for_vectors_are_those_of_vllm(
         driver.made.use_v2_model_runner = is_v2
     names: list[str] = []
     aborted: set[str] = set()
-    num_preempted = 0
+    num_preempted = num_admitted = 0
+    admit = one.made._admit
+
+    def count_admitted(output: Any) -> dict[str, int]:
+        nonlocal num_admitted
+        admitted: dict[str, int] = admit(output)
+        num_admitted += len(admitted)
+        return admitted
+
+    one.made._admit = count_admitted
     for step in range(2000):
         while step < 200 and len(one.made.requests) < 12:
             name = f"row {len(names)}"
@@ -353,12 +373,54 @@ def test_steps_for_vectors_are_those_of_vllm(
         advance(one, other, chance, is_async)
     assert not one.made.requests
     assert num_preempted or not is_async  # otherwise each prompt ends in the step that reads it
+    assert (num_admitted > 100) is not is_caching
     for name in names:
         found, expected = one.sent.get(name, []), other.sent.get(name, [])
         assert len(found) == len(expected) == 1 or name in aborted
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine.new_token_ids, mine.finish_reason) == (theirs.new_token_ids, theirs.finish_reason)
             assert mine.pooling_output.tolist() == theirs.pooling_output.tolist() == [zlib.crc32(name.encode())]
+
+
+def test_a_request_that_had_to_wait_is_known_as_admitted() -> None:
+    made = pooling_scheduler(**arguments(60, 8, False, False, MODEL_LEN))
+    new = pooling_request("a", [1, 2, 3], False)
+    made.add_request(new)
+    made.deferred_waiting.add(new)  # as while its grammar was compiled
+    assert made.schedule().num_scheduled_tokens == {"a": 3}
+    assert not made.deferred_waiting
+
+
+class Preempting:
+    """In place of vLLM's scheduler: remembers what waited, and preempts two requests. skipped: of 0.26."""
+
+    pause_state = PauseState.UNPAUSED
+
+    def __init__(self, skipped: list[str]) -> None:
+        self.waiting, self.skipped_waiting = FCFSRequestQueue(), skipped
+        self.waiting.append(pooling_request("new", [1], False))
+        self.waited: list[str] = []
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self.waited = [one.request_id for one in self.waiting]
+        for name in ("second", "first"):
+            preempted = pooling_request(name, [1], False)
+            preempted.status = RequestStatus.PREEMPTED
+            self.waiting.prepend_request(preempted)
+        return SimpleNamespace(total_num_scheduled_tokens=0)
+
+
+@pytest.mark.parametrize("skipped", [[], ["older"]])
+def test_preempted_requests_come_first_and_older_ones_are_left_to_vllm(skipped: list[str]) -> None:
+    made: Any = type("Admitting", (AdmissionMixin, Preempting), {})(skipped)
+    pool = SimpleNamespace(get_num_free_blocks=lambda: 9)
+    made._blocks, made._tells_mrope, made.running = SimpleNamespace(block_size=16), False, []
+    made.kv_cache_manager = SimpleNamespace(block_pool=pool, watermark_blocks=0)
+    made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
+    made.max_num_scheduled_tokens, made.max_num_running_reqs, made.num_waiting_for_streaming_input = 64, 8, 0
+    made.schedule()
+    assert made.waited == (["new"] if skipped else [])
+    assert [one.request_id for one in made.waiting] == ["first", "second", "new"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

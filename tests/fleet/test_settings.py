@@ -129,7 +129,7 @@ def test_engines_that_share_a_device_share_its_memory() -> None:
 
 
 def test_a_value_in_the_spec_wins_and_null_is_the_default_of_vllm() -> None:
-    spec = spec_of(engine={"max_num_seqs": 300, "compilation_config": None})
+    spec = spec_of(engine={"max_num_seqs": 300, "compilation_config": None, "worker_cls": "their.Worker"})
     chosen = chosen_arguments(spec, SMALL, task_of(spec), 1)
     assert not chosen.engine
     assert EngineSettings(spec, SMALL, None, chosen.engine).engine == spec.engine
@@ -139,6 +139,7 @@ def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
     spec = spec_of()
     engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
     assert engine["max_num_seqs"] == max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 2048
+    assert engine["worker_cls"] is None  # vLLM's own
     engine = chosen_arguments(spec, LARGE, task_of(spec), 1).engine
     assert set(engine) == {"compilation_config"}
     assert max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 1024

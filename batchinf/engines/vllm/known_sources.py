@@ -23,28 +23,32 @@ _VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
 # Each method with its digest in each of these versions, and the pieces that rely on it.
 _TABLE = """
 v1.core.block_pool
-    BlockPool.__init__                                      2ffe6f04b175 ed7ceeef3f49 de502cee0c85 decode
+    BlockPool.__init__                                      2ffe6f04b175 ed7ceeef3f49 de502cee0c85 decode admit
 v1.core.kv_cache_coordinator
-    KVCacheCoordinator.__init__                             d2f6dbeed729 4b3b601933bd a12b800a8ab7 decode
+    KVCacheCoordinator.__init__                             d2f6dbeed729 4b3b601933bd a12b800a8ab7 decode admit
+    KVCacheCoordinator.get_num_blocks_to_allocate           80f5740c45cc b161b76430d9 b161b76430d9 admit
 v1.core.kv_cache_manager
-    KVCacheManager.allocate_slots                           6687cddac9ec 9129c3acf389 9129c3acf389 decode
-    KVCacheManager.get_num_common_prefix_blocks             e8f74fbc0e16 486ed897b913 486ed897b913 decode
+    KVCacheManager.allocate_slots                           6687cddac9ec 9129c3acf389 9129c3acf389 decode admit
+    KVCacheManager.get_num_common_prefix_blocks             e8f74fbc0e16 486ed897b913 486ed897b913 decode admit
 v1.core.single_type_kv_cache_manager
-    SingleTypeKVCacheManager.allocate_new_blocks            44091000118b 44091000118b 44091000118b decode
+    SingleTypeKVCacheManager.allocate_new_blocks            44091000118b 44091000118b 44091000118b decode admit
     SingleTypeKVCacheManager.cache_blocks                   68723facca47 fd25b7d5b689 a393be385df4 decode
-    SingleTypeKVCacheManager.get_num_blocks_to_allocate     d63d374cadd4 dab3fd20863e dab3fd20863e decode
+    SingleTypeKVCacheManager.get_num_blocks_to_allocate     d63d374cadd4 dab3fd20863e dab3fd20863e decode admit
 v1.core.sched.async_scheduler
-    AsyncScheduler._update_after_schedule                   6251a0cb16d4 96b49f7d69c0 96b49f7d69c0 decode
+    AsyncScheduler._update_after_schedule                   6251a0cb16d4 96b49f7d69c0 96b49f7d69c0 decode admit
     AsyncScheduler._update_request_with_output              b9f97e5d6c35 490c42450bd2 absent       decode
 v1.core.sched.output
     CachedRequestData                                       83b6ea752701 83b6ea752701 83b6ea752701 decode
+    NewRequestData.from_request                             48eb08ff813d 35c2c175ff9a 35c2c175ff9a admit
+v1.core.sched.request_queue
+    FCFSRequestQueue                                        5e59f23530fe 5e59f23530fe 5e59f23530fe admit
 v1.core.sched.scheduler
     Scheduler._make_cached_request_data                     0950ceddb4cf 0950ceddb4cf 0950ceddb4cf decode
-    Scheduler._update_after_schedule                        633726ecf415 d2a39c57981f d2a39c57981f decode
+    Scheduler._update_after_schedule                        633726ecf415 d2a39c57981f d2a39c57981f decode admit
     Scheduler._update_request_with_output                   953ada05f693 67716690b502 bb93433b89b2 decode
     Scheduler.add_request                                   17a73b0dc9ce fe940629816f fe940629816f hold
     Scheduler.finish_requests                               015e342b256d 910494e4932b 59388a4b21c0 hold
-    Scheduler.schedule                                      b33e0bd7cfbe e65c2b07ffe6 e52db4c70e33 decode
+    Scheduler.schedule                                      b33e0bd7cfbe e65c2b07ffe6 e52db4c70e33 decode admit
     Scheduler.update_from_output                            b2b99460eb84 8f5b720a352c c5f8a4c0e55e decode hold
 v1.core.sched.utils
     check_stop                                              df0904dc5a62 79db4919d510 79db4919d510 decode
@@ -131,6 +135,7 @@ _SLOW_STEPS = "steps take longer"
 _VLLM_SCORES = "vLLM's own code takes them, which is slower or needs more memory"
 PIECES = {
     "decode": Piece("the scheduler's short loops for decoding", _SLOW_STEPS, "scheduler", True),
+    "admit": Piece("the scheduler's short loops for new prompts", _SLOW_STEPS, "scheduler pooling_scheduler", True),
     "hold": Piece("outputs in one piece", "each step sends outputs, which is slower", "scheduler", True),
     "join": Piece("joined results of prompts", "they are sent one by one", "scheduler pooling_scheduler"),
     "arrays": Piece("logprobs as arrays", "they come as Python objects, slowly", "front_end", True),

@@ -1,4 +1,4 @@
-"""The scheduler of vLLM's engine process for pooling models, which joins the vectors of a step.
+"""The scheduler of vLLM's engine process for pooling models, which admits prompts by a short loop and joins vectors.
 
 `engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler.
 """
@@ -6,9 +6,10 @@
 from typing import Any
 
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin
 from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 
-_COST = "vectors are sent one by one, which is slower for short texts"
+_COST = "vLLM admits each prompt by itself, which is slower for short texts"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
 AsyncScheduler: Any = optional("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", _COST)
 
@@ -22,7 +23,8 @@ def pooling_scheduler(**arguments: Any) -> Any:
     0.26 keeps room for a token. A prompt of that length that runs in several steps would never end there.
     """
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    made = type(f"Pooling{base.__name__}", (JoiningMixin, base), {})(**arguments)
+    made = type(f"Pooling{base.__name__}", (JoiningMixin, AdmissionMixin, base), {})(**arguments)
     if hasattr(made, "num_sampled_tokens_per_step"):
         made.num_sampled_tokens_per_step = 0  # as in 0.32
+    made.admits_itself()
     return made

@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
+from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, InFront, is_plain
 from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 
 _COST = "outputs are sent at each step, which is slower for small models"
@@ -42,10 +43,6 @@ _update: Any = getattr(AsyncScheduler, "_update_request_with_output", None)
 PREEMPTS_IN_FLIGHT = _update is None or "is_stale" in inspect.signature(_update).parameters
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
-# Parts of vLLM's scheduler that look at each request of a step. The loops know nothing of them, so they must be off.
-_LOOKS_AT_ALL = """connector ec_connector aux_output_connector lora_config perf_metrics use_pp num_spec_tokens
-    num_lookahead_tokens need_mamba_block_aligned_split prefix_replay_tokens defer_block_free is_encoder_decoder
-    is_mm_encoder_only""".split()
 # Logprobs that a slot holds before they are moved out of it: 64 tokens with their top 20.
 _SLOT_ENTRIES = 64 * 21
 _FIRST_SLOTS = 64
@@ -61,39 +58,19 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.in
 def scheduler(**arguments: Any) -> Any:
     """Our scheduler, or vLLM's own if a setting needs the outputs of every step."""
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    if not allowed("hold"):
-        return base(**arguments)
-    made = type(f"Holding{base.__name__}", (JoiningMixin, HoldingMixin, base), {})(**arguments)
+    mixins = (JoiningMixin, HoldingMixin, AdmissionMixin) if allowed("hold") else (AdmissionMixin,)
+    made = type(f"Holding{base.__name__}", (*mixins, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._block_size = _decode_block_size(made)
+    made.admits_itself()
     return made
 
 
 def _decode_block_size(made: Any) -> int | None:
-    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None.
-
-    A request of this scheduler must be only tokens and their blocks, and none may have to run before another. With one
-    group of full attention no block leaves a window, so a token inside a block needs no change of the cache. With the
-    policy `fcfs`, a request never preempts one before it in the batch.
-    """
-    scheduling = made.scheduler_config
-    if (
-        scheduling.policy != "fcfs"
-        or scheduling.long_prefill_token_threshold > 0
-        # 0.33 may hold back all prompts in some steps. Before, it did so for data parallel ranks alone.
-        or getattr(scheduling, "prefill_schedule_interval", 1) > 1
-        or any(getattr(made, name, None) for name in _LOOKS_AT_ALL)
-        # Without a known source, the parts of vLLM that are asked below may have other names.
-        or not allowed("decode")
-        or made.num_sampled_tokens_per_step != 1
-    ):
-        return None
-    managers = made.kv_cache_manager.coordinator.single_type_managers
-    pool = made.kv_cache_manager.block_pool
-    kinds = [type(manager).__name__ for manager in managers]
-    is_exact = kinds == ["FullAttentionManager"] and pool.hash_block_size == managers[0].block_size
-    return managers[0].block_size if is_exact else None
+    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None."""
+    is_exact = is_plain(made, "decode") and made.num_sampled_tokens_per_step == 1
+    return made.kv_cache_manager.coordinator.single_type_managers[0].block_size if is_exact else None
 
 
 class RowStore:
@@ -187,21 +164,8 @@ class _Held:
         return min(most_tokens, int(request.num_prompt_tokens + request.max_tokens), end_of_piece)
 
 
-class HoldingMixin:
+class HoldingMixin(InFront):
     """Extends vLLM's Scheduler: holds back requests with one final output and without stop strings."""
-
-    # Parts of vLLM's scheduler.
-    requests: dict[str, Any]
-    running: list[Any]
-    kv_cache_manager: Any
-    pause_state: Any
-    structured_output_manager: Any
-    prev_step_scheduled_req_ids: set[str]
-    use_v2_model_runner: bool
-    max_model_len: int
-    max_num_scheduled_tokens: int
-    max_num_running_reqs: int
-    max_num_active_reqs: int
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
@@ -244,8 +208,7 @@ class HoldingMixin:
         vllms_own: Any = super()
         if (
             self._block_size is None
-            or any((*arguments, *named.values()))  # they may hold prompts back
-            or self.pause_state.name != "UNPAUSED"
+            or not self.takes_prompts(*arguments, **named)
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(*arguments, **named)
