@@ -66,7 +66,7 @@ ATTENTION = (
            "is_token = (at < length) & (tokens < TILE - 1)"),
     Mutant("reads the first head of keys", "+ head * head_stride", "+ 0 * head_stride"),
     Mutant("reads the blocks of the first request", "block_table + request * table_stride", "block_table"),
-    Mutant("has a softmax of base 2", "scale * _LOG2_E, *scales", "scale, *scales"),
+    Mutant("has a softmax of base 2", 'given["softmax_scale"] * _LOG2_E', 'given["softmax_scale"]'),
     Mutant("keeps the values of a lower maximum", "acc = acc * shrunk[:, None] +", "acc = acc +"),
     Mutant("keeps the weights of a lower maximum", "total = total * shrunk +", "total = total +"),
     Mutant("gives tokens behind the request a score", 's, float("-inf"))', "s, 0.0)"),

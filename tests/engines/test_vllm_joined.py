@@ -136,7 +136,7 @@ def test_a_front_end_splits_before_it_reads() -> None:
 
 def test_a_worker_without_a_scheduler_in_its_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with tensor parallelism, where each worker has a process of its own."""
-    monkeypatch.setattr(joined, "_schedulers", set())
+    monkeypatch.setattr(joined, "_schedulers", {})
     worker = RowsExtension()
     worker.vllm_config = types.SimpleNamespace(instance_id="1")
     front = types.SimpleNamespace(process_outputs=print)
@@ -153,10 +153,10 @@ def test_a_worker_without_a_scheduler_in_its_process_changes_nothing(monkeypatch
     other, own = (
         types.SimpleNamespace(joins_results=False, vllm_config=types.SimpleNamespace(instance_id=name)) for name in "21"
     )
-    monkeypatch.setattr(joined, "_schedulers", [other])
+    monkeypatch.setattr(joined, "_schedulers", {"2": other})
     join_results(engine)
     assert front.process_outputs is print
-    monkeypatch.setattr(joined, "_schedulers", [other, own])
+    monkeypatch.setattr(joined, "_schedulers", {"2": other, "1": own})
     join_results(engine)
     assert front.process_outputs is not print and own.joins_results and not other.joins_results
     front.process_outputs = print

@@ -24,6 +24,7 @@ from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
     SHORT,
     AttentionShape,
+    attend,
     example,
     require_close,
     scales_of,
@@ -49,6 +50,7 @@ _GIVEN = frozenset(
     """q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap
     scheduler_metadata fa_version q_descale k_descale v_descale num_splits""".split()
 )
+_SCALES = ("q_descale", "k_descale", "v_descale")
 # Tokens of the short requests in the comparison at the start. Graphs are filled up with requests without tokens.
 _CHECKED = (0, *SHORT)
 _CHECKED_TIMES = 15
@@ -125,42 +127,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + request * out_stride + of_rows, acc.to(out.dtype.element_ty), mask=is_row)
 
 
-def decode_attention(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    scales: tuple[Any, Any, Any],
-    shape: tuple[int, int, int],
-) -> None:
-    """Attention of one query token of each request over all tokens of the request.
-
-    out, query: [n, heads, head_size]. keys, values: [blocks, block_size, key heads, head_size] with equal strides.
-    block_table: int32 [n, most blocks]. lengths: int32 [n], tokens of each request, the query's own included; out is 0
-    for a request without tokens. scales: of query, keys and values, float32 on the device; used if all of these are
-    float8. shape: tokens in a step of the kernel, its warps, and the steps that are loaded ahead.
-    """
-    num_requests, num_heads, head_size = query.shape
-    num_key_heads = keys.shape[2]
-    tile, warps, stages = shape
-    decode_kernel[(num_requests, num_key_heads)](
-        out, query, keys, values, block_table, lengths, scale * _LOG2_E, *scales,
-        out.stride(0), query.stride(0), block_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-        BLOCK_SIZE=keys.shape[1], GROUP=num_heads // num_key_heads, HEAD_SIZE=head_size, ROWS=_ROWS, TILE=tile,
-        STAGES=stages, IS_FP8=keys.element_size() == 1, num_warps=warps,
-    )  # fmt: skip
-
-
 def pays_in_step(num_requests: int, num_key_heads: int) -> bool:
     """Whether the kernel is faster in a step in which so many requests decode, and nothing else."""
     return num_requests * num_key_heads >= _LEAST_PROGRAMS
 
 
 def takes(given: Mapping[str, Any]) -> bool:
-    """Whether `decode_attention` does what FlashAttention does with these arguments, by name, and is faster."""
+    """Whether the kernel does what FlashAttention does with these arguments, by name, and is faster."""
     others = (value for name, value in given.items() if name not in _GIVEN)
     if given.get("max_seqlen_q") != 1 or any(value is not None and value is not False for value in others):
         return False
@@ -198,7 +171,7 @@ def _has_known_numbers(query: Any, keys: Any, values: Any, given: Mapping[str, A
         return False
     if query.dtype in (torch.bfloat16, torch.float16):
         return True
-    scales = [given.get(name) for name in ("q_descale", "k_descale", "v_descale")]
+    scales = [given.get(name) for name in _SCALES]
     return query.dtype == torch.float8_e4m3fn and all(
         scale is not None and scale.dtype == torch.float32 and not any(scale.stride()) for scale in scales
     )
@@ -219,18 +192,23 @@ def attention_of_decoding(theirs: Callable[..., Any], choice: GraphChoice) -> Ca
 
 
 def run_ours(given: Mapping[str, Any], shape: tuple[int, int, int] = _SHAPE) -> None:
-    """`decode_attention` with the arguments of FlashAttention that it takes."""
-    decode_attention(
-        out=given["out"],
-        query=given["q"],
-        keys=given["k"],
-        values=given["v"],
-        block_table=given["block_table"],
-        lengths=given["seqused_k"],
-        scale=given["softmax_scale"],
-        scales=(given.get("q_descale"), given.get("k_descale"), given.get("v_descale")),
-        shape=shape,
-    )
+    """Run the kernel with the arguments of FlashAttention that it takes. `out` is 0 for a request without tokens.
+
+    q, out: [n, heads, head_size]. k, v: [blocks, block_size, key heads, head_size] with equal strides. block_table:
+    int32 [n, most blocks]. seqused_k: int32 [n], with the query's own token. Scales: float32 on the device, used if q,
+    k and v are float8. shape: tokens in a step of the kernel, its warps, and the steps that are loaded ahead.
+    """
+    out, query, keys, table = (given[name] for name in ("out", "q", "k", "block_table"))
+    num_requests, num_heads, head_size = query.shape
+    num_key_heads = keys.shape[2]
+    tile, warps, stages = shape
+    scales = (given.get(name) for name in _SCALES)
+    decode_kernel[(num_requests, num_key_heads)](
+        out, query, keys, given["v"], table, given["seqused_k"], given["softmax_scale"] * _LOG2_E, *scales,
+        out.stride(0), query.stride(0), table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+        BLOCK_SIZE=keys.shape[1], GROUP=num_heads // num_key_heads, HEAD_SIZE=head_size, ROWS=_ROWS, TILE=tile,
+        STAGES=stages, IS_FP8=keys.element_size() == 1, num_warps=warps,
+    )  # fmt: skip
 
 
 class DecodingWorker(Worker):
@@ -312,8 +290,7 @@ def is_right(theirs: Callable[..., Any], shape: AttentionShape, longest: int, de
         lengths = (_CHECKED * _CHECKED_TIMES)[:-1]
         lengths = (*lengths[: len(lengths) // 2], longest, *lengths[len(lengths) // 2 :])
         given = example(lengths, shape, device)
-        expected = torch.empty_like(given["out"])
-        theirs(**{**given, "out": expected})
+        expected = attend(theirs, given)
         expected[given["seqused_k"] == 0] = 0
         run_ours(given)
         require_close(given["out"], expected, shape.is_fp8)

@@ -5,7 +5,6 @@ values, so a limit for all numbers alike would accept any result for a long requ
 result has the limit that its own length allows.
 """
 
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,23 +130,19 @@ def require_close(found: torch.Tensor, expected: torch.Tensor, is_fp8: bool = Fa
                              f"{limit} is allowed")  # fmt: skip
 
 
-def attend_as(theirs: Callable[..., Any], given: dict[str, Any], metadata: Any) -> torch.Tensor:
-    """What vLLM's layers do with a step: FlashAttention with the metadata of the step."""
-    named = {
-        **given, "out": torch.full_like(given["out"], torch.nan), "window_size": [-1, -1], "softcap": 0,
-        "cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len,
-        "seqused_k": metadata.seq_lens, "max_seqlen_k": metadata.max_seq_len, "block_table": metadata.block_table,
-        "scheduler_metadata": metadata.scheduler_metadata, "num_splits": metadata.max_num_splits,
-    }  # fmt: skip
-    theirs(**named)
-    out: torch.Tensor = named["out"]
+def attend(theirs: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
+    """What FlashAttention gives for an example."""
+    out = torch.full_like(given["out"], torch.nan)
+    theirs(**{**given, "out": out})
     return out
 
 
-def common_of(given: dict[str, Any], kind: Any) -> Any:
-    """vLLM's description of the step of an example. kind: vLLM's `CommonAttentionMetadata`."""
+def common_of(given: dict[str, Any]) -> Any:
+    """vLLM's description of the step of an example."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
     starts = given["cu_seqlens_q"]
-    return kind(
+    return CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=given["seqused_k"].clone(),
         num_reqs=len(given["seqused_k"]), num_actual_tokens=len(given["q"]),
         max_query_len=given["max_seqlen_q"], max_seq_len=given["max_seqlen_k"], block_table_tensor=given["block_table"],
@@ -166,8 +161,8 @@ class Planner:
         self.given = given
         self.vllm_config = vllm_config
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """See vLLM."""
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> dict[str, Any]:
+        """See vLLM. Returns the arguments that vLLM's layers give FlashAttention for the step."""
         common = common_attn_metadata
         query = self.given["q"]
         keys = self.given["k"]
@@ -177,8 +172,8 @@ class Planner:
             cache_seqlens=common.seq_lens, qkv_dtype=query.dtype, cu_seqlens_q=common.query_start_loc,
             page_size=keys.shape[1], causal=common.causal, window_size=(-1, -1), num_splits=0,
         )  # fmt: skip
-        return types.SimpleNamespace(
-            query_start_loc=common.query_start_loc, max_query_len=common.max_query_len, seq_lens=common.seq_lens,
-            max_seq_len=common.max_seq_len, block_table=common.block_table_tensor, scheduler_metadata=plan,
-            max_num_splits=0,
-        )  # fmt: skip
+        return {
+            "cu_seqlens_q": common.query_start_loc, "max_seqlen_q": common.max_query_len, "seqused_k": common.seq_lens,
+            "max_seqlen_k": common.max_seq_len, "block_table": common.block_table_tensor, "scheduler_metadata": plan,
+            "window_size": [-1, -1], "softcap": 0, "num_splits": 0,
+        }  # fmt: skip

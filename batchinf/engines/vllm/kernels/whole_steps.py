@@ -12,7 +12,7 @@ Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from batchinf.engines.vllm.kernels.base_worker import Worker
@@ -21,7 +21,7 @@ from batchinf.engines.vllm.kernels.comparison import (
     SHORT,
     AttentionShape,
     Planner,
-    attend_as,
+    attend,
     common_of,
     example,
     require_close,
@@ -52,9 +52,7 @@ class PromptWorker(Worker):
             compilation.cudagraph_mode = mode.FULL
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
-            layers = getattr(compilation, "static_forward_context", {})
-            config = self.vllm_config
-            can = allowed("whole") and is_known(layers) and are_right(attention_of(layers), config) and install()
+            can = allowed("whole") and are_right(compilation.static_forward_context, self.vllm_config) and install()
             if is_ours and not can:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
@@ -66,45 +64,34 @@ def has_whole_steps(compilation: Any) -> bool:
     return bool(compilation.cudagraph_mode.mixed_mode().name == "FULL")
 
 
-def is_known(layers: Mapping[str, Any]) -> bool:
-    """Whether FlashAttention 3 does the attention of all layers, over a cache. layers: of the model, by name.
+def are_right(layers: Mapping[str, Any], vllm_config: Any) -> bool:
+    """Whether FlashAttention 3 does the attention of all layers, over a cache, and passes the comparison for each.
 
-    Layers with a state, such as Mamba's, have no such attention.
+    layers: of the model, by name.
     """
-    kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
-    found = attention_of(layers)
-    return bool(found) and all(
-        type(impl) is kind and impl.vllm_flash_attn_version == FLASH_ATTENTION and impl.attn_type == _DECODER
-        for impl in found
-    )
-
-
-def attention_of(layers: Mapping[str, Any]) -> list[Any]:
-    """The implementation of each layer with a cache, None for a layer with a state."""
+    names = "FlashAttentionImpl", "flash_attn_varlen_func", "get_scheduler_metadata"
+    kind, theirs, plan = (optional(_BACKEND, name, _COST) for name in names)
     layer_kind = optional(*_LAYERS, _COST)
-    if layer_kind is None:
-        return []
-    return [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
-
-
-def are_right(impls: Iterable[Any], vllm_config: Any) -> bool:
-    """Whether FlashAttention with the plan for any lengths gives what it gives without one, for all these layers."""
-    attend, plan = (optional(_BACKEND, name, _COST) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
+    if None in (kind, theirs, layer_kind):
+        return False
+    # None for layers with a state, such as Mamba's, which have no such attention.
+    impls: list[Any] = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
+    is_known = impls and all(
+        type(impl) is kind and impl.vllm_flash_attn_version == FLASH_ATTENTION and impl.attn_type == _DECODER
+        for impl in impls
+    )
     sizes = vllm_config.model_config.dtype, vllm_config.cache_config.block_size
-    shapes = {AttentionShape.of(impl, *sizes) for impl in impls}
-    return attend is not None and all(is_right(attend, plan, vllm_config, shape) for shape in shapes)
+    shapes = {AttentionShape.of(impl, *sizes) for impl in impls} if is_known else set()
+    return bool(shapes) and all(is_right(theirs, plan, vllm_config, shape) for shape in shapes)
 
 
 def is_right(
-    attend: Callable[..., Any], plan: Any, vllm_config: Any, shape: AttentionShape, *, device: str = "cuda"
+    theirs: Callable[..., Any], plan: Any, vllm_config: Any, shape: AttentionShape, *, device: str = "cuda"
 ) -> bool:
     """Whether FlashAttention with the plan for any lengths gives what it gives without one. Prints why not.
 
     plan: vLLM's `get_scheduler_metadata`, which does not exist without a GPU.
     """
-    kind = optional("vllm.v1.attention.backend", "CommonAttentionMetadata", _COST)
-    if kind is None:
-        return False
     longest = vllm_config.model_config.max_model_len
     most = vllm_config.scheduler_config.max_num_batched_tokens
     # The longest request has only its last tokens in the step.
@@ -112,20 +99,21 @@ def is_right(
     counts = [min(length, SHORT[-1], most) for length in lengths]
     try:
         given = example(lengths, shape, device, counts)
-        common = common_of(given, kind)
-        expected = attend_as(attend, given, Planner(None, given, vllm_config).build(0, common))
+        common = common_of(given)
+        expected = attend(theirs, given)
         builder: Any = type("CheckedPlanner", (Planner,), {})
         install(builder)
         planner = builder(plan, given, vllm_config)
-        metadata = planner.build(0, common)
-        require_close(attend_as(attend, given, metadata), expected, shape.is_fp8)
+        planned = planner.build(0, common)
+        require_close(attend(theirs, {**given, **planned}), expected, shape.is_fp8)
         # A graph that is captured for longer requests would read past the table of their blocks.
         longer = {"seqused_k": given["seqused_k"] + longest, "max_seqlen_k": 2 * longest}
-        captured = common_of({**given, **longer}, kind)
+        captured = common_of({**given, **longer})
         graph = planner.build(0, captured)
-        plans = [(each.max_query_len, each.max_seq_len) for each in (metadata, graph)]
+        plans = [(each["max_seqlen_q"], each["max_seqlen_k"]) for each in (planned, graph)]
         seen = [lengths, *([longest] * len(lengths) for _ in (captured, graph))]
-        if plans != [(most, longest)] * 2 or [each.seq_lens.tolist() for each in (metadata, captured, graph)] != seen:
+        read = [each.tolist() for each in (planned["seqused_k"], captured.seq_lens, graph["seqused_k"])]
+        if plans != [(most, longest)] * 2 or read != seen:
             raise AssertionError(
                 f"a plan is for {plans} tokens of a step and a request, but must be for {most, longest}"
             )

@@ -19,16 +19,28 @@ _COST = "results of prompts are sent one by one"
 LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
 # Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
 _MOST_NUMBERS = 1 << 22
-# Of EngineCoreOutput: a prompt's logprobs, and its vector.
-_FIELDS = "new_prompt_logprobs_tensors", "pooling_output"
 
-# The schedulers of this process.
-_schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# The schedulers of this process, by the id of their engine.
+_schedulers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 
 
-def register(scheduler: Any) -> None:
-    """Let `start_joining` find a scheduler. Until then it sends what vLLM sends."""
-    _schedulers.add(scheduler)
+class JoiningMixin:
+    """In front of a scheduler: joins the results of a step after `start_joining`. Until then it changes nothing."""
+
+    vllm_config: Any
+    joins_results = False
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        _schedulers[self.vllm_config.instance_id] = self
+
+    def update_from_output(self, *arguments: Any, **named: Any) -> dict[int, Any]:
+        """See vLLM."""
+        messages: dict[int, Any] = super().update_from_output(*arguments, **named)  # type: ignore[misc]
+        for message in messages.values() if self.joins_results else ():
+            join_scores(message.outputs)
+            join_vectors(message.outputs)
+        return messages
 
 
 def start_joining(config: Any) -> bool:
@@ -36,11 +48,10 @@ def start_joining(config: Any) -> bool:
 
     config: vLLM's, of the engine.
     """
-    its_own = [one for one in _schedulers if one.vllm_config.instance_id == config.instance_id]
-    if not its_own or not allowed("join"):
+    scheduler = _schedulers.get(config.instance_id)
+    if scheduler is None or not allowed("join"):
         return False
-    for scheduler in its_own:
-        scheduler.joins_results = True
+    scheduler.joins_results = True
     return True
 
 
@@ -49,26 +60,26 @@ def is_right(longest: int, width: int) -> bool:
 
     longest: tokens of the longest prompt. width: logprobs of each of its positions.
     """
-    names = ("EngineCoreOutput", "EngineCoreOutputs"), ("MsgpackEncoder", "MsgpackDecoder")
-    Output, Outputs = (optional("vllm.v1.engine", name, _COST) for name in names[0])  # noqa: N806
-    Encoder, Decoder = (optional("vllm.v1.serial_utils", name, _COST) for name in names[1])  # noqa: N806
     try:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
         for parts, join in _checked_results(min(longest, _MOST_NUMBERS // 4 // width), width):
             is_vector = join is join_vectors
+            expected = [([], None, part) if is_vector else ([place], part, None) for place, part in enumerate(parts)]
             outputs = [
-                Output(str(place), [] if is_vector else [place], **{_FIELDS[is_vector]: part})
-                for place, part in enumerate(parts)
+                EngineCoreOutput(str(place), token_ids, new_prompt_logprobs_tensors=scores, pooling_output=vector)
+                for place, (token_ids, scores, vector) in enumerate(expected)
             ]
             join(outputs)
-            encoded = Encoder().encode(Outputs(outputs=outputs))
-            for arrived in (Decoder(Outputs).decode([bytearray(part) for part in encoded]).outputs, outputs):
+            encoded = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+            decoded = MsgpackDecoder(EngineCoreOutputs).decode([bytearray(part) for part in encoded]).outputs
+            for arrived in (decoded, outputs):
                 split(arrived)
-                for place, (output, part) in enumerate(zip(arrived, parts, strict=True)):
-                    found = [getattr(output, field) for field in _FIELDS]
-                    wanted = [None, part] if is_vector else [part, None]
-                    is_plain = output.new_token_ids == ([] if is_vector else [place])
-                    if not is_plain or not all(map(_are_equal, found, wanted)):
-                        raise AssertionError(f"the result of prompt {place} of {len(parts)} is not its own")
+                found = [
+                    (each.new_token_ids, each.new_prompt_logprobs_tensors, each.pooling_output) for each in arrived
+                ]
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
     except Exception as error:  # another version may fail in any way, and each result is sent alone then
         print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
         return False
@@ -93,15 +104,6 @@ def _checked_results(longest: int, width: int) -> Iterator[tuple[list[Any], Call
     yield [None, *vectors], join_vectors
     yield [torch.randn(4), None, torch.randn(4).half()], join_vectors
     yield [torch.randn(5), torch.randn(4), torch.randn(0)], join_vectors
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two results have the same tensors, and no places."""
-    if one is None or other is None:
-        return one is other
-    pairs = [(one, other)] if isinstance(one, torch.Tensor) else list(zip(one[:3], other[:3], strict=True))
-    has_places = not isinstance(one, torch.Tensor) and one.cu_num_generated_tokens is not None
-    return not has_places and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def join_scores(outputs: list[Any]) -> None:

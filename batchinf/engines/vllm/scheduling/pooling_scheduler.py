@@ -1,14 +1,13 @@
 """The scheduler of vLLM's engine process for pooling models, which admits prompts by a short loop and joins vectors.
 
-`engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler. A short loop that ended the requests with a vector
-is gone: without it an embedding job on an H200 is as fast (benchmarks/RESULTS.md).
+`engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler.
 """
 
 from typing import Any
 
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.admission import AdmissionMixin
+from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 
 _COST = "vLLM admits each prompt by itself, which is slower for short texts"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
@@ -24,23 +23,8 @@ def pooling_scheduler(**arguments: Any) -> Any:
     0.26 keeps room for a token. A prompt of that length that runs in several steps would never end there.
     """
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    made = type(f"Pooling{base.__name__}", (PoolingMixin, AdmissionMixin, base), {})(**arguments)
+    made = type(f"Pooling{base.__name__}", (JoiningMixin, AdmissionMixin, base), {})(**arguments)
     if hasattr(made, "num_sampled_tokens_per_step"):
         made.num_sampled_tokens_per_step = 0  # as in 0.32
     made.admits_itself()
-    joined.register(made)
     return made
-
-
-class PoolingMixin:
-    """In front of vLLM's scheduler."""
-
-    joins_results = False
-
-    def update_from_output(self, *arguments: Any, **named: Any) -> dict[int, Any]:
-        """See vLLM."""
-        vllms_own: Any = super()
-        messages: dict[int, Any] = vllms_own.update_from_output(*arguments, **named)
-        for message in messages.values() if self.joins_results else ():
-            joined.join_vectors(message.outputs)
-        return messages

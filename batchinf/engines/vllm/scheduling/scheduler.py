@@ -1,18 +1,9 @@
 """The scheduler of vLLM's engine process, changed to send a request's output when the request is finished.
 
-vLLM sends each request's new token and logprobs after every step. For 1,024 requests with their top 20, a step takes
-4.3 ms of processor time to pack in the engine process and 17.5 ms to unpack in ours (`benchmarks/wire.py`); without
-logprobs 0.1 and 0.2 ms. A step of a small model takes 17 to 22 ms. This subclass keeps the rows of a step, with one
-write for all requests, and sends a finished request in one piece. A long output leaves in several pieces: the front end
-joins them, and the engine process never holds more than about `_PIECE_BYTES` of a request. Requests with stop strings
-go through unchanged, because the front end looks at their text after every token. `engine: {scheduler_cls: null}` in a
-spec restores vLLM's scheduler. Tested with 0.32.0 and compared with the source of 0.26.0.
-
-For 2,048 requests vLLM's Python takes 36 ms a step (`benchmarks/scheduler_steps.py`), longer than a small model's step
-on a GPU. Most of these requests only decode: they get one token and do not end. This subclass handles them in two short
-loops, `_schedule_head` and `_add_tokens`. vLLM's methods then get a batch of the other requests. Loops and methods
-together take 9 ms. The loops were compared with the methods of 0.26.0, 0.32.0 and 0.33.0, step by step;
-`_decode_block_size` says where they run.
+It keeps the rows of a step, with one write for all requests. Requests that only decode go through two short loops,
+`_schedule_head` and `_add_tokens`, which were compared with vLLM's methods step by step (`benchmarks/wire.py` and
+`benchmarks/scheduler_steps.py` have the costs). Requests with stop strings go through unchanged, because the front end
+looks at their text after every token. `engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler.
 
 The subclass holds at most 176 MB for 1,024 requests with their top 20, at any length. The constants below give this
 sum: 68 MB of full blocks, as much again in a step in which all send a piece, 23 MB of slots for 2,048 requests, and 17
@@ -30,8 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, InFront, is_plain
+from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 
 _COST = "outputs are sent at each step, which is slower for small models"
 Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
@@ -67,7 +58,7 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.in
 def scheduler(**arguments: Any) -> Any:
     """Our scheduler, or vLLM's own if a setting needs the outputs of every step."""
     base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    mixins = (HoldingMixin, AdmissionMixin) if allowed("hold") else (AdmissionMixin,)
+    mixins = (JoiningMixin, HoldingMixin, AdmissionMixin) if allowed("hold") else (AdmissionMixin,)
     made = type(f"Holding{base.__name__}", (*mixins, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
@@ -88,8 +79,7 @@ class RowStore:
     def __init__(self, width: int) -> None:
         self.width = width
         self._depth = max(1, _SLOT_ENTRIES // width)
-        self._most_full = max(1, _PIECE_BYTES // (self._depth * width * 8))
-        self.piece_tokens = self._depth * self._most_full
+        self.piece_tokens = self._depth * max(1, _PIECE_BYTES // (self._depth * width * 8))
         self._full: list[list[Arrays]] = []
         self._free: list[int] = []
         self._used = np.zeros(0, np.int64)
@@ -111,11 +101,8 @@ class RowStore:
             self._free = list(range(start + more - 1, start - 1, -1))
         return self._free.pop()
 
-    def append(self, slots: list[int], rows: list[int], step: Any) -> list[int]:
-        """Append to each of these slots, all different, one row of a step's LogprobsLists, [R, width or more].
-
-        Returns those of the slots whose rows are to leave as a piece.
-        """
+    def append(self, slots: list[int], rows: list[int], step: Any) -> None:
+        """Append to each of these slots, all different, one row of a step's LogprobsLists, [R, width or more]."""
         at, of = np.array(slots), np.array(rows)
         places = self._used[at]
         token_ids, logprobs, ranks = self._arrays
@@ -124,13 +111,9 @@ class RowStore:
         ranks[at, places] = step.sampled_token_ranks[of]
         places += 1
         self._used[at] = places
-        leaving = []
         for slot in at[places == self._depth].tolist():
             self._full[slot].append(self._copy(slot))
             self._used[slot] = 0
-            if len(self._full[slot]) >= self._most_full:
-                leaving.append(slot)
-        return leaving
 
     def take(self, slot: int) -> Arrays:
         """All rows of a slot, int32 and float32 [n, width] and int32 [n]. The slot is empty then."""
@@ -153,16 +136,17 @@ class RowStore:
 class _Held:
     """The output that a request has made and not sent yet. store: None without logprobs.
 
-    quiet_until: with fewer tokens than this, prompt included, the request is quiet: it has not reached
-    its longest length, and sends no piece.
+    piece_tokens: so many tokens leave as a piece. quiet_until: with fewer tokens than this, prompt included, the
+    request is quiet: it has not reached its longest length, and sends no piece.
     """
 
-    __slots__ = ("is_begun", "quiet_until", "request", "slot", "stop_ids", "store", "token_ids")
+    __slots__ = ("is_begun", "piece_tokens", "quiet_until", "request", "slot", "stop_ids", "store", "token_ids")
 
     def __init__(self, request: Any, store: RowStore | None) -> None:
         self.request = request
         self.store = store
         self.slot = -1 if store is None else store.new_slot()
+        self.piece_tokens = _PIECE_TOKENS if store is None else min(_PIECE_TOKENS, store.piece_tokens)
         self.is_begun = False
         self.token_ids: list[int] = []
         self.quiet_until = 0
@@ -176,10 +160,8 @@ class _Held:
             return 0
         if reasons and request.structured_output_request is not None:
             return 0
-        piece = _PIECE_TOKENS if self.store is None else min(_PIECE_TOKENS, self.store.piece_tokens)
-        left = piece - len(self.token_ids)
-        ends: tuple[int, ...] = (most_tokens, request.num_prompt_tokens + request.max_tokens)
-        return min(*ends, len(request._all_token_ids) + left)
+        end_of_piece = len(request._all_token_ids) + self.piece_tokens - len(self.token_ids)
+        return min(most_tokens, int(request.num_prompt_tokens + request.max_tokens), end_of_piece)
 
 
 class HoldingMixin(InFront):
@@ -187,14 +169,12 @@ class HoldingMixin(InFront):
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
-    joins_results = False
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._held: dict[str, _Held] = {}
         self._others: set[str] = set()
         self._stores: dict[int, RowStore] = {}
-        joined.register(self)
 
     def add_request(self, request: Any) -> None:
         """See vLLM. Decides whether the request's output is held back."""
@@ -329,8 +309,6 @@ class HoldingMixin(InFront):
             messages[0] = EngineCoreOutputs()
         for message in messages.values():
             message.outputs = self._hold(message.outputs, index, step, rows_of)
-            if self.joins_results:
-                joined.join_scores(message.outputs)
             rows_of = {store: ([], []) for store in rows_of}
         return messages
 
@@ -380,7 +358,6 @@ class HoldingMixin(InFront):
         leaving = []
         ours = []
         starts = None if step is None else step.cu_num_generated_tokens
-        full: set[tuple[RowStore | None, int]] = set()
         for output in outputs:
             request_id = output.request_id
             held = self._held.get(request_id)
@@ -400,15 +377,15 @@ class HoldingMixin(InFront):
                     rows.append(row)
                 else:  # several or none, in speculative decoding
                     for offset in range(len(token_ids)):
-                        full.update((store, slot) for slot in store.append([held.slot], [row + offset], step))
+                        store.append([held.slot], [row + offset], step)
         for store, (slots, rows) in rows_of.items():
             if store is not None and slots and step is not None:
-                full.update((store, slot) for slot in store.append(slots, rows, step))
+                store.append(slots, rows, step)
         has_loops = self._block_size is not None
         reasons = has_loops and self.structured_output_manager.reasoner_cls is not None
         for output, held in ours:
             is_finished = output.finish_reason is not None
-            if is_finished or (held.store, held.slot) in full or len(held.token_ids) >= _PIECE_TOKENS:
+            if is_finished or len(held.token_ids) >= held.piece_tokens:
                 _piece(output, held)
                 leaving.append(output)
             elif not held.is_begun:

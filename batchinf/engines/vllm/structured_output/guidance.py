@@ -29,8 +29,7 @@ def relaxed(schema: str) -> tuple[str, tuple[str, ...]]:
     made[_LENIENT] = {**(own if isinstance(own, dict) else {}), "lenient": True}
     is_bad, messages = _validated(made)
     left_out: list[str] = []
-    if is_bad and any(not _takes_pattern(pattern) for pattern in _patterns(made)):
-        made = _without_bad_patterns(made)
+    if is_bad and _free_bad_patterns(made):
         left_out.append("pattern")
         is_bad, messages = _validated(made)
     if is_bad:
@@ -56,14 +55,6 @@ def _names(warnings: list[str]) -> Iterator[str]:
             yield warning.split()[0]
 
 
-def _patterns(schema: Any) -> Iterator[str]:
-    for part in _parts(schema):
-        if isinstance(part.get("pattern"), str):
-            yield part["pattern"]
-        if isinstance(part.get("patternProperties"), dict):
-            yield from part["patternProperties"]
-
-
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     """The schema and all schemas in it."""
     left = [schema]
@@ -86,17 +77,19 @@ def _takes_pattern(pattern: str) -> bool:
     return not is_bad
 
 
-def _without_bad_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which strings and names that llguidance cannot take a pattern of are free."""
-    made: dict[str, Any] = json.loads(json.dumps(schema))
-    for part in _parts(made):
+def _free_bad_patterns(schema: dict[str, Any]) -> bool:
+    """Remove the patterns that llguidance cannot take, so that such strings and names are free. False without any."""
+    has_bad = False
+    for part in _parts(schema):
         if isinstance(part.get("pattern"), str) and not _takes_pattern(part["pattern"]):
             del part["pattern"]
+            has_bad = True
         named = part.get("patternProperties")
         if isinstance(named, dict) and not all(map(_takes_pattern, named)):
             part["patternProperties"] = {name: value for name, value in named.items() if _takes_pattern(name)}
             part.pop("additionalProperties", None)
-    return made
+            has_bad = True
+    return has_bad
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,6 @@ from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import SamplingSpec
 
 _MOST_CHARS = 300
-_MOST_CHECKED = 1024
 _BACKENDS = "vllm.v1.structured_output.backend_"
 # The function that compiles a structure, by backend. All take SamplingParams.
 _COMPILE = {
@@ -131,16 +131,15 @@ def check_once() -> None:
     check = getattr(SamplingParams, "_validate_structured_outputs", None)
     if check is None or getattr(check, "is_once", False):
         return
-    checked: dict[int, Any] = {}
+    checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
     def once(params: Any, *arguments: Any, **named: Any) -> None:
         structure = params.structured_outputs
         if structure is not None and checked.get(id(structure)) is structure:
             return
         check(params, *arguments, **named)
-        if len(checked) >= _MOST_CHECKED:
-            checked.clear()
-        checked[id(structure)] = structure  # kept alive, so that no other object gets its id
+        if structure is not None:
+            checked[id(structure)] = structure
 
     once.is_once = True  # type: ignore[attr-defined]
     SamplingParams._validate_structured_outputs = once
@@ -177,14 +176,13 @@ def with_own(variables: Mapping[str, Any] | None, own: str | None) -> dict[str, 
     return {**(variables or {}), **json.loads(own or "{}")}
 
 
-def left_out(structure: dict[str, Any], backend: str) -> tuple[str, ...]:
-    """The keywords of a schema that the backend does not enforce, as far as it says so."""
-    return relaxed(structure["json"])[1] if backend == GUIDANCE and "json" in structure else ()
+def _answer(spec: JobSpec, tokenizer_path: str) -> dict[str, Any]:
+    """What `main` prints.
 
-
-def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[str]], str, tuple[str, ...]]:
-    """Why vLLM would refuse the spec, as [field, message] each; the backend of the structure; what it leaves out."""
-    found: list[list[str]] = []
+    problems: why vLLM would refuse the spec, as [field, message] each. backend: of the structure. left_out: keywords of
+    a schema that the backend does not enforce, as far as it says so.
+    """
+    problems = _parser_problems(spec, tokenizer_path)
     backend = ""
     keywords: tuple[str, ...] = ()
     structure = spec.sampling.structured_outputs
@@ -192,37 +190,32 @@ def structure_problems(spec: JobSpec, tokenizer_path: str) -> tuple[list[list[st
         [kind] = structure
         try:
             backend = compiled_by(structure, structures_backend(spec.engine))
-            keywords = left_out(structure, backend)
+            if backend == GUIDANCE and kind == "json":
+                keywords = relaxed(structure["json"])[1]
         except ValueError as error:
-            found.append([f"sampling.structured_outputs.{kind}", f"cannot be compiled: {error}"])
-    found += _parser_problems(spec, tokenizer_path)
-    return found, backend, keywords
+            problems.insert(0, [f"sampling.structured_outputs.{kind}", f"cannot be compiled: {error}"])
+    return {"problems": problems, "backend": backend, "left_out": keywords}
 
 
 def _parser_problems(spec: JobSpec, tokenizer_path: str) -> list[list[str]]:
     """Why the parsers do not go with the tokenizer, as [field, message] each."""
     from batchinf.engines.vllm.structured_output.tools import CallParser
 
-    found = []
-    wanted: list[Callable[[JobSpec, Any], object]] = []
-    if spec.model.reasoning_parser is not None:
-        wanted.append(reasoner_of)
-    if spec.model.tool_parser is not None:
-        wanted.append(CallParser)
-    for make in wanted:
+    problems = []
+    for name, make in ((spec.model.reasoning_parser, reasoner_of), (spec.model.tool_parser, CallParser)):
         try:
-            make(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
+            if name is not None:
+                make(spec, load_tokenizer(tokenizer_path, spec.model.trust_remote_code))
         except BatchinfError as error:
             field, _, message = str(error).partition(": ")
-            found.append([field, message])
-    return found
+            problems.append([field, message])
+    return problems
 
 
 def main() -> None:
     """Read from standard input, write the answer as the last line of standard output."""
     asked = json.load(sys.stdin)
-    found, backend, keywords = structure_problems(JobSpec.model_validate_json(asked["spec"]), asked["tokenizer"])
-    print("\n" + json.dumps({"problems": found, "backend": backend, "left_out": keywords}))
+    print("\n" + json.dumps(_answer(JobSpec.model_validate_json(asked["spec"]), asked["tokenizer"])))
 
 
 _FIELD = "model.reasoning_parser"
@@ -255,8 +248,15 @@ class Reasoner:
         try:
             # A copy: a tokenizer that encodes on another thread meanwhile fails with "Already borrowed".
             self._tokenizer = copy.deepcopy(tokenizer)
-            self._class = parser = ReasoningParserManager.get_reasoning_parser(name)
-            self._whole = _harmony(parser, tokenizer) if name == _GPT_OSS else None
+            self._class = ReasoningParserManager.get_reasoning_parser(name)
+            # Makes vLLM's whole parser for gpt-oss, whose reasoning parser only finds where the structure begins. Each
+            # parser keeps the state of one text.
+            self._whole = None
+            if name == _GPT_OSS:
+                from vllm.parser.harmony import HarmonyParser
+
+                harmony = type("Harmony", (HarmonyParser,), {"reasoning_parser_cls": self._class})
+                self._whole = functools.partial(harmony, tokenizer)
             self._vocabulary = tokenizer.get_vocab()
             self._try(tokenizer)
         except Exception as error:
@@ -314,20 +314,6 @@ class Reasoner:
         if not number and mark is not None:
             number = parser.count_reasoning_tokens([mark, *token_ids])
         return number or None
-
-
-def _harmony(parser: Any, tokenizer: Any) -> Callable[[], Any]:
-    """Makes vLLM's whole parser for gpt-oss, whose reasoning parser only finds where the structure begins.
-
-    Each parser keeps the state of one text.
-    """
-    with importing(_FIELD):
-        from vllm.parser.harmony import HarmonyParser
-
-    class Harmony(HarmonyParser):
-        reasoning_parser_cls = parser
-
-    return functools.partial(Harmony, tokenizer)
 
 
 def reasoner_of(spec: JobSpec, tokenizer: Any) -> Reasoner:

@@ -239,7 +239,5 @@ class _Errors(logging.Handler):
             self._heard.lines = None
 
 
-@functools.cache
-def _errors() -> _Errors:
-    """The one of this process: each handler gets all lines."""
-    return _Errors()
+# One for the process: each handler gets all lines.
+_errors = functools.cache(_Errors)
