@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from vllm import envs
 
+from batchinf.base.text import one_line
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
@@ -295,6 +296,6 @@ def is_right(theirs: Callable[..., Any], shape: AttentionShape, longest: int, de
         run_ours(given)
         require_close(given["out"], expected, shape.is_fp8)
     except Exception as error:  # a compiler may fail in any way, and FlashAttention does the work then
-        print(f"the kernel for decoding is not used: {type(error).__name__}: {error}", flush=True)
+        print(f"the kernel for decoding is not used: {one_line(f'{type(error).__name__}: {error}', 1000)}", flush=True)
         return False
     return True

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from batchinf.base.text import one_line
 from batchinf.engines.vllm.kernels.triton_names import HAS_TRITON, tl, triton
 
 # Elements of a row in one step of a kernel, and the warps that share them.
@@ -210,7 +211,9 @@ def is_right(
             for k in (k for k in ks if takes(k, vocab_size)):
                 _require_equal(logits, token_scores(logits, token_ids, k), theirs(logits, k, token_ids))
     except Exception as error:  # a compiler may fail in any way, and vLLM's own kernels do the work then
-        print(f"the kernels for logprobs are not used: {type(error).__name__}: {error}", flush=True)
+        print(
+            f"the kernels for logprobs are not used: {one_line(f'{type(error).__name__}: {error}', 1000)}", flush=True
+        )
         return False
     return True
 

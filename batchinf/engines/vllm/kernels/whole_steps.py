@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from batchinf.base.text import one_line
 from batchinf.engines.vllm.kernels.base_worker import Worker
 from batchinf.engines.vllm.kernels.comparison import (
     FLASH_ATTENTION,
@@ -120,7 +121,7 @@ def is_right(
         if (common.max_query_len, common.max_seq_len) != (max(counts), max(lengths)):
             raise AssertionError("the plan has changed the lengths of the step, which other layers read")
     except Exception as error:  # a library may fail in any way, and vLLM's own graphs do the work then
-        print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
+        print(f"{_COST}: {one_line(f'{type(error).__name__}: {error}', 1000)}", flush=True)
         return False
     return True
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from batchinf.base.text import one_line
 from batchinf.engines.vllm.known_sources import allowed
 from batchinf.engines.vllm.names import optional
 
@@ -81,7 +82,7 @@ def is_right(longest: int, width: int) -> bool:
                 ]
                 torch.testing.assert_close(found, expected, rtol=0, atol=0)
     except Exception as error:  # another version may fail in any way, and each result is sent alone then
-        print(f"{_COST}: {type(error).__name__}: {error}", flush=True)
+        print(f"{_COST}: {one_line(f'{type(error).__name__}: {error}', 1000)}", flush=True)
         return False
     return True
 

@@ -159,6 +159,7 @@ def tell_parser(engine: Any, variables: Mapping[str, Any] | None) -> Callable[[s
     processor = getattr(engine, "input_processor", None)
     make = getattr(processor, "process_inputs", None)
     if make is None:
+        print("this vLLM may not give its reasoning parser the variables of the chat template", flush=True)
         return tell
 
     def made(*arguments: Any, **named: Any) -> Any:
