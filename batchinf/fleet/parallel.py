@@ -190,13 +190,22 @@ def _check_gpu(spec: JobSpec, fit: Fit, gpu: Gpu) -> Iterator[str]:
 
 
 def check_processor(spec: JobSpec, max_model_len: int | None) -> None:
-    """Raise SpecError for settings by which vLLM may cut the prompt of a sampled request on a processor.
+    """Raise SpecError for settings that vLLM does not run right on a processor with sampled requests.
 
-    Its engine dies of that: the generator of a request's random numbers cannot be put back there. A step that is full
-    cuts short prompts, too. spec: resolved. max_model_len: of the engine.
+    Its engine dies of a cut prompt: the generator of a request's random numbers cannot be put back there. A step that
+    is full cuts short prompts, too. With speculation, vLLM 0.32 writes the temperatures of drafted tokens into a copy
+    (`_expand_kernel_impl` of cpu_triton_utils.py) and reads memory that it never wrote: all rows of a step with a
+    sampled one get wrong tokens. spec: resolved. max_model_len: of the engine.
     """
+    if spec.scripted is not None or not _may_sample(spec):
+        return
+    if spec.engine.get("speculative_config"):
+        raise SpecError(
+            "engine.speculative_config: got it for rows that may be sampled, to which vLLM gives wrong tokens on a "
+            "processor: leave it out, or set sampling.temperature 0 for all rows"
+        )
     chunks = spec.engine.get("enable_chunked_prefill", "unset")
-    if spec.scripted is not None or not _may_sample(spec) or chunks is False:
+    if chunks is False:
         return
     tokens = spec.engine.get("max_num_batched_tokens")
     why = "vLLM then cuts prompts, and on a processor its engine dies of a cut prompt whose output is sampled"

@@ -16,7 +16,7 @@ from conftest import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
-from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError, SpecError
+from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
 from batchinf.prompts.row_sampling import RowSampling
 from batchinf.records import Completion, Prompt, Request
 from batchinf.replica.answers import Answers, Detokenizer
@@ -692,30 +692,15 @@ def test_engine_arguments_come_from_the_spec(monkeypatch: pytest.MonkeyPatch) ->
     for sizes, is_whole in (({"max_num_batched_tokens": 64, "max_model_len": 65}, False), ({"max_model_len": 65}, True),
                             ({"max_num_batched_tokens": 64, "max_model_len": 64}, True)):  # fmt: skip
         assert arguments(job(sizes)).get("enable_chunked_prefill") is (False if is_whole else None)
-    speculative = job({"speculative_config": speculation}, temperature=0)
-    assert "async_scheduling" not in arguments(speculative)
+    assert "async_scheduling" not in arguments(job({"speculative_config": speculation}))
     monkeypatch.setattr("batchinf.engines.vllm.arguments.PREEMPTS_IN_FLIGHT", False)
-    assert arguments(speculative)["async_scheduling"] is False
-    own = job({"speculative_config": speculation, "async_scheduling": True}, temperature=0)
-    assert arguments(own)["async_scheduling"] is True
+    assert arguments(job({"speculative_config": speculation}))["async_scheduling"] is False
+    assert arguments(job({"speculative_config": speculation, "async_scheduling": True}))["async_scheduling"] is True
     pipeline = job({}).model_copy(update={"parallel": ParallelSpec(pipeline_parallel_size=2)})
     assert arguments(pipeline)["async_scheduling"] is False
     assert "async_scheduling" not in arguments(job({}))
     with pytest.raises(EngineStartError, match="max_model_length"):
         VllmEngine(task_of(job({"max_model_length": 5})), "m", "t")
-
-
-def test_speculation_on_a_cpu_is_for_greedy_rows_alone() -> None:
-    """vLLM 0.32 samples drafted tokens there with temperatures from memory that it never wrote."""
-    speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    sampled = (
-        job(speculation),
-        job(speculation, temperature=1),
-        job(speculation, temperature=0, columns={"temperature": "t"}),
-    )
-    for spec in sampled:
-        with pytest.raises(SpecError, match="speculative_config: got it on a CPU"):
-            adapter.engine_arguments(task_of(spec), "m", "t", None)
 
 
 def test_a_mapping_for_structured_outputs_goes_with_a_reasoning_parser() -> None:

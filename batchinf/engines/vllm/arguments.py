@@ -11,7 +11,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from batchinf.base.errors import EngineStartError, SpecError
+from batchinf.base.errors import EngineStartError
 from batchinf.base.text import one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.images import image_arguments
@@ -106,9 +106,9 @@ _PROMPT_WORKER = f"{__package__}.kernels.whole_steps.PromptWorker"
 
 
 def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
-    """EngineArgs by name: those of the spec, and batchinf's choice for others. Raises SpecError."""
-    _check_speculation(task)
-    spec, path = task.spec, pathlib.Path(model_path, "config.json")
+    """EngineArgs by name: those of the spec, and batchinf's choice for others."""
+    spec = task.spec
+    path = pathlib.Path(model_path, "config.json")
     config = read_json(path) if path.is_file() else {}
     given = {"model": model_path, "tokenizer": tokenizer_path, "revision": revision, "scheduler_cls": SCHEDULER}
     given |= _spec_arguments(spec) | {"logprobs_mode": task.logprobs_mode}
@@ -121,21 +121,6 @@ def engine_arguments(task: Task, model_path: str, tokenizer_path: str, revision:
     if -1 < arguments.get("max_logprobs", EngineArgs.max_logprobs) < num_logprobs:
         arguments["max_logprobs"] = num_logprobs
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _check_speculation(task: Task) -> None:
-    """Raise SpecError for speculation on a CPU, unless all rows are greedy.
-
-    There vLLM 0.32 writes the temperatures of drafted tokens into a copy (`_expand_kernel_impl` of cpu_triton_utils.py)
-    and reads memory that it never wrote. If one row of a step is sampled, all rows of the step get wrong tokens.
-    """
-    spec, sampling = task.spec, task.spec.sampling
-    may_sample = spec.input.is_batch_file or "temperature" in sampling.columns or sampling.temperature != 0
-    if task.draws_tokens and may_sample and spec.engine.get("speculative_config") and current_platform.is_cpu():
-        raise SpecError(
-            "engine.speculative_config: got it on a CPU with rows that may be sampled, for which vLLM gives wrong "
-            "tokens there; leave it out, or set sampling.temperature: 0 for all rows"
-        )
 
 
 def _spec_arguments(spec: JobSpec) -> dict[str, Any]:

@@ -176,6 +176,7 @@ class VllmEngine:
         self._unbegun: deque[tuple[Request, Any]] = deque()  # requests without a token yet, with vLLM's state
         self._death: str | None = None
         self._templates: dict[str, Any] = {}
+        self._latest: tuple[Any, ...] = (None, None, None)  # the sampling and the rest of the key, and its template
         self._keeps_special_tokens = spec.model.reasoning_parser is not None
         self._backend = structures_backend(arguments)
         self._calls = None
@@ -289,12 +290,17 @@ class VllmEngine:
     def _params(self, request: Request) -> Any:
         """The request's own SamplingParams, because vLLM changes the object: a copy of a template.
 
+        Most jobs have one sampling for all rows, so the latest template is found without its key, which takes 2 µs, and
+        100 µs with a thousand biases.
         The copy shares with its template the values that vLLM replaces or extends by the same ids each time, and the
         structure, which vLLM rewrites once to an equivalent form.
         """
         extra = extra_of(request)
         keeps = self._keeps_special_tokens or request.tools is not None
-        params = copy.copy(self._template(request.sampling, extra, keeps_special_tokens=keeps))
+        if request.sampling is not self._latest[0] or (extra, keeps) != self._latest[1]:
+            template = self._template(request.sampling, extra, keeps_special_tokens=keeps)
+            self._latest = request.sampling, (extra, keeps), template
+        params = copy.copy(self._latest[2])
         params.max_tokens, params.seed = request.max_tokens, request.seed
         if (positions := positions_of(request)) is not None:
             params.extra_args = positions

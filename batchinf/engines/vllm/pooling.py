@@ -40,7 +40,8 @@ def check_runner() -> None:
 def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: those for text, with the runner, the pooler and the worker that the task needs."""
     check_runner()
-    spec, wanted = task.spec, wanted_of(task)
+    spec = task.spec
+    wanted = wanted_of(task)
     arguments = engine_arguments(task, model_path, tokenizer_path, revision)
     if SCHEDULER is not None and arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens; pooling has none
         arguments["scheduler_cls"] = POOLING_SCHEDULER
@@ -101,7 +102,8 @@ class VllmPooling(VllmEngine):
             raise self._task.width_error(values.shape[1])
 
     def _params(self, request: Request) -> Any:
-        wanted, start = self._pooling_params, request.token_type_start
+        wanted = self._pooling_params
+        start = request.token_type_start
         return PoolingParams(
             task=wanted.task,
             use_activation=wanted.use_activation if request.use_activation is None else request.use_activation,
