@@ -290,10 +290,9 @@ class VllmEngine:
     def _params(self, request: Request) -> Any:
         """The request's own SamplingParams, because vLLM changes the object: a copy of a template.
 
-        Most jobs have one sampling for all rows, so the latest template is found without its key, which takes 2 µs, and
-        100 µs with a thousand biases.
-        The copy shares with its template the values that vLLM replaces or extends by the same ids each time, and the
-        structure, which vLLM rewrites once to an equivalent form.
+        Most jobs have one sampling for all rows. So the latest template is found without making its key, which takes
+        2 µs, and 100 µs with a thousand biases. The copy shares with its template the values that vLLM replaces or
+        extends by the same ids each time, and the structure, which vLLM rewrites once to an equivalent form.
         """
         extra = extra_of(request)
         keeps = self._keeps_special_tokens or request.tools is not None
