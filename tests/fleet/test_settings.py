@@ -140,6 +140,8 @@ def test_a_small_model_gets_a_larger_batch_and_graphs_for_all_of_it() -> None:
     engine = chosen_arguments(spec, SMALL, task_of(spec), 1).engine
     assert engine["max_num_seqs"] == max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 2048
     assert engine["worker_cls"] is None  # vLLM's own
+    parted = spec_of(parallel={"tensor_parallel_size": 2})
+    assert "worker_cls" not in chosen_arguments(parted, SMALL, task_of(parted), 1).engine
     engine = chosen_arguments(spec, LARGE, task_of(spec), 1).engine
     assert set(engine) == {"compilation_config"}
     assert max(engine["compilation_config"]["cudagraph_capture_sizes"]) == 1024
