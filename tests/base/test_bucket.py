@@ -58,10 +58,10 @@ def test_an_object_is_absent_only_if_the_store_says_so(url: str, store: stores.P
 
 
 def test_a_counter_by_compare_and_swap(url: str, store: stores.Proxy) -> None:
-    # After a lost answer, a writer cannot know whether its count was there before another's.
-    store.fault = stores.often(
-        0.25, seed=8, faults=[fault for fault in stores.FAULTS if fault not in ("drop", "500 after")]
-    )
+    # After a lost answer, a writer cannot know whether its count was there before another's. The cut answer of a PUT,
+    # which has no content, is lost as a whole.
+    lost = ("drop", "cut", "500 after")
+    store.fault = stores.often(0.25, seed=8, faults=[fault for fault in stores.FAULTS if fault not in lost])
     Bucket(url).put("counter", b"0 -")
 
     def count(who: str) -> None:
