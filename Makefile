@@ -39,7 +39,7 @@ help:
 	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make model        KILLS=10000 at steps of tiny jobs and at random times, each followed by a comparison of all rows'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
-	@echo 'make lint         ruff, mypy, and the order of imports'
+	@echo 'make lint         ruff, mypy, the order of imports, and the size of each package'
 	@echo 'make format       ruff formats and mends'
 	@echo 'make docs         the documents as a site, in build/site; make docs-serve shows it at http://127.0.0.1:8000'
 	@echo 'make install      the virtual environment alone'
@@ -144,6 +144,7 @@ lint: install
 	$(VENV)/bin/python -m ruff check
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/lint-imports --no-logo --no-cache
+	$(VENV)/bin/python benchmarks/house.py --budget
 
 format: install
 	$(VENV)/bin/python -m ruff check --fix-only --quiet

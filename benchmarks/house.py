@@ -3,6 +3,7 @@
     python benchmarks/house.py                      # this checkout
     python benchmarks/house.py --compare ../other   # beside another one, such as an earlier commit in a worktree
     python benchmarks/house.py --no-trace           # without running a job
+    python benchmarks/house.py --budget             # fail if a package has more code lines than pyproject.toml allows
 
 The quickstart job runs on the scripted engine for two traces:
 
@@ -19,6 +20,7 @@ The quickstart job runs on the scripted engine for two traces:
 import argparse
 import ast
 import collections
+import io
 import json
 import os
 import pathlib
@@ -26,6 +28,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tokenize
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -138,7 +142,10 @@ def main() -> None:
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--radon", help="path of radon, if it is not a module of this Python")
     parser.add_argument("--verbose", action="store_true", help="list the items that are counted")
+    parser.add_argument("--budget", action="store_true", help="hold the code lines of each package against its budget")
     args = parser.parse_args()
+    if args.budget:
+        sys.exit("\n".join(over_budget(House.read(args.root.resolve()))) or 0)
     roots = [root.resolve() for root in (args.root, args.compare) if root is not None]
     columns = [measure(House.read(root), radon=args.radon, traces=not args.no_trace) for root in roots]
     print(f"{'':47}", *(f"{root.name:>24}" for root in roots))
@@ -207,6 +214,53 @@ def sizes(house: House) -> dict[str, Measure]:
         "largest folder, modules": f"{num_largest}, {largest}",
         "longest file, lines": max(num_lines.values()),
     }
+
+
+def over_budget(house: House) -> list[str]:
+    """A line for each package with more code lines than `[tool.house.code-lines]` in pyproject.toml allows.
+
+    It has another one for each package without a budget, and for each budget without a package.
+    """
+    budgets: dict[str, int] = tomllib.loads((house.root / "pyproject.toml").read_text())["tool"]["house"]["code-lines"]
+    found = code_lines(house)
+    return [
+        *(
+            f"batchinf/{name} has {found[name]:,} code lines; its budget in pyproject.toml is {budget:,}: remove some, "
+            "or raise the budget and say why in the commit"
+            for name, budget in budgets.items()
+            if found[name] > budget
+        ),
+        *(
+            f"batchinf/{name} has {found[name]:,} code lines and no budget; give it one in pyproject.toml"
+            for name in found.keys() - budgets.keys()
+        ),
+        *(f"batchinf/{name} has a budget in pyproject.toml and no code" for name in budgets.keys() - found.keys()),
+    ]
+
+
+def code_lines(house: House) -> collections.Counter[str]:
+    """Lines with code, by package: without blank lines, comments, docstrings and imports. The package itself is `.`."""
+    lines = collections.Counter[str]()
+    for path, text in house.texts.items():
+        lines[path.parts[0] if len(path.parts) > 1 else "."] += _num_code_lines(text, house.trees[path])
+    return lines
+
+
+_NO_CODE = frozenset({
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+    tokenize.ENCODING,
+})  # fmt: skip
+
+
+def _num_code_lines(text: str, tree: ast.Module) -> int:
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.stmt) and _is_text(node)):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
 
 
 def _has_code(tree: ast.Module) -> bool:

@@ -41,6 +41,25 @@ def test_a_benchmark_runs(command: str, tmp_path: pathlib.Path) -> None:
     assert run(command, tmp_path).strip()
 
 
+def test_a_package_above_its_budget_fails_lint(tmp_path: pathlib.Path) -> None:
+    def budget(budgets: str) -> str:
+        (tmp_path / "pyproject.toml").write_text(f"[tool.house.code-lines]\n{budgets}")
+        command = [sys.executable, str(jobs.ROOT / "benchmarks" / "house.py"), "--budget", "--root", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout == ""
+        assert done.returncode == (1 if done.stderr else 0)
+        return done.stderr
+
+    (tmp_path / "batchinf" / "job").mkdir(parents=True)
+    (tmp_path / "batchinf" / "api.py").write_text('"""A module."""\n\nimport os\n\nNAME = os.name  # a name\n')
+    code = 'def opened():\n    """Opened,\n    or not."""\n    text = """1\n    2"""\n    return [\n    text,\n    ]\n'
+    (tmp_path / "batchinf" / "job" / "open.py").write_text(code)
+    assert budget('"." = 1\njob = 6\n') == ""
+    assert "batchinf/job has 6 code lines; its budget in pyproject.toml is 5: " in budget('"." = 1\njob = 5\n')
+    assert "batchinf/. has 1 code lines and no budget; " in budget("job = 6\n")
+    assert "batchinf/fleet has a budget in pyproject.toml and no code" in budget('"." = 1\njob = 6\nfleet = 1\n')
+
+
 def test_rounds_of_two_jobs_on_two_lanes(tmp_path: pathlib.Path) -> None:
     jobs = '--compare local --compare slow={{"scripted":{{"step_s":0.02}}}}'
     sizes = "--shape tiny --rows 40 --max-tokens 8 --scripted 0.001"

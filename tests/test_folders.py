@@ -27,7 +27,7 @@ from batchinf.commands.diff import diff_jobs
 from batchinf.commands.head import read_head
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
-from batchinf.job.open import open_job_input
+from batchinf.job.open import open_job_input, prepare_job
 from batchinf.job.repaired import repaired
 from batchinf.manifest.commit_log import Fields, encode_commits, whole_lines
 from batchinf.manifest.state import list_logs
@@ -36,7 +36,7 @@ from batchinf.report.page import write_report
 from batchinf.source.cache import schema_text
 from batchinf.source.rows import Source
 from batchinf.spec.file import read_spec
-from batchinf.spec.job import fingerprint
+from batchinf.spec.job import RULES, fingerprint
 from batchinf.tasks import registry
 from batchinf.tasks.base import Task
 
@@ -114,6 +114,19 @@ def rewrite(out: pathlib.Path, change: Callable[[Fields], Fields]) -> None:
     for _, name in list_logs(Folder(out)):
         lines = [change(line) for line in whole_lines(Folder(out), name)]
         (out / name).write_bytes(encode_commits([[line] for line in lines]))
+
+
+# -- the rules of a job ---------------------------------------------------------------------------------------------
+
+
+def test_a_job_keeps_the_rules_with_which_it_began(unpacked: Callable[[str], pathlib.Path]) -> None:
+    out = unpacked("generate-killed")
+    state = jobs.state_of(out)
+    assert "rules" not in state.header.spec
+    assert prepare_job(read_spec("job.yaml"), state).spec.rules == 1
+    assert prepare_job(read_spec("job.yaml")).spec.rules == RULES == 2
+    go_on()
+    assert "rules" not in jobs.state_of(out).header.spec
 
 
 # -- the present version -----------------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ class Cut:
     """When the first slice began, in ISO format; may be empty."""
     positions: StrictStr | None = None
     """Digest of the file of the chosen rows; None if they are the first `num_rows` of the input."""
+    rules: Annotated[StrictInt, Field(ge=1)] = 1
+    """The number of the rules with which the first slice began: `JobSpec.rules`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ def join_cut(job: Job, num_rows: int, positions: str | None = None) -> None:
             identity=_identity_of_all(job),
             begun_at=utc_now("seconds"),
             positions=positions,
+            rules=job.spec.rules,
         ),
         job.spec.output.bucket(),
     )

@@ -20,6 +20,7 @@ from batchinf.job.drift import limit_as_begun, refusing_other_job
 from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
+from batchinf.manifest.versions import stored_spec
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import refuse_head, resolve_adapters
 from batchinf.model.splits import splits_of, why_not_split
@@ -79,6 +80,7 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
     """Resolve model and sampling; check all that does not depend on the input. state: of the job to resume."""
     with placing(file):
         _check_output_apart(file.spec)
+        file = _with_rules(file, state)
         began_as = _began_as(file, state)
         file = _with_task(file, state)
         file = with_length(file, began_as.get("engine.max_model_len"))
@@ -114,6 +116,16 @@ def prepare_job(file: SpecFile, state: State | None = None, new: NewRows = "refu
         if job.task.reads_prompt_logits:
             refuse_head(adapters)
         return job
+
+
+def _with_rules(file: SpecFile, state: State | None) -> SpecFile:
+    """The spec with the rules of the folder's job, or of its other slices, if it has begun."""
+    rules = file.spec.rules
+    if state is not None:
+        rules = stored_spec(state.header.spec).rules
+    elif file.slice is not None and (cut := read_cut(file.spec.output.folder)) is not None:
+        rules = cut.rules
+    return file if rules == file.spec.rules else replace(file, spec=file.spec.model_copy(update={"rules": rules}))
 
 
 def _with_task(file: SpecFile, state: State | None) -> SpecFile:

@@ -16,6 +16,7 @@ from batchinf.spec.job import JobSpec
 # Of all files in an output folder. CONTRIBUTING.md says when to raise it, and what a later version must still read.
 FORMAT_VERSION = 2
 OLDEST_VERSION = 2
+_FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
 _FRESH = "start a new job with --fresh (in Python fresh=True), which keeps the old folder under another name"
 
 
@@ -37,7 +38,7 @@ def check_version(folder: Folder, fields: Fields) -> None:
 def stored_spec(spec: dict[str, Any]) -> JobSpec:
     """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
     try:
-        return JobSpec.model_validate(spec)
+        return JobSpec.model_validate({"rules": _FIRST_RULES, **spec})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
@@ -48,7 +49,7 @@ def stored_spec(spec: dict[str, Any]) -> JobSpec:
 
 def spec_text(spec: dict[str, Any], limit: int | None) -> str:
     """The text of `job.yaml`: the header's spec with the current `input.limit`."""
-    return dump_spec(JobSpec.model_validate({**spec, "input": {**spec["input"], "limit": limit}}))
+    return dump_spec(stored_spec({**spec, "input": {**spec["input"], "limit": limit}}))
 
 
 def later_columns_line(names: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, create_model, field_validator, model
 from batchinf.base.places import elsewhere
 from batchinf.spec.fields import (
     IDENTITY,
+    LAYOUT,
     RUNTIME,
     Path,
     Positive,
@@ -52,6 +53,10 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
     worker_cls max_loras max_cpu_loras max_lora_rank
     """.split()
 )
+
+# The number of today's rules by which files become rows, prompts and seeds. A change that gives a job other rows,
+# prompts or seeds raises it, and keeps the old rule for jobs that began with a lower number.
+RULES = 2
 
 # The key in the engine argument `additional_config` by which batchinf asks for CUDA graphs of whole steps of prompts.
 WHOLE_STEPS = "batchinf_whole_steps"
@@ -274,6 +279,8 @@ class JobSpec(Section):
     """Refuse a replica if its device or its version of vLLM, torch, transformers or CUDA differs from before."""
     scripted: Annotated[ScriptedSpec | None, IDENTITY] = None
     """Run the scripted engine instead of vLLM, to try a job without a model."""
+    rules: Annotated[int, Field(ge=1, le=RULES), LAYOUT] = RULES
+    """The number of the rules by which files become rows, prompts and seeds. A job keeps those with which it began."""
 
     @model_validator(mode="before")
     @classmethod
