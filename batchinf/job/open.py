@@ -20,7 +20,7 @@ from batchinf.job.drift import limit_as_begun, refusing_other_job
 from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
-from batchinf.manifest.versions import stored_spec
+from batchinf.manifest.versions import FIRST_RULES
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import refuse_head, resolve_adapters
 from batchinf.model.splits import splits_of, why_not_split
@@ -122,7 +122,7 @@ def _with_rules(file: SpecFile, state: State | None) -> SpecFile:
     """The spec with the rules of the folder's job, or of its other slices, if it has begun."""
     rules = file.spec.rules
     if state is not None:
-        rules = stored_spec(state.header.spec).rules
+        rules = state.header.spec.get("rules", FIRST_RULES)
     elif file.slice is not None and (cut := read_cut(file.spec.output.folder)) is not None:
         rules = cut.rules
     return file if rules == file.spec.rules else replace(file, spec=file.spec.model_copy(update={"rules": rules}))

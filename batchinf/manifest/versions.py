@@ -16,7 +16,7 @@ from batchinf.spec.job import JobSpec
 # Of all files in an output folder. CONTRIBUTING.md says when to raise it, and what a later version must still read.
 FORMAT_VERSION = 2
 OLDEST_VERSION = 2
-_FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
+FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
 _FRESH = "start a new job with --fresh (in Python fresh=True), which keeps the old folder under another name"
 
 
@@ -38,7 +38,7 @@ def check_version(folder: Folder, fields: Fields) -> None:
 def stored_spec(spec: dict[str, Any]) -> JobSpec:
     """The spec in a job's manifest. Raises OutputError if this version of batchinf cannot read it."""
     try:
-        return JobSpec.model_validate({"rules": _FIRST_RULES, **spec})
+        return JobSpec.model_validate({"rules": FIRST_RULES, **spec})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
