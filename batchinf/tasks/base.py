@@ -18,7 +18,7 @@ from batchinf.base.places import is_bucket
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
+from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL
 from batchinf.prompts.openai.requests import BatchReader
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
@@ -120,7 +120,7 @@ class Task(abc.ABC):
     """Whether a result can take several MB, so that the writer needs larger buffers."""
     default_max_output_bytes: ClassVar[int | None] = None
     """Of `output.max_output_bytes`; None: no limit."""
-    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
+    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL)
     """The URLs of the lines of OpenAI batch files that it runs; empty: it runs no such file."""
     takes_images: ClassVar[bool] = False
     """Whether its prompts may have images."""
