@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import re
 import shlex
 import sys
@@ -336,52 +335,27 @@ def _slurm(
         int, typer.Option(min=1, help="Requeues in a row without a new finished row, after which the job ends.")
     ] = 5,
     gpus: Annotated[
-        str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
+        str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4. 8 cores for each.")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores of each node. Default: 8 for each GPU.")] = None,
-    mem: Annotated[str | None, typer.Option(help="Memory of each node, such as 200G.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, such as 12:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that pays for the time.")] = None,
-    constraint: Annotated[str | None, typer.Option(help="Features of the nodes.")] = None,
-    modules: Annotated[list[str] | None, typer.Option("--module", help="A module to load. May be repeated.")] = None,
-    venv: Annotated[str | None, path_option(help="A virtual environment to activate.")] = None,
-    container: Annotated[str | None, typer.Option(help="An Apptainer image with batchinf.")] = None,
-    directives: Annotated[
+    sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sbatch", metavar="OPTION", help="A further option of sbatch, as --sbatch=--qos=high. May be repeated."
-        ),
+        typer.Option(metavar="KEY=VALUE", help="Any option of sbatch, such as mem=200G or exclusive. May be repeated."),
     ] = None,
-    script: Annotated[
-        str | None, path_option(metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
-    ] = None,
-    submits: Annotated[
-        bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")
-    ] = False,
+    submits: Annotated[bool, typer.Option("--submit", help="Submit the script.")] = False,
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import (
-        SlurmOptions,
-        folder_of,
-        note_lines,
-        script_of,
-        submit,
-        unsubmitted_lines,
-        write_script,
-    )
+    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, unsubmitted_lines, write_script
 
-    file = read_checked(spec, set_ or ())
+    overrides = tuple(set_ or ())
+    file = read_checked(spec, (*overrides, "backend=ray") if nodes > 1 else overrides)
     options = SlurmOptions(
-        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, cpus=cpus, mem=mem, time=time,
-        partition=partition, account=account, constraint=constraint, modules=tuple(modules or ()),
-        directives=tuple(directives or ()), venv=venv, container=container, overrides=tuple(set_ or ()),
-        command=shlex.join(["batchinf", *sys.argv[1:]]),
+        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, time=time, sbatch=tuple(sbatch or ()),
+        overrides=overrides, command=shlex.join(["batchinf", *sys.argv[1:]]),
     )  # fmt: skip
-    path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
-    write_script(path, script_of(file, options), file)
-    print_lines(note_lines(file, options))
+    path = folder_of(file) / "job.sbatch"
+    write_script(path, script_of(file, options))
     print_lines(submit(path, file, options) if submits else unsubmitted_lines(path, file, options))
 
 
