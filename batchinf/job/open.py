@@ -385,6 +385,8 @@ def open_input(
         )
         if state is None:  # the output of a begun job keeps its columns
             job.task.output_schema(carried_fields(spec, source.schema))
+            if spec.rules > FIRST_RULES:
+                job.task.check_case(carried_fields(spec, source.schema))
         at_error.pop_all()
         return job
 

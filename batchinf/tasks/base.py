@@ -379,6 +379,21 @@ class Task(abc.ABC):
             f"give {them} {other}, as in {{{column}: input_{names[0]}}}"
         )
 
+    def check_case(self, columns: Sequence[pa.Field]) -> None:
+        """Raise SpecError for a kept column whose name differs by case only from that of another output column.
+
+        columns: see `output_schema`. SQL takes both names for one: DuckDB's `select text` then returns `Text`.
+        """
+        names = self.output_schema(columns).names
+        for column in columns[1:] if self._has_id else columns:
+            kept = self._name(column.name)
+            for name in names:
+                if name != kept and name.lower() == kept.lower():
+                    raise SpecError(
+                        f"output.keep_columns: got {kept} beside the output's column {name}, which SQL takes for the "
+                        f"same name; give it another one, as in {{{column.name}: input_{kept}}}"
+                    )
+
     def output_table(self, columns: pa.Table | None, computed: Mapping[str, Any]) -> pa.Table:
         """The output table with the computed columns and those of the source.
 
