@@ -99,6 +99,6 @@ def test_wrong_calls(tmp_path: pathlib.Path) -> None:
 
 def test_a_budget_without_time_for_a_second_trial(tmp_path: pathlib.Path) -> None:
     with pytest.raises(
-        UserError, match=r"one trial of 20 rows took .* so that the budget of 1 s has no time for a sec"
+        UserError, match=r"one trial of 20 rows took .* so that the budget of 1s has no time for a second"
     ):
         api.tune(spec_of(tmp_path), num_rows=20, tries=["scripted.max_num_seqs=1"], budget_s=1.0, say=lambda _: None)
