@@ -18,7 +18,7 @@ from batchinf.base.places import is_bucket
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
+from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL
 from batchinf.prompts.openai.requests import BatchReader
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
@@ -119,7 +119,7 @@ class Task(abc.ABC):
     """Whether a result can take several MB, so that the writer needs larger buffers."""
     default_max_output_bytes: ClassVar[int | None] = None
     """Of `output.max_output_bytes`; None: no limit."""
-    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
+    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL)
     """The URLs of the lines of OpenAI batch files that it runs; empty: it runs no such file."""
     takes_images: ClassVar[bool] = False
     """Whether its prompts may have images."""
@@ -379,6 +379,21 @@ class Task(abc.ABC):
             f"output.keep_columns: got {', '.join(names)}, which the output has {own} of its own for; "
             f"give {them} {other}, as in {{{column}: input_{names[0]}}}"
         )
+
+    def check_case(self, columns: Sequence[pa.Field]) -> None:
+        """Raise SpecError for a kept column whose name differs by case only from that of another output column.
+
+        columns: see `output_schema`. SQL takes both names for one: DuckDB's `select text` then returns `Text`.
+        """
+        names = self.output_schema(columns).names
+        for column in columns[1:] if self._has_id else columns:
+            kept = self._name(column.name)
+            for name in names:
+                if name != kept and name.lower() == kept.lower():
+                    raise SpecError(
+                        f"output.keep_columns: got {kept} beside the output's column {name}, which SQL takes for the "
+                        f"same name; give it another one, as in {{{column.name}: input_{kept}}}"
+                    )
 
     def output_table(self, columns: pa.Table | None, computed: Mapping[str, Any]) -> pa.Table:
         """The output table with the computed columns and those of the source.
