@@ -126,8 +126,8 @@ class _Matching:
         for before, both in zip(*carried, strict=True):
             if before.type != both.type or is_json_column(before) != is_json_column(both):
                 raise self._wrong(
-                    f"column {before.name!r} is {before.type} in the job's output, but its values here are not; write them as "
-                    f"{before.type}"
+                    f"column {before.name!r} is {before.type} in the job's output, but its values here are not; write "
+                    f"them as {before.type}"
                 )
 
     def find(self, chosen: RowBits, say: Say) -> None:
