@@ -20,7 +20,17 @@ _IN_SPEC = {
     **dict.fromkeys(("--overwrite", "--force"), "`batchinf run JOB.yaml --fresh` starts anew and keeps the old folder"),
 }
 _OF_COMMAND = {
+    "verify": {"--dtype": "transformers computes in float32"},
     "head": dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+    "tune": {"--write": "put the fields that `tune` names into the spec"},
+    "slurm": {
+        "--cpus": "`--sbatch cpus-per-task=N` sets the cores",
+        **{f"--{key}": f"`--sbatch {key}=VALUE` sets it" for key in ("mem", "partition", "account", "constraint")},
+        "--module": "the job has the environment of the shell that submits it: load the module there",
+        "--venv": "the job has the environment of the shell that submits it: activate it there",
+        "--container": "copy the script, and write it as `within=(apptainer exec --nv IMAGE)`",
+        "--script": "the script is OUT.slurm/job.sbatch: copy it where you want it",
+    },
     "export": {"--format": "`--to FORMAT` names the format", "--limit": "`--where 'row_index < N'` chooses rows"},
 }
 _COMMANDS = {

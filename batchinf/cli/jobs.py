@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import re
 import shlex
 import sys
@@ -283,14 +282,12 @@ def _plan(
     print_report(report, report.lines(), as_json)
 
 
-@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
+@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m")
 def _tune(
     spec: SpecPath,
     set_: Overrides = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time of all trials, such as 15m or 2h.")] = "15m",
-    num_rows: Annotated[
-        int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial of the first round.")
-    ] = None,
+    num_rows: Annotated[int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial.")] = None,
     tries: Annotated[
         list[str] | None,
         typer.Option(
@@ -299,21 +296,19 @@ def _tune(
             help="Try these values of a field, and only fields that are named so. May be repeated.",
         ),
     ] = None,
-    out: Annotated[str | None, path_option(metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")] = None,
-    writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
+    out: Annotated[
+        str | None, path_option(metavar="FOLDER", help="Folder of the running trial; default: OUT-tune.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run samples of the rows under several settings, and find those that make the job fastest."""
     budget_s = _seconds(budget, "--budget")
     with interruptible(ends_process=True):
         from batchinf import api
-        from batchinf.tuning.text import tune_lines
 
         collect_as_usual()
-        report = api.tune(
-            spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
-        )
-    print_report(report, tune_lines(report), as_json)
+        report = api.tune(spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out)
+    print_report(report, report.lines(), as_json)
 
 
 def _seconds(text: str, option: str) -> float:
@@ -336,52 +331,27 @@ def _slurm(
         int, typer.Option(min=1, help="Requeues in a row without a new finished row, after which the job ends.")
     ] = 5,
     gpus: Annotated[
-        str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
+        str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4. 8 cores for each.")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores of each node. Default: 8 for each GPU.")] = None,
-    mem: Annotated[str | None, typer.Option(help="Memory of each node, such as 200G.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, such as 12:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that pays for the time.")] = None,
-    constraint: Annotated[str | None, typer.Option(help="Features of the nodes.")] = None,
-    modules: Annotated[list[str] | None, typer.Option("--module", help="A module to load. May be repeated.")] = None,
-    venv: Annotated[str | None, path_option(help="A virtual environment to activate.")] = None,
-    container: Annotated[str | None, typer.Option(help="An Apptainer image with batchinf.")] = None,
-    directives: Annotated[
+    sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sbatch", metavar="OPTION", help="A further option of sbatch, as --sbatch=--qos=high. May be repeated."
-        ),
+        typer.Option(metavar="KEY=VALUE", help="Any option of sbatch, such as mem=200G or exclusive. May be repeated."),
     ] = None,
-    script: Annotated[
-        str | None, path_option(metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
-    ] = None,
-    submits: Annotated[
-        bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")
-    ] = False,
+    submits: Annotated[bool, typer.Option("--submit", help="Submit the script.")] = False,
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import (
-        SlurmOptions,
-        folder_of,
-        note_lines,
-        script_of,
-        submit,
-        unsubmitted_lines,
-        write_script,
-    )
+    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, unsubmitted_lines, write_script
 
-    file = read_checked(spec, set_ or ())
+    overrides = tuple(set_ or ())
+    file = read_checked(spec, (*overrides, "backend=ray") if nodes > 1 else overrides)
     options = SlurmOptions(
-        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, cpus=cpus, mem=mem, time=time,
-        partition=partition, account=account, constraint=constraint, modules=tuple(modules or ()),
-        directives=tuple(directives or ()), venv=venv, container=container, overrides=tuple(set_ or ()),
-        command=shlex.join(["batchinf", *sys.argv[1:]]),
+        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, time=time, sbatch=tuple(sbatch or ()),
+        overrides=overrides, command=shlex.join(["batchinf", *sys.argv[1:]]),
     )  # fmt: skip
-    path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
-    write_script(path, script_of(file, options), file)
-    print_lines(note_lines(file, options))
+    path = folder_of(file) / "job.sbatch"
+    write_script(path, script_of(file, options))
     print_lines(submit(path, file, options) if submits else unsubmitted_lines(path, file, options))
 
 

@@ -26,7 +26,8 @@ from batchinf.model.lora import refuse_head, resolve_adapters
 from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
-from batchinf.prompts.openai.lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, url_of
+from batchinf.prompts.openai.fields import removed_in
+from batchinf.prompts.openai.lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, check_urls, url_of
 from batchinf.prompts.openai.requests import may_be_batch, recognised
 from batchinf.prompts.renderer import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.row_sampling import check_sampling_columns
@@ -161,7 +162,21 @@ def _check_lines(spec: JobSpec, task: Task, rows: Sequence[Mapping[str, object]]
             f"task: got {task.name}, but {all_of(rows)} of {spec.input.path} has another kind of request, such as "
             f"{urls[0]}; must be {task_of_url(urls[0])}"
         )
+    check_urls(spec.input.path, rows)
     check_models(spec, rows)
+
+
+def check_removed(prepared: PreparedJob) -> None:
+    """Raise SpecError if the first lines of a begun job's batch file ask for what is refused since it began."""
+    spec = prepared.spec
+    if spec.rules > FIRST_RULES or not spec.input.is_batch_file:
+        return
+    rows = first_rows(location_of(spec)) or ()
+    if removed := next(filter(None, map(removed_in, rows)), None):
+        raise SpecError(
+            f"input.path: the job in {prepared.folder} began with lines that have {removed}, which is no longer "
+            "supported: finish it with the batchinf of commit 7d63964a"
+        )
 
 
 def _check_output_apart(spec: JobSpec) -> None:
@@ -371,6 +386,8 @@ def open_input(
         )
         if state is None:  # the output of a begun job keeps its columns
             job.task.output_schema(carried_fields(spec, source))
+            if spec.rules > FIRST_RULES:
+                job.task.check_case(carried_fields(spec, source))
         at_error.pop_all()
         return job
 

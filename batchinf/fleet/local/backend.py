@@ -275,8 +275,8 @@ def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
     """Begin to read a local model's weights into the page cache, so that all replicas of the host load them from there.
 
     The disk is read while vLLM is imported. Copies of all tensors of 4 GB then take 2 to 4 s; without, 7 to 11 s
-    (`benchmarks/read_ahead.py`). The thread that digests the weights reads them too, but it does not run if the digests
-    are known, nor on other hosts of a cluster.
+    (benchmarks/history/processor.md). The thread that digests the weights reads them too, but it does not run if the
+    digests are known, nor on other hosts of a cluster.
 
     Returns None if there is nothing to read or too little free memory. Nothing waits for the thread.
     """
