@@ -33,7 +33,6 @@ from batchinf.tasks.columns import (
     without_requests,
 )
 from batchinf.tasks.compare import Comparison
-from batchinf.tasks.verification import Verification
 
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # No dictionary encoding: nearly every value is different.
@@ -128,8 +127,6 @@ class Task(abc.ABC):
     """Columns of a row's results with names that other tasks use for those of tokens."""
     comparison: ClassVar[Comparison | None] = None
     """How `diff` compares two jobs of the task; None: their outputs cannot be compared."""
-    verification: ClassVar[type[Verification] | None] = None
-    """What `verify` compares of its rows; None: they cannot be verified."""
 
     prompts: type[PromptBuilder] = PromptBuilder
     """Makes prompts of rows."""
@@ -182,6 +179,10 @@ class Task(abc.ABC):
         images = spec.input.images
         if images is not None and any(map(is_bucket, images.folders)) and importlib.util.find_spec("obstore") is None:
             raise SpecError(f"input.images.folders: {NEEDS_OBSTORE}")
+
+    def why_unverified(self, model: Model) -> str | None:
+        """Why `verify` cannot compare the task's numbers with those of transformers; None: it can."""
+        return f"task {self.name} cannot be verified, only generate, score, logits and embed can"
 
     def describe(self) -> str:
         """A line that tells users what is stored of each row; empty if the task's name and the sampling say enough."""
