@@ -164,7 +164,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
 _OF_IMAGES = ("label", "generate", "score", "embed")  # purposes with images in prompts
 _FEW_IMAGES = ImageSettings().max_per_row
 
-_ID = "# the output calls it `id`, for merges and `inspect`"
+_ID = "# the output calls it `id`, for merges and `head --row`"
 
 # What the spec does, lines of the section `input`, and those of the section between `input` and `output`.
 _Starter = tuple[str, Sequence[str], Sequence[str]]
