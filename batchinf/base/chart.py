@@ -7,16 +7,6 @@ _VEGA_LITE = "5.21"
 CHART_MARK = b"<!-- drawn by batchinf -->"
 
 
-def bars(x: str, y: str, *, sort: str | None, **encoding: Any) -> dict[str, Any]:
-    """Horizontal bars with long names: the number `x` of each `y`."""
-    names = {"field": y, "type": "nominal", "sort": sort, "title": None, "axis": {"labelLimit": 480}}
-    return {
-        "width": 420,
-        "mark": "bar",
-        "encoding": {"y": names, "x": {"field": x, "type": "quantitative"}, **encoding},
-    }
-
-
 def svg_of(spec: dict[str, Any]) -> str:
     """The chart of a Vega-Lite specification without its `$schema`."""
     import vl_convert  # a large library, which few commands need

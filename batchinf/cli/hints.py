@@ -21,6 +21,7 @@ _IN_SPEC = {
 }
 _OF_COMMAND = {
     "head": dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+    "plan": {"--plot": "`--json` prints all figures"},
     "tune": {"--write": "put the fields that `tune` names into the spec"},
     "slurm": {
         "--cpus": "`--sbatch cpus-per-task=N` sets the cores",

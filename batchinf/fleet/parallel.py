@@ -98,7 +98,6 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
             _check_type(spec, fit, gpu)
     machine = Machine(gpu, num_devices, 1, share_of(spec.engine), fixed=fixed_degrees(file.spec.parallel))
     work = work or assumed_work(task_of(spec), context)
-    fit = dataclasses.replace(fit, largest_image=work.images.largest_tokens)
     return choose_degrees(file, fit, machine, work)
 
 

@@ -33,8 +33,6 @@ from batchinf.planning.histogram import histogram
 from batchinf.planning.lengths import Lengths, assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.checks import check_prompts
-from batchinf.replica.images import most_host_bytes
-from batchinf.replica.worker import WINDOW
 from batchinf.source.rows import is_scanned_quickly
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
@@ -44,7 +42,6 @@ _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
 _FAR = 4  # times the job's longest sequence, from which on a note names `auto`
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
-_MOST_SEQS = 1024  # vLLM's largest default of max_num_seqs
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
 
@@ -101,12 +98,10 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     if job is not None and asked.context is None and takes_auto:
         notes += _long_context_note(base.needs, context, job.longest)
     work = work or _assumed(file.spec, context, asked)
-    base = dataclasses.replace(base, largest_image=work.images.largest_tokens)
     plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
     notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
     if job is not None:
-        images = _image_bytes(base, work)
-        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes + images, image_bytes=images)
+        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
     )
@@ -183,16 +178,6 @@ def _run_notes(chosen: Sequence[Degrees], spec: JobSpec, asked: PlanOptions) -> 
         yield "`run` does not know --output-tokens: for auto degrees, each output has its max_tokens"
 
 
-def _image_bytes(base: Fit, work: Workload) -> int:
-    """Of a host, for the images that a replica has in flight at most."""
-    encoder = base.needs.encoder
-    if encoder is None or not work.images.num_images:
-        return 0
-    in_engine = math.ceil(WINDOW * int(base.engine.get("max_num_seqs") or _MOST_SEQS))
-    num_tokens = min(in_engine, work.num_requests) * work.images.num_tokens
-    return most_host_bytes(encoder.pixel_bytes(num_tokens), work.images.most_pixels)
-
-
 def _known_fit(model: Model, spec: JobSpec) -> Fit:
     """What the model needs. Raises UserError if that is not known."""
     fit = fit_of(model, spec, None)
@@ -246,6 +231,8 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None, None
     notes += lengths.image_notes
+    if lengths.image_notes:
+        notes.append("note: the image encoder's own memory and time are not counted")
     if job.spec.input.choices is not None and work.num_requests > lengths.num_rows:
         each = work.num_requests / lengths.num_rows
         notes.append(
@@ -313,7 +300,6 @@ def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
         dtype=needs.dtype,
         quantization=needs.quantization,
         num_parameters=sum(needs.parameters.values()),
-        num_encoder_parameters=0 if needs.encoder is None else needs.encoder.num_parameters,
         weight_bytes=needs.weight_bytes,
         parts=() if weights is None else weights.parts,
         cache_dtype="" if cache is None else cache.dtype,
