@@ -10,7 +10,7 @@ from model_configs import GPT_OSS_120B, MIXTRAL_8X7B, QWEN3_235B_FP8, QWEN3_VL_8
 import jobs
 from batchinf.model.identity import Model
 from batchinf.model.memory import Fit, needs_of
-from batchinf.planning.degrees import that_fit
+from batchinf.planning.degrees import Machine, that_fit
 from batchinf.planning.gpus import GPUS, gpu_named
 from batchinf.planning.throughput import Workload, prediction_of, shape_of
 from batchinf.spec.job import ModelSpec
@@ -85,7 +85,7 @@ def test_weights_cache_and_degrees_beside_arithmetic_by_hand(
     assert device.memory_bytes == mib * MIB
     model = Model("m", "org/m", None, "", config, {}, False, None, None, "org/m")
     needs = needs_of(model, ModelSpec(name="m", load_format="dummy", quantization=quantization), {})
-    least = next(that_fit(Fit(needs, device.memory_bytes, device.title), context, 0.92, 8, most=8))
+    least = next(that_fit(Fit(needs, device.memory_bytes, device.title), Machine(device, 8, 1, 0.92), context))
     assert (least.tensor, least.pipeline) == (tensor, 1)
     assert least.weight_bytes == pytest.approx(weights / tensor, abs=8)
     if token is not None:

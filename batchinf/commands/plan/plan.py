@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.commands.plan.report import GpuPlan, JobPlan, ModelPlan, PlanReport
-from batchinf.fleet.parallel import fixed_degrees, on_device
+from batchinf.fleet.parallel import given_degrees, on_device
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.job import Job
 from batchinf.job.model_len import length_warning, rounded
@@ -16,17 +16,15 @@ from batchinf.job.open import check_heads, location_of, placing, with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib, share_of
 from batchinf.planning.degrees import (
-    MOST_DEVICES,
     Degrees,
-    Fixed,
     Machine,
     best,
     degrees_of,
+    least_that_fits,
     options,
     reason_for,
     shape_text,
     split_notes,
-    that_fit,
 )
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import histogram
@@ -151,7 +149,7 @@ def _degree_notes(
     if is_job:
         yield from _run_notes(chosen, spec, asked)
     largest = max(asked.gpus_per_node or _NODE, *(degrees.tensor for degrees in chosen), 1)
-    yield from split_notes(base, _fixed(spec).tensor, largest)
+    yield from split_notes(base, _given(spec)[0], largest)
 
 
 def _machine_notes(spec: JobSpec, asked: PlanOptions) -> Iterator[str]:
@@ -317,18 +315,21 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     if plan.why_not is not None:
         return plan
     fit = on_device(spec, base, gpu.memory_bytes, gpu.title)
-    fixed = _fixed(spec)
-    largest_node = max(_NODE, asked.gpus_per_node or _NODE)
-    needed = next(that_fit(fit, context, share, largest_node, most=MOST_DEVICES, fixed=fixed), None)
-    gpus_per_node, num_nodes = _nodes(asked, needed, fixed)
-    machine = Machine(gpu, gpus_per_node, num_nodes, share, fixed=fixed)
+    machine = Machine(gpu, asked.gpus_per_node or _NODE, asked.num_nodes, share, *_given(spec))
+    needed = least_that_fits(fit, machine, context)
+    if needed is not None and asked.gpus_per_node is None and asked.num_nodes == 1:
+        num_gpus = needed.num_devices * (machine.data or 1)
+        gpus_per_node = min(_NODE, num_gpus)
+        machine = dataclasses.replace(
+            machine, gpus_per_node=gpus_per_node, num_nodes=math.ceil(num_gpus / gpus_per_node)
+        )
     plan = dataclasses.replace(plan, num_gpus=machine.num_gpus, needs=needed)
     fitting = options(fit, machine, context, work)
     chosen = best(fitting)
     if chosen is None:
         return _refused(plan, fit, machine, context)
     plan = dataclasses.replace(
-        plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, fixed)
+        plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, machine)
     )
     if chosen.prediction is None or (work.is_assumed and not asked.has_time):
         return plan
@@ -338,36 +339,27 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     return dataclasses.replace(plan, seconds=seconds, gpu_hours=hours, cost=cost)
 
 
-def _nodes(asked: PlanOptions, needed: Degrees | None, fixed: Fixed) -> tuple[int, int]:
-    """GPUs of a node, and the number of nodes. If the user asks for no number, they are the fewest that are needed."""
-    if asked.gpus_per_node is not None or asked.num_nodes != 1 or needed is None:
-        return asked.gpus_per_node or _NODE, asked.num_nodes
-    num_gpus = needed.num_devices * (fixed.data or 1)
-    gpus_per_node = min(_NODE, num_gpus)
-    return gpus_per_node, math.ceil(num_gpus / gpus_per_node)
-
-
 def _is_auto(spec: JobSpec) -> bool:
     """Whether `run` chooses degrees."""
     return "auto" in (spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size)
 
 
-def _fixed(spec: JobSpec) -> Fixed:
+def _given(spec: JobSpec) -> list[int | None]:
     """The degrees that the spec gives. If it gives no size of a replica, these are open: `plan` is to find them."""
-    fixed = fixed_degrees(spec.parallel)
-    return fixed if spec.parallel.model_fields_set & _OPEN_SIZES else Fixed(data=fixed.data)
+    tensor, pipeline, data = given_degrees(spec.parallel)
+    return [tensor, pipeline, data] if spec.parallel.model_fields_set & _OPEN_SIZES else [None, None, data]
 
 
 def _refused(plan: GpuPlan, fit: Fit, machine: Machine, context: int) -> GpuPlan:
     """The plan without a choice: what each GPU lacks, or how many GPUs there would have to be."""
-    fixed = machine.fixed
-    most = fixed.tensor or max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)
-    largest = degrees_of(fit, most, fixed.pipeline or machine.num_nodes, context=context, share=machine.share)
+    most = machine.tensor or max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)
+    largest = degrees_of(fit, most, machine.pipeline or machine.num_nodes, context=context, share=machine.share)
     if largest.missing_bytes:
         refusal = f"{gib(largest.missing_bytes)} a GPU are missing"
         return dataclasses.replace(plan, missing_bytes=largest.missing_bytes, refusal=refusal)
-    shape = shape_text(largest, fixed.data or 1)
-    return dataclasses.replace(plan, refusal=f"{shape} takes {largest.num_devices * (fixed.data or 1)} GPUs")
+    data = machine.data or 1
+    shape = shape_text(largest, data)
+    return dataclasses.replace(plan, refusal=f"{shape} takes {largest.num_devices * data} GPUs")
 
 
 def _share(gpu: Gpu, spec: JobSpec, asked: PlanOptions) -> float:
