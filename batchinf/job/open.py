@@ -41,6 +41,7 @@ from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_source
 from batchinf.spec.file import SpecFile, with_task
+from batchinf.spec.input import PROMPT_FORMS, InputSpec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import stored_task, task_of, task_of_url, task_type
@@ -384,9 +385,9 @@ def open_input(
             adapters=prepared.adapters,
         )
         if state is None:  # the output of a begun job keeps its columns
-            job.task.output_schema(carried_fields(spec, source.schema))
+            job.task.output_schema(carried_fields(spec, source))
             if spec.rules > FIRST_RULES:
-                job.task.check_case(carried_fields(spec, source.schema))
+                job.task.check_case(carried_fields(spec, source))
         at_error.pop_all()
         return job
 
@@ -409,8 +410,18 @@ def location_of(spec: JobSpec) -> InputLocation:
         revision=where.revision,
         name=where.name,
         csv=None if where.csv is None else where.csv.dialect,
+        text_columns=_text_columns(where),
+        rules=spec.rules,
         is_shuffled=where.order != "input",
     )
+
+
+def _text_columns(where: InputSpec) -> tuple[str, ...]:
+    """The columns of which each value is a text: the prompt or a part of it, or the name of an adapter."""
+    prompt = "prompt" if not where.given(PROMPT_FORMS) else where.prompt_column
+    columns = (prompt, where.context_column, where.continuation_column, where.text_column, where.query_column,
+               where.document_column, where.adapter_column)  # fmt: skip
+    return tuple(column for column in columns if column is not None)
 
 
 def open_job_input(
