@@ -25,6 +25,7 @@ _OF_COMMAND = {
         **dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
         "--html": "`batchinf report OUT` writes a page",
     },
+    "plan": {"--plot": "`--json` prints all figures"},
     "tune": {"--write": "put the fields that `tune` names into the spec"},
     "slurm": {
         "--cpus": "`--sbatch cpus-per-task=N` sets the cores",

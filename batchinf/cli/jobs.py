@@ -237,16 +237,12 @@ def _plan(
         int | None,
         typer.Option(min=1, max=10**12, metavar="N", help="As if the input had N rows; it may be missing."),
     ] = None,
-    plot: Annotated[str | None, path_option(metavar="FILE.svg", help="Draw the degrees, or a model's memory.")] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.report.plan_chart import check_file, write_chart
 
-    if plot is not None:
-        check_file(plot)
     report = api.plan(
         target,
         overrides=set_ or (),
@@ -259,8 +255,6 @@ def _plan(
         output_tokens=output_tokens,
         rows=rows,
     )
-    if plot is not None:
-        write_chart(report, plot)
     print_report(report, report.lines(), as_json)
 
 
