@@ -26,6 +26,9 @@ _OF_COMMAND = {
         "--html": "`batchinf report OUT` writes a page",
     },
     "plan": {"--plot": "`--json` prints all figures"},
+    "report": dict.fromkeys(
+        ("--to", "--md"), "the report is HTML; `batchinf status OUT --json` has figures for programs"
+    ),
     "tune": {"--write": "put the fields that `tune` names into the spec"},
     "slurm": {
         "--cpus": "`--sbatch cpus-per-task=N` sets the cores",

@@ -158,16 +158,17 @@ def _export(
 def _report(
     out: Out,
     file: Annotated[
-        str | None, path_option("-o", "--out", metavar="FILE", help="Write this file. Default: OUT/report.html.")
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option(metavar="html|md", help="Format. Default: md for a FILE.md, otherwise html.")
+        str | None,
+        path_option("-o", "--out", metavar="FILE", help="Write this file, or `-`: stdout. Default: OUT/report.html."),
     ] = None,
 ) -> None:
     """Write a page about a job, running or not: speed, replicas, lengths, logprobs, samples, errors."""
-    from batchinf.report.page import write_report
+    from batchinf.report.page import report_page, write_report
 
-    print(plain(str(write_report(out, file, to))))
+    if file == "-":
+        sys.stdout.buffer.write(report_page(out).encode())
+    else:
+        print(plain(str(write_report(out, file))))
 
 
 @app.command("check", epilog="Example: batchinf check out/job --deep")

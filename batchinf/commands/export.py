@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import OutputError, UserError
 from batchinf.base.places import is_bucket
-from batchinf.base.text import counted, list_names
+from batchinf.base.text import counted, list_names, one_line
 from batchinf.export.base import ExportedJob, Format
 from batchinf.export.dataset_card import card_of
 from batchinf.export.files import STDOUT, Files, check_is_free, check_target
@@ -129,12 +130,19 @@ def following(out: str, request: ExportRequest) -> Iterator[None]:
     def follow() -> None:
         wait_s = _FOLLOW_S
         num_rows = 0
+        last_error = ""
         while not ended.wait(wait_s):
             begun = time.monotonic()
-            with contextlib.suppress(OutputError):  # the job has not begun, or has no part yet
+            try:
                 if (now := len(Results(out))) != num_rows:
                     export_job(out, request)
                     num_rows = now
+            except OutputError:  # the job has not begun, or has no part yet
+                pass
+            except Exception as error:  # the job goes on, and the file is written at its end
+                if (words := one_line(f"{type(error).__name__}: {error}", 300)) != last_error:
+                    print(f"--follow: the answers so far could not be written: {words}", file=sys.stderr)
+                last_error = words
             wait_s = max(_FOLLOW_S, 20 * (time.monotonic() - begun))
 
     thread = threading.Thread(target=follow, daemon=True)

@@ -253,10 +253,13 @@ class Telemetry:
 
 
 def read_looks(folder: Folder) -> Iterator[dict[str, Any]]:
-    """All samples of a job, over its epochs, in order. Lines that a crash has torn are left out."""
+    """All samples of a job, over its epochs, in order. Broken lines are left out, as those that a crash has torn."""
     for name in folder.list(TELEMETRY_FOLDER):
         # A month of many replicas is gigabytes.
         with folder.path(f"{TELEMETRY_FOLDER}/{name}").open("rb") as file:
             for line in file:
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+                try:
+                    look = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                yield look

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import glob
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from batchinf.spec.file import SpecFile
 def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
     """The job in `folder` (`Results.root`), all slices as one, and the state of the first slice that has begun."""
     state = next(state for _, state in read_jobs(folder) if state is not None)
+    file = _from_here(file, state.header.input_folder, folder)
     with tempfile.TemporaryDirectory() as scratch:
         source = pathlib.Path(folder, SOURCE_FOLDER)
         job = open_job(file, source if source.is_dir() else pathlib.Path(scratch), state, "leave")
@@ -29,3 +32,31 @@ def open_begun(file: SpecFile, folder: str) -> Iterator[tuple[Job, State]]:
             now = repaired(job.source, Folder(folder), location_of(job.spec), retries, state=state)
             with contextlib.closing(now):
                 yield dataclasses.replace(job, source=now), state
+
+
+def _from_here(file: SpecFile, input_folder: str | None, folder: str) -> SpecFile:
+    """The spec with the relative paths of input and model as they are from the folder in which the job began.
+
+    They stay as they are if nothing is there. input_folder: see `Header`. folder: the output folder.
+    """
+    spec = file.spec
+    bases = [_base_of(spec.output.path, os.path.abspath(folder))]
+    if input_folder is not None and spec.input.job is None:
+        bases += [_base_of(path, input_folder) for path in (os.path.dirname(spec.input.path), spec.input.path)]
+    for base in filter(None, bases):
+        path = os.path.join(base, spec.input.path)
+        if glob.glob(path):
+            name = os.path.join(base, spec.model.name)
+            model = spec.model.model_copy(update={"name": name}) if os.path.isdir(name) else spec.model
+            where = spec.input.model_copy(update={"path": path})
+            return dataclasses.replace(file, spec=spec.model_copy(update={"input": where, "model": model}))
+    return file
+
+
+def _base_of(path: str, there: str) -> str | None:
+    """The folder from which a relative path leads to this place; None for another path."""
+    tail = os.path.normpath(path or ".")
+    if tail == ".":
+        return there
+    base = there.removesuffix(os.sep + tail)
+    return base if base != there and not os.path.isabs(tail) else None

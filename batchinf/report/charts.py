@@ -120,7 +120,18 @@ def histogram_chart(histogram: Histogram) -> str:
     num_ticks = 6
     if histogram.unit == "tokens" and bins:  # no tick between whole numbers
         num_ticks = max(1, min(num_ticks, round(bins[-1].stop - bins[0].start)))
-    values = [{**asdict(bar), "words": f"{bar.start:.6g} to {bar.stop:.6g}: {bar.num:,}"} for bar in bins]
+    if histogram.has_single_values:  # the bar of a number stands on its tick
+        values = [
+            {
+                "start": bar.start - 0.5,
+                "stop": bar.start + 0.5,
+                "num": bar.num,
+                "words": f"{bar.start:.6g}: {bar.num:,}",
+            }
+            for bar in bins
+        ]
+    else:
+        values = [{**asdict(bar), "words": f"{bar.start:.6g} to {bar.stop:.6g}: {bar.num:,}"} for bar in bins]
     axis = {"title": histogram.unit or None, "tickCount": num_ticks, "grid": False}
     encoding = {
         "x": _number("start", bin={"binned": True}, axis=axis),

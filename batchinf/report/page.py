@@ -4,7 +4,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from batchinf.job.pictures import Picture, Pictures
 from batchinf.manifest.look import Look
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
+from batchinf.prompts.encoder import show
 from batchinf.report import charts
 from batchinf.report.html import template
 from batchinf.report.rows import RowFigures, row_figures
@@ -30,32 +31,29 @@ from batchinf.tasks.registry import TASKS
 from batchinf.version import __version__
 
 REPORT_FILE = "report.html"
-# The formats of a report, each with the mark by which a later report knows its file.
-_MARKS = {"html": PAGE_MARK, "md": b"<!-- batchinf report -->"}
 _SPEC_CHARS = 100_000
 _LINE_CHARS = 400
 # Of each sample row.
 _PICTURES_OF_ROW = 4
+_PROMPT_TOKENS = 200
+_PROMPT_CHARS = 300
 _SETTINGS = ("dtype", "tensor_parallel_size", "pipeline_parallel_size", "attention_backend", "kv_cache_size_tokens")
 
 
-def write_report(out: str, file: str | None = None, to: str | None = None) -> pathlib.Path:
+def write_report(out: str, file: str | None = None) -> pathlib.Path:
     """Write the report of a job, which may be live, dead or done. Returns the path of the file.
 
-    file: None means `report.html` or `report.md` in the output folder. to: `html` or `md`; None: by the file's ending.
-    Raises OutputError without a job, or if another file is there.
+    file: None means `report.html` in the output folder. Raises OutputError without a job, or if another file is there.
     """
-    to = to or ("md" if file is not None and file.endswith(".md") else "html")
-    if to not in _MARKS:
-        raise UserError(f"--to: got {clip(to)!r}; must be {' or '.join(_MARKS)}")
-    name = str(pathlib.PurePath(REPORT_FILE).with_suffix(f".{to}"))
+    if file is not None and file.endswith(".md"):
+        raise UserError(f"-o: got {file}; the report is HTML: name it report.html, or take `batchinf status --json`")
     if file is None and is_bucket(out):
-        raise UserError(f"-o: missing; {out} is in a bucket, so say which file to write, such as -o {name}")
-    path = pathlib.Path(out, name) if file is None else pathlib.Path(file)
-    mark = b"" if file is None else _MARKS[to]
+        raise UserError(f"-o: missing; {out} is in a bucket, so say which file to write, such as -o {REPORT_FILE}")
+    path = pathlib.Path(out, REPORT_FILE) if file is None else pathlib.Path(file)
+    mark = b"" if file is None else PAGE_MARK
     with naming_option(path, "-o"):
         refuse_foreign(path, lambda there: has_mark(there, mark))  # before the charts are drawn
-    text = (report_page(out) if to == "html" else report_markdown(out)).encode()
+    text = report_page(out).encode()
     with naming_option(path, "-o"):
         write_named(path, text, mark)
     return path
@@ -74,13 +72,8 @@ class Card:
 def report_page(out: str) -> str:
     """The page as HTML."""
     facts = _facts(out)
-    pictures = _pictures(out, facts["rows"].samples)
-    return template("page.html").render(**facts, pictures=pictures, phase_colors=charts.PHASE_COLORS, charts=charts)
-
-
-def report_markdown(out: str) -> str:
-    """The facts of the page as Markdown, with tables in place of charts."""
-    return template("page.md").render(**_facts(out), mark=_MARKS["md"].decode())
+    inputs = _inputs(out, facts["rows"].samples)
+    return template("page.html").render(**facts, inputs=inputs, phase_colors=charts.PHASE_COLORS, charts=charts)
 
 
 def _facts(out: str) -> dict[str, Any]:
@@ -122,18 +115,39 @@ def _facts(out: str) -> dict[str, Any]:
     }
 
 
-def _pictures(out: str, shown: Samples) -> dict[int, tuple[Picture, ...]]:
-    """The images of the sample rows, by the rows' positions. Empty if the input cannot be read any more."""
-    digests = {row.row_index: row.image_digests[:_PICTURES_OF_ROW] for row in shown.rows if row.image_digests}
-    if not digests:
-        return {}
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What sample rows have asked, by their positions, made again from the input."""
+
+    prompts: Mapping[int, str]
+    """The beginnings of prompts that the job does not store."""
+    pictures: Mapping[int, tuple[Picture, ...]]
+    note: str = ""
+    """Why they are not shown."""
+
+
+def _inputs(out: str, shown: Samples) -> Inputs:
+    """The prompts and the images of the sample rows. Empty with a note if the input cannot be read any more."""
+    digests = {row.row_index: row.image_digests[:_PICTURES_OF_ROW] for row in shown.rows}
+    wanted = sorted({row.row_index for row in shown.rows if row.image_digests or not shown.has_prompts})
+    if not wanted:
+        return Inputs({}, {})
     try:
-        built = build_again(Results(out), sorted(digests))
+        results = Results(out)
+        built = build_again(results, wanted)
+        tokenizer = results.tokenizer()
     except BatchinfError as error:
-        note = f"not shown: {one_line(error)}"
-        return {row: tuple(Picture("image", digest, note=note) for digest in of_row) for row, of_row in digests.items()}
-    pictures = Pictures(built.job, has_copies=True, fetches=False)
-    return {row.row_index: pictures.of(row.image_sources, digests[row.row_index]) for row in built.prompts}
+        return Inputs({}, {}, f"the prompts and images of these rows are not shown: {one_line(error)}")
+    pictures = Pictures(built.job, has_copies=True, fetches=False) if any(digests.values()) else None
+    prompts: dict[int, str] = {}
+    shown_pictures: dict[int, tuple[Picture, ...]] = {}
+    for prompt in built.prompts:
+        row = prompt.row_index
+        if not shown.has_prompts:
+            prompts[row] = clip(show(tokenizer, prompt.token_ids[:_PROMPT_TOKENS]), _PROMPT_CHARS)
+        if pictures is not None and digests[row]:
+            shown_pictures[row] = pictures.of(prompt.image_sources, digests[row])
+    return Inputs(prompts, shown_pictures)
 
 
 def _state(report: StatusReport) -> str:

@@ -71,6 +71,8 @@ class Histogram:
     num_not_finite: int = 0
     """NaN and infinities."""
     quantiles: tuple[tuple[str, float], ...] = ()
+    has_single_values: bool = False
+    """Whether each bin holds one whole number."""
 
     @property
     def num_values(self) -> int:
@@ -194,8 +196,7 @@ class _Rows:
         self._numbers = [n for n, kind in self._types.items() if pa.types.is_floating(kind) and n not in input_columns]
         # A kept column may have the name of a column of another task.
         self._own_columns = set(self._types) - (set(input_columns) - {"id"})
-        kept = (name for name in input_columns if name != "id" and pa.types.is_string(self._types.get(name, pa.null())))
-        self._kept_text = next(kept, None)
+        self._kept = [name for name in input_columns if name != "id" and name in self._types]
         self._create_view()
 
     def _create_view(self) -> None:
@@ -234,7 +235,7 @@ class _Rows:
             num_labels=num_labels,
             errors=errors,
             num_error_groups=num_groups,
-            samples=samples(self._query, self._own_columns, self._choices, kept_text=self._kept_text),
+            samples=samples(self._query, self._own_columns, self._choices, kept=self._kept),
             confusion=confusion(self._query, self._own_columns, self._choices),
             notes=notes,
         )
@@ -265,6 +266,8 @@ class _Rows:
         )
         if low is None:
             return Histogram(title, unit, (), num_not_finite=num_odd)
+        # Of a few negative numbers, the approximation may be above all of them.
+        quantiles = [min(max(value, low), high) for value in quantiles]
         start, step, num_bins = _nice_bins(max(low, quantiles[0]), min(high, quantiles[-1]), is_whole)
         counts = dict(
             self._query(
@@ -281,6 +284,7 @@ class _Rows:
             num_above=counts.get(num_bins, 0),
             num_not_finite=num_odd,
             quantiles=tuple(zip(_QUANTILES, map(round, values) if is_whole else values, strict=True)),
+            has_single_values=is_whole and step == 1,
         )
 
     def _shares(self, name: str) -> tuple[Share, ...]:

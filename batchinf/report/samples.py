@@ -11,6 +11,7 @@ _EACH = 3
 _CHARS = 300
 _ID_CHARS = 80
 _MOST_CHOICES = 24
+_MOST_KEPT = 4
 # The share of the best choice in the probabilities of all choices. The sums of their logprobs are a list.
 CHOICE_PROBABILITY = (
     "1 / list_sum(list_transform(choice_logprob_sums, lambda x: exp(x - list_max(choice_logprob_sums))))"
@@ -41,7 +42,9 @@ class SampleRow:
     row_index: int
     id: str
     prompt: str
-    """Else the first text that the job keeps of the input; empty without both."""
+    """Empty if the job does not store prompts."""
+    kept: tuple[tuple[str, str], ...]
+    """Names and values of columns that the job keeps of the input, such as a true label."""
     output: str
     """Its text, its label or its best choice; empty if the task has none of them."""
     image_digests: tuple[str, ...] = ()
@@ -55,6 +58,8 @@ class Samples:
     rows: tuple[SampleRow, ...]
     by: str
     """What `quality` is, for people; empty if no column says how sure the model was."""
+    has_prompts: bool = True
+    """Whether the job stores prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +71,17 @@ class Confusion:
     """[answer][best]."""
 
 
-def samples(query: Query, columns: Collection[str], choices: Sequence[str], *, kept_text: str | None = None) -> Samples:
+def samples(query: Query, columns: Collection[str], choices: Sequence[str], *, kept: Sequence[str] = ()) -> Samples:
     """Some rows of the view `output`. columns: those that it has, beside those of lists other than of digests.
 
-    kept_text: a column of the input, which is shown if the job does not store prompts.
+    kept: columns of the input that are in the view, too.
     """
     if not {"row_index", "error_type"} <= set(columns):
         return Samples((), "")
     quality, by = _quality(columns)
     output = next((name for name in ("text", "label", "best") if name in columns), "NULL")
-    prompt = "prompt" if "prompt" in columns else kept_text
-    rows = _rows_sql(columns, quality, output, prompt=prompt)
+    kept = kept[:_MOST_KEPT]
+    rows = _rows_sql(columns, quality, output, kept=kept)
     is_known = "AND quality IS NOT NULL AND isfinite(quality)"
     [(num_known,)] = query(f"SELECT count(*) FROM ({rows} {is_known})")
     orders = {
@@ -88,23 +93,31 @@ def samples(query: Query, columns: Collection[str], choices: Sequence[str], *, k
     limits = {"best": min(_EACH, (num_known + 1) // 2), "worst": min(_EACH, num_known // 2), "random": _EACH}
     return Samples(
         tuple(
-            _sample_row(kind, row, output, choices)
+            _sample_row(kind, row, output, choices=choices, kept=kept)
             for kind, order in orders.items()
             for row in query(f"{rows} {order} LIMIT {limits[kind]}")
         ),
         by if num_known else "",
+        has_prompts="prompt" in columns,
     )
 
 
-def _sample_row(kind: str, row: Sequence[Any], output: str, choices: Sequence[str]) -> SampleRow:
+def _sample_row(
+    kind: str, row: Sequence[Any], output: str, *, choices: Sequence[str], kept: Sequence[str]
+) -> SampleRow:
     """row: as `_rows_sql` chooses its columns."""
-    row_index, quality, id_, prompt, text, answer, digests = row
+    row_index, quality, id_, prompt, text, answer, digests, values = row
     return SampleRow(
         kind=kind,
         quality=quality,
         row_index=row_index,
         id=clip(id_ or "", _ID_CHARS),
         prompt=clip(prompt or "", _CHARS),
+        kept=tuple(
+            (clip(name, _ID_CHARS), clip(value, _CHARS))
+            for name, value in zip(kept, values, strict=True)
+            if value is not None
+        ),
         output=clip(_output(output, text, answer, choices), _CHARS),
         image_digests=tuple(digests or ()),
     )
@@ -115,14 +128,14 @@ def _quality(columns: Collection[str]) -> tuple[str, str]:
     return next(((sql, words) for names, sql, words in _QUALITIES if set(names) <= set(columns)), ("NULL", ""))
 
 
-def _rows_sql(columns: Collection[str], quality: str, output: str, *, prompt: str | None) -> str:
+def _rows_sql(columns: Collection[str], quality: str, output: str, *, kept: Sequence[str]) -> str:
     """The query for all rows without an error. Columns that the output lacks are null."""
     answer = "answer" if output == "best" and "answer" in columns else "NULL"
-    id_, digests = (name if name in columns else "NULL" for name in ("id", IMAGE_DIGESTS))
-    text = "NULL" if prompt is None else '"' + prompt.replace('"', '""') + '"'
+    id_, prompt, digests = (name if name in columns else "NULL" for name in ("id", "prompt", IMAGE_DIGESTS))
+    values = ", ".join('left("' + name.replace('"', '""') + '"::VARCHAR, 2000)' for name in kept)
     return (
-        f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({text}::VARCHAR, 2000), "
-        f"left({output}::VARCHAR, 2000), {answer}, {digests} FROM output WHERE error_type IS NULL"
+        f"SELECT row_index, ({quality})::DOUBLE AS quality, left({id_}::VARCHAR, 500), left({prompt}::VARCHAR, 2000), "
+        f"left({output}::VARCHAR, 2000), {answer}, {digests}, [{values}] FROM output WHERE error_type IS NULL"
     )
 
 

@@ -30,6 +30,8 @@ _ENDING_S = 15.0
 # Of an interval: if admission waited for the disk for longer, the engine was short of rows because of it.
 _DISK_SHARE = 0.5
 # Not `num_rows`: rows that a resume takes from the journal would be a peak.
+# Of an interval: if the engine had requests for longer, it was busy.
+_BUSY_SHARE = 0.5
 _COUNTS = ("num_prompt_tokens", "num_output_tokens", "num_answered")
 _NUMBERS = ("replica", "steps", "stalled_by_disk_s", "num_running", *_COUNTS)
 
@@ -329,8 +331,11 @@ def _phase(first: Sample, second: Sample, passed_s: float) -> Phase:
         return "starting"
     if second["stalled_by_disk_s"] - first["stalled_by_disk_s"] > _DISK_SHARE * passed_s:
         return "waiting for the disk"
-    # Of two samples in quick succession the second may repeat the number of steps.
-    return "busy" if second["steps"] > first["steps"] or second["num_running"] else "idle"
+    # Of two samples in quick succession the second may repeat the number of steps, and a step of a task without
+    # texts may take longer than the time between samples. Samples of older versions have no `busy_s`.
+    worked_s = second.get("busy_s", 0.0) - first.get("busy_s", 0.0)
+    is_busy = second["steps"] > first["steps"] or second["num_running"] or worked_s > _BUSY_SHARE * passed_s
+    return "busy" if is_busy else "idle"
 
 
 def _shares(start_s: float, stop_s: float, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

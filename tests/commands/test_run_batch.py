@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 import jobs
 from batchinf import api
 from batchinf.base.errors import UserError
-from batchinf.commands.export import export_job, following
+from batchinf.commands.export import ExportRequest, export_job, following
 from batchinf.commands.run_batch import asked_by_lines, batch_run, kept_input, read_flags
 from batchinf.engines.installed import engine_argument_names
 from batchinf.spec.file import read_spec
@@ -192,6 +192,23 @@ def test_the_answers_so_far_are_there_while_the_job_runs(
                 seen.add(len([json.loads(line) for line in text.splitlines()]))
     assert jobs.end(process)[0] == 0
     assert any(0 < number < NUM_LINES for number in seen)
+
+
+def test_an_error_of_the_answers_so_far_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the thread goes on."""
+    tries = []
+
+    def fail(out: str) -> Any:
+        tries.append(out)
+        raise ValueError("no rows")
+
+    monkeypatch.setattr("batchinf.commands.export._FOLLOW_S", 0.01)
+    monkeypatch.setattr("batchinf.commands.export.Results", fail)
+    with following("out", ExportRequest(path="rows.jsonl")):
+        jobs.wait_until(lambda: len(tries) > 3)
+    assert capsys.readouterr().err == "--follow: the answers so far could not be written: ValueError: no rows\n"
 
 
 def test_lines_from_a_pipe_are_kept_beside_the_answers(tmp_path: pathlib.Path) -> None:

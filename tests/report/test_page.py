@@ -12,13 +12,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from markdown_it import MarkdownIt
 
 import jobs
+from batchinf import api
 from batchinf.base.storage import Folder
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import last_epoch, read_state
 from batchinf.report import charts
+from batchinf.report.page import report_page
 from batchinf.report.rows import Bin, Histogram, Share
 from batchinf.report.timeline import Period, Timeline
 
@@ -116,25 +117,17 @@ def test_hostile_contents_are_text(hostile: pathlib.Path) -> None:
     assert page.text.count(HOSTILE[0]) < 50
 
 
-def test_the_markdown_has_the_same_facts_and_is_text(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_report_goes_to_stdout_and_is_no_markdown(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
     [out] = hostile.parent.glob("out *")
-    made = jobs.run("report", out, "-o", tmp_path / "report.md")
+    made = jobs.run("report", out, "-o", "-")
     assert made.returncode == 0, made.stderr
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
-    assert_harmless(page)
-    of_html = Page(hostile.read_text(encoding="utf-8"))
-    for words in ("got 1,000,0", "finish_reason", "prompt_too_long", "max_model_len: 512"):
-        assert (words in page.text) == (words in of_html.text), words
-    names = ("Summary", "Replicas", "Lengths", "Outputs", "Errors", "Spec", "Environment")
-    assert all(f"\n## {name}" in text for name in names)
-    assert not re.search(r"\b0 (below|above|not finite)", text)
-    again = jobs.run("report", out, "-o", tmp_path / "report.md", "--to", "html")
-    assert again.returncode == 2
-    assert "a file is there that this command has not written" in again.stderr
-    assert (tmp_path / "report.md").read_text(encoding="utf-8") == text
-    refused = jobs.run("report", out, "--to", "pdf")
-    assert (refused.returncode, refused.stderr) == (2, "error: --to: got 'pdf'; must be html or md\n")
+    assert_harmless(Page(made.stdout))
+    assert made.stdout.startswith("<!doctype html>")
+    assert not pathlib.Path("-").exists()
+    for option, value in (("-o", tmp_path / "report.md"), ("--to", "md"), ("--md", "")):
+        refused = jobs.run("report", out, option, *([value] if value else []))
+        assert refused.returncode == 2
+        assert "the report is HTML" in refused.stderr
 
 
 def test_what_the_page_says(hostile: pathlib.Path) -> None:
@@ -296,3 +289,38 @@ def test_nothing_runs_in_a_browser(hostile: pathlib.Path, tmp_path: pathlib.Path
     dom, console = browsed(injected, tmp_path / "third")
     assert "<title>ran" not in dom
     assert "Content Security Policy" in console
+
+
+def test_bars_of_few_whole_numbers_stand_on_their_ticks() -> None:
+    """The middle of each bar is at the tick of its number."""
+    bins = (Bin(6, 7, 2), Bin(7, 8, 1))
+    drawn = charts.histogram_chart(Histogram("lengths", "tokens", bins, has_single_values=True))
+    bars = re.findall(r'aria-label="(\d): \d"[^>]* d="M([\d.]+),[\d.]+h([\d.]+)', drawn)
+    middles = {number: float(left) + float(width) / 2 for number, left, width in bars}
+    ticks = dict(re.findall(r'translate\(([\d.]+),16\)"[^>]*>(\d)<', drawn))
+    assert middles == pytest.approx({number: float(at) for at, number in ticks.items()}, abs=1)
+    assert [*middles] == ["6", "7"]
+
+
+def test_prompts_and_kept_columns_are_shown_from_any_folder(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job began with a relative path. Without its input, one line says so, and the kept columns are there."""
+    (tmp_path / "rows.csv").write_text("key,group,text\n1,c,Tell me a story.\n2,a,Count to three.\n")
+    spec = jobs.spec_of(
+        tmp_path,
+        input={"path": "rows.csv", "id_column": "key", "messages": [{"role": "user", "content": "{{ text }}"}]},
+        output={"path": "out/job", "keep_columns": ["group"]},
+        scripted={"step_s": 0.0},
+    )
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        api.run(spec, quiet=True)
+    shown = Page(report_page(str(tmp_path / "out" / "job"))).text
+    for words in ("Tell me a story.", "Count to three.", "group: c", "group: a"):
+        assert words in shown
+    (tmp_path / "rows.csv").unlink()
+    shown = Page(report_page(str(tmp_path / "out" / "job"))).text
+    assert "Tell me a story." not in shown
+    assert shown.count("The prompts and images of these rows are not shown: ") == 1
+    assert "group: c" in shown

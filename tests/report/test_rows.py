@@ -113,7 +113,7 @@ def test_the_best_choices_have_their_texts(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("input_columns", [("id",), ("prompt", "id")])
 def test_samples_and_confusion(input_columns: Sequence[str], tmp_path: pathlib.Path) -> None:
-    """Against NumPy, with stored prompts and with a kept text.
+    """Against NumPy, with stored prompts and with a kept column, which has its name.
 
     The model is the less sure of a row the nearer its sums are.
     """
@@ -151,7 +151,10 @@ def test_samples_and_confusion(input_columns: Sequence[str], tmp_path: pathlib.P
         i = row.row_index
         assert row.quality == pytest.approx(probabilities[i])
         names = [f"{place}: {'abc'[place]}" for place in (best[i], answer[i])]
-        assert (row.id, row.prompt, row.output) == (f"name {i}", "p" * (i + 1), f"{names[0]} (answer {names[1]})")
+        assert (row.id, row.output) == (f"name {i}", f"{names[0]} (answer {names[1]})")
+        is_kept = "prompt" in input_columns
+        text = "p" * (i + 1)
+        assert (row.prompt, row.kept) == (("", (("prompt", text),)) if is_kept else (text, ()))
 
 
 def test_texts_are_samples_by_their_mean_logprob(figures: RowFigures, tmp_path: pathlib.Path) -> None:
@@ -203,3 +206,10 @@ def test_every_beginning_of_the_parts_is_from_all_over() -> None:
     spread = _spread(paths)
     assert sorted(map(int, map(str, spread))) == list(range(11))
     assert {int(str(path)) // 6 for path in spread[:2]} == {0, 1}
+
+
+def test_quantiles_are_among_the_values(tmp_path: pathlib.Path) -> None:
+    table = {"row_index": [0, 1], "logprob_sum": [-3.989, -0.9933], "error_type": pa.nulls(2, pa.string())}
+    pq.write_table(pa.table(table), tmp_path / "part-000000.parquet")
+    [sums] = figures_of([tmp_path / "part-000000.parquet"], []).numbers
+    assert all(-3.989 <= value <= -0.9933 for _, value in sums.quantiles)

@@ -1,11 +1,15 @@
 """The history of a job from samples: what each replica did, rates, pauses, restarts."""
 
+import json
+import pathlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from batchinf.base.storage import Folder
+from batchinf.fleet.status import read_looks
 from batchinf.manifest.lines import EventLine
 from batchinf.report.timeline import Mark, Period, timeline
 
@@ -53,6 +57,19 @@ def test_phases_and_rates() -> None:
     assert without_rows.periods == (Period("0", "idle", 0.0, 20.0),)
     assert sum(one.output_tokens_per_s * (one.stop_s - one.start_s) for one in found.throughput) == pytest.approx(1000)
     assert [one.output_tokens_per_s for one in found.throughput if 11 < one.start_s < 18] == [pytest.approx(100)] * 6
+
+
+def test_a_long_step_is_busy_and_broken_lines_are_left_out(tmp_path: pathlib.Path) -> None:
+    """A step of a task without texts may take longer than the time between samples."""
+    looks = [look(at, sample(0, "000001.0001", steps=3, busy_s=busy_s)) for at, busy_s in ((0, 1), (10, 10), (20, 11))]
+    lines = [json.dumps(looks[0]), "[" * 100_000, json.dumps(looks[1]), '{"at": 1', json.dumps(looks[2])]
+    (tmp_path / "telemetry").mkdir()
+    (tmp_path / "telemetry" / "000001.jsonl").write_text("\n".join(lines))
+    read = [*read_looks(Folder(str(tmp_path)))]
+    assert read == looks
+    found = timeline({"": (lambda: read, ())})
+    assert found is not None
+    assert [(period.phase, period.stop_s) for period in found.periods] == [("busy", 10.0), ("idle", 20.0)]
 
 
 def test_a_pause_takes_no_time_and_a_death_does() -> None:
