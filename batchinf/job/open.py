@@ -394,6 +394,7 @@ def location_of(spec: JobSpec) -> InputLocation:
         revision=where.revision,
         name=where.name,
         csv=None if where.csv is None else where.csv.dialect,
+        is_new=spec.rules > FIRST_RULES,
         is_shuffled=where.order != "input",
     )
 

@@ -13,12 +13,16 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
+from batchinf.base.text import list_names
 
 BLOCK_BYTES = 1 << 20  # read at once
 MAX_LINE_BYTES = 64 << 20  # a longer line or CSV field is an error row and is never held in memory
 LINE_ENDS = (b"\n", b"\r\n")
 # Editors on Windows begin files with it. Where such files were joined, it stands before a line in the middle, too.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# A file begins so that a clone without Git LFS leaves in the place of a large one.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024  # it is always shorter
 _TICK_NS = 20_000_000  # Linux sets mtimes by a clock that ticks every 1 to 10 ms
 # By the endings of compressed files: their first bytes, and the name of the compression in Arrow.
 COMPRESSIONS = {
@@ -69,6 +73,10 @@ class InputLocation:
     """The configuration of a Hugging Face dataset."""
     csv: CsvDialect | None = None
     """None: the default dialect. Formats other than CSV refuse one."""
+    is_new: bool = True
+    """Whether what a new job must not read is refused. A job that has begun goes on with the files that it reads."""
+    began_as: str | None = None
+    """The format with which a job began. Files of a folder that have it are its rows, whatever else came since."""
     named: tuple[str, ...] = ()
     """Columns that must be found, however many others a row has."""
     is_shuffled: bool = False
@@ -143,6 +151,19 @@ def refuse_utf16(file: InputFile, head: bytes, remedy: str = "") -> None:
     is_wide = len(head) >= 4 and any(head[i] and head[i + 2] and not head[1 - i] and not head[3 - i] for i in (0, 1))
     if is_wide or head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{file.name} is UTF-16; save it as UTF-8{remedy and f', or {remedy}'}")
+
+
+def refuse_pointers(files: Iterable[InputFile]) -> None:
+    """Raise InputError if one of these files is a pointer of Git LFS. Only short files are read."""
+    pointers = []
+    for file in files:
+        if 0 < file.stamp()[0] < _POINTER_BYTES:
+            with file.open() as stream:
+                if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                    pointers.append(file.name)
+    if pointers:
+        what = "a pointer" if len(pointers) == 1 else "pointers"
+        raise InputError(f"{list_names(pointers)}: {what} of Git LFS, and no data; `git lfs pull` fetches the files")
 
 
 def not_utf8(error: UnicodeDecodeError, remedy: str = "`iconv -f cp1252 -t utf-8` converts it") -> str:

@@ -40,6 +40,8 @@ PROMPT_FORMS = (
     "prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column", "context_column",
     "text_column", "query_column",
 )  # fmt: skip
+# Those that name the one column without which a row has no prompt.
+COLUMN_FORMS = tuple(form for form in PROMPT_FORMS if form.endswith("_column"))
 # If any of these is given, prompts go through the chat template.
 CHAT_FIELDS = (
     "messages", "messages_column", "system_prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt",
