@@ -17,6 +17,7 @@ from batchinf.base.errors import InputError, SpecError
 from batchinf.base.slices import job_folder, read_cut, source_folder
 from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.job.drift import limit_as_begun, refusing_other_job
+from batchinf.job.forms import form_of_input, refuse_unused, unused_fields
 from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
@@ -281,6 +282,7 @@ def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
         return prepared
     try:
         prepared = over_rows(prepared, rows)
+        refuse_unused(prepared.spec, form_of_input(prepared.spec, location_of(file.spec)))
         if where is not None:
             Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
     except (SpecError, PredicateError):
@@ -351,6 +353,11 @@ def open_input(
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
         prepared = _with_columns(prepared, source.schema.names)
         spec = prepared.spec
+        of_input = form_of_input(spec, location_of(spec))
+        if spec.rules > FIRST_RULES:
+            refuse_unused(spec, of_input)
+        for message in unused_fields(spec, of_input=of_input):
+            say(f"note: {message}; this job has begun, so the field is passed over")
         check_sampling_columns(spec.sampling, source.schema)
         refuse_unstorable(spec, source.schema)
         if spec.input.id_column is not None and (state is None or prepared.new == "take"):

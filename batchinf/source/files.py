@@ -154,16 +154,20 @@ def refuse_utf16(file: InputFile, head: bytes, remedy: str = "") -> None:
 
 
 def refuse_pointers(files: Iterable[InputFile]) -> None:
-    """Raise InputError if one of these files is a pointer of Git LFS. Only short files are read."""
+    """Raise InputError if one of these files is a pointer of Git LFS. Only short files of this host are read."""
     pointers = []
     for file in files:
-        if 0 < file.stamp()[0] < _POINTER_BYTES:
+        if not file.is_remote and 0 < file.stamp()[0] < _POINTER_BYTES:
             with file.open() as stream:
                 if stream.read(len(LFS_POINTER)) == LFS_POINTER:
                     pointers.append(file.name)
     if pointers:
-        what = "a pointer" if len(pointers) == 1 else "pointers"
-        raise InputError(f"{list_names(pointers)}: {what} of Git LFS, and no data; `git lfs pull` fetches the files")
+        raise _pointer_error(pointers)
+
+
+def _pointer_error(names: Sequence[str]) -> InputError:
+    what = "a pointer" if len(names) == 1 else "pointers"
+    return InputError(f"{list_names(names)}: {what} of Git LFS, and no data; `git lfs pull` fetches the files")
 
 
 def not_utf8(error: UnicodeDecodeError, remedy: str = "`iconv -f cp1252 -t utf-8` converts it") -> str:
@@ -175,6 +179,9 @@ def not_utf8(error: UnicodeDecodeError, remedy: str = "`iconv -f cp1252 -t utf-8
 def open_bytes(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if it begins like one of `COMPRESSIONS`. Raises InputError if it is unreadable."""
     stream = file.open()
+    if file.is_remote and stream.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+        stream.close()
+        raise _pointer_error([file.name])  # for files of this host, `refuse_pointers` says it without a request
     kind = _compression(stream.peek(4))
     return stream if kind is None else pa.CompressedInputStream(stream, kind)
 

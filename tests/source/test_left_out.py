@@ -72,6 +72,9 @@ def test_a_folder_behind_a_url_says_it_too(tmp_path: pathlib.Path) -> None:
         open_source(InputLocation(url), tmp_path / "cache")
     source = open_source(InputLocation(url, is_new=False), tmp_path / "cache")
     assert (source.num_rows, source.remarks) == (1, {left_out.UNKNOWN: ["b.jl"]})
+    memory.pipe(f"/left/{tmp_path.name}/pointer.txt", POINTER)
+    with pytest.raises(InputError, match=r"pointer\.txt: a pointer of Git LFS"):
+        open_source(InputLocation(f"{url}/pointer.txt"), tmp_path / "of pointer")
 
 
 TABLE = {"data/p=1/a.jsonl": ROW}

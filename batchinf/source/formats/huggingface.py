@@ -114,6 +114,11 @@ def is_saved(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
 
+def has_splits(path: str) -> bool:
+    """Whether a folder was written by `DatasetDict.save_to_disk`."""
+    return os.path.isfile(os.path.join(path, "dataset_dict.json"))
+
+
 class DatasetReader(ColumnarReader):
     """A dataset, read from its memory-mapped Arrow table."""
 
