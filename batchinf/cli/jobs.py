@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from batchinf.base.errors import UserError
-from batchinf.base.places import is_bucket, is_http
+from batchinf.base.places import is_bucket
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.cli.arguments import (
@@ -168,7 +168,7 @@ def _run_batch(
             "-o",
             "--output-file",
             metavar="FILE",
-            help="The answers, written when the job is done: a path, s3://…, or a URL for PUT.",
+            help="The answers, written when the job is done: a path, or s3://…",
             may_be_url=True,
         ),
     ],
@@ -187,7 +187,7 @@ def _run_batch(
         from batchinf.commands.run_batch import batch_run, write_answers
 
         collect_as_usual()
-        if follows and (is_http(output_file) or is_bucket(output_file)):
+        if follows and is_bucket(output_file):
             raise UserError("--follow: got a URL for the answers, which is written once; leave --follow out")
         run = batch_run(input_file, output_file, model, context.args, folder=job)
         print_lines(run.notes)
@@ -255,16 +255,12 @@ def _plan(
         int | None,
         typer.Option(min=1, max=10**12, metavar="N", help="As if the input had N rows; it may be missing."),
     ] = None,
-    plot: Annotated[str | None, path_option(metavar="FILE.svg", help="Draw the degrees, or a model's memory.")] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.report.plan_chart import check_file, write_chart
 
-    if plot is not None:
-        check_file(plot)
     report = api.plan(
         target,
         overrides=set_ or (),
@@ -277,19 +273,15 @@ def _plan(
         output_tokens=output_tokens,
         rows=rows,
     )
-    if plot is not None:
-        write_chart(report, plot)
     print_report(report, report.lines(), as_json)
 
 
-@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
+@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m")
 def _tune(
     spec: SpecPath,
     set_: Overrides = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time of all trials, such as 15m or 2h.")] = "15m",
-    num_rows: Annotated[
-        int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial of the first round.")
-    ] = None,
+    num_rows: Annotated[int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial.")] = None,
     tries: Annotated[
         list[str] | None,
         typer.Option(
@@ -298,21 +290,19 @@ def _tune(
             help="Try these values of a field, and only fields that are named so. May be repeated.",
         ),
     ] = None,
-    out: Annotated[str | None, path_option(metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")] = None,
-    writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
+    out: Annotated[
+        str | None, path_option(metavar="FOLDER", help="Folder of the running trial; default: OUT-tune.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run samples of the rows under several settings, and find those that make the job fastest."""
     budget_s = _seconds(budget, "--budget")
     with interruptible(ends_process=True):
         from batchinf import api
-        from batchinf.tuning.text import tune_lines
 
         collect_as_usual()
-        report = api.tune(
-            spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
-        )
-    print_report(report, tune_lines(report), as_json)
+        report = api.tune(spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out)
+    print_report(report, report.lines(), as_json)
 
 
 def _seconds(text: str, option: str) -> float:

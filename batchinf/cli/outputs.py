@@ -81,7 +81,7 @@ def _export(
             "-o",
             "--output",
             metavar="FILE",
-            help="The file to write: a path, `-` for stdout, s3://…, a URL for PUT; for hf a folder.",
+            help="The file to write: a path, `-` for stdout, s3://…; for hf a folder.",
             may_be_url=True,
         ),
     ],
@@ -110,13 +110,6 @@ def _export(
     """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
     from batchinf.commands.export import ExportRequest, export_job
     from batchinf.export.files import STDOUT
-    from batchinf.export.huggingface import HuggingFaceExport
-
-    card_files = None
-    if to == HuggingFaceExport.name:
-        from batchinf.report import dataset_card  # imports libraries for charts
-
-        card_files = dataset_card.card_files
 
     request = ExportRequest(
         path=path,
@@ -128,7 +121,7 @@ def _export(
         push_to=push_to,
         is_public=is_public,
     )
-    exported = export_job(out, request, card_files)
+    exported = export_job(out, request)
     if path == STDOUT:
         print(plain("\n".join(exported.lines())), file=sys.stderr)
     else:
@@ -245,16 +238,14 @@ def _verify(
     set_: Overrides = None,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random rows.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="Type in which transformers computes: float32, bfloat16 or float16.")
-    ] = "float32",
     device: Annotated[str, typer.Option(help="Device of transformers, such as `cpu` or `cuda:0`.")] = "cpu",
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Largest allowed difference. Default: by the engine's dtype.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
+    """Compare finished rows with transformers in float32: generate, score, logits, embed. Exits with 3 beyond the
+    tolerance."""
     from batchinf import api
     from batchinf.commands.verify import verify_job
 
@@ -262,6 +253,6 @@ def _verify(
     # The folder may have been moved since the job began.
     place = [] if held is None else [f"output.path={json.dumps(target)}"]
     file = api.read_checked(held or target, [*(set_ or ()), *place])
-    report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
+    report = verify_job(file, num_rows=num_rows, seed=seed, device=device, tolerance=tolerance)
     print_report(report, report.lines(), as_json)
     report.raise_if_beyond()

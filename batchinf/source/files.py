@@ -77,6 +77,10 @@ class InputLocation:
     """Whether what a new job must not read is refused. A job that has begun goes on with the files that it reads."""
     began_as: str | None = None
     """The format with which a job began. Files of a folder that have it are its rows, whatever else came since."""
+    text_columns: tuple[str, ...] = ()
+    """Columns that are text in a row of CSV, whatever their type: the prompt and the like."""
+    rules: int | None = None
+    """Of the job, see `JobSpec.rules`; None: today's."""
     named: tuple[str, ...] = ()
     """Columns that must be found, however many others a row has."""
     is_shuffled: bool = False
