@@ -183,7 +183,7 @@ def _own_parser() -> Any:
     assert spec is not None and spec.loader is not None
     parser = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(parser)
-    parser.field_size_limit(MAX_LINE_BYTES)  # type: ignore[attr-defined]
+    parser.field_size_limit(MAX_LINE_BYTES)
     return parser
 
 
