@@ -283,7 +283,9 @@ def test_columns_of_one_name_are_refused_if_the_job_names_them(tmp_path: pathlib
 
 
 def test_a_header_without_any_name(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(InputError, match=r"x\.csv: no column has a name of its own in its header"):
+    with pytest.raises(InputError, match=r"x\.csv: its header has no name of a column"):
+        opened(tmp_path, b", ,\n1,2,3\n")
+    with pytest.raises(InputError, match=r"x\.csv has two columns named 'a'"):
         opened(tmp_path, b",a,a\n1,2,3\n")
 
 

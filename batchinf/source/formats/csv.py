@@ -279,9 +279,8 @@ class _Rows:
             self.remarks.append(f"its header has {list_names(self.twins)} more than once: these columns are left out")
         chosen = [column for column in header if column.strip() and column not in self.twins]
         if header and not chosen:
-            raise InputError(
-                f"{name}: no column has a name of its own in its header; name the columns in the first line"
-            )
+            refuse_twins([column for column in header if column.strip()], name)
+            raise InputError(f"{name}: its header has no name of a column; name the columns in the first line")
         return chosen
 
     def _read_head(self) -> list[str]:
