@@ -48,6 +48,8 @@ class CsvDialect:
     """None: UTF-8, or UTF-16 if the file begins with its mark."""
     null_values: tuple[str, ...] = ()
     """Fields that are null."""
+    escapechar: str | None = None
+    """Before a quote or itself it makes that text; elsewhere it is text."""
 
 
 def say_on_stderr(line: str) -> None:

@@ -28,7 +28,7 @@ from batchinf.source.left_out import LeftOut
 from batchinf.source.ranges import RangedFile, Span
 from batchinf.source.remote import find_remote, is_url
 from batchinf.source.scan import Scanner
-from batchinf.source.types import Lost, as_written, remark_of, settled_schema
+from batchinf.source.types import Lost, as_written, refuse_named_twins, remark_of, settled_schema
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -261,6 +261,8 @@ def _assembled(
 ) -> "Source":
     format = scanner.format
     digests = scanner.digests
+    for file, entry in scanned.values():
+        refuse_named_twins(entry.arrow_schema(), named, file.name)
     further = _named_columns(scanner, named, scanned)
     schemas = [_replaced(schema_of(version.schema), further) for version in versions]
     _cover(scanner, scanned)
