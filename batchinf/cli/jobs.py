@@ -166,7 +166,7 @@ def _run_batch(
     with interruptible(ends_process=True):
         from batchinf import api
         from batchinf.commands.export import following
-        from batchinf.commands.run_batch import batch_run, write_answers
+        from batchinf.commands.run_batch import batch_run, check_lines, write_answers
 
         collect_as_usual()
         if follows and is_bucket(output_file):
@@ -177,6 +177,7 @@ def _run_batch(
             summary = api.run(run.spec)
         exported = write_answers(run, has_rows=summary.has_begun)
     print_lines([*summary.lines(), *exported.lines()])
+    check_lines(summary)
 
 
 @app.command("validate", epilog="Example: batchinf validate job.yaml -n 5 --random")
