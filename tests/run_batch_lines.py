@@ -63,12 +63,6 @@ BROKEN_CALLS: dict[str, dict[str, Any]] = {
     "broken": {"tools": [_WEATHER], "structured_outputs": {"choice": ['<tool_call>\n{"name": "get_weather", "argum']}},
     "cut off": {"tools": [_STRICT], "tool_choice": "required", "max_tokens": 9},
 }
-# vLLM's server passes over `functions`.
-OLD: dict[str, dict[str, Any]] = {
-    "old": {"functions": [_FUNCTION],
-            "structured_outputs": {"choice": [_written(("get_weather", {"city": "Rome"}))]}},
-    "old named": {"functions": [_TIME["function"]], "function_call": {"name": "get_time"}},
-}  # fmt: skip
 EMBEDDINGS: list[dict[str, Any]] = [
     {"input": SMALL_FOX},
     {"input": ["A fox", "the sea is blue", "wood"], "user": "me", "encoding_format": "float"},

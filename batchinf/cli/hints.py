@@ -20,7 +20,9 @@ _IN_SPEC = {
     **dict.fromkeys(("--overwrite", "--force"), "`batchinf run JOB.yaml --fresh` starts anew and keeps the old folder"),
 }
 _OF_COMMAND = {
+    "verify": {"--dtype": "transformers computes in float32"},
     "head": dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+    "tune": {"--write": "put the fields that `tune` names into the spec"},
     "slurm": {
         "--cpus": "`--sbatch cpus-per-task=N` sets the cores",
         **{f"--{key}": f"`--sbatch {key}=VALUE` sets it" for key in ("mem", "partition", "account", "constraint")},

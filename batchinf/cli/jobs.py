@@ -282,14 +282,12 @@ def _plan(
     print_report(report, report.lines(), as_json)
 
 
-@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
+@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m")
 def _tune(
     spec: SpecPath,
     set_: Overrides = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time of all trials, such as 15m or 2h.")] = "15m",
-    num_rows: Annotated[
-        int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial of the first round.")
-    ] = None,
+    num_rows: Annotated[int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial.")] = None,
     tries: Annotated[
         list[str] | None,
         typer.Option(
@@ -298,21 +296,19 @@ def _tune(
             help="Try these values of a field, and only fields that are named so. May be repeated.",
         ),
     ] = None,
-    out: Annotated[str | None, path_option(metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")] = None,
-    writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
+    out: Annotated[
+        str | None, path_option(metavar="FOLDER", help="Folder of the running trial; default: OUT-tune.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run samples of the rows under several settings, and find those that make the job fastest."""
     budget_s = _seconds(budget, "--budget")
     with interruptible(ends_process=True):
         from batchinf import api
-        from batchinf.tuning.text import tune_lines
 
         collect_as_usual()
-        report = api.tune(
-            spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
-        )
-    print_report(report, tune_lines(report), as_json)
+        report = api.tune(spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out)
+    print_report(report, report.lines(), as_json)
 
 
 def _seconds(text: str, option: str) -> float:

@@ -245,16 +245,14 @@ def _verify(
     set_: Overrides = None,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random rows.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="Type in which transformers computes: float32, bfloat16 or float16.")
-    ] = "float32",
     device: Annotated[str, typer.Option(help="Device of transformers, such as `cpu` or `cuda:0`.")] = "cpu",
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Largest allowed difference. Default: by the engine's dtype.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
+    """Compare finished rows with transformers in float32: generate, score, logits, embed. Exits with 3 beyond the
+    tolerance."""
     from batchinf import api
     from batchinf.commands.verify import verify_job
 
@@ -262,6 +260,6 @@ def _verify(
     # The folder may have been moved since the job began.
     place = [] if held is None else [f"output.path={json.dumps(target)}"]
     file = api.read_checked(held or target, [*(set_ or ()), *place])
-    report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
+    report = verify_job(file, num_rows=num_rows, seed=seed, device=device, tolerance=tolerance)
     print_report(report, report.lines(), as_json)
     report.raise_if_beyond()

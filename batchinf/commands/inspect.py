@@ -21,19 +21,15 @@ from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import choice_name, list_names, nested_text, one_line, plain, plain_line
 from batchinf.commands.screen import cell
 from batchinf.job.begun import open_begun
-from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.pictures import Picture, Pictures
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.records import Prompt
-from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
-from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
-from batchinf.tasks.image_reference import ReferenceProcessor
+from batchinf.tasks.columns import IMAGE_DIGESTS, TOKEN_COLUMNS, UNRENDERED_HASH, prompt_hash
 from batchinf.tasks.registry import stored_task, task_of
-from batchinf.tasks.verification import TOKEN_COLUMNS
 
 # Columns with a value for each token of the output or the prompt.
 _OF_TOKENS = {f"{prefix}{name}" for prefix in ("", "prompt_") for name in ("token_ids", *TOKEN_COLUMNS)}
@@ -292,7 +288,7 @@ def _prompt_ids(rows: Sequence[Mapping[str, Any]], again: Callable[[], BuiltAgai
     """The token ids of each sample's prompt, stored or made again. Raises UserError."""
     if any(row.get("prompt_token_ids") is not None for row in rows):
         return [list(row["prompt_token_ids"] or ()) for row in rows]
-    prompt = _with_images(again())
+    prompt = _only_prompt(again())
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)
@@ -310,21 +306,11 @@ def build_again(results: Results, positions: Sequence[int]) -> BuiltAgain:
         return BuiltAgain(job, begun_at(job, state), builder.build(rows, max_model_len(job)))
 
 
-def _with_images(built: BuiltAgain) -> Prompt:
-    """The only prompt with the tokens of its images. Raises UserError if it has no tokens."""
+def _only_prompt(built: BuiltAgain) -> Prompt:
+    """The prompt of the only row, whose images are placeholders. Raises UserError if it has no tokens."""
     [prompt] = built.prompts
     if prompt.error is not None and not prompt.token_ids:
         raise UserError("no prompt was run; the error below says why")
-    spec = built.job.spec
-    if not prompt.image_sources or spec.input.images is None:
-        return prompt
-    if spec.scripted is not None:
-        raise UserError("the prompt has images, and the scripted engine made their tokens; output.include_prompt "
-                        "stores prompts")  # fmt: skip
-    images = ImagePrompts(spec.input.images, base_folder=image_folder(spec.input))
-    prompt, _ = images.made(prompt, ReferenceProcessor(spec, built.job.model, built.begun_at).render, {})
-    if prompt.error is not None:
-        raise UserError(f"the prompt has images that cannot be loaded: {prompt.error.error_message}")
     return prompt
 
 
@@ -346,9 +332,10 @@ def _pictures(
 def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if the prompts of samples are not those of the run."""
     for part, sample in zip(parts, rows, strict=True):
-        is_known = part.error is None and sample["prompt_hash"] is not None  # an error row may have none
-        hashed = prompt_hash(np.asarray(part.token_ids, np.int32), part.image_digests or ())
-        if is_known and hashed != sample["prompt_hash"]:
+        # Of a prompt with images, only the hash from before the processor added their tokens can be compared.
+        stored = sample.get(UNRENDERED_HASH) if part.image_sources else sample["prompt_hash"]
+        is_known = part.error is None and stored is not None  # an error row may have none
+        if is_known and prompt_hash(np.asarray(part.token_ids, np.int32)) != stored:
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )

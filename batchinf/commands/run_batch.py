@@ -51,7 +51,6 @@ _REFUSED = {
     **dict.fromkeys(("enable_lora", "lora_modules"), "write a spec with model.lora, and run it with `batchinf run`"),
     "hf_token": "set HF_TOKEN in the environment",
 }
-_RESPONSES_LOGPROBS = "message.output_text.logprobs"  # in `include` of a body of `/v1/responses`
 # Numbers that may be written as 32k (thousands) or 32K (1,024s).
 _READABLE = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens"})
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -293,17 +292,15 @@ def _flag(name: str) -> str:
 def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
     """Sections of the spec with what some lines of a batch file need of the whole job.
 
-    These are the most logprobs of outputs and of prompts that a line asks for, and the prompts if a line has `echo`.
-    Nothing of a file that is not on this host.
+    These are the most logprobs of outputs and of prompts that a line asks for. Nothing of a file that is not on this
+    host.
     """
     most: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
-    echoes = False
-    for body in _bodies(path, (b"logprobs", b"echo")):
-        echoes |= body.get("echo") is True
+    for body in _bodies(path, (b"logprobs",)):
         for field, asked in _logprobs_of(body).items():
             if type(asked) is int and asked >= 0:
                 most[field] = max(most[field] or 0, asked)
-    return {"sampling": most, "output": {"include_prompt": echoes}}
+    return {"sampling": most}
 
 
 def most_images(path: str) -> int:
@@ -312,8 +309,7 @@ def most_images(path: str) -> int:
 
 
 def _num_images(body: Mapping[str, Any]) -> int:
-    messages = [message for field in ("messages", "input") for message in _items(body.get(field))]
-    parts = [part for message in messages for part in _items(message.get("content"))]
+    parts = [part for message in _items(body.get("messages")) for part in _items(message.get("content"))]
     return sum(part.get("type") in _IMAGE_PARTS for part in parts)
 
 
@@ -324,8 +320,5 @@ def _items(value: object) -> list[dict[str, Any]]:
 
 def _logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """What a line asks for, in the spec's fields; values of any type."""
-    number = body.get("logprobs")
-    if number is None:
-        number = _RESPONSES_LOGPROBS in (body.get("include") or ())
-    of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
-    return {"logprobs": (body.get("top_logprobs") or 0) if number is True else number, "prompt_logprobs": of_prompt}
+    number = (body.get("top_logprobs") or 0) if body.get("logprobs") is True else body.get("logprobs")
+    return {"logprobs": number, "prompt_logprobs": body.get("prompt_logprobs")}

@@ -24,7 +24,7 @@ from batchinf.base.storage import Folder
 from batchinf.engines.installed import structures_backend
 from batchinf.engines.protocol import Engine
 from batchinf.job.input_job import image_folder
-from batchinf.job.job import carried_columns
+from batchinf.job.job import carried_fields
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import part_name, retry_of
 from batchinf.output.journal import Journal
@@ -402,9 +402,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._spec = self.task.spec
-        self._carried = carried_columns(self._spec)
-        fields = [self.source.schema.field(name) for name in self._carried]
-        self._columns = self.columns or Columns.of_new_job(self.task, fields)
+        self._carried = carried_fields(self._spec, self.source)
+        self._columns = self.columns or Columns.of_new_job(self.task, self._carried)
         self._journal = Journal(self.folder, self.incarnation, self._columns.journal_schema, self._before_segment)
         self._retry = retry_of(self.incarnation)
         images = self._spec.input.images

@@ -69,6 +69,10 @@ class InputLocation:
     """The configuration of a Hugging Face dataset."""
     csv: CsvDialect | None = None
     """None: the default dialect. Formats other than CSV refuse one."""
+    text_columns: tuple[str, ...] = ()
+    """Columns that are text in a row of CSV, whatever their type: the prompt and the like."""
+    rules: int | None = None
+    """Of the job, see `JobSpec.rules`; None: today's."""
     named: tuple[str, ...] = ()
     """Columns that must be found, however many others a row has."""
     is_shuffled: bool = False

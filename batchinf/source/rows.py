@@ -27,7 +27,7 @@ from batchinf.source.formats.registry import file_format, format_by_ending
 from batchinf.source.ranges import RangedFile, Span
 from batchinf.source.remote import find_remote, is_url
 from batchinf.source.scan import Scanner
-from batchinf.source.types import Lost, remark_of, settled_schema
+from batchinf.source.types import Lost, as_written, remark_of, settled_schema
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -224,7 +224,7 @@ def _again(
     if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
-            return Scanner(known_format, cache, digests, input.say), versions, scanned
+            return Scanner(known_format.for_input(input), cache, digests, input.say), versions, scanned
     format, files = _find(input)
     if format.name != versions[-1].format:
         raise DriftError(
@@ -270,7 +270,6 @@ def _assembled(
             source_file = SourceFile(
                 local,
                 entry,
-                schema=schemas[-1],
                 read_types=schema,
                 cache=scanner.cache,
                 digests=digests,
@@ -283,6 +282,7 @@ def _assembled(
     source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
     source.ranged = ranged
     source.remarks = _remarks(scanned.values())
+    source.prints_fields = format.prints_fields
     return source
 
 
@@ -341,6 +341,8 @@ class Source:
     """Names of the files without rows."""
     ranged: Mapping[int, RangedFile] = {}
     """Files in a store of which the cache has only some ranges, by the numbers of their openers."""
+    prints_fields: bool = False
+    """See `FileFormat`."""
     remarks: Mapping[str, Sequence[str]] = {}
     """How files are read that decide it by their own beginning, and the split of a folder with several: words, each
     with the names of such files."""
@@ -385,12 +387,26 @@ class Source:
         raise InputError. In text, lone surrogates become `?` and bytes that are not UTF-8 become U+FFFD; these rows are
         in `lost`, too, but raise nothing. Raises `KeyError` for a column that `schema` lacks.
         """
-        schema = pa.schema([self.schema.field(name) for name in columns])
+        return self.read_fields(start, stop, [self.schema.field(name) for name in columns], lost)
+
+    def id_field(self, column: str, version: int = -1) -> pa.Field:
+        """The field for `read_fields` by which a column is read as the ids of rows: each as the file prints it.
+
+        version: whose types count.
+        """
+        field = self.schemas[version].field(column)
+        return as_written(field) if self.prints_fields else field
+
+    def read_fields(
+        self, start: int, stop: int, fields: Sequence[pa.Field], lost: dict[int, str] | None = None
+    ) -> pa.Table:
+        """Like `read_columns`, with fields of `schema` or `id_field`. Two fields may have one name."""
+        schema = pa.schema(fields)
         tables = []
         with self._turn:
             for reader, first, last in self._spans(start, stop):
                 lost_here = None if lost is None else Lost()
-                tables.append(reader.table(first, last, columns, lost_here))
+                tables.append(reader.table(first, last, schema, lost_here))
                 if lost is not None and lost_here:
                     lost.update({start + row - first: reason for row, reason in lost_here.items()})
                 start += last - first
@@ -400,13 +416,13 @@ class Source:
         """Rows at these positions, int64, ascending; see `read`. Adjacent rows are read together."""
         return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
 
-    def columns_of(
-        self, positions: npt.NDArray[np.int64], columns: Sequence[str], lost: dict[int, str] | None = None
+    def fields_of(
+        self, positions: npt.NDArray[np.int64], fields: Sequence[pa.Field], lost: dict[int, str] | None = None
     ) -> pa.Table:
-        """Rows at these positions, int64, ascending; see `read_columns`."""
+        """Rows at these positions, int64, ascending; see `read_fields`."""
         if not len(positions):
-            return self.read_columns(0, 0, columns)
-        return pa.concat_tables([self.read_columns(start, stop, columns, lost) for start, stop in _runs(positions)])
+            return self.read_fields(0, 0, fields)
+        return pa.concat_tables([self.read_fields(start, stop, fields, lost) for start, stop in _runs(positions)])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Reader, int, int]]:
         if not 0 <= start <= stop <= self.num_rows:

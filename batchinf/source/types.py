@@ -23,6 +23,8 @@ _EXTENSION_KEY = b"batchinf:extension"
 _REMARK_KEY = b"batchinf:remark"
 JSON_MARK = {_JSON_KEY: b"1"}
 
+_WRITTEN_MARK = {b"batchinf:written": b"1"}
+
 _NULL = pa.null()  # the type of a column without any value so far
 
 
@@ -79,6 +81,34 @@ def remark_of(schema: pa.Schema) -> str:
 def is_text(type: pa.DataType) -> bool:
     """Whether a column of this type holds text."""
     return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
+
+
+def as_written(field: pa.Field) -> pa.Field:
+    """A column of floats as text, each number as it stands in the file; any other column as it is."""
+    return pa.field(field.name, pa.string(), metadata=_WRITTEN_MARK) if pa.types.is_floating(field.type) else field
+
+
+def is_as_written(field: pa.Field) -> bool:
+    """Whether a field is one that `as_written` made text."""
+    return bool((field.metadata or {}).items() >= _WRITTEN_MARK.items())
+
+
+class WrittenNumber(float):
+    """A number of a CSV file. It is printed as it stands there; in arithmetic and comparisons it is a float."""
+
+    __slots__ = ("_field",)
+    _field: str
+
+    def __new__(cls, field: str) -> "WrittenNumber":
+        """Make a number of a field."""
+        number = super().__new__(cls, field)
+        number._field = field
+        return number
+
+    def __repr__(self) -> str:
+        return self._field
+
+    __str__ = __repr__
 
 
 class MixedTypes(enum.Enum):

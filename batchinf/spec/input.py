@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchinf.base.places import bucket_problem, elsewhere, is_bucket
+from batchinf.base.places import PASSWORD, bucket_problem, elsewhere, is_bucket
 from batchinf.source.files import CsvDialect
 from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace
@@ -250,7 +250,7 @@ class InputSpec(Section):
     @classmethod
     def _no_secrets(cls, path: str) -> str:
         # The spec is stored in the output folder, which other people may read.
-        if "://" in path and re.search(r"://[^/?#:@]*:[^/?#@]*@", path):
+        if "://" in path and PASSWORD.search(path):
             raise wrong("got a URL with a password in it, which would be recorded; leave `user:password@` out and give "
                         "credentials in the environment, as the file system's library takes them")  # fmt: skip
         if "://" in path and re.search(r"[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig|access_token)=", path):

@@ -23,7 +23,7 @@ from batchinf.base.errors import OutputError, UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.export import rows as export_rows
 from batchinf.export.files import STDOUT
-from batchinf.export.openai_responses import num_reasoning_tokens
+from batchinf.export.openai_batch import _num_reasoning_tokens, _refuse_removed
 from batchinf.export.tokens import TokenTexts
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.report.dataset_card import card_files
@@ -222,7 +222,22 @@ def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -
     ],
 )
 def test_tokens_of_the_reasoning_are_counted_or_left_out(rows: list[dict[str, Any]], number: int | None) -> None:
-    assert num_reasoning_tokens(rows) == number
+    assert _num_reasoning_tokens(rows) == number
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ({"url": "/v1/responses"}, "/v1/responses"),
+        ({"url": "/v1/chat/completions", "functions": True}, "functions"),
+        ({"url": "/v1/completions", "echo": True}, "echo"),
+        ({"url": "/v1/completions", "return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    ],
+)
+def test_answers_in_a_form_that_is_gone_are_refused(form: dict[str, Any], name: str) -> None:
+    with pytest.raises(UserError, match=f"the request of row 3 has {name}, whose answers .* export the job as jsonl"):
+        _refuse_removed({"row_index": 3}, form)
+    _refuse_removed({"row_index": 3}, {"url": "/v1/completions", "return_tokens_as_token_ids": False})
 
 
 def test_lines_of_a_batch_file(batch: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -1,6 +1,7 @@
 import pathlib
 import re
 
+import pyarrow as pa
 import pytest
 
 from batchinf.base.errors import InputError
@@ -125,3 +126,31 @@ def test_quotes_that_are_text(tmp_path: pathlib.Path) -> None:
 def test_a_dialect_for_another_format(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InputError, match=r"input.csv is given, but .*x.jsonl has the format jsonl; leave it out"):
         opened(tmp_path, b"{}", CsvDialect(), "x.jsonl")
+
+
+def test_numbers_are_printed_as_they_stand(tmp_path: pathlib.Path) -> None:
+    content = b"section,n\n1.10,5\n1.1,07\n-0,8\n1E3,x\n,9\n0.10,a\n"
+    found = opened(tmp_path, content)
+    assert found.schema.field("section").type == pa.float64()
+    sections = [row.values["section"] for row in found.read(0, found.num_rows)]
+    assert sections == [1.1, 1.1, 0.0, 1000.0, None, 0.1]
+    written = ["1.10", "1.1", "-0", "1E3", None, "0.10"]
+    assert [None if value is None else str(value) for value in sections] == written
+    both = [found.id_field("section"), found.schema.field("section")]
+    read = found.read_fields(0, found.num_rows, both)
+    assert [column.to_pylist() for column in read.columns] == [written, sections]
+    assert found.id_field("n") == found.schema.field("n")
+    found.close()
+    by_first_rules = open_source(InputLocation(str(tmp_path / "x.csv"), rules=1), tmp_path / "cache")
+    assert str(by_first_rules.read(0, 1)[0].values["section"]) == "1.1"
+    assert by_first_rules.id_field("section").type == pa.float64()
+
+
+def test_text_columns_are_text_whatever_is_in_them(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.csv").write_text("id,text,price\n1,2024,1.50\n2,,2\n")
+    location = InputLocation(str(tmp_path / "x.csv"), text_columns=("text", "none"))
+    found = open_source(location, tmp_path / "cache")
+    assert [row.values for row in found.read(0, 2)] == [
+        {"id": 1, "text": "2024", "price": 1.5}, {"id": 2, "text": "", "price": 2.0},
+    ]  # fmt: skip
+    assert found.schema.field("text").type == pa.int64()  # for `where`

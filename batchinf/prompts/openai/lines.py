@@ -16,7 +16,7 @@ from batchinf.spec.job import JobSpec
 COLUMNS = OpenAIBatch.columns
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
-RESPONSES_URL = "/v1/responses"
+RESPONSES_URL = "/v1/responses"  # known, so that its lines are told what to use
 EMBEDDINGS_URL = "/v1/embeddings"
 SCORE_URL = "/v1/score"
 RERANK_URL = "/v1/rerank"
@@ -26,6 +26,8 @@ _URLS = {alias: url for url in _KNOWN for alias in (url, url.removeprefix("/v1")
 # Azure's URLs of requests that are no batch begin so.
 _AZURE = re.compile(r"/openai(?:/deployments/(?P<deployment>[^/]+))?(?=/)")
 
+
+_NO_RESPONSES = "write the instructions and the input as body.messages, and the URL as /v1/chat/completions"
 
 _Request = TypeVar("_Request")
 
@@ -99,6 +101,8 @@ class LineReader(Generic[_Request]):
             raise Refused(f"method: got {show(values['method'])}; must be POST")
         url = url_of(values)
         body = values["body"]
+        if url == RESPONSES_URL:
+            raise Refused(f"url: got {show(values['url'])}, which is not supported: {_NO_RESPONSES}")
         if url not in self.urls:
             why = "" if url is None else ", as the job's task does not run it: put such lines into a job of their own"
             raise Refused(f"url: got {show(values['url'])}; must be {' or '.join(self.urls)}{why}")
@@ -202,6 +206,14 @@ def take_truncation(body: dict[str, Any]) -> Truncation | None:
 
 
 NUM_LOOKED_AT = 100
+
+
+def check_urls(path: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Raise SpecError if all of the first lines of a batch file are for `/v1/responses`. rows: their values."""
+    if all(url_of(values) == RESPONSES_URL for values in rows):
+        raise SpecError(
+            f"input.path: {all_of(rows)} of {path} is for {RESPONSES_URL}, which is not supported: {_NO_RESPONSES}"
+        )
 
 
 def check_models(spec: JobSpec, rows: Sequence[Mapping[str, object]]) -> None:

@@ -36,8 +36,18 @@ from batchinf.source.files import (
 )
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
-from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins, with_remark
+from batchinf.source.types import (
+    CsvTypes,
+    MixedTypes,
+    WrittenNumber,
+    as_written,
+    is_as_written,
+    is_utf8,
+    refuse_twins,
+    with_remark,
+)
 
+_FIRST_RULES = 1  # of jobs that print the number of a field, not the field; see `JobSpec.rules`
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
 _UNENDED = "unexpected end of data"  # the error of Python's `csv` for an open quote at the end
 _TAB = "\t"
@@ -55,8 +65,13 @@ class Csv(FileFormat):
     endings = (".csv", _TABS)
     mixed_types = MixedTypes.STRING
 
-    def __init__(self, dialect: CsvDialect | None = None) -> None:
+    def __init__(
+        self, dialect: CsvDialect | None = None, text_columns: Sequence[str] = (), rules: int | None = None
+    ) -> None:
+        """See `InputLocation`."""
         self._dialect = dialect or CsvDialect()
+        self._text_columns = text_columns
+        self.prints_fields = rules != _FIRST_RULES
 
     @property
     def key(self) -> str:
@@ -64,7 +79,7 @@ class Csv(FileFormat):
         return self.name if is_default else f"{self.name} {json.dumps(asdict(self._dialect))}"
 
     def for_input(self, input: InputLocation) -> FileFormat:
-        return Csv(input.csv)
+        return Csv(input.csv, input.text_columns, input.rules)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         with open_bytes(file) as stream:
@@ -86,7 +101,7 @@ class Csv(FileFormat):
             return [dict.fromkeys(_Rows(file, _Hashed(stream), self._dialect).header)]
 
     def reader(self, source_file: SourceFile) -> Reader:
-        return _CsvReader(source_file)
+        return _CsvReader(source_file, self._text_columns, prints_fields=self.prints_fields)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         with open_bytes(file) as stream:
@@ -322,19 +337,28 @@ def _why_not_text(line: str, encoding: str) -> str:
 class _CsvReader(ArrowReader):
     """The spool of a CSV file: every value as a string, and the errors of broken rows."""
 
-    def __init__(self, source_file: SourceFile) -> None:
+    def __init__(self, source_file: SourceFile, text_columns: Sequence[str], *, prints_fields: bool) -> None:
+        """text_columns: see `InputLocation`. prints_fields: see `FileFormat`."""
         super().__init__(source_file)
         # A column has a number type only if all files have numbers in it.
         self._columns = {name: source_file.read_types.field(name) for name in self._columns}
+        if prints_fields:
+            self._columns |= {name: pa.field(name, pa.string()) for name in text_columns if name in self._columns}
+            self._columns = {name: as_written(field) for name, field in self._columns.items()}
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         errors = self._slice(start, stop, [ERRORS_COLUMN]).column(0).to_pylist()
+        records = super().records(start, stop, columns)
+        for name, field in self._columns.items():
+            if is_as_written(field) and (columns is None or name in columns):
+                for values, _ in records:
+                    values[name] = None if values[name] is None else WrittenNumber(values[name])
         return [
             record if error is None else ({}, f"{self._name} {error}")
-            for record, error in zip(super().records(start, stop, columns), errors, strict=True)
+            for record, error in zip(records, errors, strict=True)
         ]
 
-    def _cast(self, column: pa.ChunkedArray, type: pa.DataType) -> pa.ChunkedArray:
-        if pa.types.is_string(type):
+    def _cast(self, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+        if pa.types.is_string(field.type) and not is_as_written(field):
             return column
-        return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column).cast(type)
+        return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column).cast(field.type)

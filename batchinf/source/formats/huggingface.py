@@ -124,7 +124,7 @@ class DatasetReader(ColumnarReader):
         The fingerprint covers `about` and each byte of the files, but no path.
         """
         self.schema = settled_schema([(name, dataset.features.arrow_schema)], MixedTypes.REFUSED)
-        super().__init__(self.schema, self.schema)
+        super().__init__(self.schema)
         self.num_rows: int = dataset.num_rows
         self.remarks = remarks
         self._dataset = dataset.with_format("arrow")

@@ -1,4 +1,4 @@
-"""Compares generated text: of two jobs for `diff`, and of a job and its reference for `verify`."""
+"""Compares the generated texts of two jobs for `diff`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchinf.base.errors import UserError
 from batchinf.base.ragged import common_lengths, reduce_runs
 from batchinf.base.text import plain_line
-from batchinf.records import Int64Array, Prompt, Request
+from batchinf.records import Int64Array
 from batchinf.spec.sampling import CHOICE_COLUMN
 from batchinf.tasks.compare import (
     Changes,
@@ -29,7 +28,6 @@ from batchinf.tasks.compare import (
     value_changes,
     value_pairs,
 )
-from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 _MOST_LABELS = 12
 _LABEL_CHARS = 16
@@ -184,29 +182,3 @@ class TextChanges(Changes):
 def _has_choices(job: JobOutput) -> bool:
     sampling = job.spec["sampling"]
     return "choice" in (sampling.get("structured_outputs") or {}) or CHOICE_COLUMN in (sampling.get("columns") or {})
-
-
-class TextVerification(Verification):
-    """Compares the logprobs of generated tokens and of prompt tokens."""
-
-    columns = ("token_ids", *TOKEN_COLUMNS, *(f"prompt_{name}" for name in TOKEN_COLUMNS))
-
-    def check(self, schema: pa.Schema) -> None:
-        if "logprobs" not in schema.names and "prompt_logprobs" not in schema.names:
-            raise UserError(
-                "the job stored no logprobs to verify; run one with sampling.logprobs or sampling.prompt_logprobs"
-            )
-        if "logprobs" in schema.names and "token_ids" not in schema.names:
-            raise UserError(
-                "the job stored no token_ids, whose logprobs could be verified; run one with "
-                "output.include_token_ids: true"
-            )
-
-    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
-        values = row.values
-        ids = requests[values["sample_index"]].prompt_token_ids
-        if values.get("prompt_logprobs") is not None and len(ids) > 1:
-            # The first token has no logprob.
-            yield stored_logprobs(values, "prompt", ids, 1, prefix="prompt_", unread=prompt.image_positions)
-        if values.get("logprobs") is not None and values["token_ids"]:
-            yield stored_logprobs(values, "output", [*ids, *values["token_ids"]], len(ids))

@@ -30,7 +30,7 @@ from batchinf.tasks.columns import (
     strings,
     vector_lists,
 )
-from batchinf.tasks.logits.compare import VALUE_TOKEN_IDS, LogitsChanges, LogitsVerification
+from batchinf.tasks.logits.compare import VALUE_TOKEN_IDS, LogitsChanges
 from batchinf.tasks.logits.section import SECTION, LogitsSpec, logits_of
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
@@ -139,7 +139,6 @@ class Logits(Task):
     prompts = LogitsPrompts
     takes_images = True
     comparison = LogitsChanges
-    verification = LogitsVerification
     section = SECTION
     # Parquet's writer needs 12 more bytes for each number of a row group: 0.8 GB for the usual 128 MiB of float16.
     row_group_bytes = 16 << 20
@@ -240,6 +239,10 @@ class Logits(Task):
     @property
     def shown_columns(self) -> ShownColumns:
         return ShownColumns((self._logits.values, "finish_reason"))
+
+    def why_unverified(self, model: Model) -> str | None:
+        """See `Task`."""
+        return None
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request. The row after the prompt's last token is that of the first output token, so one is generated."""

@@ -1,7 +1,7 @@
-"""Compares scores: of two jobs for `diff`, and of a job and its reference for `verify`."""
+"""Compares the scores of two jobs for `diff`."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinf.base.errors import OutputError, UserError
+from batchinf.base.errors import OutputError
 from batchinf.base.ragged import common_lengths, reduce_runs
-from batchinf.records import Prompt, Request, Span
 from batchinf.tasks.compare import (
     Changes,
     Deltas,
@@ -27,7 +26,6 @@ from batchinf.tasks.compare import (
     value_pairs,
 )
 from batchinf.tasks.score.accuracy import ANSWER, BEST_PMI, WINNERS, Accuracy, count_answers
-from batchinf.tasks.verification import TOKEN_COLUMNS, StoredLogprobs, StoredRow, Verification, stored_logprobs
 
 _SUMS = ("logprob_sum", "logprob_mean")
 _CHOICE_SUMS = "choice_logprob_sums"
@@ -231,40 +229,3 @@ class ChoiceChanges(Changes):
             num_right_to_wrong=self._flips[True, False],
             num_wrong_to_right=self._flips[False, True],
         )
-
-
-class ScoreVerification(Verification):
-    """Compares the logprobs of the scored tokens."""
-
-    columns = (*TOKEN_COLUMNS, *(f"choice_{name}" for name in TOKEN_COLUMNS))
-
-    def check(self, schema: pa.Schema) -> None:
-        if not self.spec.output.include_token_logprobs:
-            raise UserError("the job stored sums alone; run one with output.include_token_logprobs: true")
-
-    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredLogprobs]:
-        """See `Verification`. Gives one for each span."""
-        spans = () if prompt.scoring is None else prompt.scoring.spans
-        columns_of = _of_choices if "choice_logprobs" in row.values else _of_windows
-        for span, columns in zip(spans, columns_of(row.values, spans), strict=True):
-            first = len(span.token_ids) - len(columns["logprobs"])
-            yield stored_logprobs(columns, "scored", span.token_ids, first, unread=prompt.image_positions)
-
-
-def _of_choices(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The columns of each choice."""
-    stored = {name: values for name in TOKEN_COLUMNS if (values := row.get(f"choice_{name}")) is not None}
-    return [{name: values[place] for name, values in stored.items()} for place in range(len(spans))]
-
-
-def _of_windows(row: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The columns of each window of a text. The output stores the windows one after the other."""
-    stored = {name: values for name in TOKEN_COLUMNS if (values := row.get(name)) is not None}
-    # With `store: all` the first token is stored, too; it has no logprob.
-    has_all = len(spans) == 1 and len(row["logprobs"]) == len(spans[0].token_ids)
-    lengths = [len(span.token_ids) - (1 if has_all else span.start) for span in spans]
-    ends = (np.cumsum(lengths) + has_all).tolist()
-    return [
-        {name: values[end - length : end] for name, values in stored.items()}
-        for length, end in zip(lengths, ends, strict=True)
-    ]

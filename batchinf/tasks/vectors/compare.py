@@ -1,23 +1,19 @@
-"""Compares vectors: of two jobs for `diff`, and of a job and its reference for `verify`."""
+"""Compares the vectors of two jobs for `diff`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError
-from batchinf.records import Prompt, Request, Reranking
-from batchinf.spec.job import JobSpec
 from batchinf.tasks.compare import Changes, Deltas, DeltaSummary, Floats, JobOutput, TaskChanges, delta, value_pairs
 from batchinf.tasks.vector_changes import VectorChanges, common_vectors, vector_widths
-from batchinf.tasks.vectors.section import LINES_COLUMN, RANKING, RERANK_COLUMNS, is_activated, stored_columns
-from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors, Verification, stored_vectors
+from batchinf.tasks.vectors.section import LINES_COLUMN, RANKING, RERANK_COLUMNS
 
 if TYPE_CHECKING:
-    from batchinf.tasks.reference import Reference
+    pass
 
 
 class EmbedChanges(VectorChanges):
@@ -132,54 +128,3 @@ class RerankChanges(Changes):
 
     def _task_changes(self) -> RerankCompared:
         return RerankCompared(self._deltas.summary(), self._num_other_ranking, self._num_other_first)
-
-
-class PooledVerification(Verification):
-    """Compares the vectors of a prompt, or of its positions."""
-
-    def __init__(self, spec: JobSpec) -> None:
-        super().__init__(spec)
-        self._has_direction = spec.task in ("embed", "hidden_states")
-        self.columns = ("positions",) if spec.task == "hidden_states" else ()
-        self.vector_columns = stored_columns(spec)
-        is_share = spec.task in ("classify", "rerank") and is_activated(spec)
-        self.is_relative = self._has_direction or is_share
-
-    def stored(self, row: StoredRow, prompt: Prompt, requests: Sequence[Request]) -> Iterator[StoredVectors]:
-        if prompt.reranking is not None:
-            yield from _stored_scores(row.numbers(self.vector_columns[0]), prompt.reranking, requests)
-            return
-        if self.vector_columns != (LINES_COLUMN,):
-            yield from stored_vectors(row, requests[0].prompt_token_ids, has_direction=self._has_direction)
-            return
-        for request, vector in zip(requests, row.numbers(LINES_COLUMN), strict=True):
-            yield StoredVectors(
-                kind=LINES_COLUMN,
-                token_ids=request.prompt_token_ids,
-                positions=None,
-                values=vector[None],
-                has_direction=True,
-            )
-
-    def reference(self, wanted: ReferenceWanted) -> "Reference":
-        from batchinf.tasks.vectors.reference import reference_of
-
-        return reference_of(self.spec, wanted)
-
-
-def _stored_scores(
-    scores: npt.NDArray[Any], reranking: Reranking, requests: Sequence[Request]
-) -> Iterator[StoredVectors]:
-    """The score of each document, with the pair of texts, or with both texts of a cosine."""
-    queries = requests[: reranking.num_queries]
-    for place, (request, score) in enumerate(zip(requests[len(queries) :], scores.reshape(-1), strict=True)):
-        query = queries[place % len(queries)] if queries else None
-        yield StoredVectors(
-            kind="relevance_scores",
-            token_ids=request.prompt_token_ids,
-            positions=None,
-            values=score.reshape(1, 1),
-            has_direction=False,
-            other_token_ids=None if query is None else query.prompt_token_ids,
-            request=request,
-        )

@@ -34,7 +34,6 @@ from batchinf.tasks.vectors.compare import (
     ClassifyChanges,
     EmbedChanges,
     HiddenStatesChanges,
-    PooledVerification,
     RewardChanges,
 )
 from batchinf.tasks.vectors.prompts import EmbeddingPrompts
@@ -45,6 +44,7 @@ from batchinf.tasks.vectors.section import (
     config_of,
     is_activated,
     pooling_of,
+    projected_width,
     resolved_fields,
     stored_columns,
 )
@@ -56,7 +56,6 @@ class Pooled(Task):
     """A task that stores `Completion.values` of vLLM's pooling runner."""
 
     section = SECTION
-    verification = PooledVerification
     takes_generation_config = False
     batch_urls: ClassVar[tuple[str, ...]] = ()
     output_room = 0
@@ -201,6 +200,12 @@ class Embed(Pooled):
         super().__init__(spec)
         self._has_lines = spec.input.is_batch_file
         self.prompts = EmbeddingPrompts if self._has_lines else PromptBuilder
+
+    def why_unverified(self, model: Model) -> str | None:
+        """See `Task`."""
+        if projected_width(model, self.spec) is None:
+            return None
+        return f"'{model.name}' has a dense layer behind it (modules.json), which transformers does not apply"
 
     def result_fields(self) -> Fields:
         """See `Task`. A line has a vector for each input."""
