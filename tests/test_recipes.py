@@ -278,7 +278,7 @@ class CountExport(Format):
         self.stream.write(b"%d rows" % self.num_rows)
 """
     )
-    registry = "batchinf/export/registry.py"
+    registry = "batchinf/commands/export.py"
     old = "from batchinf.export.huggingface"
     copy.replace(registry, old, f"from batchinf.export.count import CountExport\n{old}")
     copy.replace(

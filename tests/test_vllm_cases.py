@@ -17,7 +17,7 @@ _FLAGS = "tests/commands/test_run_batch.py::test_flags_are_read_as_vllm_reads_th
 _REFUSED = "tests/commands/test_run_batch.py::test_flags_that_are_refused"
 _FIELDS = "tests/prompts/test_batch_files.py::test_each_field_on_real_vllm"
 _AUDIO = "no test: batchinf runs texts; a line with audio is an error row, as in the first case of an unknown URL"
-_UPLOAD = "tests/export/test_upload.py::test_a_file_is_sent_by_put"
+_UPLOAD = "no test: batchinf writes a file, and `curl -T` sends it; such a URL is refused"
 _INSIDE = "no test: how vLLM's server is put together; batchinf has no such part"
 _SCORING = "tests/engines/test_vllm_one_batch_file.py::test_with_a_cross_encoder"
 

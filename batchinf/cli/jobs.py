@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from batchinf.base.errors import UserError
-from batchinf.base.places import is_bucket, is_http
+from batchinf.base.places import is_bucket
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.cli.arguments import (
@@ -168,7 +168,7 @@ def _run_batch(
             "-o",
             "--output-file",
             metavar="FILE",
-            help="The answers, written when the job is done: a path, s3://…, or a URL for PUT.",
+            help="The answers, written when the job is done: a path, or s3://…",
             may_be_url=True,
         ),
     ],
@@ -187,7 +187,7 @@ def _run_batch(
         from batchinf.commands.run_batch import batch_run, write_answers
 
         collect_as_usual()
-        if follows and (is_http(output_file) or is_bucket(output_file)):
+        if follows and is_bucket(output_file):
             raise UserError("--follow: got a URL for the answers, which is written once; leave --follow out")
         run = batch_run(input_file, output_file, model, context.args, folder=job)
         print_lines(run.notes)

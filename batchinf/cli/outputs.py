@@ -81,7 +81,7 @@ def _export(
             "-o",
             "--output",
             metavar="FILE",
-            help="The file to write: a path, `-` for stdout, s3://…, a URL for PUT; for hf a folder.",
+            help="The file to write: a path, `-` for stdout, s3://…; for hf a folder.",
             may_be_url=True,
         ),
     ],
@@ -110,13 +110,6 @@ def _export(
     """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
     from batchinf.commands.export import ExportRequest, export_job
     from batchinf.export.files import STDOUT
-    from batchinf.export.huggingface import HuggingFaceExport
-
-    card_files = None
-    if to == HuggingFaceExport.name:
-        from batchinf.report import dataset_card  # imports libraries for charts
-
-        card_files = dataset_card.card_files
 
     request = ExportRequest(
         path=path,
@@ -128,7 +121,7 @@ def _export(
         push_to=push_to,
         is_public=is_public,
     )
-    exported = export_job(out, request, card_files)
+    exported = export_job(out, request)
     if path == STDOUT:
         print(plain("\n".join(exported.lines())), file=sys.stderr)
     else:

@@ -184,13 +184,11 @@ class OpenAIBatchExport(Format):
 
     def _content(self, row: Row, form: Row) -> Iterator[dict[str, Any]]:
         num_top = form.get("top_logprobs") or 0
-        for token in tokens_of("", row):
-            top = [self._logprob(token_id, logprob) for token_id, logprob in (token.top or ())[:num_top]]
-            yield {**self._logprob(token.id, token.logprob), "top_logprobs": top}
-
-    def _logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        utf8 = self.job.tokens.utf8(token_id)
-        return {"token": self.job.tokens.text(token_id), "logprob": _finite(logprob), "bytes": utf8}
+        tokens = [*tokens_of("", row)]
+        for token, (text, others) in zip(tokens, self.job.tokens.spell(tokens), strict=True):
+            likeliest = zip(others, token.top or (), strict=True)
+            top = [_logprob(name, logprob) for name, (_, logprob) in itertools.islice(likeliest, num_top)]
+            yield {**_logprob(text, token.logprob), "top_logprobs": top}
 
     def _text_choice(self, row: Row, form: Row) -> dict[str, Any]:
         number = form.get("logprobs")
@@ -199,13 +197,14 @@ class OpenAIBatchExport(Format):
 
     def _completion_logprobs(self, row: Row, num_top: int) -> dict[str, Any]:
         tokens = [*tokens_of("", row)]
-        texts = [self.job.tokens.text(token.id) for token in tokens]
+        spelt = [*self.job.tokens.spell(tokens)]
+        texts = [text for text, _ in spelt]
         offsets = [0, *itertools.accumulate(map(len, texts))]
         top: list[dict[str, float | None]] = []
-        for token, text in zip(tokens, texts, strict=True):
-            likeliest = (token.top or ())[:num_top]
+        for token, (text, others) in zip(tokens, spelt, strict=True):
+            likeliest = itertools.islice(zip(others, token.top or (), strict=True), num_top)
             # OpenAI's list has the token itself, too, if it is not among them.
-            top.append({text: _finite(token.logprob)} | {self.job.tokens.text(k): _finite(v) for k, v in likeliest})
+            top.append({text: _finite(token.logprob)} | {name: _finite(value) for name, (_, value) in likeliest})
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -290,6 +289,10 @@ def _error(samples: Sequence[Row]) -> dict[str, Any] | None:
     if len(samples) > 1:
         message = f"{len(failed)} of {len(samples)} samples failed: {message}"
     return {"code": first["error_type"], "message": message}
+
+
+def _logprob(text: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": [*text.encode()]}
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -136,6 +136,7 @@ class Launcher:
             logs=self.folder.path("logs"),
             max_restarts=own.max_restarts,
             stall_timeout_s=own.stall_timeout_s,
+            start_timeout_s=own.start_timeout_s,
             is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
             retry=retry,

@@ -35,6 +35,7 @@ from batchinf.replica.feeder import Feeder
 from batchinf.replica.messages import (
     DISK_ERROR,
     STARTING_ENGINE,
+    WAITING_FOR_INPUT,
     WARMING_UP,
     Assign,
     Begin,
@@ -133,7 +134,7 @@ class Incarnation:
             engine.warm_up(self._task.warm_up_request())
             start_s = round(time.monotonic() - started, 3)
             if not self._pipeline.done():
-                self._port.send(StartPhase("waiting for the input"))
+                self._port.send(StartPhase(WAITING_FOR_INPUT))
             pipeline, limits = self._pipeline.result()
             worker = pipeline.complete(engine, limits, self._in_flight)
             with self._lock:

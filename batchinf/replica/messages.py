@@ -13,6 +13,8 @@ Key = tuple[int, int, int]  # of a lease: `Lease.key`
 DISK_ERROR = "DiskError"
 # The phase in which the engine itself starts; its log says more. The last phase, after which the engine is up.
 STARTING_ENGINE = "starting the engine"
+# The engine is up, and the coordinator has not sent `Work` yet, or the replica still opens the input.
+WAITING_FOR_INPUT = "waiting for the input"
 WARMING_UP = "compiling kernels for the job's shapes"
 
 # -- from the coordinator ----------------------------------------------------------------------------------------------

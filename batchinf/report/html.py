@@ -15,11 +15,6 @@ from batchinf.commands.inspect import InspectReport, probability, token_text
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#&$])")
 
 
-def light_colors() -> dict[str, str]:
-    """The colours of the pages on a light screen, by the names of their variables."""
-    return dict(re.findall(r"(--\w+): (#\w+);", _text("page.html").partition("@media")[0]))
-
-
 def template(name: str) -> jinja2.Template:
     """The template `name` of this package, for HTML or Markdown.
 

@@ -32,7 +32,7 @@ from batchinf.tasks.columns import (
     shared_columns,
     without_requests,
 )
-from batchinf.tasks.compare import Comparison
+from batchinf.tasks.compare import ComparedColumns
 
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # No dictionary encoding: nearly every value is different.
@@ -125,8 +125,8 @@ class Task(abc.ABC):
     """Whether its prompts may have images."""
     row_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of a row's results with names that other tasks use for those of tokens."""
-    comparison: ClassVar[Comparison | None] = None
-    """How `diff` compares two jobs of the task; None: their outputs cannot be compared."""
+    compared: ClassVar[ComparedColumns] = ComparedColumns()
+    """The columns that `diff` compares in two jobs of the task, besides those of vectors."""
 
     prompts: type[PromptBuilder] = PromptBuilder
     """Makes prompts of rows."""
@@ -179,6 +179,11 @@ class Task(abc.ABC):
         images = spec.input.images
         if images is not None and any(map(is_bucket, images.folders)) and importlib.util.find_spec("obstore") is None:
             raise SpecError(f"input.images.folders: {NEEDS_OBSTORE}")
+
+    @classmethod
+    def other_meanings(cls, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
+        """Columns whose numbers mean other things in two jobs with these stored specs; `diff` leaves them out."""
+        return ()
 
     def why_unverified(self, model: Model) -> str | None:
         """Why `verify` cannot compare the task's numbers with those of transformers; None: it can."""

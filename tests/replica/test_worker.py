@@ -441,6 +441,33 @@ def test_a_stop_stores_what_finishes_in_time(bench: Callable[..., Bench]) -> Non
     assert kept == set(one.engine.added)
 
 
+def test_a_tick_that_is_asked_for_during_another_one_is_not_forgotten(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a stop comes while a slow disk journals: what finishes meanwhile is journalled now, not in an hour."""
+    one = bench(checkpoint_interval_s=3600.0, scripted={"step_s": 0.01})
+    is_journalling = threading.Event()
+    may_go_on = threading.Event()
+    tick = one.worker.writer._tick
+
+    def slow_tick() -> None:
+        tick()
+        is_journalling.set()
+        may_go_on.wait(30)
+
+    monkeypatch.setattr(one.worker.writer, "_tick", slow_tick)
+    [lease] = one.assign((0, NUM_ROWS))
+    one.start()
+    one.worker.writer.tick_soon()
+    assert is_journalling.wait(30)
+    num_before = len(one.journalled(lease))
+    one.worker.writer.tick_soon()
+    one.wait_for(lambda: one.worker.progress().num_unstored)
+    may_go_on.set()
+    one.wait_for(lambda: len(one.journalled(lease)) > num_before)
+    assert not one.of(LeaseDone)
+
+
 def test_a_stop_at_once_stores_nothing_cut_short(bench: Callable[..., Bench]) -> None:
     one = bench(scripted={"step_s": 0.01})
     [shard] = one.assign((0, NUM_ROWS))

@@ -38,6 +38,7 @@ from batchinf.fleet.local.environment import (
 )
 from batchinf.fleet.local.process_group import (
     GroupIdentity,
+    bytes_read,
     end_leftover,
     end_process_group,
     kill_all_but_trackers,
@@ -105,6 +106,11 @@ class LocalReplica:
 
     def log_tail(self) -> list[str]:
         return read_log(self.log, self.log_start)
+
+    def start_activity(self) -> tuple[int, int]:
+        """See `ReplicaHandle`."""
+        num_printed = self.log.stat().st_size if self.log.exists() else 0
+        return num_printed, bytes_read(self.process.pid) >> 20
 
     def begin_end(self) -> None:
         self.seen = self.seen or (time.monotonic() - self.started, self.process.poll())
@@ -222,7 +228,8 @@ class LocalBackend:
                 start_new_session=True,
             )
         os.close(descriptor)
-        channel = Channel(ours)
+        # One replica that does not read must not hold up the coordinator, or the starts of others.
+        channel = Channel(ours, sends_later=True)
         channel.send(launch)
         replica = LocalReplica(
             incarnation=launch.incarnation,

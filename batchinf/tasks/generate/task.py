@@ -22,14 +22,16 @@ from batchinf.tasks.columns import (
     output_columns,
     strings,
 )
-from batchinf.tasks.generate.compare import TextChanges
+from batchinf.tasks.compare import ComparedColumns
 
 
 class Generate(Task):
     """See `Task`. `spec.sampling` is resolved, so its temperature is never None."""
 
     name = "generate"
-    comparison = TextChanges
+    compared = ComparedColumns(
+        decides=("text", "tool_calls"), others=("finish_reason", "cumulative_logprob", "token_ids", "logprobs")
+    )
     makes_text = True
     takes_images = True
     draws_tokens = True
