@@ -170,5 +170,7 @@ def by_batchinf(path: pathlib.Path, model: pathlib.Path, *flags: str) -> dict[st
     """The answers of `batchinf run-batch`. Its job is beside the file, with the ending `.job`."""
     output = path.with_suffix(".ours")
     done = jobs.run("run-batch", "-i", path, "-o", output, "--model", model, *flags, "-dp", "1")
-    assert done.returncode == 0, done.stderr
-    return answers_in(output)
+    answers = answers_in(output)
+    has_errors = any(answer["error"] is not None for answer in answers.values())
+    assert done.returncode == (3 if has_errors else 0), done.stderr
+    return answers

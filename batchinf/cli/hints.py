@@ -21,7 +21,11 @@ _IN_SPEC = {
 }
 _OF_COMMAND = {
     "verify": {"--dtype": "transformers computes in float32"},
-    "head": dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+    "head": {
+        **dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+        "--html": "`batchinf report OUT` writes a page",
+    },
+    "plan": {"--plot": "`--json` prints all figures"},
     "tune": {"--write": "put the fields that `tune` names into the spec"},
     "slurm": {
         "--cpus": "`--sbatch cpus-per-task=N` sets the cores",
@@ -37,8 +41,9 @@ _COMMANDS = {
     **dict.fromkeys(("resume", "continue", "restart"), "`batchinf run JOB.yaml` resumes the job, with the same spec"),
     **dict.fromkeys(("start", "launch", "submit"), "`batchinf run JOB.yaml` runs a job"),
     "retry": "`batchinf run JOB.yaml --retry errors` runs error rows again",
-    **dict.fromkeys(("show", "cat", "tail", "sample"), "`batchinf head OUT` shows rows, `inspect OUT` one row"),
+    **dict.fromkeys(("show", "cat", "tail", "sample"), "`batchinf head OUT` shows rows, with `--row ID` one row whole"),
     **dict.fromkeys(("convert", "merge"), "`batchinf export OUT -o FILE` writes the output as one file"),
+    "inspect": "`batchinf head OUT --row ID` shows one row whole",
     "new": "`batchinf init JOB.yaml` writes a spec",
     **dict.fromkeys(("progress", "watch", "ls"), "`batchinf status OUT` shows a job, with `--watch` while it runs"),
 }

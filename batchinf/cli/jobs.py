@@ -1,15 +1,12 @@
 """The commands that take a spec: each makes, checks, plans or runs a job."""
 
 import contextlib
-import dataclasses
-import functools
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -27,9 +24,8 @@ from batchinf.cli.arguments import (
     new_spec_file,
     path_option,
 )
-from batchinf.cli.program import app, errors_as, print_error, print_lines, print_report
+from batchinf.cli.program import app, errors_as, print_lines, print_report
 
-_Found = TypeVar("_Found")
 _PURPOSES = "label, generate, score, logits, embed or rerank"
 
 
@@ -58,21 +54,16 @@ def _init(
     ] = None,
     out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
-    """Write a short commented spec that fits your data. Asks for what no option gives."""
+    """Write a short commented spec that fits your data."""
     from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write, written_lines
     from batchinf.tasks.starters import StarterWanted
 
-    check = functools.partial(check_purpose, has_labels=bool(labels))
-    purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check)
-    look = functools.partial(look_at, labels=labels_in(labels or ""), encoding=encoding)
-    data, found = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?", look)
-    question = "Which model (a Hugging Face id or a folder)?"
-    model, has_template = _asked(model, "--model", question, has_chat_template)
-    if purpose == "label" and not labels and sys.stdin.isatty():
-        of_column = ", ".join(found.labels) if found.labelled is not None else None
-        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_in, default=of_column)
-        if said != of_column:
-            found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
+    purpose = _given(purpose, "--for", f"What is the job for ({_PURPOSES})?")
+    check_purpose(purpose, has_labels=bool(labels))
+    data = _given(data, "--data", "Where are the rows (a file, a glob, a folder)?")
+    found = look_at(data, labels=labels_in(labels or ""), encoding=encoding)
+    model = _given(model, "--model", "Which model (a Hugging Face id or a folder)?")
+    has_template = has_chat_template(model)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
     text = write(path, purpose, found, StarterWanted(model, has_template is not False, where))
     print_lines(written_lines(path, found, purpose, text))
@@ -81,20 +72,11 @@ def _init(
     print_lines([f"next: batchinf validate {shlex.quote(path)}"])
 
 
-def _asked(
-    value: str | None, option: str, question: str, check: Callable[[str], _Found], *, default: str | None = None
-) -> tuple[str, _Found]:
-    """The option's value, or the user's answer, and what `check` says of it. A wrong answer is asked for again."""
-    if value is not None:
-        return value, check(value)
-    if not sys.stdin.isatty():
+def _given(value: str | None, option: str, question: str) -> str:
+    """The option's value. Raises UserError if it is missing."""
+    if value is None:
         raise UserError(f"{option}: missing. {question} Give it as {option}")
-    while True:
-        answer = str(typer.prompt(question, default))
-        try:
-            return answer, check(answer)
-        except UserError as error:
-            print_error(error)
+    return value
 
 
 @app.command("run", epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")
@@ -184,7 +166,7 @@ def _run_batch(
     with interruptible(ends_process=True):
         from batchinf import api
         from batchinf.commands.export import following
-        from batchinf.commands.run_batch import batch_run, write_answers
+        from batchinf.commands.run_batch import batch_run, check_lines, write_answers
 
         collect_as_usual()
         if follows and is_bucket(output_file):
@@ -195,6 +177,7 @@ def _run_batch(
             summary = api.run(run.spec)
         exported = write_answers(run, has_rows=summary.has_begun)
     print_lines([*summary.lines(), *exported.lines()])
+    check_lines(summary)
 
 
 @app.command("validate", epilog="Example: batchinf validate job.yaml -n 5 --random")
@@ -255,16 +238,12 @@ def _plan(
         int | None,
         typer.Option(min=1, max=10**12, metavar="N", help="As if the input had N rows; it may be missing."),
     ] = None,
-    plot: Annotated[str | None, path_option(metavar="FILE.svg", help="Draw the degrees, or a model's memory.")] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.report.plan_chart import check_file, write_chart
 
-    if plot is not None:
-        check_file(plot)
     report = api.plan(
         target,
         overrides=set_ or (),
@@ -277,8 +256,6 @@ def _plan(
         output_tokens=output_tokens,
         rows=rows,
     )
-    if plot is not None:
-        write_chart(report, plot)
     print_report(report, report.lines(), as_json)
 
 

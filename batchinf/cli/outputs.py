@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from batchinf.cli.arguments import (
     path_option,
     spec_in,
 )
-from batchinf.cli.program import app, print_json, print_lines, print_report
+from batchinf.cli.program import app, print_json, print_report
 
 
 @app.command("status", epilog="Example: batchinf status out/job")
@@ -51,11 +50,25 @@ def _head(
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
     columns: Columns = None,
     only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
+    row: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Show this row whole, by its id or its position from 0: its prompt, and its "
+            "tokens with their logprobs and alternatives.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
     ] = False,
 ) -> None:
-    """Show the first finished rows as a table, while the job runs or after."""
+    """Show the first finished rows as a table, or one row whole, while the job runs or after."""
+    if row is not None:
+        if only_errors or columns:
+            other = "--errors" if only_errors else "--columns"
+            raise UserError(f"head: got {other} with --row, which shows all of one row; leave out {other}")
+        _show_whole(out, row, as_json)
+        return
     from batchinf.commands.head import head_table, nothing_line, read_head
 
     wanted = names_in(",".join(columns or ()))
@@ -70,6 +83,19 @@ def _head(
         screen = console()
         for item in head_table(found, wanted, screen.width):
             screen.print(item)
+
+
+def _show_whole(out: str, row: str, as_json: bool) -> None:
+    from batchinf.commands.screen import console
+    from batchinf.commands.whole_row import read_whole_row, row_items
+
+    whole = read_whole_row(out, row)
+    if as_json:
+        print_report(whole, (), as_json)
+        return
+    screen = console()
+    for item in row_items(whole):
+        screen.print(item)
 
 
 @app.command("export", epilog="Example: batchinf export out/job -o rows.jsonl --columns id,text")
@@ -126,43 +152,6 @@ def _export(
         print(plain("\n".join(exported.lines())), file=sys.stderr)
     else:
         print_report(exported, exported.lines(), as_json)
-
-
-@app.command("inspect", epilog="Example: batchinf inspect out/job review-17 --html row.html")
-def _inspect(
-    out: Out,
-    wanted: Annotated[
-        str | None, typer.Argument(metavar="ROW", help="The row's id, or its position from 0.", show_default=False)
-    ] = None,
-    row: Annotated[str | None, typer.Option(metavar="ID", help="The same as ROW.")] = None,
-    html: Annotated[str | None, path_option(metavar="FILE", help="Write a page instead.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
-    from batchinf.commands.inspect import inspect_row
-
-    given = [text for text in (wanted, row) if text is not None]
-    if len(given) != 1:
-        got = f"got {' and '.join(given)}" if given else "got no row"
-        raise UserError(
-            f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {shlex.quote(out)} ROW"
-        )
-    [named] = given
-    report = inspect_row(out, named, has_copies=html is not None)
-    if as_json:
-        print_report(report, (), as_json)
-        return
-    from batchinf.commands.inspect import row_items
-    from batchinf.commands.screen import console
-    from batchinf.report.html import write_page
-
-    if html is not None:
-        write_page(report, html)
-        print_lines([f"row {named} of {out} is in {html}"])
-        return
-    screen = console()
-    for item in row_items(report):
-        screen.print(item)
 
 
 @app.command("report", epilog="Example: batchinf report out/job -o report.html")

@@ -283,7 +283,7 @@ def _show_errors(head: Head, cells: list[Text]) -> int:
     """Put the message of each error row into its cell. Returns the width that the messages need."""
     errors: list[Text] = []
     for number, row in enumerate(head.rows):
-        if (error := row.get("error") or row.get("error_type")) is not None:
+        if (error := row.get("error_type")) is not None:
             cells[number] = cell(f"{error}: {row.get('error_message') or ''}".rstrip(": "), "red")
             errors.append(cells[number])
     # Among other rows, a message takes no room from the columns with their texts.

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.base.errors import BatchinfError, UserError
+from batchinf.base.errors import BatchinfError, ErrorRateExceeded, UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
-from batchinf.engines.installed import engine_argument_names
+from batchinf.coordinator.ending import Summary
+from batchinf.engines.installed import engine_argument_names, takes_text
 from batchinf.export.files import Files, check_target, local_stem
 from batchinf.model.identity import resolve
 from batchinf.prompts.chat import ChatTemplate
@@ -35,6 +36,8 @@ _FIELDS = {
     "seed": "sampling.seed",
     "tool_call_parser": "model.tool_parser",
 }
+# Flags of vLLM's server whose values are texts.
+_TEXTS = frozenset({"chat_template", "response_role", "tool_call_parser"})
 # Flags of vLLM's server → fields of `input.images`.
 _OF_IMAGES = {"allowed_local_media_path": "folders", "allowed_media_domains": "hosts"}
 _IMAGE_PARTS = ("image_url", "input_image")
@@ -87,7 +90,7 @@ def batch_run(
         "sampling": {},
         "engine": {},
         "output": {"path": folder},
-        "max_error_rate": 1.0,  # `vllm run-batch` ends with 0 even if lines fail
+        "max_error_rate": 1.0,  # `check_lines` judges, once the answers are written
     }
     notes = []
     for name, value in read_flags(flags):
@@ -152,6 +155,14 @@ def write_answers(run: BatchRun, *, has_rows: bool) -> Exported:
     with Files(overwrites=True) as files:
         files.open(run.output.path)
     return Exported(num_rows=0, files=tuple(files.written), notes=())
+
+
+def check_lines(summary: Summary) -> None:
+    """Raise ErrorRateExceeded if lines failed. The file of answers has them all."""
+    if summary.num_errors:
+        raise ErrorRateExceeded(
+            f"{summary.num_errors:,} of {summary.num_rows:,} answers are errors; the file has each of them"
+        )
 
 
 def _add_images(spec: dict[str, Any], most: int) -> None:
@@ -276,7 +287,9 @@ def read_flags(flags: Sequence[str]) -> Iterable[tuple[str, Any]]:
 
 
 def _value(name: str, text: str) -> Any:
-    """A number, true or false, null, a JSON value, or else the text."""
+    """The text, or the number, true, false, null or JSON value that it says, if the flag takes no text."""
+    if name in _TEXTS or takes_text(name):
+        return text
     if name in _READABLE and (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text)):
         return int(float(match[1]) * _UNITS[match[2]])
     try:

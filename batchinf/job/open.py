@@ -17,17 +17,25 @@ from batchinf.base.errors import InputError, SpecError
 from batchinf.base.slices import job_folder, read_cut, source_folder
 from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.job.drift import limit_as_begun, refusing_other_job
+from batchinf.job.forms import form_of_input, refuse_unused, unused_fields
 from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
-from batchinf.manifest.versions import FIRST_RULES
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import refuse_head, resolve_adapters
 from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
 from batchinf.prompts.openai.fields import removed_in
-from batchinf.prompts.openai.lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, check_urls, url_of
+from batchinf.prompts.openai.lines import (
+    COLUMNS,
+    NUM_LOOKED_AT,
+    all_of,
+    check_models,
+    check_urls,
+    missing_columns,
+    url_of,
+)
 from batchinf.prompts.openai.requests import may_be_batch, recognised
 from batchinf.prompts.renderer import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.row_sampling import check_sampling_columns
@@ -42,7 +50,7 @@ from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_source
 from batchinf.spec.file import SpecFile, with_task
 from batchinf.spec.input import PROMPT_FORMS, InputSpec
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import FIRST_RULES, JobSpec
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import stored_task, task_of, task_of_url, task_type
 
@@ -147,7 +155,7 @@ def _with_task(file: SpecFile, state: State | None) -> SpecFile:
 def _task_of_lines(spec: JobSpec) -> str | None:
     """The task that the first lines of a batch file ask for; None for another input, or if they ask for none."""
     rows = first_rows(location_of(spec)) or ()
-    if not {name for row in rows for name in row}.issuperset(COLUMNS):
+    if missing_columns({name for row in rows for name in row}):
         return None
     return next(filter(None, (task_of_url(url_of(row)) for row in rows)), None)
 
@@ -297,6 +305,7 @@ def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
         return prepared
     try:
         prepared = over_rows(prepared, rows)
+        refuse_unused(prepared.spec, form_of_input(prepared.spec, location_of(file.spec)))
         if where is not None:
             Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
     except (SpecError, PredicateError):
@@ -367,6 +376,11 @@ def open_input(
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
         prepared = _with_columns(prepared, source.schema.names)
         spec = prepared.spec
+        of_input = form_of_input(spec, location_of(spec))
+        if spec.rules > FIRST_RULES:
+            refuse_unused(spec, of_input)
+        for message in unused_fields(spec, of_input=of_input):
+            say(f"note: {message}; this job has begun, so the field is passed over")
         check_sampling_columns(spec.sampling, source.schema)
         refuse_unstorable(spec, source.schema)
         if spec.input.id_column is not None and (state is None or prepared.new == "take"):
@@ -410,6 +424,7 @@ def location_of(spec: JobSpec) -> InputLocation:
         revision=where.revision,
         name=where.name,
         csv=None if where.csv is None else where.csv.dialect,
+        is_new=spec.rules > FIRST_RULES,
         text_columns=_text_columns(where),
         rules=spec.rules,
         is_shuffled=where.order != "input",

@@ -28,6 +28,7 @@ from batchinf.base.places import is_bucket, normal_bucket_url, shown_url, split_
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, error_message, name_type
 from batchinf.prompts.url_cache import UrlCache, cached
+from batchinf.source.files import LFS_POINTER
 from batchinf.spec.images import MOST_PIXELS, ImageSettings
 
 if TYPE_CHECKING:
@@ -246,6 +247,8 @@ class ImageLoader:
         """Raises ImageError. name: of the image, in messages."""
         if len(data) > self._settings.max_bytes:
             self._refuse_size(name, len(data))
+        if data.startswith(LFS_POINTER):
+            raise ImageError("image_broken", f"{name} is a pointer of Git LFS, and no image; `git lfs pull` fetches it")
         with self._refusing(name):
             encoded = self._parsed(io.BytesIO(data), name)
             if encoded.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > _MAX_SCANS:

@@ -5,8 +5,9 @@ A type is None if no Arrow type holds all values unchanged. `MixedTypes` says wh
 
 import enum
 import itertools
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ _JSON_KEY = b"batchinf:json"
 _ODD_KEY = b"batchinf:odd"
 _EXTENSION_KEY = b"batchinf:extension"
 _REMARK_KEY = b"batchinf:remark"
+_TWINS_KEY = b"batchinf:twins"
 JSON_MARK = {_JSON_KEY: b"1"}
 
 _WRITTEN_MARK = {b"batchinf:written": b"1"}
@@ -76,6 +78,18 @@ def with_remark(schema: pa.Schema, remark: str) -> pa.Schema:
 def remark_of(schema: pa.Schema) -> str:
     """See `with_remark`."""
     return str((schema.metadata or {}).get(_REMARK_KEY, b"").decode())
+
+
+def with_twins(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    """The columns of a file, with the names that several columns have, which are left out."""
+    return schema.with_metadata({**(schema.metadata or {}), _TWINS_KEY: json.dumps(names)}) if names else schema
+
+
+def refuse_named_twins(schema: pa.Schema, named: Collection[str], file_name: str) -> None:
+    """Raise `InputError` if a job names a column that is left out of a file; see `with_twins`."""
+    for name in json.loads((schema.metadata or {}).get(_TWINS_KEY, b"[]")):
+        if name in named:
+            raise _two_columns(name, file_name)
 
 
 def is_text(type: pa.DataType) -> bool:
@@ -214,8 +228,11 @@ def _holds_numbers(type: pa.DataType, promoted: pa.DataType, *, by_value: bool) 
 def refuse_twins(names: Sequence[str], file_name: str) -> None:
     """Raise `InputError` if two columns of a file have one name."""
     if len(set(names)) < len(names):
-        twin = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"{file_name} has two columns named {twin!r}; rename one of them")
+        raise _two_columns(next(name for name in names if names.count(name) > 1), file_name)
+
+
+def _two_columns(name: str, file_name: str) -> InputError:
+    return InputError(f"{file_name} has two columns named {name!r}; rename one of them")
 
 
 # -- plain types -----------------------------------------------------------------------------------------------------

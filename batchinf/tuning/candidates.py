@@ -15,7 +15,7 @@ from batchinf.fleet.parallel import local_devices
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of, share_of
-from batchinf.planning.degrees import that_fit
+from batchinf.planning.degrees import Machine, that_fit
 from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec, fields
@@ -183,6 +183,6 @@ def _degrees(start: _Start) -> list[Settings]:
     share = share_of(start.spec.engine)
     return [
         {"parallel.tensor_parallel_size": degrees.tensor, "parallel.pipeline_parallel_size": degrees.pipeline}
-        for degrees in that_fit(fit, fit.max_model_len, share, num_devices, most=num_devices)
+        for degrees in that_fit(fit, Machine(None, num_devices, 1, share), fit.max_model_len)
         if num_devices % degrees.num_devices == 0 and (degrees.tensor, degrees.pipeline) != parallel.sizes
     ]

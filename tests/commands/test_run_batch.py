@@ -38,6 +38,9 @@ def write_lines(path: pathlib.Path, *bodies: dict[str, Any]) -> pathlib.Path:
         ("--no-enable-prefix-caching -tp 2", {"enable_prefix_caching": False, "tensor_parallel_size": 2}),
         ("--served-model-name a b --seed -1", {"served_model_name": ["a", "b"], "seed": -1}),
         ('--hf-overrides {"a":1} -q fp8', {"hf_overrides": {"a": 1}, "quantization": "fp8"}),
+        ("--served-model-name 123 --revision 1234567", {"served_model_name": "123", "revision": "1234567"}),
+        ("--served-model-name 1 null --tokenizer true", {"served_model_name": ["1", "null"], "tokenizer": "true"}),
+        ("--tool-call-parser 5 --data-parallel-size 2", {"tool_call_parser": "5", "data_parallel_size": 2}),
     ],
 )  # fmt: skip
 def test_flags_are_read_as_vllm_reads_them(flags: str, expected: dict[str, Any]) -> None:
@@ -263,7 +266,8 @@ def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     flags = ("--max-model-len", "256", "--dtype", "float32", "-dp", "1", "--follow")
     options = ("-i", lines, "-o", tmp_path / "out.jsonl", "--model", jobs.MODEL)
     done = jobs.run("run-batch", *options, *flags)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr
+    assert "error: 9 of 16 answers are errors; the file has each of them" in done.stderr
     assert f"16 output rows in {tmp_path / 'out.jsonl'}" in done.stdout
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     names = [answer["custom_id"] for answer in answers]
@@ -284,5 +288,5 @@ def test_the_command_itself_on_vllm(tmp_path: pathlib.Path) -> None:
     assert {*errors} == {*beginnings, "row_index 14"}
     kept = (tmp_path / "out.jsonl").read_bytes()
     again = jobs.run("run-batch", *options, *flags)
-    assert again.returncode == 0, again.stderr
+    assert again.returncode == 3, again.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == kept

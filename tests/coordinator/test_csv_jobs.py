@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jobs
-from batchinf.manifest.versions import FIRST_RULES
+from batchinf.spec.job import FIRST_RULES
 
 SECTIONS = "section,price,title,n\n1.1,19.90,Scope,3\n1.2,5,Terms,4\n1.10,7.25,Annexes,5\n,1e3,Nameless,6\n"
 TEMPLATE = "{{ section or '-' }} {{ price }} {{ price * 2 }} {{ {'p': price} | tojson }} {{ n }}"

@@ -237,12 +237,47 @@ def test_what_is_taken_for_a_batch_file(tmp_path: pathlib.Path) -> None:
         recognised(InputSpec(path="a.jsonl", format="openai"), names[:3])
     with pytest.raises(SpecError, match=r"input\.prompt_column: got it with format openai"):
         recognised(InputSpec(path="a.jsonl", format="openai", prompt_column="x"), names)
+    assert recognised(InputSpec(path="a.jsonl"), ["custom_id", "body"]).format == "openai"
+    assert recognised(InputSpec(path="a.jsonl"), ["custom_id", "body", "prompt"]).format is None
     path = tmp_path / "batch.jsonl"
     path.write_text(json.dumps(line(0, COMPLETIONS, {})) + "\n")
     spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
     job = open_job(read_spec(spec), tmp_path / "cache")
     assert (job.spec.input.format, job.spec.input.id_column) == ("openai", "custom_id")
     job.source.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "api"),
+    [
+        ({"custom_id": "a", "params": {}}, r"Anthropic's Message Batches \(custom_id, params\)"),
+        ({"key": "a", "request": {}}, "Gemini's batch API"),
+        ({"recordId": "a", "modelInput": {}}, "Amazon Bedrock's batch inference"),
+    ],
+)
+def test_lines_of_other_batch_apis_are_named(values: dict[str, Any], api: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text(json.dumps(values) + "\n")
+    where = {"path": str(path), "id_column": None}
+    for more in ({}, {"format": "openai"}):
+        spec = jobs.spec_of(tmp_path, input={**where, **more}, output={"keep_columns": []})
+        with pytest.raises(SpecError, match=f"has lines of {api}.*write each as"):
+            open_job(read_spec(spec), tmp_path / "cache")
+    spec = jobs.spec_of(tmp_path, input={**where, "prompt_column": next(iter(values))}, output={"keep_columns": []})
+    open_job(read_spec(spec), tmp_path / "cache").source.close()
+
+
+def test_lines_without_method_and_url_are_a_whole_job(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    lines = [{"custom_id": f"r{number}", "body": {"input": f"text {number}"}} for number in range(3)]
+    path.write_text("".join(json.dumps(values) + "\n" for values in lines))
+    sections: dict[str, Any] = {"sampling": None, "output": {"keep_columns": []}}
+    jobs.finish(jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, **sections))
+    rows = jobs.rows_of(tmp_path / "out")
+    assert jobs.state_of(tmp_path / "out").header.spec["task"] == "embed"
+    assert [(row["id"], row["error_type"], row["num_prompt_tokens"] > 0) for row in rows] == [
+        (f"r{number}", None, True) for number in range(3)
+    ]
 
 
 def test_other_keys_of_lines_are_named_once(tmp_path: pathlib.Path) -> None:

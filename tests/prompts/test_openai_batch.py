@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.openai.lines import url_of
 from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -17,16 +18,16 @@ TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"typ
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
+LEAST: dict[str, Any] = {
+    "model": {"name": "org/model"},
+    "input": {"path": "batch.jsonl"},
+    "output": {"path": "out"},
+    "engine": {"served_model_name": ["gpt-4o-mini"]},
+}
+
+
 def reader(**sampling: Any) -> BatchReader:
-    return BatchReader(
-        JobSpec(
-            model={"name": "org/model"},
-            input={"path": "batch.jsonl"},
-            output={"path": "out"},
-            engine={"served_model_name": ["gpt-4o-mini"]},
-            sampling={"logprobs": 5, **sampling},
-        )
-    )
+    return BatchReader(JobSpec(**LEAST, sampling={"logprobs": 5, **sampling}))
 
 
 def line(body: dict[str, Any], url: str = "/v1/chat/completions", **columns: Any) -> dict[str, Any]:
@@ -127,6 +128,22 @@ def test_completions() -> None:
     assert reader().read(completion()) == BatchRequest(text="Once")
     assert reader().read(completion(prompt=[1, 2], logprobs=3)) == BatchRequest(token_ids=[1, 2])
     assert reader().read(completion(logprobs=False)) == BatchRequest(text="Once")
+
+
+def test_a_line_without_method_and_url_is_that_of_the_form_of_its_body() -> None:
+    for whole in (chat(max_tokens=5), completion(seed=3)):
+        short = {name: whole[name] for name in ("custom_id", "body")}
+        assert reader().read(short) == reader().read(whole)
+        assert url_of(short) == whole["url"]
+        assert reader().read({**short, "url": whole["url"]}) == RowError(
+            "unsupported_request", "method is missing; a batch request has custom_id, method, url, body"
+        )
+    bodies: list[dict[str, object]] = [{"input": "a"}, {"query": "a", "documents": ["b"]}, {"text_1": "a"}]
+    assert [url_of({"body": body}) for body in bodies] == ["/v1/embeddings", "/v1/rerank", "/v1/score"]
+    by_first_rules = BatchReader(JobSpec(**LEAST, rules=1))  # such a line was an error row
+    error = by_first_rules.read({"custom_id": "a", "body": {"messages": MESSAGES}})
+    assert isinstance(error, RowError) and error.error_message.startswith("method is missing")
+    assert reader().read({"custom_id": "a", "body": {"n": 1}}) == error
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from run_batch_lines import answered, by_batchinf, by_vllm
 import batchinf
 import jobs
 from batchinf.base.errors import DriftError, UserError
-from batchinf.commands.inspect import inspect_row
 from batchinf.commands.verify import verify_job
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.job.input_job import image_folder
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec
@@ -166,8 +166,8 @@ def test_an_input_and_its_pictures_in_a_bucket(
     # Nothing was read twice: the pictures and the one that is gone.
     num_read = sum("pictures" in path for method, path in store.seen if method == "GET")
     assert len(list(PICTURES.iterdir())) <= num_read <= NUM_ROWS
-    shown = jobs.run("inspect", tmp_path / "job" / "out", "row-1", "--html", tmp_path / "row.html", **store.environment)
-    assert shown.returncode == 0 and '<img src="data:image/jpeg' in (tmp_path / "row.html").read_text()
+    shown = jobs.run("head", tmp_path / "job" / "out", "--row", "row-1", **store.environment)
+    assert shown.returncode == 0 and "PNG, " in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -537,7 +537,7 @@ def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> No
     jobs.finish(path)
     with pytest.raises(UserError, match=r"^a job with images cannot be verified; run the job a second time with --set"):
         verify_job(read_spec(path))
-    report = inspect_row(str(tmp_path / "job" / "out"), "6")
+    report = read_whole_row(str(tmp_path / "job" / "out"), "6")
     assert report.prompt_note == ""
     assert report.prompt is not None
     pieces = [piece.text for piece in report.prompt]

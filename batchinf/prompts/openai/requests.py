@@ -19,6 +19,8 @@ from batchinf.prompts.openai.lines import (
     Refused,
     Truncation,
     are_ids,
+    missing_columns,
+    refuse_other_api,
     show,
     take_flags,
     take_template_kwargs,
@@ -84,7 +86,9 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     the input is not one.
     """
     names = set(columns)
-    missing = [name for name in COLUMNS if name not in names]
+    missing = missing_columns(names)
+    if where.is_batch_file or (may_be_batch(where) and "prompt" not in names):
+        refuse_other_api(where.path, names)
     if where.is_batch_file:
         for form in where.given(PROMPT_FORMS):
             raise SpecError(f"input.{form}: got it with format openai, whose lines have their prompts; leave it out")

@@ -155,7 +155,6 @@ class FileFormat(InputFormat, abc.ABC):
     hashes_all: ClassVar[bool] = True
     # Whether folders have such files beside their data, to describe it. They are rows only if there is no other data.
     is_often_beside_data: ClassVar[bool] = False
-    has_file_per_row: ClassVar[bool] = False  # so that a file of an unknown ending is a row that is missed
     # Whether a number is printed, and is an id, as it stands in the file: `as_written` and `WrittenNumber`.
     prints_fields: bool = False
 

@@ -27,7 +27,6 @@ class Images(FileFormat):
     mixed_types = MixedTypes.REFUSED
     is_scanned_in_order = False
     is_often_beside_data = True
-    has_file_per_row = True
 
     def for_input(self, input: InputLocation) -> FileFormat:
         if "://" in input.path:
