@@ -385,7 +385,7 @@ class Coordinator:
             self._is_measuring = True
             self._rates.look(time.monotonic(), Totals())
         self._identity.admit(self.fleet, replica)
-        self._assignment.begin(replica)
+        self._assignment.note_ready()
 
     def _say_ready(self, ready: list[tuple[FleetReplica, Ready]]) -> None:
         if len(ready) > _MOST_LINES:

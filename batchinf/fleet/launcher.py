@@ -155,7 +155,6 @@ class Launcher:
             revision=self.model.commit,
             cpus=slot.cpus if not slot.devices else (),
             adapters=self.adapters,
-            config_limits=(self.model.max_model_len, self.model.vocab_size),
         )
 
     def note_warm(self, fleet: Fleet) -> None:

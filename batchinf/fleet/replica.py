@@ -28,7 +28,6 @@ from batchinf.replica.messages import (
     Revoked,
     StartPhase,
     Stopped,
-    TakesLeases,
     Tried,
 )
 from batchinf.replica.worker import window
@@ -156,8 +155,6 @@ class IncarnationState:
     """What `ReplicaHandle.start_activity` said last."""
     start_moved_at: float = 0.0
     """When the start last made progress, or waited for something else than its engine."""
-    early_window: int | None = None
-    """The expected window of an engine that is not up yet, if the replica prepares leases for it."""
     intake: Intake | None = None
     """Of the engine that is up."""
     progress: Progress = _NO_PROGRESS
@@ -241,12 +238,6 @@ class FleetReplica:
         return self.is_live and not self.is_up and self.current.failed is None
 
     @property
-    def takes_leases(self) -> bool:
-        """Whether it can use leases: its engine is up, or its feeder prepares them already."""
-        current = self.current
-        return current.is_live and current.failed is None and (self.is_up or current.early_window is not None)
-
-    @property
     def num_open_rows(self) -> int:
         """Finished output rows of leases that are not finished, by its latest report."""
         return max(0, self.current.progress.num_rows - self.current.finished_rows)
@@ -280,10 +271,9 @@ class FleetReplica:
 
     @property
     def window_rows(self) -> int:
-        """Rows that its engine's window holds."""
+        """Rows that its engine's window holds; 1 before its engine is up."""
         info = self.current.info
-        requests = window(info.max_num_seqs) if info is not None else self.current.early_window or 1
-        return max(1, int(requests / self.mean_requests))
+        return 1 if info is None else max(1, int(window(info.max_num_seqs) / self.mean_requests))
 
     @property
     def unbegun(self) -> tuple[Lease, ...]:
@@ -360,8 +350,6 @@ class FleetReplica:
                 self.state = "waiting for a node"
                 current.no_place_since = now
                 return event
-            case TakesLeases(window_requests):
-                current.early_window = window_requests
             case Ready(info):
                 self.state = "running"
                 self.start_detail = ""

@@ -166,7 +166,6 @@ class Writer(threading.Thread):
 
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
         faults.point("writer.store")
-        items = [item for item in items if isinstance(item, Finished) or not item.lease.is_given_back]
         finished = [item for item in items if isinstance(item, Finished)]
         answers = self.answers.read([item.completion for item in finished])
         by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}

@@ -21,7 +21,6 @@ from batchinf.replica.messages import (
     Revoked,
     StartPhase,
     Stopped,
-    TakesLeases,
     Tried,
 )
 
@@ -55,11 +54,10 @@ def replica_in(state: str) -> FleetReplica:
     replica.start("000001.0001", 0.0)
     events: list[Event] = {
         "starting": [],
-        "preparing": [TakesLeases(10)],
-        "up": [TakesLeases(10), READY],
+        "up": [READY],
         "failed at its start": [FAILED],
-        "failed": [TakesLeases(10), READY, FAILED],
-        "stopped": [TakesLeases(10), READY, Stopped()],
+        "failed": [READY, FAILED],
+        "stopped": [READY, Stopped()],
         "restarting": [],
         "given up": [],
     }[state]
@@ -71,26 +69,25 @@ def replica_in(state: str) -> FleetReplica:
     return replica
 
 
-LIVE = ("starting", "preparing", "up", "failed at its start", "failed", "stopped")
+LIVE = ("starting", "up", "failed at its start", "failed", "stopped")
 OVER = ("waiting", "restarting", "given up")
-# state: is_live, is_running, takes_leases, whether it is due at once, the state for people
+# state: is_live, is_running, whether it is due at once, the state for people
 STATES = {
-    "waiting": (False, False, False, True, "waiting"),
-    "starting": (True, False, False, False, "starting"),
-    "preparing": (True, False, True, False, "starting"),
-    "up": (True, True, True, False, "running"),
-    "failed at its start": (True, False, False, False, "starting"),
-    "failed": (True, False, False, False, "running"),
-    "stopped": (True, True, True, False, "ended"),
-    "restarting": (False, False, False, False, "restarting"),
-    "given up": (False, False, False, False, "given up"),
+    "waiting": (False, False, True, "waiting"),
+    "starting": (True, False, False, "starting"),
+    "up": (True, True, False, "running"),
+    "failed at its start": (True, False, False, "starting"),
+    "failed": (True, False, False, "running"),
+    "stopped": (True, True, False, "ended"),
+    "restarting": (False, False, False, "restarting"),
+    "given up": (False, False, False, "given up"),
 }
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_what_others_see_of_each_state(state: str) -> None:
     replica = replica_in(state)
-    seen = (replica.is_live, replica.is_running, replica.takes_leases, replica.is_due(0.0), replica.state)
+    seen = (replica.is_live, replica.is_running, replica.is_due(0.0), replica.state)
     assert seen == STATES[state]
     assert set(STATES) == {*LIVE, *OVER}
 
@@ -107,7 +104,6 @@ PASSES_ON = "the event itself"
 EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "phase": (StartPhase("loading", "host"), None, None, "loading"),
     "no place": (NoPlace("each asks for 1 GPU"), PASSES_ON, PASSES_ON, "waiting for a node"),
-    "takes leases": (TakesLeases(20), None, None, None),
     "ready": (READY, PASSES_ON, PASSES_ON, "running"),
     "progress": (progress(5), None, None, None),
     "begun": (LeaseBegun(WHOLE.key, 2, 1), PASSES_ON, PASSES_ON, None),
@@ -191,7 +187,6 @@ HANGS = (
 ENDS: dict[str, tuple[str | None, ...]] = {
     "waiting": (None, None, None, None, None),
     "starting": (None, None, None, None, HANGS),
-    "preparing": (None, None, None, None, HANGS),
     "up": (None, None, None, STALLED, STALLED),
     "failed at its start": (None, None, "", "", ""),
     "failed": (None, None, "", "", ""),
@@ -300,7 +295,7 @@ def test_lost_hosts_are_no_failures_and_have_a_bound_of_their_own() -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_a_stop_ends_at_once_only_engines_that_are_not_up(state: str) -> None:
     replica = replica_in(state)
-    assert replica.stop() == (state in ("starting", "preparing", "failed at its start"))
+    assert replica.stop() == (state in ("starting", "failed at its start"))
     assert replica.is_given_up == (state in OVER)
     if replica.is_live:
         replica.end("", AGAIN, now=1.0, max_restarts=9)

@@ -100,9 +100,8 @@ class Bench:
             metadata={},
             emit=self.events.append,
         )
-        worker = line.complete(self.engine, None, self.in_flight)
-        worker.begin()
-        return worker, line.feeder
+        worker = line.complete(self.engine, self.in_flight)
+        return worker, worker.feeder
 
     def _run(self) -> None:
         try:
@@ -256,7 +255,7 @@ def test_the_rows_are_what_the_engine_answered(bench: Callable[..., Bench]) -> N
     one.run(2)
     rows = one.rows()
     assert [(row["row_index"], row["sample_index"]) for row in rows] == [(i, s) for i in range(51) for s in range(2)]
-    prompts, max_model_len = one.feeder._known_limits()
+    prompts, max_model_len = one.feeder._builder, one.feeder.max_model_len
     for prompt in prompts.build(one.source.read(0, 51, prompts.columns), max_model_len):
         for request in one.task.expand(prompt, max_model_len):
             answer = one.engine.complete(request)
@@ -318,7 +317,7 @@ def test_tokens_are_counted_as_they_are_generated(bench: Callable[..., Bench]) -
 
 
 def prompt_ids(one: Bench, num_rows: int) -> list[list[int]]:
-    prompts, max_model_len = one.feeder._known_limits()
+    prompts, max_model_len = one.feeder._builder, one.feeder.max_model_len
     built = prompts.build(one.source.read(0, num_rows, prompts.columns), max_model_len)
     return [prompt.token_ids for prompt in built]
 
