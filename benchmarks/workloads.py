@@ -347,6 +347,21 @@ WORKLOADS = {
             "moe", shape="qwen3-30b-a3b", num_rows=4096, logprobs=5, rivals=("raw", "ceiling"),
             h200={"batchinf": 14794, "raw": 6926, "ceiling": 8610}, **_BARE,
         ),
+        # Models of 2026: windows and sinks, windows, gated delta nets, Mamba.
+        Workload(
+            "gpt-oss", shape="gpt-oss-20b", num_rows=4096, logprobs=20, h200={"batchinf": 15364, "ceiling": 16191},
+            **_BARE,
+        ),
+        Workload(
+            "gemma3", shape="gemma3-12b", num_rows=4096, logprobs=20, h200={"batchinf": 5807, "ceiling": 5830},
+            **_BARE,
+        ),
+        # vLLM's own choice on Hopper needs FlashInfer.
+        Workload(
+            "qwen3.5", shape="qwen3.5-35b-a3b", num_rows=3072, logprobs=20, h200={"batchinf": 10023},
+            own_engine={"gdn_prefill_backend": "triton"},
+        ),
+        Workload("granite4", shape="granite4-h-3b", num_rows=8192, logprobs=20, **_BARE),
         Workload(
             "lora", num_rows=4096, logprobs=5, lora_rank=16, rivals=("raw",), h200={"batchinf": 10010, "raw": 7097},
             **_BARE,

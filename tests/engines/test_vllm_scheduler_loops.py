@@ -3,30 +3,24 @@
 import random
 import zlib
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 vllm = pytest.importorskip("vllm")
-from vllm import PoolingParams  # noqa: E402
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
 from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E402
 
 from batchinf.engines.vllm.scheduling import scheduler as ours  # noqa: E402
-from batchinf.engines.vllm.scheduling.admission import AdmissionMixin  # noqa: E402
-from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler  # noqa: E402
-from benchmarks.scheduler_steps import arguments, pooling_request, request  # noqa: E402
+from benchmarks.scheduler_steps import arguments, request  # noqa: E402
 
 EOS, STOP, WORDS, THOUGHT = 3, 4, 40, 1
 REFUSED = range(11, 16)
@@ -168,7 +162,7 @@ class Driver:
             "limits": {name: number for name, number in vars(made).items() if name.startswith("max_num")},
             "before": made.prev_step_scheduled_req_ids,
             "prefills": sorted(one.request_id for one in made._inflight_prefills),
-            "deferred": sorted(one.request_id for one in getattr(made, "deferred_waiting", ())),  # not in 0.26
+            "deferred": sorted(one.request_id for one in made.deferred_waiting),
         }
 
     def output(self, name: str) -> tuple[Any, ...]:
@@ -242,9 +236,8 @@ def test_the_loops_do_what_vllm_does(
     drivers = [Driver(made, words) for made in (ours.scheduler(**made_of), vllms_own(**made_of))]
     one, other = drivers
     assert one.made._block_size == 16
-    assert (one.made._blocks is None) is is_caching  # the loop that admits prompts knows no cached blocks
-    counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0, "admitted": 0}
-    schedule_head, add_tokens, admit = one.made._schedule_head, one.made._add_tokens, one.made._admit
+    counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0}
+    schedule_head, add_tokens = one.made._schedule_head, one.made._add_tokens
 
     def count_head(block_size: int) -> Any:
         result = schedule_head(block_size)
@@ -257,12 +250,6 @@ def test_the_loops_do_what_vllm_does(
         counts["quiet"] += len(scheduled) - len(result)
         return result
 
-    def count_admitted(output: Any) -> Any:
-        result = admit(output)
-        counts["admitted"] += len(result)
-        return result
-
-    monkeypatch.setattr(one.made, "_admit", count_admitted)
     monkeypatch.setattr(one.made, "_schedule_head", count_head)
     monkeypatch.setattr(one.made, "_add_tokens", count_quiet)
     for driver in drivers:
@@ -306,136 +293,6 @@ def test_the_loops_do_what_vllm_does(
     assert counts["quiet"] > 100
     assert counts["preempted"]
     assert counts["masked"] > 10
-    assert (counts["admitted"] > 20) is not is_caching
     ends = [one.output(name)[2][0][0] for name in names if name not in aborted]
     if not has_reasoner:
         assert (FinishReason.ERROR in ends) == (words == WORDS)
-
-
-class PoolingDriver(Driver):
-    """The made-up model gives each prompt a vector when all of it is computed."""
-
-    def update(self) -> None:
-        output, ready = self.flying.popleft()
-        names = sorted(output.num_scheduled_tokens)
-        vectors = [torch.tensor([zlib.crc32(name.encode())]) if name in ready else None for name in names]
-        index = {name: place for place, name in enumerate(names)}
-        given = ModelRunnerOutput(req_ids=names, req_id_to_index=index, pooler_output=vectors)
-        for message in self.made.update_from_output(output, given).values():
-            assert message.scheduler_stats.num_running_reqs == len(self.made.running)
-            for one in message.outputs:
-                self.sent.setdefault(one.request_id, []).append(one)
-
-
-@pytest.mark.parametrize("is_chunked", [False, True])
-@pytest.mark.parametrize("num_blocks", [14, 60])
-@pytest.mark.parametrize("is_caching", [False, True])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("is_v2", [False, True])
-def test_prompts_for_vectors_are_admitted_as_vllm_does(
-    is_v2: bool, is_async: bool, is_caching: bool, num_blocks: int, is_chunked: bool
-) -> None:
-    chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {is_chunked}")
-    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)  # a step has 64 tokens
-    config = made_of["vllm_config"].scheduler_config
-    config.watermark, config.enable_chunked_prefill = chance.choice([0.0, 0.3]), is_chunked
-    vllms_own = AsyncScheduler if is_async else Scheduler
-    drivers = [PoolingDriver(made, WORDS) for made in (pooling_scheduler(**made_of), vllms_own(**made_of))]
-    one, other = drivers
-    other.made.num_sampled_tokens_per_step = 0  # as for pooling models in 0.32
-    for driver in drivers:
-        driver.made.use_v2_model_runner = is_v2
-    names: list[str] = []
-    aborted: set[str] = set()
-    num_preempted = num_admitted = 0
-    admit = one.made._admit
-
-    def count_admitted(output: Any) -> dict[str, int]:
-        nonlocal num_admitted
-        admitted: dict[str, int] = admit(output)
-        num_admitted += len(admitted)
-        return admitted
-
-    one.made._admit = count_admitted
-    for step in range(2000):
-        while step < 200 and len(one.made.requests) < 12:
-            name = f"row {len(names)}"
-            names.append(name)
-            prompt = [7] * chance.choice([0, 20]) + [chance.randrange(9) for _ in range(chance.randint(1, 40))]
-            if chance.random() < 0.1 and is_chunked:
-                prompt = prompt * 5
-            for driver in drivers:
-                driver.made.add_request(pooling_request(name, prompt[:MODEL_LEN], is_caching))
-        disturb(drivers, chance, step, aborted)
-        num_preempted += any(each.num_preemptions for each in one.made.requests.values())
-        if not one.made.requests and not one.flying:
-            break
-        advance(one, other, chance, is_async)
-    assert not one.made.requests
-    assert num_preempted or not is_async  # otherwise each prompt ends in the step that reads it
-    assert (num_admitted > 100) is not is_caching
-    for name in names:
-        found, expected = one.sent.get(name, []), other.sent.get(name, [])
-        assert len(found) == len(expected) == 1 or name in aborted
-        for mine, theirs in zip(found, expected, strict=True):
-            assert (mine.new_token_ids, mine.finish_reason) == (theirs.new_token_ids, theirs.finish_reason)
-            assert mine.pooling_output.tolist() == theirs.pooling_output.tolist() == [zlib.crc32(name.encode())]
-
-
-def test_a_request_that_had_to_wait_is_known_as_admitted() -> None:
-    made = pooling_scheduler(**arguments(60, 8, False, False, MODEL_LEN))
-    new = pooling_request("a", [1, 2, 3], False)
-    made.add_request(new)
-    made.deferred_waiting.add(new)  # as while its grammar was compiled
-    assert made.schedule().num_scheduled_tokens == {"a": 3}
-    assert not made.deferred_waiting
-
-
-class Preempting:
-    """In place of vLLM's scheduler: remembers what waited, and preempts two requests. skipped: of 0.26."""
-
-    pause_state = PauseState.UNPAUSED
-
-    def __init__(self, skipped: list[str]) -> None:
-        self.waiting, self.skipped_waiting = FCFSRequestQueue(), skipped
-        self.waiting.append(pooling_request("new", [1], False))
-        self.waited: list[str] = []
-
-    def schedule(self, throttle_prefills: bool = False) -> Any:
-        self.waited = [one.request_id for one in self.waiting]
-        for name in ("second", "first"):
-            preempted = pooling_request(name, [1], False)
-            preempted.status = RequestStatus.PREEMPTED
-            self.waiting.prepend_request(preempted)
-        return SimpleNamespace(total_num_scheduled_tokens=0)
-
-
-@pytest.mark.parametrize("skipped", [[], ["older"]])
-def test_preempted_requests_come_first_and_older_ones_are_left_to_vllm(skipped: list[str]) -> None:
-    made: Any = type("Admitting", (AdmissionMixin, Preempting), {})(skipped)
-    pool = SimpleNamespace(get_num_free_blocks=lambda: 9)
-    made._blocks, made._tells_mrope, made.running = SimpleNamespace(block_size=16), False, []
-    made.kv_cache_manager = SimpleNamespace(block_pool=pool, watermark_blocks=0)
-    made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
-    made.max_num_scheduled_tokens, made.max_num_running_reqs, made.num_waiting_for_streaming_input = 64, 8, 0
-    made.schedule()
-    assert made.waited == (["new"] if skipped else [])
-    assert [one.request_id for one in made.waiting] == ["first", "second", "new"]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("length", [1024, 1023, 1000])
-def test_a_prompt_without_a_token_after_it_may_fill_the_length(length: int, is_async: bool) -> None:
-    """The config is of a generating model, so the base keeps room for a token, as 0.26 does for pooling models too."""
-    given = arguments(num_blocks=300, max_num_seqs=8, is_async=is_async, is_caching=False, max_model_len=1024)
-    made = pooling_scheduler(**given)
-    assert isinstance(made, AsyncScheduler) is is_async
-    made.add_request(Request("a", list(range(length)), None, PoolingParams(task="embed")))
-    num_scheduled = 0
-    while made.has_unfinished_requests():
-        output = made.schedule()
-        assert output.total_num_scheduled_tokens > 0
-        num_scheduled += output.total_num_scheduled_tokens
-        vectors = [torch.ones(2) if num_scheduled == length else None]
-        made.update_from_output(output, ModelRunnerOutput(["a"], {"a": 0}, pooler_output=vectors))
-    assert num_scheduled == length

@@ -168,7 +168,7 @@ class HeadReference(_PooledReference):
         return self._activated(logits) if (self._is_activated if own is None else own) else logits
 
     def _activated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the activation that vLLM's `get_act_fn` chooses, which is the same in 0.26 and 0.32."""
+        """Apply the activation that vLLM's `get_act_fn` chooses."""
         kind = self._model.config.problem_type
         if kind == "regression":
             return logits

@@ -11,36 +11,23 @@ MB of token ids.
 """
 
 import copy
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
 
 from batchinf.engines.vllm.known_sources import allowed
-from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, InFront, is_plain
 from batchinf.engines.vllm.scheduling.joined import JoiningMixin
 
-_COST = "outputs are sent at each step, which is slower for small models"
-Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
-AsyncScheduler: Any = optional("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", _COST)
-LogprobsLists: Any = optional("vllm.v1.outputs", "LogprobsLists", _COST)
-CachedRequestData: Any = optional("vllm.v1.core.sched.output", "CachedRequestData", _COST)
-EngineCoreOutputs: Any = optional("vllm.v1.engine", "EngineCoreOutputs", _COST)
-
-# What `engine_arguments` gives as `scheduler_cls`: vLLM imports it by name, in whichever process it schedules. None
-# leaves vLLM its own.
-_NAMES = (Scheduler, AsyncScheduler, LogprobsLists, CachedRequestData, EngineCoreOutputs)
-SCHEDULER = None if None in _NAMES else f"{__name__}.scheduler"
-
-# Whether a request may be preempted while several of its steps are in flight: in a pipeline, or with speculation. Under
-# asynchronous scheduling 0.26 then dies of `assert request.num_output_placeholders >= 0`. vLLM's pull request 48245
-# mended that, and added this parameter.
-_update: Any = getattr(AsyncScheduler, "_update_request_with_output", None)
-PREEMPTS_IN_FLIGHT = _update is None or "is_stale" in inspect.signature(_update).parameters
+# What `engine_arguments` gives as `scheduler_cls`: vLLM imports it by name, in whichever process it schedules.
+SCHEDULER = f"{__name__}.scheduler"
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
 # Logprobs that a slot holds before they are moved out of it: 64 tokens with their top 20.
@@ -57,20 +44,45 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.in
 
 def scheduler(**arguments: Any) -> Any:
     """Our scheduler, or vLLM's own if a setting needs the outputs of every step."""
-    base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    mixins = (JoiningMixin, HoldingMixin, AdmissionMixin) if allowed("hold") else (AdmissionMixin,)
-    made = type(f"Holding{base.__name__}", (*mixins, base), {})(**arguments)
+    is_async = arguments["vllm_config"].scheduler_config.async_scheduling
+    base: Any = AsyncScheduler if is_async else Scheduler
+    if not allowed("hold"):
+        return base(**arguments)
+    made = type(f"Holding{base.__name__}", (JoiningMixin, HoldingMixin, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
     made._block_size = _decode_block_size(made)
-    made.admits_itself()
     return made
 
 
+# Parts of vLLM's scheduler that look at each request of a step. The loops know nothing of them, so they must be off.
+_LOOKS_AT_ALL = (
+    *("connector", "ec_connector", "aux_output_connector", "lora_config", "perf_metrics", "use_pp", "num_spec_tokens"),
+    *("num_lookahead_tokens", "need_mamba_block_aligned_split", "prefix_replay_tokens", "defer_block_free"),
+    *("is_encoder_decoder", "is_mm_encoder_only"),
+)
+
+
 def _decode_block_size(made: Any) -> int | None:
-    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None."""
-    is_exact = is_plain(made, "decode") and made.num_sampled_tokens_per_step == 1
-    return made.kv_cache_manager.coordinator.single_type_managers[0].block_size if is_exact else None
+    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None.
+
+    Without a known source, the parts of vLLM that are asked here may have other names. With one group of full attention
+    no block leaves a window, so a token inside a block needs no change of the cache. With the policy `fcfs`, a request
+    never preempts one before it in the batch.
+    """
+    scheduling = made.scheduler_config
+    # 0.33 may hold back all prompts in some steps. Before, it did so for data parallel ranks alone.
+    if getattr(scheduling, "prefill_schedule_interval", 1) > 1:
+        return None
+    has_known_order = scheduling.policy == "fcfs" and scheduling.long_prefill_token_threshold <= 0
+    if not has_known_order or any(getattr(made, name, None) for name in _LOOKS_AT_ALL) or not allowed("decode"):
+        return None
+    managers = made.kv_cache_manager.coordinator.single_type_managers
+    if [type(manager).__name__ for manager in managers] != ["FullAttentionManager"]:
+        return None
+    block_size: int = managers[0].block_size
+    has_known_blocks = made.kv_cache_manager.block_pool.hash_block_size == block_size
+    return block_size if has_known_blocks and made.num_sampled_tokens_per_step == 1 else None
 
 
 class RowStore:
@@ -164,8 +176,21 @@ class _Held:
         return min(most_tokens, int(request.num_prompt_tokens + request.max_tokens), end_of_piece)
 
 
-class HoldingMixin(InFront):
+class HoldingMixin:
     """Extends vLLM's Scheduler: holds back requests with one final output and without stop strings."""
+
+    # Parts of vLLM's scheduler that the loops use.
+    requests: dict[str, Any]
+    running: list[Any]
+    kv_cache_manager: Any
+    pause_state: Any
+    structured_output_manager: Any
+    prev_step_scheduled_req_ids: set[str]
+    use_v2_model_runner: bool
+    max_model_len: int
+    max_num_scheduled_tokens: int
+    max_num_running_reqs: int
+    max_num_active_reqs: int
 
     # Set by `scheduler`. None: vLLM handles all requests.
     _block_size: int | None = None
@@ -208,7 +233,8 @@ class HoldingMixin(InFront):
         vllms_own: Any = super()
         if (
             self._block_size is None
-            or not self.takes_prompts(*arguments, **named)
+            or any((*arguments, *named.values()))  # that hold prompts back
+            or self.pause_state.name != "UNPAUSED"
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(*arguments, **named)
@@ -227,9 +253,6 @@ class HoldingMixin(InFront):
         output.has_structured_output_requests |= bool(masked)
         # A request's mask depends on the token that a step in flight makes.
         output.pending_structured_output_tokens |= any(masked)
-        if output.num_common_prefix_blocks and head:  # 0.26 asks for the prefix that all share with the first
-            shared = self.kv_cache_manager.get_num_common_prefix_blocks(head[0].request_id)
-            output.num_common_prefix_blocks = shared
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(steps.req_ids)
         return output
@@ -288,8 +311,7 @@ class HoldingMixin(InFront):
     def _lower_limits(self, num_requests: int, num_tokens: int) -> None:
         self.max_num_scheduled_tokens -= num_tokens
         self.max_num_running_reqs -= num_requests
-        if hasattr(self, "max_num_active_reqs"):  # not in 0.26
-            self.max_num_active_reqs -= num_requests
+        self.max_num_active_reqs -= num_requests
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """See vLLM. Each step still sends a message, because the front end counts steps and reads their statistics."""
