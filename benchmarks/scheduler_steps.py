@@ -13,11 +13,12 @@ the allowed tokens, of a made-up vocabulary of 128,256 words. Needs no device.
 import argparse
 import gc
 import json
+import math
 import random
 import string
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -43,10 +51,27 @@ _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 128
 
 
+SIZES: dict[str, Any] = {"block_size": _BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SIZES)
+
+
+def groups_of(kind: str, max_model_len: int) -> list[KVCacheSpec]:
+    """The groups of cache of a kind of model: `full`, `windows` (as gpt-oss), or `states` (as Qwen3.5)."""
+    window = SlidingWindowSpec(sliding_window=128, **SIZES)
+    state = MambaSpec(block_size=max_model_len, shapes=((1,),), dtypes=(torch.float32,))
+    return {"full": [FULL], "windows": [FULL, window], "states": [FULL, state, state, state]}[kind]
+
+
 def arguments(
-    num_blocks: int, max_num_seqs: int, is_async: bool, is_caching: bool, max_model_len: int = 1024
+    num_blocks: int,
+    max_num_seqs: int,
+    is_async: bool,
+    is_caching: bool,
+    max_model_len: int = 1024,
+    *,
+    groups: Sequence[KVCacheSpec] = (FULL,),
 ) -> dict[str, Any]:
-    """Arguments of vLLM's schedulers, for a model with one group of full attention."""
+    """Arguments of vLLM's schedulers, for a model with these groups of cache."""
     init_none_hash(sha256)
     engine = EngineArgs(
         model=str(MODEL),
@@ -60,12 +85,13 @@ def arguments(
     config = engine.create_engine_config()
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return {
         "vllm_config": config,
-        "kv_cache_config": KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        "kv_cache_config": KVCacheConfig(
+            num_blocks, [], [KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(groups)]
+        ),
         "structured_output_manager": StructuredOutputManager(config),
-        "block_size": _BLOCK_SIZE,
+        "block_size": math.lcm(*(spec.block_size for spec in groups)),
         "hash_block_size": _BLOCK_SIZE,
         "log_stats": True,
     }
@@ -181,7 +207,7 @@ def made_by(title: str, made_of: dict[str, Any]) -> Any:
     made: Any = AsyncScheduler(**made_of) if title == "vLLM's own" else scheduler(**made_of)
     made.use_v2_model_runner = True
     if title == "outputs held back":
-        made._block_size = None
+        made._changes = None
     return made
 
 
@@ -192,12 +218,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompt-tokens", type=int, default=_PROMPT_TOKENS)
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--groups", choices=("full", "windows", "states"), default="full", help="of the KV cache")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--score", action="store_true", help="prompts are only read, with logprobs of their tokens")
     kind.add_argument("--structured", action="store_true", help="outputs follow a JSON schema")
     args = parser.parse_args()
     num, is_caching = args.requests, not args.no_prefix_caching
-    made_of = arguments(num * 20, num, True, is_caching)
+    made_of = arguments(num * 40, num, True, is_caching, groups=groups_of(args.groups, 1024))
     grammar = json_grammar(num, made_of["structured_output_manager"]) if args.structured else None
     columns = ["admit", "schedule", "update", *(["mask"] if grammar else []), "all"]
     lines = [" | ".join(["| of a step", *(f"{column}, ms" for column in columns)]) + " |"]

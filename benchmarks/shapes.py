@@ -92,6 +92,14 @@ SHAPES: dict[str, dict[str, Any]] = {
             "truncate": False, "original_max_position_embeddings": 4096,
         },
     },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "sliding_window": 512,
+        "layer_types": _pattern(26, *["sliding_attention"] * 5, "full_attention"), "vocab_size": 262144,
+        "max_position_embeddings": 32768, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
     "gemma3-12b": {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 3840,
         "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,

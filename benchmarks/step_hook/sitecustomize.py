@@ -32,7 +32,7 @@ PIECES: dict[str, list[tuple[str, str, Any]]] = {
     "attention": [(f"{_ENGINE}.kernels.attention", "install", False)],
     "graph_choice": [(f"{_ENGINE}.kernels.long_requests", "GraphChoice.install", False)],
     "whole_steps": [(f"{_ENGINE}.kernels.whole_steps", "install", False)],
-    "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_decode_block_size", None)],
+    "token_loops": [(f"{_ENGINE}.scheduling.scheduler", "_block_changes", None)],
     "holding": [(f"{_ENGINE}.scheduling.scheduler", "_is_held_back", False)],
     "joined": [(f"{_ENGINE}.scheduling.joined", "start_joining", False)],
     "scores": [(f"{_ENGINE}.kernels.scores", "is_right", False)],

@@ -130,12 +130,12 @@ def test_the_schedulers_leave_all_requests_to_vllm(other_vllm: pathlib.Path) -> 
     from benchmarks.scheduler_steps import arguments
 
     given = arguments(num_blocks=300, max_num_seqs=8, is_async=True, is_caching=False)
-    assert scheduler(**given)._block_size == 16
+    assert scheduler(**given)._changes is not None
     forget()
     path = "v1/core/block_pool.py"
     change(other_vllm, path, "class BlockPool", "changed = True\n\n\nclass BlockPool")
     made = scheduler(**given)
-    assert (isinstance(made, HoldingMixin), made._block_size) == (True, None)
+    assert (isinstance(made, HoldingMixin), made._changes) == (True, None)
     forget()
     path, line = SCHEDULE
     change(other_vllm, path, line, f"        changed = True\n{line}")
@@ -159,7 +159,7 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     def named(arguments: dict[str, Any], is_v2: bool = True) -> set[str]:
         return {*known_sources.pieces_off(engine.parts_of(arguments, is_v2))}
 
-    plain = {"decode", "hold", "join", "arrays", "rows_v2", "mask_v2"}
+    plain = {"decode", "masks", "hold", "join", "arrays", "rows_v2", "mask_v2"}
     assert named(generating) == plain
     assert named(generating, is_v2=False) == plain - {"rows_v2", "mask_v2"} | {"rows_v1", "mask_v1"}
     monkeypatch.setattr(engine.current_platform, "is_cuda", lambda: True)

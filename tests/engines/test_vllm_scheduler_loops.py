@@ -1,26 +1,43 @@
 """Our scheduler's short loops against vLLM's own scheduler, both driven by the same requests, steps and aborts."""
 
+import dataclasses
 import random
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 vllm = pytest.importorskip("vllm")
+import llguidance  # noqa: E402
+import llguidance.hf  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
 from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E402
 
 from batchinf.engines.vllm.scheduling import scheduler as ours  # noqa: E402
-from benchmarks.scheduler_steps import arguments, request  # noqa: E402
+from batchinf.engines.vllm.scheduling.masks import GuidedRows  # noqa: E402
+from benchmarks.scheduler_steps import FULL, SIZES, arguments, request  # noqa: E402
+from benchmarks.shapes import make_tokenizer  # noqa: E402
 
 EOS, STOP, WORDS, THOUGHT = 3, 4, 40, 1
 REFUSED = range(11, 16)
@@ -77,9 +94,8 @@ class Reasoner:
         return token_ids[token_ids.index(THOUGHT) + 1 :]
 
 
-def make_structured(new: Any) -> Grammar:
+def make_structured(new: Any, grammar: Any) -> Any:
     """Give a request a structured output."""
-    grammar = Grammar()
     new.structured_output_request = StructuredOutputRequest(StructuredOutputsParams(regex="x"), grammar)
     return grammar
 
@@ -140,8 +156,8 @@ class Driver:
 
     def state(self) -> dict[str, Any]:
         """All that a later step depends on."""
-        made, manager = self.made, self.made.kv_cache_manager.coordinator.single_type_managers[0]
-        pool = manager.block_pool
+        made, managers = self.made, self.made.kv_cache_manager.coordinator.single_type_managers
+        pool = managers[0].block_pool
         names = "status num_computed_tokens num_output_placeholders num_in_flight_tokens num_stale_output_tokens"
         names += " is_prefill_chunk num_preemptions stop_reason block_hashes _all_token_ids _output_token_ids"
         return {
@@ -151,12 +167,15 @@ class Driver:
                 name: [getattr(one, field, None) for field in names.split()] for name, one in made.requests.items()
             },
             "grammars": {
-                name: one.structured_output_request.grammar.accepted
+                name: getattr(one.structured_output_request.grammar, "accepted", None)
                 for name, one in made.requests.items()
                 if one.structured_output_request
             },
-            "blocks": {name: [block.block_id for block in blocks] for name, blocks in manager.req_to_blocks.items()},
-            "cached": manager.num_cached_block,
+            "blocks": [
+                {name: [block.block_id for block in blocks] for name, blocks in manager.req_to_blocks.items()}
+                for manager in managers
+            ],
+            "cached": [manager.num_cached_block for manager in managers],
             "free": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
             "hashes": {key: repr(blocks) for key, blocks in pool.cached_block_hash_to_block._cache.items()},
             "limits": {name: number for name, number in vars(made).items() if name.startswith("max_num")},
@@ -222,25 +241,108 @@ def test_the_loops_do_what_vllm_does(
     is_v2: bool, is_async: bool, is_caching: bool, num_blocks: int, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few blocks: requests are preempted. Two words: the outputs, and so their blocks, are alike."""
+    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)
+    hold_against_vllm(made_of, words, monkeypatch, is_v2=is_v2, is_caching=is_caching)
+
+
+WINDOW = SlidingWindowSpec(sliding_window=24, **SIZES)
+STATE = MambaSpec(block_size=MODEL_LEN, shapes=((1,),), dtypes=(torch.float32,))
+# Groups of cache, and the number of blocks with which requests are preempted.
+GROUPS: dict[str, tuple[list[Any], int]] = {
+    "windows": ([FULL, WINDOW, WINDOW], 34),
+    "windows alone": ([WINDOW], 14),
+    "windows of two sizes": ([FULL, SlidingWindowSpec(sliding_window=17, **SIZES), WINDOW], 34),
+    "windows with other blocks": ([FULL, SlidingWindowSpec(sliding_window=10, **{**SIZES, "block_size": 32})], 34),
+    "chunks": ([FULL, ChunkedLocalAttentionSpec(attention_chunk_size=32, **SIZES)], 24),
+    "reference windows": ([FULL, RSWASpec(rswa_window=20, **SIZES)], 24),
+    "rings": ([FULL, CircularBufferSpec(**{**SIZES, "block_size": 8})], 24),
+    "states": ([FULL, STATE, STATE], 28),
+    "states alone": ([STATE], 7),
+    "states in blocks": ([FULL, dataclasses.replace(STATE, block_size=16, mamba_cache_mode="all")], 30),
+}
+
+
+@pytest.mark.parametrize("is_caching", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_they_do_so_with_other_groups_of_cache(
+    kind: str, is_async: bool, is_caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks leave windows, and the free blocks are the same after each step."""
+    if kind == "states alone" and is_caching:
+        pytest.skip("vLLM has no prefix cache for states alone")
+    groups, num_blocks = GROUPS[kind]
+    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN, groups=groups)
+    hold_against_vllm(made_of, WORDS, monkeypatch, is_v2=True, is_caching=is_caching)
+
+
+@pytest.mark.parametrize("is_caching", [False, True])
+def test_unknown_managers_are_left_to_vllm(is_caching: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    aligned = dataclasses.replace(STATE, block_size=16, mamba_cache_mode="align")
+    made = ours.scheduler(**arguments(60, 8, True, is_caching, MODEL_LEN, groups=[FULL, aligned]))
+    assert made._changes is None
+    line = "the scheduler's short loops are off for MambaManager in mode align; steps take longer\n"
+    assert capsys.readouterr().out == line
+    crossed = CrossAttentionSpec(**SIZES)
+    made = ours.scheduler(**arguments(60, 8, True, False, MODEL_LEN, groups=[FULL, crossed]))
+    assert made._changes is None
+    assert capsys.readouterr().out == line.replace("MambaManager in mode align", "CrossAttentionManager")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_they_do_so_with_grammars_of_guidance(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammars of a step are advanced in one call, and refuse tokens now and then."""
+    made_of = arguments(60, 8, is_async, False, MODEL_LEN)
+    made_of["structured_output_manager"].backend = object()
+    accepted: list[int] = []
+    accept = GuidedRows.accept
+
+    def count_accepted(self: GuidedRows, tokens: Any) -> dict[str, bool]:
+        found = accept(self, tokens)
+        accepted.append(len(found))
+        return found
+
+    monkeypatch.setattr(GuidedRows, "accept", count_accepted)
+    tokenizer = llguidance.hf.from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(2000)))
+    grammar = llguidance.grammar_from("regex", r"[^,\-./0]*")  # the tokens REFUSED
+
+    def guided() -> GuidanceGrammar:
+        return GuidanceGrammar(llguidance.LLMatcher(tokenizer, grammar, log_level=0), tokenizer, 2000)
+
+    hold_against_vllm(made_of, WORDS, monkeypatch, is_v2=True, is_caching=False, grammar_of=guided)
+    assert sum(accepted) > 50
+
+
+def hold_against_vllm(
+    made_of: dict[str, Any],
+    words: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_v2: bool,
+    is_caching: bool,
+    grammar_of: Callable[[], Any] = Grammar,
+) -> None:
+    """Drive our scheduler and vLLM's by the same requests, and compare them after each step."""
     # Short pieces: 8 tokens in a slot, 16 with logprobs in a piece, and 30 without.
     for name, value in (("_SLOT_ENTRIES", 8 * (WIDTH + 1)), ("_PIECE_BYTES", 640), ("_PIECE_TOKENS", 30)):
         monkeypatch.setattr(ours, name, value)
+    is_async = made_of["vllm_config"].scheduler_config.async_scheduling
+    num_blocks = made_of["kv_cache_config"].num_blocks
     chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {words}")
-    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)
     made_of["vllm_config"].scheduler_config.watermark = 0.3 if words == 2 else 0.0
-    has_reasoner = chance.random() < 0.5
+    has_reasoner = chance.random() < 0.5 and grammar_of is Grammar
     if has_reasoner:
         made_of["structured_output_manager"].reasoner_cls = Reasoner
         made_of["structured_output_manager"].tokenizer = None
     vllms_own = AsyncScheduler if is_async else Scheduler
     drivers = [Driver(made, words) for made in (ours.scheduler(**made_of), vllms_own(**made_of))]
     one, other = drivers
-    assert one.made._block_size == 16
+    assert one.made._changes is not None
     counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0}
     schedule_head, add_tokens = one.made._schedule_head, one.made._add_tokens
 
-    def count_head(block_size: int) -> Any:
-        result = schedule_head(block_size)
+    def count_head(changes: Any) -> Any:
+        result = schedule_head(changes)
         counts["head"] += len(result[1].req_ids)
         counts["masked"] += bool(result[2])
         return result
@@ -256,7 +358,7 @@ def test_the_loops_do_what_vllm_does(
         driver.made.use_v2_model_runner = is_v2
     prefix = [7] * 40
     names: list[str] = []
-    grammars: list[list[Grammar]] = [[], []]
+    grammars: list[list[Any]] = [[], []]
     aborted: set[str] = set()
     for step in range(2000):
         while step < 200 and len(one.made.requests) < 10:
@@ -271,7 +373,7 @@ def test_the_loops_do_what_vllm_does(
                 new = request(name, prompt, is_caching, **params)
                 new.sampling_params._eos_token_id = EOS if has_eos else None
                 if has_grammar:
-                    own.append(make_structured(new))
+                    own.append(make_structured(new, grammar_of()))
                 driver.made.add_request(new)
         disturb(drivers, chance, step, aborted)
         if not one.made.requests and not one.flying:
@@ -286,7 +388,8 @@ def test_the_loops_do_what_vllm_does(
         if name not in aborted:
             assert one.output(name) == other.output(name), name
             assert one.output(name)[2][0][0] is not None
-    assert [each.accepted for each in grammars[0]] == [each.accepted for each in grammars[1]]
+    if grammar_of is Grammar:
+        assert [each.accepted for each in grammars[0]] == [each.accepted for each in grammars[1]]
     assert not one.made._held
     assert not one.made._others
     assert counts["head"] > 100

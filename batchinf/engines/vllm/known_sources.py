@@ -30,7 +30,9 @@ v1/core/sched/output.py                 2a3454c78ba1 f2d5b52a3869 decode
 v1/core/sched/scheduler.py              d9a39870286c d76cc2225755 decode hold
 v1/core/sched/utils.py                  b6583424b6da b6583424b6da decode
 v1/request.py                           dd7c30bf8b08 dd7c30bf8b08 decode
-v1/structured_output/__init__.py        cfd425138e30 f8537b746bd7 decode
+v1/structured_output/__init__.py        cfd425138e30 f8537b746bd7 decode masks
+v1/structured_output/backend_guidance.py 5cb7e71ff816 2eeaf1df0f6a masks
+v1/structured_output/request.py         ba68fd4c5f43 053066a537c6 masks
 v1/engine/__init__.py                   5a525d4fc6e9 733a21948cc1 hold join
 v1/engine/logprobs.py                   148cc1575651 148cc1575651 arrays
 v1/engine/output_processor.py           e78c5af6b0db f855e23e61ad hold join
@@ -71,6 +73,7 @@ _SLOW_STEPS = "steps take longer"
 _VLLM_SCORES = "vLLM's own code takes them, which is slower or needs more memory"
 PIECES = {
     "decode": Piece("the scheduler's short loops for decoding", _SLOW_STEPS, "scheduler", True),
+    "masks": Piece("masks of structured outputs in one call", _SLOW_STEPS, "scheduler", True),
     "hold": Piece("outputs in one piece", "each step sends outputs, which is slower", "scheduler", True),
     "join": Piece("joined results of prompts", "they are sent one by one", "scheduler pooling_scheduler"),
     "arrays": Piece("logprobs as arrays", "they come as Python objects, slowly", "front_end", True),
