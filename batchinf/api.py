@@ -40,8 +40,7 @@ from batchinf.results import Results, open
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, check_engine_arguments, list_of, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tasks import registry as _tasks  # noqa: F401  # it adds the tasks to the spec
-from batchinf.tuning.text import TuneReport
-from batchinf.tuning.tune import tune_job
+from batchinf.tuning.tune import TuneReport, tune_job
 
 __all__ = [
     "JobSpec",
@@ -211,17 +210,15 @@ def tune(
     num_rows: int | None = None,
     tries: Sequence[str] = (),
     out: str | None = None,
-    write: bool = False,
     say: Callable[[str], None] | None = None,
     stop: threading.Event | None = None,
 ) -> TuneReport:
     """Run samples of a job under several settings, and find those that make it fastest. The output stays the same.
 
-    spec, overrides, stop: see `run`. budget_s: time of all trials. num_rows: of a trial of the first round; default:
-    enough to fill the largest batch. tries: values to try, as `["engine.max_num_seqs=256,512"]`; default: settings that
-    the spec leaves open. out: folder of the trials; default: the job's output folder with `-tune` behind its name.
-    write: put the fastest settings into the spec's file. say: called with a line for each trial, instead of printing
-    it. A stop loses the trial that is running; the same call skips those before it.
+    spec, overrides, stop: see `run`. budget_s: time of all trials. num_rows: of a trial; default: enough to fill the
+    largest batch. tries: values to try, as `["engine.max_num_seqs=256,512"]`; default: settings that the spec leaves
+    open. out: folder of the running trial; default: the job's output folder with `-tune` behind its name. say: called
+    with a line for each trial, instead of printing it.
 
     Raises UserError or one of its subclasses; Interrupted after a stop.
     """
@@ -248,10 +245,9 @@ def tune(
             run=run_sample,
             say=say,
             budget_s=budget_s,
-            first_rows=num_rows,
+            num_rows=num_rows,
             tries=list_of(tries),
             out=out,
-            writes=write,
         )
 
 

@@ -42,7 +42,6 @@ from batchinf.manifest.names import staging_name
 from batchinf.records import EngineInfo, EngineStats, Lease, Part, StartedReplica
 from batchinf.replica.messages import (
     Assign,
-    Begin,
     Command,
     Identified,
     Key,
@@ -56,7 +55,6 @@ from batchinf.replica.messages import (
     StartPhase,
     Stop,
     Stopped,
-    TakesLeases,
     Work,
 )
 from batchinf.schedule.leases import FEW_WINDOWS
@@ -158,7 +156,6 @@ class Replicas:
         self._all.append(replica)
         self._poller.register(channel.fileno(), select.EPOLLIN)
         channel.send(StartPhase("importing vLLM", f"host-{launch.replica // 8:03d}"))
-        channel.send(TakesLeases(WINDOW))
         self._at(self._chance.uniform(0.5, 1.0) * self._start_s, self._come_up, replica)
         for message in others:
             self._take(replica, message)
@@ -195,16 +192,7 @@ class Replicas:
                 back = tuple(lease.key for lease in replica.leases if lease.key in asked)
                 self._moved.update(back)
                 replica.leases = collections.deque(it for it in replica.leases if it.key not in back)
-                if replica.is_up:
-                    replica.channel.send(Revoked(back))
-            case Begin():
-                replica.is_up = True
-                replica.looked_at = self._last_up = time.monotonic()
-                self._finished_rows -= replica.rows_per_s * self._last_up
-                self._rows_a_second += replica.rows_per_s
-                self._at(self._chance.random(), self._report, replica)
-                self._at(self._chance.random() * JOURNAL_S, self._journal, replica)
-                self._run(replica)
+                replica.channel.send(Revoked(back))
             case Stop():
                 replica.channel.send(Stopped())
                 replica.is_over = True
@@ -214,6 +202,12 @@ class Replicas:
     def _come_up(self, replica: Replica) -> None:
         info = EngineInfo(8192, MAX_NUM_SEQS, 128_256, "simulated", {"batchinf": "0"}, {})
         replica.channel.send(Ready(info, self._start_s))
+        replica.is_up = True
+        replica.looked_at = self._last_up = time.monotonic()
+        self._finished_rows -= replica.rows_per_s * self._last_up
+        self._rows_a_second += replica.rows_per_s
+        self._at(self._chance.random(), self._report, replica)
+        self._at(self._chance.random() * JOURNAL_S, self._journal, replica)
 
     def _run(self, replica: Replica) -> None:
         """Advance to now: finish rows, close and begin leases; come again when the next of these is due."""

@@ -40,7 +40,7 @@ from batchinf.fleet.sharing.assignment import Assignment
 from batchinf.fleet.speed import times_of
 from batchinf.manifest.state import read_state
 from batchinf.records import EngineInfo, EngineStats, Extent, Lease
-from batchinf.replica.messages import Begin, Event, Key, LeaseBegun, LeaseDone, Progress, Ready, Revoke, TakesLeases
+from batchinf.replica.messages import Event, Key, LeaseBegun, LeaseDone, Progress, Ready
 from batchinf.replica.worker import window
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import choose_rows_per_shard, total_shards
@@ -178,7 +178,6 @@ class Replica:
         self.start = case.starts[number]
         self.known = FleetReplica(Slot(number, (), ()), requests_per_row=1)
         self.known.start("", 0.0)
-        self.hear(TakesLeases(window(case.max_num_seqs)))
         self.engine = Engine(case, max(0.0, self.start))
         self.case = case
         self.assigned: deque[Lease] = deque()
@@ -189,23 +188,15 @@ class Replica:
         self.progress_s = 1.0
         self.reported_at = 0.0
         self.report: tuple[int, int, int] = (0, 0, 0)
-        self.has_begun = False
         self._tokens = tokens
 
     def hear(self, event: Event, now: float = 0.0) -> None:
         """The coordinator hears an event of this replica."""
         self.known.hear(event, now=now, at=now)
 
-    def send(self, command: Any) -> None:
-        """The coordinator's `Begin` and `Revoke`."""
-        if isinstance(command, Begin):
-            self.has_begun = True
-        elif isinstance(command, Revoke):
-            self.assigned = deque(lease for lease in self.assigned if lease.key not in command.leases)
-
     def turn(self, until: float) -> None:
         """Run up to a time."""
-        if not self.has_begun:
+        if not self.known.is_up:
             return
         while True:
             self._feed()
@@ -271,9 +262,6 @@ class Fleet:
         replica.give(open_leases)
         own.assigned.extend(open_leases)
 
-    def send(self, replica: FleetReplica, command: Any) -> None:
-        self.by_number[replica.number].send(command)
-
     def revoke(self, replica: FleetReplica, leases: list[Lease]) -> None:
         own = self.by_number[replica.number]
         keys = {lease.key for lease in leases}
@@ -322,8 +310,8 @@ def seconds_shared(case: Case) -> tuple[float, list[int]]:
             known = replica.known
             if replica.start <= now and not known.is_up:
                 replica.hear(Ready(info, 0.0), now)
-                assignment.begin(known)
-            if replica.has_begun:
+                assignment.note_ready()
+            if known.is_up:
                 replica.tell(now, assignment)
         for known, keys in fleet.revoked:
             assignment.take_back(known.take_back(keys))

@@ -130,9 +130,8 @@ def run(spec: JobSpec, model: str, choices: Sequence[Sequence[int]] = ()) -> tup
         metadata={},
         emit=watch.hear,
     )
-    worker = front.complete(engine, None, InFlightRecord(bytearray(RECORD_BYTES[0])))
-    worker.begin()
-    front.feeder.assign(Assign(leases))
+    worker = front.complete(engine, InFlightRecord(bytearray(RECORD_BYTES[0])))
+    worker.feeder.assign(Assign(leases))
     watch.run(worker)
     return engine, watch
 

@@ -66,7 +66,7 @@ LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_two_hosts test_
     test_buckets test_later_runs_in_buckets test_start test_backend test_pairs test_vllm_pooling test_folders
     test_coordinator test_check test_sharing test_completion_lines test_vllm_logits test_tasks_rerank
     test_stop_signals test_page test_out_of_memory test_extend test_other_stores test_nothing_is_lost test_columns
-    test_inspect test_export test_ordering test_vllm_responses test_choose test_bucket test_spec test_json test_plan
+    test_whole_row test_export test_ordering test_vllm_reasoning test_choose test_bucket test_spec test_json test_plan
     test_together test_parquet_file test_bucket_files test_mirror test_taken_away test_cli test_vllm_mutants
     test_fresh test_recipes test_model_identity test_source test_results test_api test_worker test_retry
     test_vllm_scheduler_loops test_fork_server test_like_nfs test_client_lines test_examples test_upload
@@ -81,7 +81,7 @@ LONGEST_FIRST = """test_ray test_benchmarks test_end_to_end test_two_hosts test_
 WITH_VLLM = set(
     """test_answers test_batch_files test_chat test_completion_lines test_end_to_end test_verify
     test_vllm_engine test_vllm_gpt_oss test_vllm_images test_vllm_logits test_vllm_one_batch_file
-    test_vllm_pooling test_vllm_responses test_vllm_sampling_fields test_vllm_scheduler test_vllm_score
+    test_vllm_pooling test_vllm_reasoning test_vllm_sampling_fields test_vllm_scheduler test_vllm_score
     test_vllm_worker""".split()
 )
 

@@ -36,6 +36,7 @@ def fleet_of(
         "logs": folder,
         "max_restarts": 1,
         "stall_timeout_s": 60.0,
+        "start_timeout_s": 600.0,
         "is_cache_warm": True,
     }
     return Fleet(backend, slots, launch, **{**settings, **changes})

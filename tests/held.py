@@ -1,42 +1,29 @@
 """Compares results of an engine in the test's process with transformers, as `batchinf verify` does for a job."""
 
-import pathlib
 from collections.abc import Sequence
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from batchinf.commands.reference import Reference
+from batchinf.commands.verify import Deviations, expected_numbers, stored_numbers
 from batchinf.model.identity import resolve
 from batchinf.records import Prompt
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.deviations import VectorDeviations
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.verification import ReferenceWanted, StoredRow, StoredVectors
 
 
-def held(
-    spec: JobSpec, results: pa.Table, prompts: Sequence[Prompt], folder: pathlib.Path, pooling_type: str = "LAST"
-) -> dict[str, VectorDeviations]:
+def held(spec: JobSpec, results: pa.Table, prompts: Sequence[Prompt], pooling_type: str = "") -> dict[str, Deviations]:
     """The deviations of a task's results by column. results: one for each prompt. spec: resolved."""
-    path, task = folder / "part.parquet", task_of(spec)
-    pq.write_table(results, path)
-    assert task.verification is not None
-    verification = task.verification(spec)
-    wanted = ReferenceWanted(
-        model=resolve(spec.model),
-        adapters=(),
-        dtype="float32",
-        device="cpu",
-        are_logits=task.logprobs_mode == "raw_logits",
-        pooling_type=pooling_type,
-    )
-    reference = verification.reference(wanted)
-    found: dict[str, VectorDeviations] = {}
-    small = results.select([name for name in ("row_index", *verification.columns) if name in results.column_names])
-    for place, (row, prompt) in enumerate(zip(small.to_pylist(), prompts, strict=True)):
-        row_of = StoredRow(values=row, columns=verification.vector_columns, part=path, group=0, place=place)
-        for stored in verification.stored(row_of, prompt, task.expand(prompt, 512)):
-            assert isinstance(stored, StoredVectors)
-            deviations = found.setdefault(stored.kind, VectorDeviations(has_direction=stored.has_direction))
-            deviations.add(stored, reference.vectors(stored, None))
+    task = task_of(spec)
+    reference = Reference(task, resolve(spec.model), "cpu")
+    found: dict[str, Deviations] = {}
+    names = ("logits", "logprobs", "embedding", "positions", "token_ids", "value_token_ids")
+    rows = results.select([name for name in names if name in results.column_names])
+    for place, prompt in enumerate(prompts):
+        for stored in stored_numbers(task, rows.slice(place, 1), prompt, task.expand(prompt, 512)):
+            deviations = found.setdefault(stored.kind, Deviations())
+            start = 0
+            for expected in expected_numbers(task, reference, stored, pooling_type):
+                deviations.add((prompt.row_index, 0), stored, expected, start)
+                start += len(expected)
     return found

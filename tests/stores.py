@@ -7,6 +7,7 @@ import http.client
 import http.server
 import io
 import json
+import math
 import os
 import pathlib
 import random
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +31,7 @@ import xxhash
 import jobs
 
 BUCKET = "jobs"
+_PIECE_BYTES = 1 << 13
 NAMESPACE = "user"  # of Hugging Face: the proxy serves its buckets below this folder, as the hub's gateway does
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret-of-the-key", "AWS_REGION": "us-east-1"}
 # The share of these faults is the same. The last ones leave the request undone.
@@ -80,14 +82,21 @@ class Proxy:
     """Forwards requests to the server, and fails some of them.
 
     fault: for the method and the path of a request, one of FAULTS, `absent`, `unconditional`, `delay` with seconds, or
-    a status, perhaps with a code, such as `403` or `400 ExpiredToken`; "" for none.
+    a status, perhaps with a code, such as `403` or `400 ExpiredToken`; "" for none. bytes_per_s: the speed of the link,
+    which the contents of all requests share, and the contents of all answers.
     """
 
-    def __init__(self, fault: Callable[[str, str], str] = lambda method, path: "") -> None:
+    def __init__(
+        self, fault: Callable[[str, str], str] = lambda method, path: "", bytes_per_s: float = math.inf
+    ) -> None:
         self.fault = fault
+        self.bytes_per_s = bytes_per_s
+        self._is_free_at = {"up": 0.0, "down": 0.0}
         self.seen: list[tuple[str, str]] = []
         self.num_bytes: Counter[str] = Counter()
         """Bytes of the answers, by the path of the object."""
+        self.num_moved: Counter[str] = Counter()
+        """Bytes that the link has moved, `up` to the store and `down`."""
         self.num_open = 0
         """Requests that are not answered yet."""
         self._counting = threading.Lock()
@@ -114,6 +123,8 @@ class Proxy:
                 pass  # a process that was killed closes its connections
 
         self._server = Server(("127.0.0.1", 0), Handler)
+        if bytes_per_s < math.inf:  # otherwise the kernel takes megabytes at once
+            self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -136,8 +147,24 @@ class Proxy:
             with self._counting:
                 self.num_open -= 1
 
+    def _over_link(self, way: str, read: Callable[[int], bytes], num_bytes: int) -> Iterator[bytes]:
+        """Pieces of a content, each when the link has moved it."""
+        while num_bytes and (piece := read(min(num_bytes, _PIECE_BYTES))):
+            num_bytes -= len(piece)
+            with self._counting:
+                self.num_moved[way] += len(piece)
+                free_at = max(self._is_free_at[way], time.monotonic()) + len(piece) / self.bytes_per_s
+                self._is_free_at[way] = free_at
+            if self.bytes_per_s < math.inf:
+                time.sleep(max(0.0, free_at - time.monotonic()))
+            yield piece
+
     def _handle(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        num_bytes = int(request.headers.get("Content-Length") or 0)
+        body = b"".join(self._over_link("up", request.rfile.read, num_bytes))
+        if len(body) < num_bytes:
+            request.close_connection = True
+            return
         method = request.command
         path = request.path
         if path.startswith(f"/{NAMESPACE}/"):
@@ -181,7 +208,8 @@ class Proxy:
         elif fault == "500 after":
             _answer(request, 500, b"<Error><Code>InternalError</Code></Error>")
         else:
-            _answer(request, response.status, content, dict(response.getheaders()))
+            moved = self._over_link("down", io.BytesIO(content).read, len(content))
+            _answer(request, response.status, content, dict(response.getheaders()), moved=moved)
 
 
 def _answer(
@@ -191,8 +219,9 @@ def _answer(
     headers: dict[str, str] | None = None,
     *,
     num_sent: int | None = None,
+    moved: Iterable[bytes] = (),
 ) -> None:
-    """num_sent: so many bytes of the content are sent; None: all."""
+    """num_sent: so many bytes of the content are sent; None: all. moved: the content as a link moves it."""
     request.send_response_only(status)
     for name, value in (headers or {}).items():
         if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
@@ -203,7 +232,8 @@ def _answer(
     request.send_header("Content-Length", length)
     request.end_headers()
     if not is_head:
-        request.wfile.write(content[:num_sent])
+        for piece in moved or (content[:num_sent],):
+            request.wfile.write(piece)
 
 
 def often(share: float, seed: int = 0, faults: Sequence[str] = FAULTS) -> Callable[[str, str], str]:
@@ -219,8 +249,8 @@ def often(share: float, seed: int = 0, faults: Sequence[str] = FAULTS) -> Callab
 
 
 @contextlib.contextmanager
-def proxy(fault: Callable[[str, str], str] = lambda method, path: "") -> Iterator[Proxy]:
-    made = Proxy(fault)
+def proxy(fault: Callable[[str, str], str] = lambda method, path: "", bytes_per_s: float = math.inf) -> Iterator[Proxy]:
+    made = Proxy(fault, bytes_per_s)
     try:
         yield made
     finally:
@@ -320,11 +350,16 @@ def num_journalled(url: str) -> int:
     """Results in the bucket's journal of shards without a part, by the headers of the segments."""
     num_results = 0
     parts = names(url, "parts")
-    for name in names(url, "journal"):
+    begun: dict[str, int] = {}
+    for name in sorted(names(url, "journal")):
         sizes, _, data = read(url, f"journal/{name}").partition(b"\n")
-        for segment, size in json.loads(sizes):
-            if f"part-{segment.partition('-')[0]}.parquet" not in parts:
-                num_results += struct.unpack_from("<8sIIQQ", data)[4]
+        for segment, size, *place in json.loads(sizes):
+            first, num_bytes = place or (0, size)
+            if first == 0:
+                begun[segment] = struct.unpack_from("<8sIIQQ", data)[4]
+            is_whole = first + size == num_bytes
+            if is_whole and f"part-{segment.partition('-')[0]}.parquet" not in parts:
+                num_results += begun[segment]
             data = data[size:]
     return num_results
 

@@ -247,12 +247,12 @@ def test_status_of_a_finished_job(done: Any) -> None:
     assert f"{rows} of {rows} output rows" in shown.stdout
 
 
-@pytest.mark.parametrize("command", ["status", "head", "check", "inspect", "report", "diff"])
+@pytest.mark.parametrize("command", ["status", "head", "check", "report", "diff"])
 def test_a_file_in_the_place_of_a_jobs_folder(command: str, tmp_path: pathlib.Path) -> None:
     spec, other = jobs.spec_of(tmp_path), tmp_path / "prompts.jsonl"
     other.write_text('{"prompt": "Once"}\n')
     for path, more in ((spec, f": the output.path of this spec is {tmp_path / 'out'}"), (other, "")):
-        more_arguments = {"inspect": ["--row", "0"], "diff": [path]}.get(command, [])
+        more_arguments = {"diff": [path]}.get(command, [])
         refused = jobs.run(command, path, *more_arguments)
         assert refused.returncode == 2
         assert refused.stderr == f"error: {path} is a file; batchinf {command} takes a job's output folder{more}\n"

@@ -39,7 +39,7 @@ COMMANDS = (
     ("validate", "{folder}/where.yaml", "-n", "3", "--json"),
     ("validate", "{folder}/job.yaml", "-n", "2"),
     ("head", "{folder}/out", "--json"),
-    ("inspect", "{folder}/out", "id-3", "--json"),
+    ("head", "{folder}/out", "--row", "id-3", "--json"),
     ("diff", "{folder}/out", "{folder}/out", "--json"),
     ("status", "{folder}/out", "--json"),
     ("check", "{folder}/out", "--deep"),

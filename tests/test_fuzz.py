@@ -22,7 +22,7 @@ from batchinf.base.errors import InputError, OutputError
 from batchinf.base.storage import Folder
 from batchinf.commands.diff import _row_bytes as row_bytes
 from batchinf.commands.head import read_head
-from batchinf.commands.inspect import inspect_row
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.fleet.local.channel import Channel
 from batchinf.fleet.status import STATUS_FILE, read_status
 from batchinf.manifest import commit_log
@@ -240,7 +240,7 @@ def test_readers_name_a_damaged_part(job: pathlib.Path, tmp_path: pathlib.Path) 
         lambda: batchinf.open(out).table(),
         lambda: list(batchinf.open(out).batches()),
         lambda: read_head(str(out), 5),
-        lambda: inspect_row(str(out), "0"),
+        lambda: read_whole_row(str(out), "0"),
         lambda: row_bytes(batchinf.open(out).parts[0], ["row_index"]),
     ]
     num_refused = [0] * len(readers)

@@ -20,6 +20,8 @@ SPEC = {"model": "a/b", "input": {"path": "x"}, "output": {"path": "y"}}
         (["run", "job.yaml", "-o", "out"], "--set output.path=FOLDER"),
         (["run", "job.yaml", "--resume"], "`batchinf run JOB.yaml` resumes the job"),
         (["head", "out", "--limit", "5"], "`-n N` shows N rows"),
+        (["slurm", "job.yaml", "--mem", "200G"], "`--sbatch mem=VALUE` sets it"),
+        (["slurm", "job.yaml", "--venv", ".venv"], "the environment of the shell that submits it"),
         (["resume", "out"], "`batchinf run JOB.yaml` resumes the job"),
     ],
 )

@@ -162,21 +162,21 @@ Command = Greet | ''',
     )
     copy.replace(
         path,
-        "                case Begin():\n",
+        "                case Identified():\n",
         """\
                 case Greet(name):
                     self._port.send(Greeting(f"hello {name}"))
-                case Begin():
+                case Identified():
 """,
     )
-    path = "batchinf/fleet/sharing/assignment.py"
+    path = "batchinf/coordinator/coordinator.py"
     copy.replace(path, "from batchinf.replica.messages import ", "from batchinf.replica.messages import Greet, ")
     copy.replace(
         path,
-        "        self._fleet.send(replica, Begin())\n",
+        "        self._assignment.note_ready()\n",
         """\
-        self._fleet.send(replica, Greet("world"))
-        self._fleet.send(replica, Begin())
+        self.fleet.send(replica, Greet("world"))
+        self._assignment.note_ready()
 """,
     )
     path = "batchinf/fleet/replica.py"
@@ -278,7 +278,7 @@ class CountExport(Format):
         self.stream.write(b"%d rows" % self.num_rows)
 """
     )
-    registry = "batchinf/export/registry.py"
+    registry = "batchinf/commands/export.py"
     old = "from batchinf.export.huggingface"
     copy.replace(registry, old, f"from batchinf.export.count import CountExport\n{old}")
     copy.replace(

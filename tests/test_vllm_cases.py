@@ -12,12 +12,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 _COMMAND = "tests/commands/test_run_batch.py::test_the_command_itself_on_vllm"
 _VECTORS = "tests/engines/test_vllm_one_batch_file.py::test_with_a_model_of_embeddings"
 _CALLS = "tests/engines/test_vllm_one_batch_file.py::test_with_a_model_that_generates"
-_ANSWERS = "tests/engines/test_vllm_responses.py::test_the_answers_are_those_of_vllms_server"
+_ANSWERS = "tests/engines/test_vllm_reasoning.py::test_the_answers_are_those_of_vllm"
 _FLAGS = "tests/commands/test_run_batch.py::test_flags_are_read_as_vllm_reads_them"
 _REFUSED = "tests/commands/test_run_batch.py::test_flags_that_are_refused"
 _FIELDS = "tests/prompts/test_batch_files.py::test_each_field_on_real_vllm"
 _AUDIO = "no test: batchinf runs texts; a line with audio is an error row, as in the first case of an unknown URL"
-_UPLOAD = "tests/export/test_upload.py::test_a_file_is_sent_by_put"
+_UPLOAD = "no test: batchinf writes a file, and `curl -T` sends it; such a URL is refused"
 _INSIDE = "no test: how vLLM's server is put together; batchinf has no such part"
 _SCORING = "tests/engines/test_vllm_one_batch_file.py::test_with_a_cross_encoder"
 
@@ -34,7 +34,7 @@ RUN_BATCH = {
     "a value that sampling does not take is an error of its line": _COMMAND,
     "the answer follows a JSON schema": _COMMAND,
     "the answer follows a regex or is a choice": _COMMAND,
-    "the answer is a JSON object, or follows guided_* of old": _FIELDS,
+    "the answer is a JSON object": _FIELDS,
     "logprobs and their alternatives": _COMMAND,
     "embeddings of one text and of several": _VECTORS,
     "embeddings as base64": _VECTORS,

@@ -4,6 +4,9 @@ obstore does the requests. It is imported when a bucket is opened, and only in p
 forked child of a process that has used it hangs. Every request runs on a thread of its own, because Ctrl-C does not end
 one.
 
+A slow link is no failure. The last large request that was sent gives the speed of the link, and with it the time that a
+request of so many bytes may take. An answer may take any time, as long as bytes arrive.
+
 No answer to a conditional request is believed. If the connection ends after the store has applied it, the repeated
 request meets its own object. Some stores also answer "conflict" when nothing was stored. So after any error the object
 is read: the same bytes are ours, an absent object means to try again, and other bytes are those of another process.
@@ -12,6 +15,7 @@ is read: the same bytes are ours, an absent object means to try again, and other
 import contextlib
 import functools
 import importlib.util
+import math
 import mmap
 import os
 import pathlib
@@ -39,9 +43,14 @@ NEEDS_OBSTORE = "a bucket needs the package obstore: install it with pip install
 PATIENCE_S = 60.0
 """How long a request is tried again, unless the caller says otherwise."""
 MOST_BYTES = 5 << 30  # of one request with a condition
-_SHORT_S = 20  # the longest time of a request of a small object
+_SILENCE_S = 20  # how long a store may be silent
 _LONG_S = 3600
+_LONGEST_S = 7 * 86_400  # 5 GiB at 10 kB/s; what ends a request is its silence, or its own limit
 _LOOK_S = 0.2
+_MEASURED_BYTES = 256 << 10  # a smaller request says more about the store's delay than about the link
+_FIRST_BYTES_PER_S = 64 << 10  # a guess, until a request has been measured
+_SLOWEST_BYTES_PER_S = 4 << 10  # a slower request has failed
+_SLACK = 8  # other requests share the link: four parts, a bundle of the journal and a heartbeat
 _READ_BYTES = 4 << 20
 _NUM_AT_ONCE = 16
 _TIDY_PATIENCE_S = 5.0
@@ -83,6 +92,10 @@ class _AgainError(Exception):
     """Nothing is stored: the request is to be tried again."""
 
 
+class _TooSlowError(Exception):
+    """A request was given up. No TimeoutError: that of a future says that it is not done."""
+
+
 class Bucket:
     """The objects below one URL. Threads may share it. Methods raise StoreError."""
 
@@ -92,14 +105,17 @@ class Bucket:
         # Google's conditions take the generation of an object, which obstore calls its version.
         self._etag_key = "version" if self.url.startswith("gs:") else "e_tag"
         self._obstore = _import_obstore()
-        self._small = _store(self.url, _SHORT_S)
-        self._large = _store(self.url, _LONG_S)
+        # obstore counts the time of a request's content as silence: so contents are sent by the other store.
+        self._reads = _store(self.url, _LONGEST_S, silence_s=_SILENCE_S)
+        self._writes = _store(self.url, _LONGEST_S)
+        self.bytes_per_s: float | None = None
+        """How fast the last large request was sent, beside others; None before the first."""
         self.patience_s = patience_s
         self.is_stopped: Callable[[], bool] = lambda: False
         """Asked while a request is waited for; it then ends as if the patience were over."""
         self.failing_since: float | None = None
         """Monotonic, in seconds; None while the store answers. Only requests of small objects end it: the others wait
-        for an hour, so they may succeed on a store that is too slow for a heartbeat."""
+        for long, so they may succeed on a store that is too slow for a heartbeat."""
         self.on_failure: Callable[[], object] = lambda: None
         """Called after an attempt has failed, in the thread that waits."""
         self.failure = ""
@@ -107,6 +123,14 @@ class Bucket:
     def at(self, name: str) -> "Bucket":
         """The objects below `name`."""
         return Bucket(f"{self.url}/{name}", self.patience_s)
+
+    def _limit_s(self, num_bytes: int) -> float:
+        """How long a request with so many bytes may take."""
+        return _SILENCE_S + num_bytes / max(_SLOWEST_BYTES_PER_S, (self.bytes_per_s or 0.0) / _SLACK)
+
+    def bytes_in(self, seconds: float) -> int:
+        """The bytes that the link takes in this time; a guess until a large request was sent."""
+        return int((self.bytes_per_s or _FIRST_BYTES_PER_S) * seconds)
 
     # -- small objects -------------------------------------------------------------------------------------------------
 
@@ -122,7 +146,7 @@ class Bucket:
         """
 
         def attempt() -> bytes:
-            found = self._obstore.get(self._large, name)
+            found = self._obstore.get(self._reads, name)
             if found.meta["size"] > most_bytes:
                 raise ObjectTooLargeError(found.meta["size"])
             return bytes(found.bytes())
@@ -151,7 +175,7 @@ class Bucket:
 
         def attempt() -> Object | None:
             with _passing_over_absent(may_be_shorter=True):
-                found = self._obstore.get(self._large, name, options={"range": (first, stop)})
+                found = self._obstore.get(self._reads, name, options={"range": (first, stop)})
                 return Object(bytes(found.bytes()), str(found.meta["e_tag"]))
             return None
 
@@ -168,25 +192,28 @@ class Bucket:
 
     def put(self, name: str, data: bytes, patience_s: float | None = None) -> None:
         """Write an object; the last writer wins."""
-        self._try(lambda: self._obstore.put(self._small, name, data), name, patience_s)
+        self._try(lambda: self._put(name, data), name, patience_s)
 
-    def put_new(self, name: str, data: bytes) -> Object:
-        """Create an object. Returns the one that is there now: with these bytes, or that of another process."""
+    def put_new(self, name: str, data: bytes, is_needed: Callable[[], bool] = lambda: True) -> Object:
+        """Create an object. Returns the one that is there now: with these bytes, or that of another process.
+
+        is_needed: asked before each further attempt.
+        """
 
         def attempt() -> Object:
             try:
-                return Object(data, self._etag_of(self._obstore.put(self._small, name, data, mode="create")))
+                return Object(data, self._etag_of(self._put(name, data, "create")))
             except Exception as error:
                 return self._read_after(name, error)
 
-        return self._try(attempt, name)
+        return self._try(attempt, name, is_needed=is_needed)
 
     def put_if(self, name: str, data: bytes, etag: str, patience_s: float | None = None) -> str | None:
         """Replace an object that still has this ETag. Returns the new one; None if another process has changed it."""
 
         def attempt() -> str | None:
             try:
-                return self._etag_of(self._obstore.put(self._small, name, data, mode=self._only_if(etag)))
+                return self._etag_of(self._put(name, data, self._only_if(etag)))
             except Exception as error:
                 if _remedy(error):
                     raise
@@ -204,14 +231,14 @@ class Bucket:
 
     def move(self, name: str, to: str) -> None:
         """Give an object another name. The store copies it; there are both names for a moment."""
-        self._try(lambda: self._obstore.copy(self._large, name, to), name, is_large=True)
+        self._try(lambda: self._obstore.copy(self._writes, name, to), name, is_large=True)
         self.delete([name])
 
     def list(self, folder: str, after: str = "") -> list[Listed]:
         """The objects in a folder, sorted by name. after: only those whose names come later."""
 
         def attempt() -> list[Listed]:
-            pages = self._obstore.list(self._small, prefix=folder)
+            pages = self._obstore.list(self._reads, prefix=folder)
             metas = [meta for page in pages for meta in page]
             # Some stores do not sort, and some do not know where to begin.
             listed = (Listed(meta["path"].removeprefix(f"{folder}/"), meta["size"]) for meta in metas)
@@ -224,7 +251,7 @@ class Bucket:
 
         def attempt() -> bool:
             with _passing_over_absent():
-                self._obstore.head(self._small, name)
+                self._obstore.head(self._reads, name)
                 return True
             return False
 
@@ -243,18 +270,20 @@ class Bucket:
         mode: Any = "create" if etag is None else self._only_if(etag)
 
         def attempt() -> str | None:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                try:
-                    self._obstore.put(self._large, name, content, mode=mode)
-                except Exception as error:
-                    if _remedy(error):
-                        raise
-                    digest, there = self._digest(name, error)
-                    if digest == xxhash.xxh3_128_digest(content):
-                        return None
-                    if there == etag:
-                        raise _AgainError from error
-                    return there
+            with path.open("rb") as file:
+                # Not closed: a request that was given up may still have it.
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                self._put(name, content, mode)
+            except Exception as error:
+                if _remedy(error):
+                    raise
+                digest, there = self._digest(name, error)
+                if digest == xxhash.xxh3_128_digest(content):
+                    return None
+                if there == etag:
+                    raise _AgainError from error
+                return there
             return None
 
         return self._try(attempt, name, is_large=True)
@@ -264,7 +293,7 @@ class Bucket:
         part_bytes = max(_PART_BYTES, -(-path.stat().st_size // _MOST_PARTS))
 
         def attempt() -> None:
-            self._obstore.put(self._large, name, path, chunk_size=part_bytes, max_concurrency=_NUM_PARTS_AT_ONCE)
+            self._obstore.put(self._writes, name, path, chunk_size=part_bytes, max_concurrency=_NUM_PARTS_AT_ONCE)
 
         self._try(attempt, name, is_large=True)
 
@@ -274,7 +303,7 @@ class Bucket:
         def attempt() -> str | None:
             path.unlink(missing_ok=True)
             try:
-                found = self._obstore.get(self._large, name)
+                found = self._obstore.get(self._reads, name)
             except FileNotFoundError:
                 return None
             with create(path) as file:
@@ -313,7 +342,7 @@ class Bucket:
 
     def _is_refused(self, name: str, mode: Any) -> bool:
         try:
-            self._obstore.put(self._small, name, b"2", mode=mode)
+            self._put(name, b"2", mode)
         except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
             return True
         return False
@@ -328,7 +357,7 @@ class Bucket:
 
     def _read(self, name: str) -> Object | None:
         with _passing_over_absent():
-            found = self._obstore.get(self._small, name)
+            found = self._obstore.get(self._reads, name)
             return Object(bytes(found.bytes()), self._etag_of(found.meta))
         return None
 
@@ -342,7 +371,7 @@ class Bucket:
 
     def _digest(self, name: str, error: Exception) -> tuple[bytes, str]:
         try:
-            found = self._obstore.get(self._large, name)
+            found = self._obstore.get(self._reads, name)
         except FileNotFoundError:
             raise _AgainError from error
         digest = xxhash.xxh3_128()
@@ -352,10 +381,40 @@ class Bucket:
 
     def _delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._obstore.delete(self._small, name)
+            self._obstore.delete(self._reads, name)
+
+    def _put(self, name: str, data: "bytes | mmap.mmap", mode: Any = "overwrite") -> Any:
+        """Send one object by one request, which is given up if it takes too long for its size, or at a stop."""
+        import asyncio  # not for every command: it takes 20 ms
+
+        async def put() -> Any:
+            request = asyncio.ensure_future(self._obstore.put_async(self._writes, name, data, mode=mode))
+            while not (await asyncio.wait({request}, timeout=_LOOK_S))[0]:
+                if time.monotonic() > began + limit_s or self.is_stopped():
+                    request.cancel()  # which closes its connection: a request that goes on would take the link
+                    raise _TooSlowError(f"{len(data):,} bytes were not sent in {time.monotonic() - began:.0f} s")
+            return await request
+
+        limit_s = self._limit_s(len(data))
+        began = time.monotonic()
+        try:
+            meta = asyncio.run(put())
+        except _TooSlowError:
+            if time.monotonic() > began + limit_s:
+                self.bytes_per_s = min(self.bytes_per_s or math.inf, len(data) / limit_s) / 2
+            raise
+        if len(data) >= _MEASURED_BYTES:
+            self.bytes_per_s = len(data) / (time.monotonic() - began)
+        return meta
 
     def _try(
-        self, attempt: Callable[[], _T], name: str, patience_s: float | None = None, *, is_large: bool = False
+        self,
+        attempt: Callable[[], _T],
+        name: str,
+        patience_s: float | None = None,
+        *,
+        is_large: bool = False,
+        is_needed: Callable[[], bool] = lambda: True,
     ) -> _T:
         """The result of `attempt`, which is tried again after an error until the patience is over."""
         patience_s = self.patience_s if patience_s is None else patience_s
@@ -363,7 +422,7 @@ class Bucket:
         pause_s = 0.05
         while True:
             try:
-                result = self._wait(on_thread(attempt), began + patience_s + _LONG_S)
+                result = self._wait(on_thread(attempt))
             except StoreError:
                 raise
             except Exception as error:
@@ -380,7 +439,7 @@ class Bucket:
                     self.failing_since = None
                 return result
             left_s = began + patience_s - time.monotonic()
-            if self.is_stopped() or left_s <= 0:
+            if self.is_stopped() or left_s <= 0 or not is_needed():
                 raise StoreError(
                     f"{self.url}/{name}: the store has not taken a request for "
                     f"{time.monotonic() - began:.0f} s: {self.failure}; nothing is lost: run the same "
@@ -389,11 +448,11 @@ class Bucket:
             time.sleep(min(random.random() * pause_s, left_s))  # the last attempt is when the patience is over
             pause_s = min(2 * pause_s, 5.0)
 
-    def _wait(self, future: "Future[_T]", until: float) -> _T:
+    def _wait(self, future: "Future[_T]") -> _T:
         while True:
             with contextlib.suppress(NotYet):
                 return future.result(_LOOK_S)
-            if not future.done() and (self.is_stopped() or time.monotonic() > until):
+            if not future.done() and self.is_stopped():
                 raise _AgainError("no answer yet")
 
 
@@ -433,11 +492,11 @@ def _import_obstore() -> Any:
     return obstore
 
 
-def _store(url: str, longest_s: int) -> Any:
+def _store(url: str, longest_s: int, silence_s: int | None = None) -> Any:
     import obstore.store as stores
 
     scheme, bucket, prefix = bucket_and_prefix(url)
-    options = {**_options(longest_s), "retry_config": {"max_retries": 0}, "prefix": prefix or None}
+    options = {**_options(longest_s, silence_s), "retry_config": {"max_retries": 0}, "prefix": prefix or None}
     match scheme:
         case "s3":
             return stores.S3Store(bucket, **options, **_s3_endpoint(), **_aws_credentials())
@@ -463,13 +522,15 @@ def _hub_gateway() -> str:
     return os.environ.get("BATCHINF_HF_GATEWAY", "https://s3.hf.co").rstrip("/")
 
 
-def _options(longest_s: int) -> dict[str, Any]:
+def _options(longest_s: int, silence_s: int | None = None) -> dict[str, Any]:
     endpoint = _s3_endpoint().get("endpoint", "")
     client = {
         "timeout": timedelta(seconds=longest_s),
         "connect_timeout": timedelta(seconds=5),
         "allow_http": not endpoint.startswith("https:"),
     }
+    if silence_s is not None:
+        client["read_timeout"] = timedelta(seconds=silence_s)
     return {"client_options": client}
 
 

@@ -22,6 +22,8 @@ import resource
 from dataclasses import dataclass
 from typing import ClassVar
 
+from batchinf.base.text import within_a_screen
+
 _LEAST_ADDRESSES = 1 << 30  # bytes: Python with all modules of `run` takes a third of it
 
 
@@ -32,9 +34,15 @@ class BatchinfError(Exception):
 
 
 class UserError(BatchinfError):
-    """An error that the user can fix. The message says what was got, what is allowed and what to do."""
+    """An error that the user can fix. The message says what was got, what is allowed and what to do.
+
+    As text it is never longer than a screen, however long the texts are that it quotes.
+    """
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return within_a_screen(super().__str__())
 
 
 class SpecError(UserError):

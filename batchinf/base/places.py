@@ -21,6 +21,9 @@ _BUCKET = re.compile(
     r"(?P<scheme>s3|gs|az)://(?P<bucket>[^/]+)/(?P<prefix>.+)|hf://buckets/(?P<hub>[^/]+/[^/]+)/(?P<path>.+)"
 )
 _OBJECT = re.compile(r"(?P<root>(?:s3|gs|az)://[^/]+)/(?P<name>.+)")
+# In a URL, the user and the password before the host. A password may have a slash in it, as keys of S3 do; what stands
+# after `:` and is only digits is a port.
+PASSWORD = re.compile(r"//[^/?#:@]*:(?!\d*(?:[/?#]|$)).*@")
 _URL_OF_BUCKET = re.compile(r"\s*(?:s3|gs|az|hf)://")
 # The folders of caches, of this package and of the libraries that it uses.
 _CACHE_FOLDERS = (
@@ -51,7 +54,8 @@ def is_http(path: str) -> bool:
 
 def shown_url(url: str) -> str:
     """A URL for people: without what may be a secret."""
-    return re.sub(r"//[^/@]*@", "//…@", re.split("[?#]", url, maxsplit=1)[0])
+    without_query = re.split("[?#]", PASSWORD.sub("//…@", url), maxsplit=1)[0]
+    return re.sub(r"//[^/@]*@", "//…@", without_query)
 
 
 def bucket_problem(url: str) -> str | None:

@@ -75,10 +75,12 @@ def reduce_runs(
 
 
 def common_lengths(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
-    """int64 [num_lists]: how many values at the beginning are the same in both lists, up to the first difference."""
+    """int64 [num_lists]: how many values at the beginning are the same in both lists. NaN is the same as NaN."""
     lengths = np.minimum(a.lengths, b.lengths)
     within = _runs(np.zeros_like(lengths), lengths)
-    is_other = a.values[a.heads(lengths)] != b.values[b.heads(lengths)]
+    one = a.values[a.heads(lengths)]
+    other = b.values[b.heads(lengths)]
+    is_other = (one != other) & ((one == one) | (other == other))
     return reduce_runs(np.minimum, np.where(is_other, within, np.repeat(lengths, lengths)), lengths).astype(np.int64)
 
 

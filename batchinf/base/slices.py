@@ -148,7 +148,7 @@ def _read_shared(out: str, name: str, decoded: Callable[[dict[str, Any]], _T], r
     """A record that all slices share; None without it. Raises OutputError. remedy: what to do about damage."""
     path = Folder(out).path(name)
     try:
-        return decoded(decode_record(path.read_bytes(), CUT_VERSION))
+        return decoded(decode_record(Folder(out).read(name), CUT_VERSION))
     except NewerRecord:
         raise OutputError(f"{path} was written by a newer batchinf: install a newer one") from None
     except (FileNotFoundError, NotADirectoryError):

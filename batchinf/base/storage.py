@@ -179,9 +179,11 @@ class Folder:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Size in bytes of each file in `folder`, without half-written ones."""
-        with contextlib.suppress(FileNotFoundError):  # another process may delete one
-            return {entry.name: entry.stat().st_size for entry in self._entries(folder)}
-        return {}
+        sizes = {}
+        for entry in self._entries(folder):
+            with contextlib.suppress(FileNotFoundError):  # another process may delete one meanwhile
+                sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def half_written(self, folder: str) -> tuple[pathlib.Path, ...]:
         """Half-written files, and folders of that kind, in `folder`."""
@@ -190,6 +192,17 @@ class Folder:
     def _entries(self, folder: str, *, half_written: bool = False) -> Iterator[os.DirEntry[str]]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path(folder)) as entries:
             yield from (entry for entry in entries if entry.name.startswith(_TEMPORARY) == half_written)
+
+    def refuse_pipes(self) -> None:
+        """Raise OutputError for a named pipe in this folder or below it: a process that opens one waits for ever."""
+        folders = [self.root]
+        while folders:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(pathlib.Path(entry.path))
+                    elif not entry.is_file() and pathlib.Path(entry.path).is_fifo():
+                        raise _is_pipe(entry.path)
 
     def sweep(self, folder: str) -> None:
         """Delete half-written files, and folders of that kind, in `folder`."""
@@ -200,7 +213,10 @@ class Folder:
                 path.unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
-        return self.path(name).read_bytes()
+        path = self.path(name)
+        if path.is_fifo():
+            raise _is_pipe(path)
+        return path.read_bytes()
 
     def exists(self, name: str) -> bool:
         """Whether there is a file or folder `name`."""
@@ -334,6 +350,10 @@ def naming(path: pathlib.Path) -> Iterator[None]:
 def _is_link(path: pathlib.Path) -> OutputError:
     # A planted link could make us write and delete files elsewhere.
     return OutputError(f"{path} is a symbolic link, which is not followed; remove it, or set output.path to its target")
+
+
+def _is_pipe(path: str | os.PathLike[str]) -> OutputError:
+    return OutputError(f"{os.fspath(path)} is a named pipe, and no file of a job is one; remove it")
 
 
 def open_log(path: pathlib.Path) -> IO[bytes]:

@@ -71,6 +71,24 @@ def clip(text: str, length: int = 60) -> str:
     return shown if len(text) <= length else f"{shown[:length]}…"
 
 
+_SCREEN_LINES = 40
+_SCREEN_CHARS = 4000
+
+
+def within_a_screen(message: str) -> str:
+    """A message that quotes texts of any length, cut to about a screen: in the middle, as its end says what to do."""
+    lines = message.split("\n")
+    if len(lines) <= _SCREEN_LINES and len(message) <= _SCREEN_CHARS:
+        return message
+    if len(lines) > _SCREEN_LINES:
+        num_left_out = len(lines) - _SCREEN_LINES + 1
+        lines = [*lines[: _SCREEN_LINES - 2], f"… and {num_left_out:,} more lines …", lines[-1]]
+    most = max(_SCREEN_CHARS // len(lines) - 3, 0)
+    return "\n".join(
+        line if len(line) <= most else f"{line[: most * 2 // 3]} … {line[len(line) - most // 3 :]}" for line in lines
+    )
+
+
 def plain(text: str) -> str:
     """Escape characters that a terminal would obey: control characters, and marks that change the direction of text.
 

@@ -20,15 +20,30 @@ _IN_SPEC = {
     **dict.fromkeys(("--overwrite", "--force"), "`batchinf run JOB.yaml --fresh` starts anew and keeps the old folder"),
 }
 _OF_COMMAND = {
-    "head": dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+    "verify": {"--dtype": "transformers computes in float32"},
+    "head": {
+        **dict.fromkeys(("--limit", "--num-rows", "--rows"), "`-n N` shows N rows"),
+        "--html": "`batchinf report OUT` writes a page",
+    },
+    "plan": {"--plot": "`--json` prints all figures"},
+    "tune": {"--write": "put the fields that `tune` names into the spec"},
+    "slurm": {
+        "--cpus": "`--sbatch cpus-per-task=N` sets the cores",
+        **{f"--{key}": f"`--sbatch {key}=VALUE` sets it" for key in ("mem", "partition", "account", "constraint")},
+        "--module": "the job has the environment of the shell that submits it: load the module there",
+        "--venv": "the job has the environment of the shell that submits it: activate it there",
+        "--container": "copy the script, and write it as `within=(apptainer exec --nv IMAGE)`",
+        "--script": "the script is OUT.slurm/job.sbatch: copy it where you want it",
+    },
     "export": {"--format": "`--to FORMAT` names the format", "--limit": "`--where 'row_index < N'` chooses rows"},
 }
 _COMMANDS = {
     **dict.fromkeys(("resume", "continue", "restart"), "`batchinf run JOB.yaml` resumes the job, with the same spec"),
     **dict.fromkeys(("start", "launch", "submit"), "`batchinf run JOB.yaml` runs a job"),
     "retry": "`batchinf run JOB.yaml --retry errors` runs error rows again",
-    **dict.fromkeys(("show", "cat", "tail", "sample"), "`batchinf head OUT` shows rows, `inspect OUT` one row"),
+    **dict.fromkeys(("show", "cat", "tail", "sample"), "`batchinf head OUT` shows rows, with `--row ID` one row whole"),
     **dict.fromkeys(("convert", "merge"), "`batchinf export OUT -o FILE` writes the output as one file"),
+    "inspect": "`batchinf head OUT --row ID` shows one row whole",
     "new": "`batchinf init JOB.yaml` writes a spec",
     **dict.fromkeys(("progress", "watch", "ls"), "`batchinf status OUT` shows a job, with `--watch` while it runs"),
 }

@@ -1,21 +1,17 @@
 """The commands that take a spec: each makes, checks, plans or runs a job."""
 
 import contextlib
-import dataclasses
-import functools
 import json
 import os
-import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from batchinf.base.errors import UserError
-from batchinf.base.places import is_bucket, is_http
+from batchinf.base.places import is_bucket
 from batchinf.base.process import collect_as_usual
 from batchinf.base.stop_signals import interruptible
 from batchinf.cli.arguments import (
@@ -28,9 +24,8 @@ from batchinf.cli.arguments import (
     new_spec_file,
     path_option,
 )
-from batchinf.cli.program import app, errors_as, print_error, print_lines, print_report
+from batchinf.cli.program import app, errors_as, print_lines, print_report
 
-_Found = TypeVar("_Found")
 _PURPOSES = "label, generate, score, logits, embed or rerank"
 
 
@@ -59,21 +54,16 @@ def _init(
     ] = None,
     out: Annotated[str | None, path_option(help="The output folder; default: out/ and the spec's name.")] = None,
 ) -> None:
-    """Write a short commented spec that fits your data. Asks for what no option gives."""
+    """Write a short commented spec that fits your data."""
     from batchinf.commands.init import check_purpose, has_chat_template, labels_in, look_at, write, written_lines
     from batchinf.tasks.starters import StarterWanted
 
-    check = functools.partial(check_purpose, has_labels=bool(labels))
-    purpose, _ = _asked(purpose, "--for", f"What is the job for ({_PURPOSES})?", check)
-    look = functools.partial(look_at, labels=labels_in(labels or ""), encoding=encoding)
-    data, found = _asked(data, "--data", "Where are the rows (a file, a glob, a folder)?", look)
-    question = "Which model (a Hugging Face id or a folder)?"
-    model, has_template = _asked(model, "--model", question, has_chat_template)
-    if purpose == "label" and not labels and sys.stdin.isatty():
-        of_column = ", ".join(found.labels) if found.labelled is not None else None
-        said, words = _asked(None, "--labels", "Which labels (with commas between them)?", labels_in, default=of_column)
-        if said != of_column:
-            found = dataclasses.replace(found, labels=words or found.labels, labelled=None)
+    purpose = _given(purpose, "--for", f"What is the job for ({_PURPOSES})?")
+    check_purpose(purpose, has_labels=bool(labels))
+    data = _given(data, "--data", "Where are the rows (a file, a glob, a folder)?")
+    found = look_at(data, labels=labels_in(labels or ""), encoding=encoding)
+    model = _given(model, "--model", "Which model (a Hugging Face id or a folder)?")
+    has_template = has_chat_template(model)
     where = out or f"out/{os.path.splitext(os.path.basename(path))[0]}"
     text = write(path, purpose, found, StarterWanted(model, has_template is not False, where))
     print_lines(written_lines(path, found, purpose, text))
@@ -82,20 +72,11 @@ def _init(
     print_lines([f"next: batchinf validate {shlex.quote(path)}"])
 
 
-def _asked(
-    value: str | None, option: str, question: str, check: Callable[[str], _Found], *, default: str | None = None
-) -> tuple[str, _Found]:
-    """The option's value, or the user's answer, and what `check` says of it. A wrong answer is asked for again."""
-    if value is not None:
-        return value, check(value)
-    if not sys.stdin.isatty():
+def _given(value: str | None, option: str, question: str) -> str:
+    """The option's value. Raises UserError if it is missing."""
+    if value is None:
         raise UserError(f"{option}: missing. {question} Give it as {option}")
-    while True:
-        answer = str(typer.prompt(question, default))
-        try:
-            return answer, check(answer)
-        except UserError as error:
-            print_error(error)
+    return value
 
 
 @app.command("run", epilog="Example: batchinf run job.yaml --set sampling.max_tokens=64")
@@ -169,7 +150,7 @@ def _run_batch(
             "-o",
             "--output-file",
             metavar="FILE",
-            help="The answers, written when the job is done: a path, s3://…, or a URL for PUT.",
+            help="The answers, written when the job is done: a path, or s3://…",
             may_be_url=True,
         ),
     ],
@@ -185,10 +166,10 @@ def _run_batch(
     with interruptible(ends_process=True):
         from batchinf import api
         from batchinf.commands.export import following
-        from batchinf.commands.run_batch import batch_run, write_answers
+        from batchinf.commands.run_batch import batch_run, check_lines, write_answers
 
         collect_as_usual()
-        if follows and (is_http(output_file) or is_bucket(output_file)):
+        if follows and is_bucket(output_file):
             raise UserError("--follow: got a URL for the answers, which is written once; leave --follow out")
         run = batch_run(input_file, output_file, model, context.args, folder=job)
         print_lines(run.notes)
@@ -196,6 +177,7 @@ def _run_batch(
             summary = api.run(run.spec)
         exported = write_answers(run, has_rows=summary.has_begun)
     print_lines([*summary.lines(), *exported.lines()])
+    check_lines(summary)
 
 
 @app.command("validate", epilog="Example: batchinf validate job.yaml -n 5 --random")
@@ -256,16 +238,12 @@ def _plan(
         int | None,
         typer.Option(min=1, max=10**12, metavar="N", help="As if the input had N rows; it may be missing."),
     ] = None,
-    plot: Annotated[str | None, path_option(metavar="FILE.svg", help="Draw the degrees, or a model's memory.")] = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what fits where, at which degrees, and how long a job takes. Needs no GPU, no weights and no engine."""
     from batchinf import api
-    from batchinf.report.plan_chart import check_file, write_chart
 
-    if plot is not None:
-        check_file(plot)
     report = api.plan(
         target,
         overrides=set_ or (),
@@ -278,19 +256,15 @@ def _plan(
         output_tokens=output_tokens,
         rows=rows,
     )
-    if plot is not None:
-        write_chart(report, plot)
     print_report(report, report.lines(), as_json)
 
 
-@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m --write")
+@app.command("tune", epilog="Example: batchinf tune job.yaml --budget 15m")
 def _tune(
     spec: SpecPath,
     set_: Overrides = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time of all trials, such as 15m or 2h.")] = "15m",
-    num_rows: Annotated[
-        int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial of the first round.")
-    ] = None,
+    num_rows: Annotated[int | None, typer.Option("--rows", min=1, metavar="N", help="Rows of a trial.")] = None,
     tries: Annotated[
         list[str] | None,
         typer.Option(
@@ -299,21 +273,19 @@ def _tune(
             help="Try these values of a field, and only fields that are named so. May be repeated.",
         ),
     ] = None,
-    out: Annotated[str | None, path_option(metavar="FOLDER", help="Folder of the trials; default: OUT-tune.")] = None,
-    writes: Annotated[bool, typer.Option("--write", help="Put the fastest settings into the spec.")] = False,
+    out: Annotated[
+        str | None, path_option(metavar="FOLDER", help="Folder of the running trial; default: OUT-tune.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run samples of the rows under several settings, and find those that make the job fastest."""
     budget_s = _seconds(budget, "--budget")
     with interruptible(ends_process=True):
         from batchinf import api
-        from batchinf.tuning.text import tune_lines
 
         collect_as_usual()
-        report = api.tune(
-            spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out, write=writes
-        )
-    print_report(report, tune_lines(report), as_json)
+        report = api.tune(spec, overrides=set_ or (), budget_s=budget_s, num_rows=num_rows, tries=tries or (), out=out)
+    print_report(report, report.lines(), as_json)
 
 
 def _seconds(text: str, option: str) -> float:
@@ -336,52 +308,27 @@ def _slurm(
         int, typer.Option(min=1, help="Requeues in a row without a new finished row, after which the job ends.")
     ] = 5,
     gpus: Annotated[
-        str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4.")
+        str | None, typer.Option(metavar="[TYPE:]N", help="GPUs of each node, such as 4 or a100:4. 8 cores for each.")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores of each node. Default: 8 for each GPU.")] = None,
-    mem: Annotated[str | None, typer.Option(help="Memory of each node, such as 200G.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, such as 12:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that pays for the time.")] = None,
-    constraint: Annotated[str | None, typer.Option(help="Features of the nodes.")] = None,
-    modules: Annotated[list[str] | None, typer.Option("--module", help="A module to load. May be repeated.")] = None,
-    venv: Annotated[str | None, path_option(help="A virtual environment to activate.")] = None,
-    container: Annotated[str | None, typer.Option(help="An Apptainer image with batchinf.")] = None,
-    directives: Annotated[
+    sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            "--sbatch", metavar="OPTION", help="A further option of sbatch, as --sbatch=--qos=high. May be repeated."
-        ),
+        typer.Option(metavar="KEY=VALUE", help="Any option of sbatch, such as mem=200G or exclusive. May be repeated."),
     ] = None,
-    script: Annotated[
-        str | None, path_option(metavar="FILE", help="Write here. Default: OUT.slurm/job.sbatch.")
-    ] = None,
-    submits: Annotated[
-        bool, typer.Option("--submit", help="Submit the script, if `sbatch --test-only` accepts it.")
-    ] = False,
+    submits: Annotated[bool, typer.Option("--submit", help="Submit the script.")] = False,
 ) -> None:
     """Write an sbatch script that runs a job under Slurm until it is done."""
     from batchinf.api import read_checked
-    from batchinf.commands.slurm import (
-        SlurmOptions,
-        folder_of,
-        note_lines,
-        script_of,
-        submit,
-        unsubmitted_lines,
-        write_script,
-    )
+    from batchinf.commands.slurm import SlurmOptions, folder_of, script_of, submit, unsubmitted_lines, write_script
 
-    file = read_checked(spec, set_ or ())
+    overrides = tuple(set_ or ())
+    file = read_checked(spec, (*overrides, "backend=ray") if nodes > 1 else overrides)
     options = SlurmOptions(
-        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, cpus=cpus, mem=mem, time=time,
-        partition=partition, account=account, constraint=constraint, modules=tuple(modules or ()),
-        directives=tuple(directives or ()), venv=venv, container=container, overrides=tuple(set_ or ()),
-        command=shlex.join(["batchinf", *sys.argv[1:]]),
+        num_nodes=nodes, array=array, max_requeues=max_requeues, gpus=gpus, time=time, sbatch=tuple(sbatch or ()),
+        overrides=overrides, command=shlex.join(["batchinf", *sys.argv[1:]]),
     )  # fmt: skip
-    path = pathlib.Path(script) if script is not None else folder_of(file) / "job.sbatch"
-    write_script(path, script_of(file, options), file)
-    print_lines(note_lines(file, options))
+    path = folder_of(file) / "job.sbatch"
+    write_script(path, script_of(file, options))
     print_lines(submit(path, file, options) if submits else unsubmitted_lines(path, file, options))
 
 

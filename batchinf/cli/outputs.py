@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from batchinf.cli.arguments import (
     path_option,
     spec_in,
 )
-from batchinf.cli.program import app, print_json, print_lines, print_report
+from batchinf.cli.program import app, print_json, print_report
 
 
 @app.command("status", epilog="Example: batchinf status out/job")
@@ -51,11 +50,25 @@ def _head(
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of rows to show.")] = 10,
     columns: Columns = None,
     only_errors: Annotated[bool, typer.Option("--errors", help="Show only error rows.")] = False,
+    row: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Show this row whole, by its id or its position from 0: its prompt, and its "
+            "tokens with their logprobs and alternatives.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each row, with all columns.")
     ] = False,
 ) -> None:
-    """Show the first finished rows as a table, while the job runs or after."""
+    """Show the first finished rows as a table, or one row whole, while the job runs or after."""
+    if row is not None:
+        if only_errors or columns:
+            other = "--errors" if only_errors else "--columns"
+            raise UserError(f"head: got {other} with --row, which shows all of one row; leave out {other}")
+        _show_whole(out, row, as_json)
+        return
     from batchinf.commands.head import head_table, nothing_line, read_head
 
     wanted = names_in(",".join(columns or ()))
@@ -72,6 +85,19 @@ def _head(
             screen.print(item)
 
 
+def _show_whole(out: str, row: str, as_json: bool) -> None:
+    from batchinf.commands.screen import console
+    from batchinf.commands.whole_row import read_whole_row, row_items
+
+    whole = read_whole_row(out, row)
+    if as_json:
+        print_report(whole, (), as_json)
+        return
+    screen = console()
+    for item in row_items(whole):
+        screen.print(item)
+
+
 @app.command("export", epilog="Example: batchinf export out/job -o rows.jsonl --columns id,text")
 def _export(
     out: Out,
@@ -81,7 +107,7 @@ def _export(
             "-o",
             "--output",
             metavar="FILE",
-            help="The file to write: a path, `-` for stdout, s3://…, a URL for PUT; for hf a folder.",
+            help="The file to write: a path, `-` for stdout, s3://…; for hf a folder.",
             may_be_url=True,
         ),
     ],
@@ -110,13 +136,6 @@ def _export(
     """Write the output in another format, in the order of the input: JSON lines, CSV, Parquet, a dataset, a batch."""
     from batchinf.commands.export import ExportRequest, export_job
     from batchinf.export.files import STDOUT
-    from batchinf.export.huggingface import HuggingFaceExport
-
-    card_files = None
-    if to == HuggingFaceExport.name:
-        from batchinf.report import dataset_card  # imports libraries for charts
-
-        card_files = dataset_card.card_files
 
     request = ExportRequest(
         path=path,
@@ -128,48 +147,11 @@ def _export(
         push_to=push_to,
         is_public=is_public,
     )
-    exported = export_job(out, request, card_files)
+    exported = export_job(out, request)
     if path == STDOUT:
         print(plain("\n".join(exported.lines())), file=sys.stderr)
     else:
         print_report(exported, exported.lines(), as_json)
-
-
-@app.command("inspect", epilog="Example: batchinf inspect out/job review-17 --html row.html")
-def _inspect(
-    out: Out,
-    wanted: Annotated[
-        str | None, typer.Argument(metavar="ROW", help="The row's id, or its position from 0.", show_default=False)
-    ] = None,
-    row: Annotated[str | None, typer.Option(metavar="ID", help="The same as ROW.")] = None,
-    html: Annotated[str | None, path_option(metavar="FILE", help="Write a page instead.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show one row whole: its prompt, and its tokens with their logprobs and alternatives."""
-    from batchinf.commands.inspect import inspect_row
-
-    given = [text for text in (wanted, row) if text is not None]
-    if len(given) != 1:
-        got = f"got {' and '.join(given)}" if given else "got no row"
-        raise UserError(
-            f"inspect: {got}; name one, by its id or its position from 0: batchinf inspect {shlex.quote(out)} ROW"
-        )
-    [named] = given
-    report = inspect_row(out, named, has_copies=html is not None)
-    if as_json:
-        print_report(report, (), as_json)
-        return
-    from batchinf.commands.inspect import row_items
-    from batchinf.commands.screen import console
-    from batchinf.report.html import write_page
-
-    if html is not None:
-        write_page(report, html)
-        print_lines([f"row {named} of {out} is in {html}"])
-        return
-    screen = console()
-    for item in row_items(report):
-        screen.print(item)
 
 
 @app.command("report", epilog="Example: batchinf report out/job -o report.html")
@@ -245,16 +227,14 @@ def _verify(
     set_: Overrides = None,
     num_rows: Annotated[int, typer.Option("-n", min=1, help="Number of random output rows to compare.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random rows.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="Type in which transformers computes: float32, bfloat16 or float16.")
-    ] = "float32",
     device: Annotated[str, typer.Option(help="Device of transformers, such as `cpu` or `cuda:0`.")] = "cpu",
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Largest allowed difference. Default: by the engine's dtype.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare finished rows with transformers: logprobs, logits or vectors. Exits with 3 beyond the tolerance."""
+    """Compare finished rows with transformers in float32: generate, score, logits, embed. Exits with 3 beyond the
+    tolerance."""
     from batchinf import api
     from batchinf.commands.verify import verify_job
 
@@ -262,6 +242,6 @@ def _verify(
     # The folder may have been moved since the job began.
     place = [] if held is None else [f"output.path={json.dumps(target)}"]
     file = api.read_checked(held or target, [*(set_ or ()), *place])
-    report = verify_job(file, num_rows=num_rows, seed=seed, dtype=dtype, device=device, tolerance=tolerance)
+    report = verify_job(file, num_rows=num_rows, seed=seed, device=device, tolerance=tolerance)
     print_report(report, report.lines(), as_json)
     report.raise_if_beyond()

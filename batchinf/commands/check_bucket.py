@@ -29,7 +29,7 @@ from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import PATIENCE_S, Look, say_if_large
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.mirror import fetch_selection, unbundled
+from batchinf.output.mirror import fetch_selection, unbundled, whole_segments
 from batchinf.output.proof import Flaw, PartsOfJob
 
 
@@ -109,10 +109,10 @@ class _BucketCheck(FilesCheck):
 
     def other_findings(self) -> Iterator[CheckFinding]:
         """In the journal, whose segments are taken out of their bundles, as the next run does."""
-        for listed in self._bucket.list("journal"):
-            found = self._bucket.get(f"journal/{listed.name}")
-            for name, data in unbundled(found.data) if found is not None else ():
-                self.files.write_atomic(f"journal/{name}", data, durable=False)
+        bundles = (self._bucket.get(f"journal/{listed.name}") for listed in self._bucket.list("journal"))
+        pieces = (piece for found in bundles if found is not None for piece in unbundled(found.data))
+        for name, data in whole_segments(pieces):
+            self.files.write_atomic(f"journal/{name}", data, durable=False)
         return check_journal(self.files, self.state)
 
     def flaws(self, shards: Sequence[int]) -> dict[int, Flaw]:

@@ -26,7 +26,7 @@ from batchinf.records import Int64Array
 from batchinf.results import Results
 from batchinf.source.versions import contents_of, versions_at_once
 from batchinf.tasks.base import Task
-from batchinf.tasks.compare import RowChanges
+from batchinf.tasks.compare import Changes, RowChanges, example_lines
 from batchinf.tasks.registry import stored_task
 
 JOIN_KEYS = ("row_index", "id")
@@ -280,7 +280,9 @@ class DiffReport:
     def lines(self) -> Iterator[str]:
         """How much has changed, then the two jobs, the other changes, and examples."""
         changes = self.changes
-        yield from changes.own.headline(changes.num_changed, changes.num_both)
+        share = changes.num_changed / max(1, changes.num_both)
+        deciding = f", by {', '.join(changes.decides)}"
+        yield f"outputs: {changes.num_changed:,} of {changes.num_both:,} changed ({share:.2%}){deciding}"
         yield f"A {self.a.line()}"
         yield f"B {self.b.line()}"
         for change in self.identity_changes:
@@ -292,9 +294,9 @@ class DiffReport:
             yield self._prompts_line()
         if changes.num_errors_only_a or changes.num_errors_only_b:
             yield f"errors: {changes.num_errors_only_b:,} rows only in B, {changes.num_errors_only_a:,} only in A"
-        yield from changes.own.lines()
+        yield from (column.line() for column in changes.columns if column.num_changed)
         for row in changes.examples:
-            yield from changes.own.example_lines(self.key, row)
+            yield from example_lines(self.key, row)
         if self.written_to is not None:
             yield f"{changes.num_both:,} rows in {self.written_to}"
 
@@ -329,9 +331,8 @@ def diff_jobs(a: str, b: str, *, on: str | None = None, to: str | None = None, n
     first = Results(a)
     second = Results(b)
     task = _common_task(first, second)
-    if task.comparison is None:
-        raise OutputError(f"{first.folder} is of task {task.name}, whose outputs cannot be compared")
-    comparison = task.comparison(first, second, num_examples)
+    left_out = task.other_meanings(first.spec, second.spec)
+    comparison = Changes(first, second, task.compared, num_examples=num_examples, left_out=left_out)
     key = join_key(first, second, on)
     with tempfile.TemporaryDirectory() as scratch:
         columns = comparison.columns

@@ -5,22 +5,28 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.places import is_bucket, is_http
+from batchinf.base.places import is_bucket
 from batchinf.base.text import counted, list_names
 from batchinf.export.base import ExportedJob, Format
-from batchinf.export.files import STDOUT, Files, check_is_free, check_target, name_of
+from batchinf.export.dataset_card import card_of
+from batchinf.export.files import STDOUT, Files, check_is_free, check_target
 from batchinf.export.huggingface import CARD, DATA, HuggingFaceExport, push, reserve
-from batchinf.export.registry import FORMATS
+from batchinf.export.jsonl import JsonLinesExport
+from batchinf.export.openai_batch import OpenAIBatchExport
+from batchinf.export.plain import CsvExport, ParquetExport
 from batchinf.export.rows import Rows
 from batchinf.results import Results
 from batchinf.tasks.computed import LABEL, computed_columns
 
+FORMATS: dict[str, type[Format]] = {
+    format.name: format for format in (JsonLinesExport, CsvExport, ParquetExport, HuggingFaceExport, OpenAIBatchExport)
+}
 _FOLLOW_S = 5.0
 _MOST_FILES = 4
 """More are not all named to people."""
@@ -53,7 +59,7 @@ class ExportRequest:
     to: str | None = None
     """The name of a format; None: by the ending of `path`."""
     path: str = STDOUT
-    """A file, `-` for stdout, an object of a bucket, a URL for PUT, or for a dataset a folder."""
+    """A file, `-` for stdout, an object of a bucket, or for a dataset a folder."""
     num_files: int = 1
     columns: Sequence[str] = ()
     """None are all."""
@@ -68,15 +74,8 @@ class ExportRequest:
     """Whether a dataset that is new on the hub can be read by all."""
 
 
-CardFiles = Callable[[str, ExportedJob, int, str | None], dict[str, bytes]]
-"""The card of a dataset and its plots, by file. Of: a job's folder, the job, the number of rows, and their filter."""
-
-
-def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = None) -> Exported:
-    """Write the committed rows of the job in an output folder, in bounded memory. Raises UserError.
-
-    card_files: None means that a dataset gets no card.
-    """
+def export_job(out: str, request: ExportRequest) -> Exported:
+    """Write the committed rows of the job in an output folder, in bounded memory. Raises UserError."""
     form = _format(request)
     _check_fits(form, request)
     job = ExportedJob(Results(out))
@@ -92,9 +91,9 @@ def export_job(out: str, request: ExportRequest, card_files: CardFiles | None = 
         reserve(request.push_to, is_public=request.is_public, overwrites=request.overwrites)
     with Files(overwrites=request.overwrites) as files:
         num_rows = _write(job, rows, files, form=form, request=request)
-        if form is HuggingFaceExport and card_files is not None:
-            for name, data in card_files(out, job, num_rows, request.where).items():
-                files.open(os.path.join(request.path, name)).write(data)
+        if form is HuggingFaceExport:
+            card = card_of(job, num_rows, request.where)
+            files.open(os.path.join(request.path, CARD)).write(card.encode())
     pushed_to = None if request.push_to is None else push(request.push_to, request.path)
     return Exported(num_rows=num_rows, files=tuple(files.written), notes=tuple(notes), pushed_to=pushed_to)
 
@@ -152,17 +151,10 @@ def _check_fits(form: type[Format], request: ExportRequest) -> None:
     if request.path == STDOUT and (request.num_files > 1 or form is HuggingFaceExport):
         raise UserError("-o: got stdout, which holds one file; give a path")
     check_target(request.path)
-    _check_url(form, request)
+    if form is HuggingFaceExport and is_bucket(request.path):
+        raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
     if request.push_to is not None and form is not HuggingFaceExport:
         raise UserError(f"--push-to-hub: got --to {form.name}; the hub gets a dataset: --to hf")
-
-
-def _check_url(form: type[Format], request: ExportRequest) -> None:
-    """Raise UserError for more than a URL takes."""
-    if is_http(request.path) and request.num_files > 1:
-        raise UserError("--files: got several for a URL, which takes one file; give a path, or a folder of a bucket")
-    if form is HuggingFaceExport and (is_http(request.path) or is_bucket(request.path)):
-        raise UserError("-o: got a URL, but a dataset is a folder here: give a path, and --push-to-hub to upload it")
 
 
 def _check_columns(columns: Sequence[str], names: Sequence[str]) -> None:
@@ -173,7 +165,7 @@ def _check_columns(columns: Sequence[str], names: Sequence[str]) -> None:
 def _format(request: ExportRequest) -> type[Format]:
     allowed = list_names(FORMATS)
     if request.to is None:
-        ending = pathlib.Path(name_of(request.path)).suffix
+        ending = pathlib.Path(request.path).suffix
         found = [form for form in FORMATS.values() if form.suffix == ending]
         if not found:
             raise UserError(f"--to: missing, and {request.path!r} does not say it; must be one of {allowed}")
@@ -195,9 +187,9 @@ def _names(form: type[Format], request: ExportRequest) -> list[str]:
 
 
 def _error_name(form: type[Format], request: ExportRequest) -> str | None:
-    """The file of the error rows; None: they go where the others go, always so for stdout and for a URL."""
+    """The file of the error rows; None: they go where the others go, always so for stdout."""
     splits_errors = form.splits_errors and request.splits_errors
-    if not splits_errors or request.path == STDOUT or is_http(request.path):
+    if not splits_errors or request.path == STDOUT:
         return None
     base, ending = os.path.splitext(request.path)
     return f"{base}.errors{ending}"

@@ -19,7 +19,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import choice_name, counted, list_names
 from batchinf.commands.screen import cell
 from batchinf.commands.status import job_status, jobs_in
-from batchinf.job.job import carried_columns
+from batchinf.job.job import carried_fields
 from batchinf.job.open import open_job_input
 from batchinf.manifest.look import Look
 from batchinf.manifest.state import State
@@ -152,7 +152,7 @@ class _Journalled:
         self._journal = Journal(folder, "look", self._recorded.journal_schema)
         cache = source_folder(folder, Slice.of(state.header.identity))
         self._source = open_job_input(self._spec, cache, state.source_fingerprints, "ignore")
-        self._columns = carried_columns(self._spec)
+        self._carried = carried_fields(self._spec, self._source)
         self._order = RunOrder(folder, state.extents)
 
     def close(self) -> None:
@@ -167,10 +167,10 @@ class _Journalled:
         order = [("row_index", "ascending"), ("request_index", "ascending")]
         results = (error_rows(results) if only_errors else results).sort_by(order).slice(0, num_rows)
         indices = list(dict.fromkeys(results["row_index"].to_pylist()))
-        if not self._columns:
+        if not self._carried:
             return self._recorded.output_rows(self._task, None, results)
-        columns = [self._source.read_columns(index, index + 1, self._columns, {}) for index in indices]
-        empty = self._source.read_columns(0, 0, self._columns)
+        columns = [self._source.read_fields(index, index + 1, self._carried, {}) for index in indices]
+        empty = self._source.read_fields(0, 0, self._carried)
         return self._recorded.output_rows(self._task, pa.concat_tables(columns or [empty]), results)
 
 
@@ -283,7 +283,7 @@ def _show_errors(head: Head, cells: list[Text]) -> int:
     """Put the message of each error row into its cell. Returns the width that the messages need."""
     errors: list[Text] = []
     for number, row in enumerate(head.rows):
-        if (error := row.get("error") or row.get("error_type")) is not None:
+        if (error := row.get("error_type")) is not None:
             cells[number] = cell(f"{error}: {row.get('error_message') or ''}".rstrip(": "), "red")
             errors.append(cells[number])
     # Among other rows, a message takes no room from the columns with their texts.

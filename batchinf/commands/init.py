@@ -30,7 +30,7 @@ from batchinf.source.files import CsvDialect, InputLocation
 from batchinf.source.find import find_files, folder_of
 from batchinf.source.formats.csv import Csv, seems_cp1252
 from batchinf.source.formats.images import FOLDER, NUM_BYTES, PATH, Images
-from batchinf.source.formats.lines import OpenAIBatch
+from batchinf.source.formats.lines import OpenAIBatch, TextLines
 from batchinf.source.remote import is_url
 from batchinf.source.rows import Row, Source, format_of, open_source
 from batchinf.source.types import is_text
@@ -63,6 +63,9 @@ _MOST_KEPT_CHARS = 60  # of a value, on average
 _NEARLY = 0.9  # of the values differ: ids that repeat by mistake
 _SEPARATOR = re.compile(r"(?<=\w)[;\t|]")
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")  # unique by chance: a later row may repeat it
+# How base64 of a picture begins. No path of a picture is so long and has no dot.
+_STARTS_IN_BASE64 = {"/9j/": "jpeg", "iVBORw0KGgo": "png", "R0lGOD": "gif", "UklGR": "webp"}
+_LEAST_BASE64 = 64
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
 
 
@@ -77,13 +80,34 @@ def look_at(path: str, labels: Sequence[str] = (), encoding: str | None = None) 
         encoding = _encoding(path)
     else:
         _check_encoding(path, encoding)
+    captioned = _captioned(path)
     dialect = None if encoding is None else CsvDialect(encoding=encoding)
+    where = InputLocation(path, csv=dialect, format=None if captioned is None else Images.name)
     with tempfile.TemporaryDirectory() as scratch:
-        source = open_source(InputLocation(path, csv=dialect), pathlib.Path(scratch))
+        source = open_source(where, pathlib.Path(scratch))
         with contextlib.closing(source):
-            data = _data(path, source, labels)
-            notes = tuple(input_notes(source))
-            return replace(data, encoding=encoding, has_given_encoding=is_given, notes=notes)
+            data = _data(where, source, labels)
+            notes = (*([] if captioned is None else [captioned]), *input_notes(source))
+            is_captioned = captioned is not None
+            return replace(
+                data, encoding=encoding, has_given_encoding=is_given, is_captioned=is_captioned, notes=tuple(notes)
+            )
+
+
+def _captioned(path: str) -> str | None:
+    """A line about a folder with pictures beside text files, such as captions, which are read as text without a word
+    of the spec; None for another input."""
+    if is_url(path) or not os.path.isdir(os.path.expanduser(path)) or format_of(InputLocation(path)) != TextLines.name:
+        return None
+    names = [name for _, _, files in os.walk(os.path.expanduser(path)) for name in files]
+    num_pictures = sum(map(_is_named_as_picture, names))
+    if not num_pictures:
+        return None
+    num_texts = sum(name.lower().endswith(TextLines.endings) for name in names)
+    return (
+        f"{path} has {counted(num_pictures, 'picture')} beside {counted(num_texts, 'text file')}: the spec reads the "
+        "pictures (input.format: images); for the lines of the texts, write input.format: text"
+    )
 
 
 def _encoding(path: str) -> str | None:
@@ -156,15 +180,15 @@ class _Columns:
     """See `Data`."""
 
     @classmethod
-    def of(cls, path: str, source: Source) -> "_Columns":
+    def of(cls, where: InputLocation, source: Source) -> "_Columns":
         """Raises UserError if no row can be read, or if the columns of a CSV file are not separated."""
         types = {field.name: field.type for field in source.schema}
-        _check_separated(path, list(types))
-        first_rows = _first_rows(path, source)
+        _check_separated(where.path, list(types))
+        first_rows = _first_rows(where.path, source)
         rows = [row for row in first_rows if row.error is None]
         columns = {name: [row.values.get(name) for row in rows] for name in types}
         values = {name: [value for value in column if value is not None] for name, column in columns.items()}
-        is_folder = format_of(InputLocation(path)) == Images.name
+        is_folder = format_of(where) == Images.name
         return cls(rows, types, values, is_folder=is_folder, unreadable=_unreadable(first_rows))
 
     def texts(self) -> list[str]:
@@ -250,6 +274,8 @@ class _Images:
         self._base_folder = folder_of(path)
         self.lost: dict[str, str] = {}
         """By columns that name pictures, none of which is there: the first of these names."""
+        self.coded: dict[str, str] = {}
+        """By columns with base64 of pictures without `data:`: the type of the first one."""
         self._loader = ImageLoader(ImageSettings(), base_folder=self._base_folder)
         self.names = [name for name in columns.types if self._has_images(name)]
         parts = [_sources_in_parts(list(row.values.values())) for row in columns.rows]
@@ -285,6 +311,9 @@ class _Images:
         sources = sources[:_IMAGES_LOOKED_AT]
         if any(map(self._is_image, sources)):
             return True
+        if kind := next(filter(None, map(_kind_in_base64, sources)), None):
+            self.coded[name] = kind
+            return True
         names = [source for source in sources if isinstance(source, str) and _is_named_as_picture(source)]
         if names and len(names) == len(sources):
             self.lost[name] = names[0]
@@ -301,7 +330,13 @@ class _Images:
 
     @property
     def lost_line(self) -> str | None:
-        """What to do about a picture that is not where its path leads; None if there is none."""
+        """What to do about pictures that a job cannot read as they are; None if there are none."""
+        if self.coded:
+            column, kind = next(iter(self.coded.items()))
+            return (
+                f"column {column!r} has pictures in base64 without data:, which a job takes for paths: write "
+                f"data:image/{kind};base64, before each of them"
+            )
         if not self.lost or self._base_folder is None or is_bucket(self._base_folder):
             return None
         column, lost = next(iter(self.lost.items()))
@@ -321,6 +356,14 @@ class _Images:
 def _images_in(value: object) -> list[ImageSource]:
     sources = sources_of(value, "")
     return sources if isinstance(sources, list) else []
+
+
+def _kind_in_base64(source: ImageSource) -> str | None:
+    """The type of a picture in base64 without `data:`, by its first bytes; None for anything else."""
+    if not isinstance(source, str) or len(source) < _LEAST_BASE64:
+        return None
+    kind = next((kind for start, kind in _STARTS_IN_BASE64.items() if source.startswith(start)), None)
+    return kind if re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", source[:_LEAST_BASE64]) else None
 
 
 def _is_named_as_picture(text: str) -> bool:
@@ -351,8 +394,9 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
-def _data(path: str, source: Source, labels: Sequence[str]) -> Data:
-    columns = _Columns.of(path, source)
+def _data(where: InputLocation, source: Source, labels: Sequence[str]) -> Data:
+    path = where.path
+    columns = _Columns.of(where, source)
     images = _Images(path, columns)
     messages = columns.conversations()
     texts = _without(columns.texts(), [*images.names, messages])

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinf.base.errors import BatchinfError, UserError
+from batchinf.base.errors import BatchinfError, ErrorRateExceeded, UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
-from batchinf.engines.installed import engine_argument_names
+from batchinf.coordinator.ending import Summary
+from batchinf.engines.installed import engine_argument_names, takes_text
 from batchinf.export.files import Files, check_target, local_stem
 from batchinf.model.identity import resolve
 from batchinf.prompts.chat import ChatTemplate
@@ -35,6 +36,8 @@ _FIELDS = {
     "seed": "sampling.seed",
     "tool_call_parser": "model.tool_parser",
 }
+# Flags of vLLM's server whose values are texts.
+_TEXTS = frozenset({"chat_template", "response_role", "tool_call_parser"})
 # Flags of vLLM's server → fields of `input.images`.
 _OF_IMAGES = {"allowed_local_media_path": "folders", "allowed_media_domains": "hosts"}
 _IMAGE_PARTS = ("image_url", "input_image")
@@ -51,7 +54,6 @@ _REFUSED = {
     **dict.fromkeys(("enable_lora", "lora_modules"), "write a spec with model.lora, and run it with `batchinf run`"),
     "hf_token": "set HF_TOKEN in the environment",
 }
-_RESPONSES_LOGPROBS = "message.output_text.logprobs"  # in `include` of a body of `/v1/responses`
 # Numbers that may be written as 32k (thousands) or 32K (1,024s).
 _READABLE = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens"})
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -88,7 +90,7 @@ def batch_run(
         "sampling": {},
         "engine": {},
         "output": {"path": folder},
-        "max_error_rate": 1.0,  # `vllm run-batch` ends with 0 even if lines fail
+        "max_error_rate": 1.0,  # `check_lines` judges, once the answers are written
     }
     notes = []
     for name, value in read_flags(flags):
@@ -153,6 +155,14 @@ def write_answers(run: BatchRun, *, has_rows: bool) -> Exported:
     with Files(overwrites=True) as files:
         files.open(run.output.path)
     return Exported(num_rows=0, files=tuple(files.written), notes=())
+
+
+def check_lines(summary: Summary) -> None:
+    """Raise ErrorRateExceeded if lines failed. The file of answers has them all."""
+    if summary.num_errors:
+        raise ErrorRateExceeded(
+            f"{summary.num_errors:,} of {summary.num_rows:,} answers are errors; the file has each of them"
+        )
 
 
 def _add_images(spec: dict[str, Any], most: int) -> None:
@@ -277,7 +287,9 @@ def read_flags(flags: Sequence[str]) -> Iterable[tuple[str, Any]]:
 
 
 def _value(name: str, text: str) -> Any:
-    """A number, true or false, null, a JSON value, or else the text."""
+    """The text, or the number, true, false, null or JSON value that it says, if the flag takes no text."""
+    if name in _TEXTS or takes_text(name):
+        return text
     if name in _READABLE and (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text)):
         return int(float(match[1]) * _UNITS[match[2]])
     try:
@@ -293,17 +305,15 @@ def _flag(name: str) -> str:
 def asked_by_lines(path: str) -> dict[str, dict[str, Any]]:
     """Sections of the spec with what some lines of a batch file need of the whole job.
 
-    These are the most logprobs of outputs and of prompts that a line asks for, and the prompts if a line has `echo`.
-    Nothing of a file that is not on this host.
+    These are the most logprobs of outputs and of prompts that a line asks for. Nothing of a file that is not on this
+    host.
     """
     most: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
-    echoes = False
-    for body in _bodies(path, (b"logprobs", b"echo")):
-        echoes |= body.get("echo") is True
+    for body in _bodies(path, (b"logprobs",)):
         for field, asked in _logprobs_of(body).items():
             if type(asked) is int and asked >= 0:
                 most[field] = max(most[field] or 0, asked)
-    return {"sampling": most, "output": {"include_prompt": echoes}}
+    return {"sampling": most}
 
 
 def most_images(path: str) -> int:
@@ -312,8 +322,7 @@ def most_images(path: str) -> int:
 
 
 def _num_images(body: Mapping[str, Any]) -> int:
-    messages = [message for field in ("messages", "input") for message in _items(body.get(field))]
-    parts = [part for message in messages for part in _items(message.get("content"))]
+    parts = [part for message in _items(body.get("messages")) for part in _items(message.get("content"))]
     return sum(part.get("type") in _IMAGE_PARTS for part in parts)
 
 
@@ -324,8 +333,5 @@ def _items(value: object) -> list[dict[str, Any]]:
 
 def _logprobs_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """What a line asks for, in the spec's fields; values of any type."""
-    number = body.get("logprobs")
-    if number is None:
-        number = _RESPONSES_LOGPROBS in (body.get("include") or ())
-    of_prompt = body.get("prompt_logprobs", number if body.get("echo") is True else None)
-    return {"logprobs": (body.get("top_logprobs") or 0) if number is True else number, "prompt_logprobs": of_prompt}
+    number = (body.get("top_logprobs") or 0) if body.get("logprobs") is True else body.get("logprobs")
+    return {"logprobs": number, "prompt_logprobs": body.get("prompt_logprobs")}

@@ -18,7 +18,7 @@ from batchinf.job import ordering
 from batchinf.job.choose import Say, choose, consecutive
 from batchinf.job.disk_space import bytes_per_row
 from batchinf.job.input_job import image_folder, input_job
-from batchinf.job.job import Job, carried_columns, carried_fields
+from batchinf.job.job import Job, carried_fields
 from batchinf.job.open import location_of
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.commit_log import gone
@@ -81,7 +81,7 @@ def new_header(job: Job, num_replicas: int, choice: Choice, job_id: str) -> tupl
             **({} if choice.ordered_by == "input" else {"order": choice.ordered_by}),
         },
         spec=job.spec.model_dump(mode="json"),
-        columns=Columns.of_new_job(job.task, carried_fields(job.spec, job.source.schema)),
+        columns=Columns.of_new_job(job.task, carried_fields(job.spec, job.source)),
         input_job=_input_job(job),
         input_folder=folder if folder is not None and is_utf8(folder) else None,
     )
@@ -132,15 +132,14 @@ def has_more(job: Job, state: State) -> bool:
 
 def _check_types(job: Job) -> None:
     """Check that kept columns have the same types as before, because readers read all parts as one table."""
-    for name in carried_columns(job.spec):
-        before = job.source.schemas[0].field(name)
-        now = job.source.schema.field(name)
+    fields = zip(carried_fields(job.spec, job.source, 0), carried_fields(job.spec, job.source), strict=True)
+    for before, now in fields:
         # A text stays as it is if later rows have other values, so the rows that are done are the same.
         if not before.equals(now):
             was = _type_of(before)
             is_now = _type_of(now)
             raise InputError(
-                f"column {name!r} is {was} in the job's output, but {is_now} with the new rows of "
+                f"column {now.name!r} is {was} in the job's output, but {is_now} with the new rows of "
                 f"{job.spec.input.path}; write it as {was} there, or run the new rows as another job"
             )
 

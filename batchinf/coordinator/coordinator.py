@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinf.base import faults
+from batchinf.base.bucket import StoreError
 from batchinf.base.errors import (
     BatchinfError,
     DriftError,
@@ -49,7 +50,10 @@ _LONGEST_PAUSE_S = 0.2  # because a look that ends a replica takes long
 # The coordinator gathers messages for this time, in seconds, for each replica. With 1,000 replicas that is 10 ms, and
 # about ten messages share a commit.
 _GATHER_S = 1e-5
-_STORE_S = 3.0  # that a bucket has after the replicas' last moment
+# What a bucket has of a stop's time: the last of it is for the lock and the status. If the replicas took all of it,
+# there is a little more: those who stop a job kill it 30 s after SIGTERM.
+_LAST_STORE_S = 3.0
+_LEAST_STORE_S = 1.5
 _MOST_LINES = 8  # of replicas that come up at once
 _NAMED = 3  # rows that a line names
 # The error rate is checked once, after FIRST_ROWS rows, unless `max_error_rate` allows a share of HOPELESS_RATE.
@@ -104,6 +108,7 @@ class Coordinator:
         self._platforms = Platforms(self.state, spec.same_device)
         self._rates = Rates()
         self._is_measuring = False
+        self._replicas_ended_at = 0.0
         self._placement_timeout_s = spec.ray.placement_timeout_s
         self._next_status = 0.0
         self._next_round = 0.0
@@ -115,7 +120,7 @@ class Coordinator:
         self.num_unfinished = 0
         """Requests that were in engines when these were told to end."""
         if self._mirror is not None:
-            self._mirror.until(self._is_over)
+            self._mirror.until(self._store_by)
 
     def run(self) -> None:
         """Run until every shard is committed.
@@ -148,31 +153,45 @@ class Coordinator:
             self._display.say(
                 f"{self.requests.name}: running requests have up to {drain_s:.0f} s to finish; Ctrl-C to stop at once"
             )
-        self._end_replicas(drains=is_asked)
+        try:
+            self._end_replicas(drains=is_asked)
+        except StoreError:
+            # A stop does not wait for a slow link: this host keeps what the bucket has not taken.
+            if not (is_asked and self._is_late):
+                raise
         if not self._is_finished and self._fatal:
             raise self._fatal
         if not self._is_finished:
             raise Interrupted(f"stopped on {self.requests.name}")
 
-    def _is_over(self) -> bool:
+    def _store_by(self) -> float:
+        """Until when the run waits for a bucket; monotonic, in seconds."""
+        if self.requests.is_at_once:
+            return 0.0
+        return max(self.requests.end_by - _LAST_STORE_S, self._replicas_ended_at + _LEAST_STORE_S)
+
+    @property
+    def _is_late(self) -> bool:
         """Whether the run ends so soon that it does not wait for a bucket any more."""
-        return self.requests.is_at_once or time.monotonic() > self.requests.end_by + _STORE_S
+        return time.monotonic() > self._store_by()
 
     def kept_lines(self, state: State) -> Iterator[str]:
         """The lines of a stopped job: rows kept, rows that run again, rows still to run. state: when it has stopped."""
-        num_kept = num_results(self.job.folder, state.parts)
+        waiting = {} if self._mirror is None else dict(self._mirror.waiting)
+        num_kept = num_results(self.job.folder, {**state.parts, **waiting})
+        num_in_parts = self.committed.num_rows + sum(part.num_rows - part.num_kept for part in waiting.values())
         # Some finished rows that are in no part may not be in the journal.
         num_kept_rows = min(self.count.num_in_journal, num_kept) if self.job.task.joins_requests else num_kept
-        num_rows = max(self.count.num_rows, self.committed.num_rows + num_kept_rows)
-        num_left = num_rows - self.committed.num_rows - num_kept_rows
+        num_rows = max(self.count.num_rows, num_in_parts + num_kept_rows)
+        num_left = num_rows - num_in_parts - num_kept_rows
         of_retry = ""
-        parts = counted(len(state.parts), "part")
+        parts = counted(len({**state.parts, **waiting}), "part")
         if self.retry is not None:
             of_retry = f" that retry {self.retry} has to run"
-            parts = counted(self.committed.num_shards - self._num_shards_before, "replaced part")
+            parts = counted(self.committed.num_shards - self._num_shards_before + len(waiting), "replaced part")
         yield (
             f"  kept: {num_rows - num_left:,} of {num_rows:,} output rows{of_retry}: "
-            f"{self.committed.num_rows:,} in {parts}, and {counted(num_kept, 'finished request')} in the journal"
+            f"{num_in_parts:,} in {parts}, and {counted(num_kept, 'finished request')} in the journal"
         )
         if self.num_unfinished:
             begun = counted(self.num_unfinished, "request")
@@ -180,8 +199,8 @@ class Coordinator:
         else:
             yield "  runs again: nothing; no request was cut off"
         yield f"  still to run: {counted(num_left, 'output row')}"
-        if self._mirror is not None and (line := self._mirror.left_line()):
-            yield line
+        if self._mirror is not None:
+            yield self._mirror.kept_line(state)
 
     @property
     def _is_finished(self) -> bool:
@@ -366,7 +385,7 @@ class Coordinator:
             self._is_measuring = True
             self._rates.look(time.monotonic(), Totals())
         self._identity.admit(self.fleet, replica)
-        self._assignment.begin(replica)
+        self._assignment.note_ready()
 
     def _say_ready(self, ready: list[tuple[FleetReplica, Ready]]) -> None:
         if len(ready) > _MOST_LINES:
@@ -487,8 +506,9 @@ class Coordinator:
         # The last events may have come together with the end of the replicas.
         self._commit_parts(self._act(self.fleet.poll(0)))
         if self._mirror is not None and not self._is_finished:
+            self._replicas_ended_at = time.monotonic()
             self._mirror.flush()
-            while self._mirror.is_busy and not self._is_over():
+            while self._mirror.is_busy and not self._is_late:
                 time.sleep(_POLL_S / 10)
                 self._commit_parts([])
 

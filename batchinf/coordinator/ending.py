@@ -14,6 +14,7 @@ from batchinf.base.parquet import open_part
 from batchinf.base.slices import job_folder
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, most_frequent, size_text, time_taken, time_text, without_numbers
+from batchinf.coordinator.bad_files import bad_file_lines
 from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job
@@ -187,6 +188,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
     folder = job_folder(file.spec.output.folder, file.slice)
     counts = state.counts
     errors = tuple(commonest(folder, state, most=None)) if counts.num_errors else ()
+    bad_files = bad_file_lines(folder, file.slice, state)
     summary = Summary(
         folder=_named(file),
         num_rows=counts.num_rows,
@@ -202,7 +204,7 @@ def finished(file: SpecFile, state: State, *, was_done: bool = False, earlier: S
         errors=errors,
         image_folder=_image_folder(file.spec.input, errors),
         retry_command=_retry_command(file) if counts.num_errors else "",
-        remarks=(*earlier, *(() if was_done else state.slower), *remarks([state]), *forecast(state)),
+        remarks=(*earlier, *(() if was_done else state.slower), *remarks([state]), *bad_files, *forecast(state)),
     )
     rate = summary.num_errors / max(1, summary.num_rows)
     if rate > file.spec.max_error_rate:

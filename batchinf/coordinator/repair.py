@@ -13,7 +13,7 @@ from batchinf.base import faults
 from batchinf.base.errors import InputError, SpecError, UserError
 from batchinf.base.text import clip, counted
 from batchinf.job.choose import Say, key_column
-from batchinf.job.job import Job, carried_columns
+from batchinf.job.job import Job, carried_columns, carried_fields
 from batchinf.job.open import location_of
 from batchinf.job.repaired import repaired
 from batchinf.job.scratch import ScratchDatabase, scratch_database
@@ -29,7 +29,7 @@ from batchinf.source.remote import is_url
 from batchinf.source.repairs import REPAIRS_FOLDER, content_digest, keep_copy, open_copy, own_columns
 from batchinf.source.row_hash import canonical
 from batchinf.source.rows import Row, Source, format_of
-from batchinf.source.types import is_json_column
+from batchinf.source.types import WrittenNumber, is_json_column
 from batchinf.spec.job import JobSpec
 
 POSITION_COLUMN = "row_index"  # of the file, as of the output: names a row by its position in the input
@@ -122,13 +122,12 @@ class _Matching:
             check_columns(self._job.spec, self._names, self._job.task.input_columns)
         except SpecError as error:
             raise self._wrong(f"{error}; it must have the columns that the job uses") from None
-        for name in carried_columns(self._job.spec):
-            before = self._job.source.schema.field(name)
-            both = self._copy.schema.field(name)
+        carried = (carried_fields(self._job.spec, source) for source in (self._job.source, self._copy))
+        for before, both in zip(*carried, strict=True):
             if before.type != both.type or is_json_column(before) != is_json_column(both):
                 raise self._wrong(
-                    f"column {name!r} is {before.type} in the job's output, but its values here are not; write them as "
-                    f"{before.type}"
+                    f"column {before.name!r} is {before.type} in the job's output, but its values here are not; write "
+                    f"them as {before.type}"
                 )
 
     def find(self, chosen: RowBits, say: Say) -> None:
@@ -161,7 +160,7 @@ class _Matching:
         type = self._copy.schema.field(POSITION_COLUMN).type
         if not pa.types.is_integer(type):
             raise self._wrong(f"column {POSITION_COLUMN} is {type}; must have whole numbers, as in the output")
-        for start, table in _tables(self._copy, POSITION_COLUMN):
+        for start, table in _tables(self._copy, self._copy.schema.field(POSITION_COLUMN)):
             fixed = pa.table({"key": table.column(0), "place": _range(start, table.num_rows)})
             self._scratch.run("INSERT INTO pairs SELECT key, place FROM fixed", fixed=fixed)
         outside = self._scratch.column(
@@ -176,8 +175,8 @@ class _Matching:
 
     def _join_by_id(self, column: str) -> None:
         for name, source in (("fixed", self._copy), ("known", self._now)):
-            field = source.schema.field(column)
-            for start, table in _tables(source, column):
+            field = source.id_field(column)
+            for start, table in _tables(source, field):
                 keys = key_column(table.column(0), field)
                 rows = pa.table({"key": keys, "place": _range(start, table.num_rows)})
                 if name == "fixed":
@@ -319,10 +318,10 @@ class _Matching:
         return InputError(f"--input: {self._given.path}: {what}")
 
 
-def _tables(source: Source, column: str) -> Iterator[tuple[int, pa.Table]]:
+def _tables(source: Source, field: pa.Field) -> Iterator[tuple[int, pa.Table]]:
     """A column, some rows at a time: the first row, and the table."""
     for start in range(0, source.num_rows, _ROWS_AT_ONCE):
-        yield start, source.read_columns(start, min(start + _ROWS_AT_ONCE, source.num_rows), [column], {})
+        yield start, source.read_fields(start, min(start + _ROWS_AT_ONCE, source.num_rows), [field], {})
 
 
 def _range(start: int, num_rows: int) -> pa.Array:
@@ -333,5 +332,7 @@ def _content(row: Row) -> object:
     """The values of a row, for comparison: two rows with equal values of different types are equal."""
     if row.error is not None:
         return None
-    texts = {name: canonical(value) for name, value in row.values.items()}
+    # A number that is printed in another way makes another prompt.
+    values = {name: str(value) if isinstance(value, WrittenNumber) else value for name, value in row.values.items()}
+    texts = {name: canonical(value) for name, value in values.items()}
     return {name: text for name, text in texts.items() if text is not None}

@@ -64,18 +64,26 @@ def _body_of(*path: str) -> list[ast.stmt]:
 @functools.cache
 def engine_argument_names() -> frozenset[str] | None:
     """Names of the installed vLLM's EngineArgs, or None if vLLM is not installed."""
-    return _field_names("EngineArgs", "engine", "arg_utils.py")
+    types = _fields_of("EngineArgs", "engine", "arg_utils.py")
+    return None if types is None else frozenset(types)
+
+
+def takes_text(argument: str) -> bool:
+    """Whether values of an engine argument of the installed vLLM are texts, or lists of texts."""
+    types = _fields_of("EngineArgs", "engine", "arg_utils.py") or {}
+    words = set(re.findall(r"\w+", types.get(argument, "")))
+    return "str" in words and words.isdisjoint(("bool", "dict", "float", "int", "set"))
 
 
 @functools.cache
-def _field_names(name: str, *path: str) -> frozenset[str] | None:
-    """The fields of a class in a file of the installed vLLM; None if it is not there.
+def _fields_of(name: str, *path: str) -> dict[str, str] | None:
+    """The fields of a class in a file of the installed vLLM, with their types; None if it is not there.
 
     Read from the source: importing vLLM takes 7 s, too long to report a typo in a spec.
     """
     for node in _body_of(*path):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return frozenset(_annotations(node))
+            return _annotations(node)
     return None
 
 
@@ -86,7 +94,7 @@ def _annotations(node: ast.ClassDef) -> dict[str, str]:
 
 def check_sampling_fields(file: SpecFile) -> None:
     """Raise SpecError for a field of `sampling`, of the job or by a column, that the installed vLLM does not have."""
-    known = _field_names("SamplingParams", "sampling_params.py")
+    known = _fields_of("SamplingParams", "sampling_params.py")
     if known is None:
         return
     sampling = file.spec.sampling

@@ -1,41 +1,24 @@
-"""Where an export goes: files of this host, stdout, objects of a bucket, or a URL that takes a file by PUT."""
+"""Where an export goes: files of this host, stdout, or objects of a bucket."""
 
 import contextlib
-import http.client
 import os
 import pathlib
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 import uuid
 from typing import IO
 
 from batchinf.base.bucket import Bucket
 from batchinf.base.errors import OutputError, UserError
-from batchinf.base.places import bucket_problem, check_is_here, is_bucket, is_http, shown_url
-from batchinf.base.text import one_line
+from batchinf.base.places import bucket_problem, check_is_here, is_bucket
 
 STDOUT = "-"
 _OPTION = "-o"
-# As vLLM's run-batch uploads its answers.
-_NUM_TRIES = 5
-_PAUSE_S = 5.0
-_LONGEST_S = 1000.0
-_MAY_PASS = (408, 425, 429)  # of the statuses below 500
-
-
-def name_of(path: str) -> str:
-    """The file's own name in a path or a URL."""
-    return os.path.basename(urllib.parse.urlsplit(path).path if is_http(path) else path)
 
 
 def local_stem(path: str) -> str:
-    """The path without its ending; of a URL, the file's name without it, in the working folder."""
-    is_here = not is_http(path) and not is_bucket(path)
-    return os.path.splitext(path if is_here else name_of(path))[0]
+    """The path without its ending; of an object of a bucket, its name without it, in the working folder."""
+    return os.path.splitext(os.path.basename(path) if is_bucket(path) else path)[0]
 
 
 def check_target(path: str) -> None:
@@ -45,20 +28,17 @@ def check_target(path: str) -> None:
         if (problem := bucket_problem(folder)) is not None or not name:
             got = problem or f"got '{path}', which names no file"
             raise UserError(f"{_OPTION}: {got}; the file is in a folder of the bucket: s3://bucket/folder/rows.jsonl")
-    elif is_http(path):
-        if not name_of(path):
-            raise UserError(f"{_OPTION}: got '{_shown(path)}', which names no file")
     elif path != STDOUT:
-        check_is_here(path, _OPTION, "give a path here, or the URL of a bucket or of a server that takes PUT")
+        check_is_here(path, _OPTION, "give a path here, or the URL of a bucket; `curl -T FILE URL` sends a file by PUT")
 
 
 def check_is_free(path: str) -> None:
-    """Raise UserError if a file of this name is there already. A URL for PUT cannot be asked."""
+    """Raise UserError if a file of this name is there already."""
     if is_bucket(path):
         folder, _, name = path.rpartition("/")
         is_there = Bucket(folder).has(name)
     else:
-        is_there = not is_http(path) and os.path.lexists(path)
+        is_there = os.path.lexists(path)
     if is_there:
         raise UserError(f"{_OPTION}: {path} is there already; give another name, or --overwrite")
 
@@ -94,7 +74,7 @@ class Files:
 
     def _temporary(self, name: str) -> str:
         unique = uuid.uuid4().hex[:12]
-        if is_bucket(name) or is_http(name):
+        if is_bucket(name):
             if self._folder is None:
                 self._folder = tempfile.TemporaryDirectory(prefix="batchinf-export-")
             return os.path.join(self._folder.name, unique)
@@ -110,7 +90,7 @@ class Files:
                         _remove(name)  # the errors of an earlier export
                     else:
                         _deliver(temporary, name)
-                        self.written.append(_shown(name))
+                        self.written.append(name)
         except OutputError:
             for _, name, _ in self._begun:  # those that were sent before it
                 with contextlib.suppress(OutputError):
@@ -124,9 +104,7 @@ class Files:
 
 
 def _deliver(temporary: str, name: str) -> None:
-    if is_http(name):
-        _put(pathlib.Path(temporary), name)
-    elif is_bucket(name):
+    if is_bucket(name):
         folder, _, object_name = name.rpartition("/")
         Bucket(folder).write(object_name, pathlib.Path(temporary))
     else:
@@ -137,33 +115,5 @@ def _remove(name: str) -> None:
     if is_bucket(name):
         folder, _, object_name = name.rpartition("/")
         Bucket(folder).delete([object_name])
-    elif not is_http(name) and os.path.lexists(name):
+    elif os.path.lexists(name):
         os.unlink(name)
-
-
-def _put(path: pathlib.Path, url: str) -> None:
-    """Send a file by PUT. Raises OutputError if the server refuses it, or does not take it in several tries."""
-    headers = {"Content-Type": "application/octet-stream", "Content-Length": str(path.stat().st_size)}
-    for tries_left in reversed(range(_NUM_TRIES)):
-        with path.open("rb") as file:
-            request = urllib.request.Request(url, data=file, headers=headers, method="PUT")
-            try:
-                with urllib.request.urlopen(request, timeout=_LONGEST_S):
-                    return
-            except (OSError, http.client.HTTPException) as error:
-                status = None
-                if isinstance(error, urllib.error.HTTPError):
-                    status = error.code
-                    error.close()
-                is_final = status is not None and status < 500 and status not in _MAY_PASS
-                if is_final or not tries_left:
-                    raise OutputError(
-                        f"{_shown(url)}: the file could not be sent by PUT: {one_line(str(error), 300)}; nothing is "
-                        "lost: run the same command again, or give a path"
-                    ) from error
-        time.sleep(_PAUSE_S)
-
-
-def _shown(name: str) -> str:
-    """A name for people: that of a URL without what may be a secret."""
-    return shown_url(name) if is_http(name) else name

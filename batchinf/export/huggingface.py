@@ -8,8 +8,6 @@ from batchinf.export.plain import ParquetExport
 
 DATA = "data"
 """The folder of the Parquet files."""
-PLOTS = "plots"
-"""The folder of the plots, PNG files."""
 CARD = "README.md"
 # The hub makes this file itself.
 _HUBS_OWN = {".gitattributes"}
@@ -35,12 +33,12 @@ def reserve(name: str, *, is_public: bool, overwrites: bool) -> None:
     if there and not overwrites:
         raise UserError(
             f"--push-to-hub: the dataset {name} has {there[0]!r} already; give another name, or --overwrite to replace "
-            "its data, plots and card"
+            "its data and card"
         )
 
 
 def push(name: str, folder: str) -> str:
-    """Upload the folder in one commit that replaces data and plots of an earlier one. Returns the commit's URL.
+    """Upload the folder in one commit that replaces the data of an earlier one. Returns the commit's URL.
 
     Raises UserError, which says how to upload the folder without another export.
     """
@@ -53,7 +51,7 @@ def push(name: str, folder: str) -> str:
             repo_type="dataset",
             folder_path=folder,
             commit_message="Export of batchinf",
-            delete_patterns=[f"{DATA}/*", f"{PLOTS}/*"],
+            delete_patterns=[f"{DATA}/*", "plots/*"],  # cards had plots until commit 7d63964a
         )
     return str(commit.commit_url)
 

@@ -42,21 +42,18 @@ class JsonLinesExport(Format):
             if name not in (f"{prefix}token_ids", f"{prefix}logprobs"):
                 del row[name]
         if tokens[f"{prefix}logprobs"] is not None:
-            row[f"{prefix}logprobs"] = list(map(self._entry, tokens_of(prefix, tokens)))
+            stored = [*tokens_of(prefix, tokens)]
+            spelt = zip(stored, self.job.tokens.spell(stored), strict=True)
+            row[f"{prefix}logprobs"] = [_entry(token, text, others) for token, (text, others) in spelt]
 
-    def _entry(self, token: StoredToken) -> dict[str, Any]:
-        text = self.job.tokens.text
-        entry: dict[str, Any] = {
-            "token": text(token.id),
-            "token_id": token.id,
-            "logprob": token.logprob,
-            "rank": token.rank,
-        }
-        if token.top is not None:
-            top: dict[str, float] = {}
-            for token_id, logprob in token.top:
-                name = text(token_id)
-                # Two ids may have one text: the less likely one then goes by its id, too.
-                top[name if name not in top else f"{name} ({token_id})"] = logprob
-            entry["top"] = top
-        return entry
+
+def _entry(token: StoredToken, text: str, others: Sequence[str]) -> dict[str, Any]:
+    """What is known of a token. others: the texts of its alternatives."""
+    entry: dict[str, Any] = {"token": text, "token_id": token.id, "logprob": token.logprob, "rank": token.rank}
+    if token.top is not None:
+        top: dict[str, float] = {}
+        for name, (token_id, logprob) in zip(others, token.top, strict=True):
+            # Two ids may have one text, or none: the less likely one then goes by its id, too.
+            top[name if name and name not in top else f"{name} ({token_id})"] = logprob
+        entry["top"] = top
+    return entry

@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from batchinf.base.errors import UserError
 from batchinf.export.base import ExportedJob, Format, json_lines
-from batchinf.export.openai_responses import num_reasoning_tokens, response_of
-from batchinf.export.tokens import PREFIXES, token_columns, tokens_of
+from batchinf.export.tokens import token_columns, tokens_of
 from batchinf.prompts.openai.lines import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -32,6 +31,8 @@ _NAMES = (
 )  # fmt: skip
 
 _OF_TEXTS = (CHAT_URL, COMPLETIONS_URL)
+# What requests of before could ask of the form of their answers.
+_REMOVED = ("functions", "echo", "return_tokens_as_token_ids")
 
 Row = Mapping[str, Any]
 
@@ -61,7 +62,7 @@ class OpenAIBatchExport(Format):
         if spec.input.documents_column is not None:
             left_out.append("the texts of the documents are left out: the job does not store them; each has its index")
         if spec.sampling.prompt_logprobs is not None:
-            left_out.append("prompt_logprobs are left out, except those of lines with echo; jsonl has them")
+            left_out.append("prompt_logprobs are left out; jsonl has them")
         if spec.sampling.logprobs is not None and not token_columns("", job.results.own_schema):
             left_out.append("logprobs are left out: the job does not store the tokens that they are of")
         return left_out
@@ -72,9 +73,7 @@ class OpenAIBatchExport(Format):
         if wanted:
             raise UserError("--columns: not with openai-batch, whose lines have one form; leave it out")
         schema = results.own_schema
-        tokens = [name for prefix in PREFIXES for name in token_columns(prefix, schema)]
-        tokens += ["prompt"] if "text" in schema.names else []  # for lines with echo
-        return [name for name in dict.fromkeys([*_NAMES, *tokens]) if name in schema.names]
+        return [name for name in dict.fromkeys([*_NAMES, *token_columns("", schema)]) if name in schema.names]
 
     def write(self, batch: pa.RecordBatch) -> None:
         """See `Format`. The samples of the last row wait for others, which may come in the next batch."""
@@ -131,13 +130,9 @@ class OpenAIBatchExport(Format):
             return {"id": f"score-{name}", "object": "list", **shared, "data": _scores(row), "usage": usage}
         if url == RERANK_URL:
             return {"id": f"score-{name}", "model": model, "usage": usage, "results": _results(row, form)}
-        if url == RESPONSES_URL:
-            logprobs = list(self._content(row, form)) if form.get("logprobs") else None
-            sampling = self.job.spec.sampling
-            return response_of(name, row, form, logprobs=logprobs, sampling=sampling, created=created, model=model)
         is_chat = url == CHAT_URL
         usage["completion_tokens"] = output_tokens
-        if "num_reasoning_tokens" in samples[0] and (number := num_reasoning_tokens(samples)) is not None:
+        if "num_reasoning_tokens" in samples[0] and (number := _num_reasoning_tokens(samples)) is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": number}
         choice = self._chat_choice if is_chat else self._text_choice
         return {
@@ -160,6 +155,7 @@ class OpenAIBatchExport(Format):
     def _asked(self, row: Row) -> dict[str, Any]:
         if row.get("request") is not None:
             form: dict[str, Any] = json.loads(row["request"])
+            _refuse_removed(row, form)
             return form
         spec = self.job.spec
         url = SCORE_URL if "relevance_score" in row else _form_of(self.job)
@@ -175,66 +171,46 @@ class OpenAIBatchExport(Format):
         if row.get("reasoning") is not None and form.get("include_reasoning", True):
             message["reasoning"] = row["reasoning"]
         if calls := row.get("tool_calls"):
-            message |= _calls(calls, is_legacy=form.get("functions", False))
+            message["tool_calls"] = [
+                {"id": call["id"], "type": "function", "function": {name: call[name] for name in ("name", "arguments")}}
+                for call in calls
+            ]
         content = list(self._content(row, form)) if form.get("logprobs") else None
-        choice = _choice(row, form)
-        if "function_call" in message and choice["finish_reason"] == "tool_calls":
-            choice["finish_reason"] = "function_call"
         return {
-            **choice,
+            **_choice(row, form),
             "message": message,
             "logprobs": None if content is None else {"content": content, "refusal": None},
         }
 
     def _content(self, row: Row, form: Row) -> Iterator[dict[str, Any]]:
         num_top = form.get("top_logprobs") or 0
-        for token in tokens_of("", row):
-            top = [self._logprob(token_id, logprob, form) for token_id, logprob in (token.top or ())[:num_top]]
-            yield {**self._logprob(token.id, token.logprob, form), "top_logprobs": top}
-
-    def _logprob(self, token_id: int, logprob: float | None, form: Row) -> dict[str, Any]:
-        utf8 = self.job.tokens.utf8(token_id)
-        return {"token": self._token(token_id, form), "logprob": _finite(logprob), "bytes": utf8}
-
-    def _token(self, token_id: int, form: Row) -> str:
-        return f"token_id:{token_id}" if form.get("return_tokens_as_token_ids") else self.job.tokens.text(token_id)
+        tokens = [*tokens_of("", row)]
+        for token, (text, others) in zip(tokens, self.job.tokens.spell(tokens), strict=True):
+            likeliest = zip(others, token.top or (), strict=True)
+            top = [_logprob(name, logprob) for name, (_, logprob) in itertools.islice(likeliest, num_top)]
+            yield {**_logprob(text, token.logprob), "top_logprobs": top}
 
     def _text_choice(self, row: Row, form: Row) -> dict[str, Any]:
         number = form.get("logprobs")
-        # With echo, the prompt stands before the output; with 0 max_tokens, it stands alone.
-        prefixes = [prefix for prefix in ("prompt_", "") if _is_shown(prefix, form)]
-        logprobs = None if number is None else self._completion_logprobs(row, form, prefixes)
-        text = "".join(row[_TEXTS[prefix]] or "" for prefix in prefixes)
-        shown = text if len(prefixes) > 1 else row[_TEXTS[prefixes[0]]]
-        return {**_choice(row, form), "text": shown, "logprobs": logprobs}
+        logprobs = None if number is None else self._completion_logprobs(row, number)
+        return {**_choice(row, form), "text": row["text"], "logprobs": logprobs}
 
-    def _completion_logprobs(self, row: Row, form: Row, prefixes: Sequence[str]) -> dict[str, Any]:
-        num_top = form["logprobs"]
-        tokens = [token for prefix in prefixes for token in tokens_of(prefix, row)]
-        texts = [self._token(token.id, form) for token in tokens]
+    def _completion_logprobs(self, row: Row, num_top: int) -> dict[str, Any]:
+        tokens = [*tokens_of("", row)]
+        spelt = [*self.job.tokens.spell(tokens)]
+        texts = [text for text, _ in spelt]
         offsets = [0, *itertools.accumulate(map(len, texts))]
-        top: list[dict[str, float | None] | None] = []
-        for token, text in zip(tokens, texts, strict=True):
-            if token.logprob is None:  # the first of a prompt
-                top.append(None)
-                continue
-            likeliest = (token.top or ())[:num_top]
+        top: list[dict[str, float | None]] = []
+        for token, (text, others) in zip(tokens, spelt, strict=True):
+            likeliest = itertools.islice(zip(others, token.top or (), strict=True), num_top)
             # OpenAI's list has the token itself, too, if it is not among them.
-            top.append({text: _finite(token.logprob)} | {self._token(k, form): _finite(v) for k, v in likeliest})
+            top.append({text: _finite(token.logprob)} | {name: _finite(value) for name, (_, value) in likeliest})
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": top,
             "text_offset": offsets[:-1],
         }
-
-
-_TEXTS = {"prompt_": "prompt", "": "text"}
-
-
-def _is_shown(prefix: str, form: Row) -> bool:
-    """Whether an answer has the text of the prompt, or that of the output (without a prefix)."""
-    return bool(form.get("echo", False) if prefix else form.get("max_tokens") != 0)
 
 
 def _num_prompt_tokens(answered: Sequence[Row], form: Row) -> int:
@@ -288,18 +264,20 @@ def _choice(row: Row, form: Row) -> dict[str, Any]:
     return {"index": index, "finish_reason": row["finish_reason"], "stop_reason": row["stop_reason"], **ids}
 
 
-def _calls(calls: Sequence[Mapping[str, str]], *, is_legacy: bool) -> dict[str, Any]:
-    """The calls of a message; of a request with `functions`, its one call in OpenAI's form of old."""
-    functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
-    if is_legacy:
-        return {"function_call": functions[0]}
-    ids = [call["id"] for call in calls]
-    return {
-        "tool_calls": [
-            {"id": call_id, "type": "function", "function": function}
-            for call_id, function in zip(ids, functions, strict=True)
-        ]
-    }
+def _refuse_removed(row: Row, form: Row) -> None:
+    """Raise UserError for the answer of a job of before to a line that is refused now, whose form is gone."""
+    asked = [form["url"]] if form["url"] == RESPONSES_URL else [name for name in _REMOVED if form.get(name)]
+    if asked:
+        raise UserError(
+            f"--to: got openai-batch, but the request of row {row['row_index']} has {asked[0]}, whose answers are not "
+            "written any more: export the job as jsonl, or with the batchinf of commit 7d63964a"
+        )
+
+
+def _num_reasoning_tokens(samples: Sequence[Row]) -> int | None:
+    """Tokens of the reasoning of a request's answers; None if the job has not counted those of one with a reasoning."""
+    numbers = [row.get("num_reasoning_tokens", None if row.get("reasoning") else 0) for row in samples]
+    return None if None in numbers else sum(numbers)
 
 
 def _error(samples: Sequence[Row]) -> dict[str, Any] | None:
@@ -311,6 +289,10 @@ def _error(samples: Sequence[Row]) -> dict[str, Any] | None:
     if len(samples) > 1:
         message = f"{len(failed)} of {len(samples)} samples failed: {message}"
     return {"code": first["error_type"], "message": message}
+
+
+def _logprob(text: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": [*text.encode()]}
 
 
 def _finite(logprob: float | None) -> float | None:

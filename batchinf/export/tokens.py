@@ -1,15 +1,16 @@
 """The stored tokens of a row, put together from the columns that hold their ids, logprobs, ranks and alternatives."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from batchinf.prompts.encoder import show, token_texts
+from batchinf.prompts.encoder import show
 
 PREFIXES = ("", "prompt_")
 """Of the columns of output tokens and of prompt tokens."""
+_MOST_BEGUN = 8  # tokens of a character that is not complete; a valid one has at most 4 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +50,40 @@ def _top(prefix: str) -> tuple[str, str]:
 
 
 class TokenTexts:
-    """The texts of tokens by one tokenizer. Each is decoded once."""
+    """The texts of tokens by one tokenizer, as in the answers of vLLM's server: joined, they are the text of the row.
+
+    A token that ends within a character adds nothing, and the one that completes it adds the whole character.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        self._bytes: dict[int, list[int] | None] = {}
 
-    def text(self, token_id: int) -> str:
-        """The token's text, or its name in the vocabulary if it holds a part of a character."""
+    def spell(self, tokens: Iterable[StoredToken]) -> Iterator[tuple[str, list[str]]]:
+        """The text that each token adds to those before it, and what each of its alternatives would add."""
+        begun: list[int] = []  # tokens with the beginning of a character
+        for token in tokens:
+            others = [_whole(self._text(begun, other)) for other, _ in token.top or ()]
+            text = self._text(begun, token.id)
+            if len(begun) == _MOST_BEGUN or _whole(text):
+                begun = []
+                yield text, others
+                continue
+            begun.append(token.id)
+            yield "", others
+
+    def _text(self, begun: Sequence[int], token_id: int) -> str:
+        if begun:
+            return show(self._tokenizer, [*begun, token_id])
         text = self._texts.get(token_id)
         if text is None:
-            [text] = token_texts(self._tokenizer, [token_id])
-            self._texts[token_id] = text
+            # Beside itself, because tokenizers drop the space at the beginning of a text.
+            alone = show(self._tokenizer, [token_id])
+            text = show(self._tokenizer, [token_id, token_id]).removeprefix(alone)
+            text = self._texts[token_id] = alone if "\ufffd" in alone else text
         return text
 
-    def utf8(self, token_id: int) -> list[int] | None:
-        """The bytes of the token's text; None if it holds a part of a character."""
-        if token_id not in self._bytes:
-            text = show(self._tokenizer, [token_id])
-            self._bytes[token_id] = None if "\ufffd" in text else [*text.encode()]
-        return self._bytes[token_id]
+
+def _whole(text: str) -> str:
+    """The text, or nothing if it ends within a character."""
+    return "" if text.endswith("\ufffd") else text

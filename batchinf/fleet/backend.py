@@ -66,6 +66,12 @@ class ReplicaHandle(Protocol):
     def log_tail(self) -> list[str]:
         """The last lines that it and its engine printed, about 1 MiB at most. Also after its end; empty if lost."""
 
+    def start_activity(self) -> tuple[int, int] | None:
+        """Bytes that it has printed, and MiB that its processes have read, or as far as the backend knows.
+
+        A start in which neither changes makes no progress. None while it waits for a host.
+        """
+
     def begin_end(self) -> None:
         """Begin to `end` it, and do not wait: devices need up to a second to be free, several at one time."""
 

@@ -19,6 +19,7 @@ from batchinf.manifest.names import incarnation_name
 from batchinf.records import Lease
 from batchinf.replica.messages import (
     STARTING_ENGINE,
+    WAITING_FOR_INPUT,
     Assign,
     Command,
     Failed,
@@ -29,6 +30,7 @@ from batchinf.replica.messages import (
     Work,
 )
 
+_LOOKS_AT_A_START = 20
 _ERROR_LINE = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Killed)\b: .+)")
 _ERROR_LEVEL = re.compile(r"\bERROR\b")
 # An error with one of these texts only says that another one is the cause.
@@ -121,6 +123,7 @@ class Fleet:
     logs: pathlib.Path
     max_restarts: int
     stall_timeout_s: float
+    start_timeout_s: float
     is_cache_warm: bool
     settings: EngineSettings | None = None
     """The engine arguments that `launch` uses; the fleet lowers them when memory runs out."""
@@ -134,6 +137,7 @@ class Fleet:
 
     def __post_init__(self, slots: Iterable[Slot], requests_per_row: int) -> None:
         self.replicas = [FleetReplica(slot, requests_per_row) for slot in slots]
+        self._next_look_at_starts = 0.0
 
     # -- starts ------------------------------------------------------------------------------------------------------
 
@@ -212,17 +216,35 @@ class Fleet:
 
     def reap(self) -> list[Ended]:
         """End the replicas that have died or made no step for too long; and all of them once all rows are stored."""
+        self._note_start_activities(time.monotonic())
         live = self._live
         are_done = all(replica.current.stopped_at is not None for replica in live)
         now = time.monotonic()
         causes: dict[int, str] = {}
         for replica in live:
-            cause = replica.why_end(now, self.stall_timeout_s)
+            cause = replica.why_end(now, stall_timeout_s=self.stall_timeout_s, start_timeout_s=self.start_timeout_s)
             if are_done or self.handles[replica.number].has_ended():
                 cause = ""
             if cause is not None:
                 causes[replica.number] = cause
         return self._end_all(causes)
+
+    def _note_start_activities(self, now: float) -> None:
+        """Note what the starting replicas have done, a few times in `start_timeout_s`: it reads much of /proc."""
+        if now < self._next_look_at_starts:
+            return
+        self._next_look_at_starts = now + self.start_timeout_s / _LOOKS_AT_A_START
+        starting = [self.replicas[number] for number in self.handles if not self.replicas[number].is_up]
+        activities = {replica.number: self.handles[replica.number].start_activity() for replica in starting}
+        for replica in starting:
+            activity: object = activities[replica.number]
+            if self.work is None and replica.state == WAITING_FOR_INPUT:
+                activity = None
+            elif replica.slot.sharers > 1:
+                # Engines that share a device start one after the other.
+                neighbours = [other for other in starting if other.slot.devices == replica.slot.devices]
+                activity = [activities[other.number] for other in neighbours]
+            replica.note_start_activity(activity, now)
 
     def stop(self, command: Command) -> list[Ended]:
         """Tell every replica to stop, and restart none. Replicas whose engine is not up yet are ended at once."""
@@ -273,7 +295,13 @@ class Fleet:
             step_down=None if verdict is None else verdict.step_down,
         )
         told = cause if verdict is None else verdict.words
-        replica.end(told, verdict, now=time.monotonic(), max_restarts=self.max_restarts)
+        replica.end(
+            told,
+            verdict,
+            now=time.monotonic(),
+            max_restarts=self.max_restarts,
+            was_host_lost=ended.was_host_lost,
+        )
         del self.handles[replica.number]
         return ended
 
@@ -289,9 +317,10 @@ class Fleet:
             return None
         return self.settings.judge(replica.number, handle.incarnation, failure, was_up=replica.is_up)
 
-    def excuse(self, replica: FleetReplica) -> None:
-        """Do not count the last end of a replica as a failure, because the search for a killing row made progress."""
-        replica.excuse(now=time.monotonic(), max_restarts=self.max_restarts)
+    def excuse(self, end: Ended) -> None:
+        """Do not count the end of a replica as a failure, because the search for a killing row made progress."""
+        now = time.monotonic()
+        end.replica.excuse(now=now, max_restarts=self.max_restarts, was_host_lost=end.was_host_lost)
 
     # -- all of them -------------------------------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ class Launcher:
             logs=self.folder.path("logs"),
             max_restarts=own.max_restarts,
             stall_timeout_s=own.stall_timeout_s,
+            start_timeout_s=own.start_timeout_s,
             is_cache_warm=not self.devices or self.backend.is_cache_warm(self._shape()),
             settings=self.settings,
             retry=retry,
@@ -154,7 +155,6 @@ class Launcher:
             revision=self.model.commit,
             cpus=slot.cpus if not slot.devices else (),
             adapters=self.adapters,
-            config_limits=(self.model.max_model_len, self.model.vocab_size),
         )
 
     def note_warm(self, fleet: Fleet) -> None:

@@ -16,15 +16,13 @@ from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of, gib, share_of
 from batchinf.model.splits import why_not_split
 from batchinf.planning.degrees import (
-    MOST_DEVICES,
-    Fixed,
     Machine,
     Option,
     best,
+    least_that_fits,
     options,
     reason_for,
     shape_text,
-    that_fit,
 )
 from batchinf.planning.gpus import Gpu, gpu_like, why_not
 from batchinf.planning.lengths import assumed_work, lengths_of, opened
@@ -96,9 +94,8 @@ def _chosen(file: SpecFile, num_devices: int, device_bytes: int, title: str) -> 
     if gpu is not None:
         with placing(file):
             _check_type(spec, fit, gpu)
-    machine = Machine(gpu, num_devices, 1, share_of(spec.engine), fixed=fixed_degrees(file.spec.parallel))
+    machine = Machine(gpu, num_devices, 1, share_of(spec.engine), *given_degrees(file.spec.parallel))
     work = work or assumed_work(task_of(spec), context)
-    fit = dataclasses.replace(fit, largest_image=work.images.largest_tokens)
     return choose_degrees(file, fit, machine, work)
 
 
@@ -110,10 +107,10 @@ def on_device(spec: JobSpec, base: Fit, device_bytes: int, title: str) -> Fit:
     return dataclasses.replace(fit, engine={**chosen_arguments(spec, fit, task, 1).engine, **fit.engine})
 
 
-def fixed_degrees(parallel: ParallelSpec) -> Fixed:
-    """The degrees that the section gives as numbers."""
+def given_degrees(parallel: ParallelSpec) -> list[int | None]:
+    """Tensor, pipeline and data-parallel size where the section gives a number; None where it says `auto`."""
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
-    return Fixed(*(None if size == "auto" else size for size in sizes))
+    return [None if size == "auto" else size for size in sizes]
 
 
 def choose_degrees(file: SpecFile, fit: Fit, machine: Machine, work: Workload) -> tuple[Option, str]:
@@ -123,17 +120,14 @@ def choose_degrees(file: SpecFile, fit: Fit, machine: Machine, work: Workload) -
     fitting = options(fit, machine, context, work)
     chosen = best(fitting)
     if chosen is not None:
-        return chosen, reason_for(chosen, fitting, work, machine.fixed)
-    num_devices = machine.num_gpus
-    needed = next(
-        that_fit(fit, context, machine.share, max(8, num_devices), most=MOST_DEVICES, fixed=machine.fixed), None
-    )
-    number = 1 if machine.fixed.data is None else machine.fixed.data
+        return chosen, reason_for(chosen, fitting, work, machine)
+    needed = least_that_fits(fit, machine, context)
+    number = machine.data or 1
     hint = "it fits no number of them" if needed is None else f"it needs {needed.num_devices * number}"
     raise file.error(
         "parallel.tensor_parallel_size",
         f"got auto, but weights of {gib(fit.needs.weight_bytes or 0)} and one sequence of max_model_len {context:,} do "
-        f"not fit {num_devices} device(s) of {gib(fit.device_bytes)}; {hint}: use more devices, a lower "
+        f"not fit {machine.num_gpus} device(s) of {gib(fit.device_bytes)}; {hint}: use more devices, a lower "
         "engine.max_model_len, or model.quantization fp8",
     )
 

@@ -28,7 +28,6 @@ from batchinf.replica.messages import (
     Revoked,
     StartPhase,
     Stopped,
-    TakesLeases,
     Tried,
 )
 from batchinf.replica.worker import window
@@ -47,6 +46,8 @@ _NO_PROGRESS = Progress(
 # are stored, and only its engine has to end. Left alone, vLLM took 6 s for one rank on a busy CPU.
 _ENDS_AFTER_FAILED_S = 10.0
 _ENDS_AFTER_STOPPED_S = 1.0
+# Hosts that a replica may lose in a row before it is given up: the nodes of a spot market come and go.
+_MOST_HOST_LOSSES = 20
 _BACK_OFF_S = 1.0
 _MAX_BACK_OFF_S = 30.0
 # A report and its answer take up to this long, or two of the engine's steps. What the engine takes in that time may
@@ -150,8 +151,10 @@ class IncarnationState:
     """Of the engine, once it is up."""
     ready_at: float | None = None
     """When the engine was up, in seconds since 1970; None if it is not."""
-    early_window: int | None = None
-    """The expected window of an engine that is not up yet, if the replica prepares leases for it."""
+    start_activity: object = None
+    """What `ReplicaHandle.start_activity` said last."""
+    start_moved_at: float = 0.0
+    """When the start last made progress, or waited for something else than its engine."""
     intake: Intake | None = None
     """Of the engine that is up."""
     progress: Progress = _NO_PROGRESS
@@ -197,7 +200,9 @@ class FleetReplica:
     before: Totals = field(default_factory=Totals)
     """Of the earlier incarnations."""
     failures: int = 0
-    """Ends since it last finished a row."""
+    """Ends since it last finished a row, without those of lost hosts."""
+    host_losses: int = 0
+    """Hosts lost since it last finished a row."""
     restarts: int = 0
     start_at: float = 0.0
     """The earliest time of the next start."""
@@ -229,10 +234,8 @@ class FleetReplica:
         return self.is_live and self.is_up and self.current.failed is None
 
     @property
-    def takes_leases(self) -> bool:
-        """Whether it can use leases: its engine is up, or its feeder prepares them already."""
-        current = self.current
-        return current.is_live and current.failed is None and (self.is_up or current.early_window is not None)
+    def _is_starting(self) -> bool:
+        return self.is_live and not self.is_up and self.current.failed is None
 
     @property
     def num_open_rows(self) -> int:
@@ -268,10 +271,9 @@ class FleetReplica:
 
     @property
     def window_rows(self) -> int:
-        """Rows that its engine's window holds."""
+        """Rows that its engine's window holds; 1 before its engine is up."""
         info = self.current.info
-        requests = window(info.max_num_seqs) if info is not None else self.current.early_window or 1
-        return max(1, int(requests / self.mean_requests))
+        return 1 if info is None else max(1, int(window(info.max_num_seqs) / self.mean_requests))
 
     @property
     def unbegun(self) -> tuple[Lease, ...]:
@@ -330,13 +332,14 @@ class FleetReplica:
 
     def start(self, incarnation: str, now: float) -> None:
         """An incarnation was started."""
-        self.current = IncarnationState(incarnation, is_live=True, steps_changed_at=now)
+        self.current = IncarnationState(incarnation, is_live=True, steps_changed_at=now, start_moved_at=now)
         self.state = "starting"
 
     def hear(self, event: Event, *, now: float, at: float) -> Action | None:
         """Take in a message of the running incarnation. at: when it came, in seconds since 1970."""
         self.heard_at = round(at, 3)
         current = self.current
+        current.start_moved_at = now
         match event:
             case StartPhase(name, host):
                 self.state = name
@@ -347,8 +350,6 @@ class FleetReplica:
                 self.state = "waiting for a node"
                 current.no_place_since = now
                 return event
-            case TakesLeases(window_requests):
-                current.early_window = window_requests
             case Ready(info):
                 self.state = "running"
                 self.start_detail = ""
@@ -411,6 +412,12 @@ class FleetReplica:
             part=event.part,
         )
 
+    def note_start_activity(self, activity: object, now: float) -> None:
+        """Take in how much the starting incarnation has done so far. None: it waits for something else."""
+        if activity is None or activity != self.current.start_activity:
+            self.current.start_moved_at = now
+        self.current.start_activity = activity
+
     def note_start_detail(self, detail: str) -> None:
         """What the starting engine does, by its log."""
         self.start_detail = detail
@@ -436,7 +443,7 @@ class FleetReplica:
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
-    def why_end(self, now: float, stall_timeout_s: float) -> str | None:
+    def why_end(self, now: float, *, stall_timeout_s: float, start_timeout_s: float) -> str | None:
         """Why its incarnation has to be ended now; None if it may go on, "" if it takes too long to end by itself."""
         current = self.current
         if current.failed is not None and now - current.failed_at > _ENDS_AFTER_FAILED_S:
@@ -445,6 +452,12 @@ class FleetReplica:
             return ""
         if self.is_running and now - current.steps_changed_at > stall_timeout_s:
             return f"no step for {stall_timeout_s:g} s (stall_timeout_s)"
+        if self._is_starting and now - current.start_moved_at > start_timeout_s:
+            doing = f"{self.state} ({self.start_detail})" if self.start_detail else self.state
+            return (
+                f"its start made no progress for {start_timeout_s:g} s (start_timeout_s): no message, no line in its "
+                f"log and nothing read while {doing}"
+            )
         return None
 
     def hear_last(self, events: Iterable[Event], *, now: float, at: float) -> tuple[LeaseFinished, ...]:
@@ -461,7 +474,9 @@ class FleetReplica:
                 finished.append(action)
         return tuple(finished)
 
-    def end(self, cause: str, verdict: Verdict | None, *, now: float, max_restarts: int) -> None:
+    def end(
+        self, cause: str, verdict: Verdict | None, *, now: float, max_restarts: int, was_host_lost: bool = False
+    ) -> None:
         """The incarnation has ended: decide whether and when the next one starts. verdict: if memory ran out."""
         self.cause = cause
         is_hopeless = self.current.failed is not None and self.current.failed.exit_code == UserError.exit_code
@@ -469,8 +484,11 @@ class FleetReplica:
             is_hopeless = verdict.action == "given up"
         if verdict is None or verdict.action != "again":
             num_rows = max(self.current.progress.num_rows, self.current.finished_rows)
-            self.failures = 1 if num_rows > self.current.recovered_rows else self.failures + 1
-            is_hopeless |= self.failures > max_restarts
+            if num_rows > self.current.recovered_rows:
+                self.failures = self.host_losses = 0
+            self.failures += not was_host_lost
+            self.host_losses += was_host_lost
+            is_hopeless |= self._has_failed_too_often(max_restarts)
         self.is_given_up = self.is_stopping or is_hopeless
         self.start_at = now + min(_MAX_BACK_OFF_S, _BACK_OFF_S * 2 ** max(0, self.failures - 1))
         self.start_detail = ""
@@ -483,10 +501,14 @@ class FleetReplica:
         self.current.begun.clear()
         self.current.revoking.clear()
 
-    def excuse(self, *, now: float, max_restarts: int) -> None:
-        """Do not count the last end as a failure."""
-        self.failures -= 1
-        if self.is_given_up and self.failures <= max_restarts and not self.is_stopping:
+    def _has_failed_too_often(self, max_restarts: int) -> bool:
+        return self.failures > max_restarts or self.host_losses > _MOST_HOST_LOSSES
+
+    def excuse(self, *, now: float, max_restarts: int, was_host_lost: bool = False) -> None:
+        """Do not count the last end as a failure, or as the loss of a host."""
+        self.failures -= not was_host_lost
+        self.host_losses -= was_host_lost
+        if self.is_given_up and not self._has_failed_too_often(max_restarts) and not self.is_stopping:
             self.is_given_up = False
             self.state = "restarting"
             self.restarts += 1

@@ -63,7 +63,6 @@ def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Se
     work = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // len(sharers))))
     share = share_of(fit.engine)
     context = fit.max_model_len or lengths.longest
-    fit = dataclasses.replace(fit, largest_image=work.images.largest_tokens)
     degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context=context, share=share)
     each = {number: prediction_of(fit, shape, gpu=gpu, work=work, share=share, sharers=number) for number in sharers}
     # Each replica takes rows at its own speed.

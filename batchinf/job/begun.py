@@ -1,4 +1,4 @@
-"""Opens a job that has begun, for commands that make its prompts again: `inspect` and `verify`."""
+"""Opens a job that has begun, for commands that make its prompts again: `head --row` and `verify`."""
 
 import contextlib
 import dataclasses

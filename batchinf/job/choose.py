@@ -38,7 +38,7 @@ from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.cache import locked
 from batchinf.source.row_hash import is_in_share, row_hashes, texts
 from batchinf.source.rows import Source
-from batchinf.source.types import is_json_column, is_text
+from batchinf.source.types import is_as_written, is_json_column, is_text
 from batchinf.tasks.columns import IMAGE_DIGESTS, UNRENDERED_HASH, prompt_hash
 
 # Rows read at once: few at first, then as many as take _BYTES_AT_ONCE.
@@ -265,7 +265,7 @@ class Exclusion:
             name = where.id_column or "custom_id"  # OpenAI's; a spec need not name it
             if name not in job.source.schema.names:
                 raise job.file.error("input.exclude.on", f"got id, but the input has no column {name!r}")
-            self._key = job.source.schema.field(name)
+            self._key = job.source.id_field(name)
             self.columns = [name]
             return
         self._key = pa.field("prompt_hash", pa.int64())
@@ -287,6 +287,8 @@ class Exclusion:
                 yield _not_done(scratch, candidates)
 
     def _keys(self, rows: Int64Array, table: pa.Table) -> pa.ChunkedArray:
+        if is_as_written(self._key):
+            table = self._job.source.fields_of(rows, [self._key])
         if self._on == "id":
             return key_column(table.column(self._key.name), self._key)
         hashes: list[int | None] = []

@@ -21,6 +21,7 @@ from batchinf.prompts.renderer import named_columns
 from batchinf.schedule.predicate import Predicate, PredicateError
 from batchinf.source.rows import Source
 from batchinf.source.types import extension_of, is_json_column, odd_value
+from batchinf.spec.input import COLUMN_FORMS, PROMPT_FORMS
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import PER_ROW_FIELDS
 from batchinf.tasks.base import Task
@@ -44,6 +45,7 @@ _BESIDE = {
 def column_warnings(task: Task, source: Source) -> Iterator[str]:
     """A line for each column of several types that the job uses, and one for columns that it may miss."""
     yield from _mixed_type_warnings(task.spec, source)
+    yield from _bad_file_warnings(task.spec, source)
     used = {name for _, name in named_columns(task.spec, task.input_columns)}
     if task.spec.input.is_batch_file and (unused := [name for name in source.schema.names if name not in used]):
         yield (
@@ -58,6 +60,19 @@ def column_warnings(task: Task, source: Source) -> Iterator[str]:
             f"{'it' if len(unused) == 1 else 'them'}; input.messages or input.prompt_template can put a column into "
             "the prompt, sampling.columns can take a setting from one, and output.keep_columns copies it"
         )
+
+
+def _bad_file_warnings(spec: JobSpec, source: Source) -> Iterator[str]:
+    """A warning for the files of which no row can have a prompt, as far as their columns say it."""
+    where = spec.input
+    needed = [getattr(where, form) for form in where.given(COLUMN_FORMS)]
+    if not where.given(PROMPT_FORMS) and not where.is_batch_file:
+        needed = [spec.prompt_column]
+    for names, files in source.files_by_columns.items():
+        missing = [name for name in needed if name not in names]
+        why = "no row can be read" if not names else f"no row has the column '{missing[0]}'" if missing else None
+        if why is not None:
+            yield f"warning: {list_names(files)}: {why}, so every row there becomes an error row; correct or move it"
 
 
 def _mixed_type_warnings(spec: JobSpec, source: Source) -> Iterator[str]:

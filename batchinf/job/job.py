@@ -128,9 +128,10 @@ def carried_columns(spec: JobSpec) -> list[str]:
     return [*([spec.input.id_column] if spec.input.id_column else []), *spec.output.keep_columns]
 
 
-def carried_fields(spec: JobSpec, schema: pa.Schema) -> list[pa.Field]:
-    """These columns as fields of the input."""
-    return [schema.field(name) for name in carried_columns(spec)]
+def carried_fields(spec: JobSpec, source: Source, version: int = -1) -> list[pa.Field]:
+    """These columns as fields of the input: see `Source.read_fields`. version: of the input, whose types count."""
+    ids = [] if spec.input.id_column is None else [source.id_field(spec.input.id_column, version)]
+    return [*ids, *(source.schemas[version].field(name) for name in spec.output.keep_columns)]
 
 
 def max_model_len(job: Job) -> int | None:

@@ -17,16 +17,25 @@ from batchinf.base.errors import InputError, SpecError
 from batchinf.base.slices import job_folder, read_cut, source_folder
 from batchinf.job.columns import refuse_equal_ids, refuse_unstorable
 from batchinf.job.drift import limit_as_begun, refusing_other_job
+from batchinf.job.forms import form_of_input, refuse_unused, unused_fields
 from batchinf.job.input_job import committed_parts
 from batchinf.job.job import Job, PreparedJob, carried_fields
 from batchinf.manifest.state import State
-from batchinf.manifest.versions import FIRST_RULES
 from batchinf.model.identity import Model, resolve, resolve_sampling, sampling_defaults, text_section
 from batchinf.model.lora import refuse_head, resolve_adapters
 from batchinf.model.splits import splits_of, why_not_split
 from batchinf.prompts.checks import check_order, check_prompts
 from batchinf.prompts.encoder import check_token_ids
-from batchinf.prompts.openai.lines import COLUMNS, NUM_LOOKED_AT, all_of, check_models, url_of
+from batchinf.prompts.openai.fields import removed_in
+from batchinf.prompts.openai.lines import (
+    COLUMNS,
+    NUM_LOOKED_AT,
+    all_of,
+    check_models,
+    check_urls,
+    missing_columns,
+    url_of,
+)
 from batchinf.prompts.openai.requests import may_be_batch, recognised
 from batchinf.prompts.renderer import TOOLS, check_columns, named_columns, with_tools
 from batchinf.prompts.row_sampling import check_sampling_columns
@@ -40,7 +49,8 @@ from batchinf.source.formats.registry import read_as
 from batchinf.source.remote import is_url
 from batchinf.source.rows import NewRows, Source, first_rows, format_of, open_source
 from batchinf.spec.file import SpecFile, with_task
-from batchinf.spec.job import JobSpec
+from batchinf.spec.input import PROMPT_FORMS, InputSpec
+from batchinf.spec.job import FIRST_RULES, JobSpec
 from batchinf.tasks.base import Task
 from batchinf.tasks.registry import stored_task, task_of, task_of_url, task_type
 
@@ -145,7 +155,7 @@ def _with_task(file: SpecFile, state: State | None) -> SpecFile:
 def _task_of_lines(spec: JobSpec) -> str | None:
     """The task that the first lines of a batch file ask for; None for another input, or if they ask for none."""
     rows = first_rows(location_of(spec)) or ()
-    if not {name for row in rows for name in row}.issuperset(COLUMNS):
+    if missing_columns({name for row in rows for name in row}):
         return None
     return next(filter(None, (task_of_url(url_of(row)) for row in rows)), None)
 
@@ -160,7 +170,21 @@ def _check_lines(spec: JobSpec, task: Task, rows: Sequence[Mapping[str, object]]
             f"task: got {task.name}, but {all_of(rows)} of {spec.input.path} has another kind of request, such as "
             f"{urls[0]}; must be {task_of_url(urls[0])}"
         )
+    check_urls(spec.input.path, rows)
     check_models(spec, rows)
+
+
+def check_removed(prepared: PreparedJob) -> None:
+    """Raise SpecError if the first lines of a begun job's batch file ask for what is refused since it began."""
+    spec = prepared.spec
+    if spec.rules > FIRST_RULES or not spec.input.is_batch_file:
+        return
+    rows = first_rows(location_of(spec)) or ()
+    if removed := next(filter(None, map(removed_in, rows)), None):
+        raise SpecError(
+            f"input.path: the job in {prepared.folder} began with lines that have {removed}, which is no longer "
+            "supported: finish it with the batchinf of commit 7d63964a"
+        )
 
 
 def _check_output_apart(spec: JobSpec) -> None:
@@ -281,6 +305,7 @@ def _over_first_rows(prepared: PreparedJob) -> PreparedJob:
         return prepared
     try:
         prepared = over_rows(prepared, rows)
+        refuse_unused(prepared.spec, form_of_input(prepared.spec, location_of(file.spec)))
         if where is not None:
             Predicate(where, pa.schema({name: pa.null() for row in rows for name in row}.items()), "input")
     except (SpecError, PredicateError):
@@ -351,6 +376,11 @@ def open_input(
             raise InputError(f"{prepared.spec.input.path}: no row can be read; the first: {first.error}")
         prepared = _with_columns(prepared, source.schema.names)
         spec = prepared.spec
+        of_input = form_of_input(spec, location_of(spec))
+        if spec.rules > FIRST_RULES:
+            refuse_unused(spec, of_input)
+        for message in unused_fields(spec, of_input=of_input):
+            say(f"note: {message}; this job has begun, so the field is passed over")
         check_sampling_columns(spec.sampling, source.schema)
         refuse_unstorable(spec, source.schema)
         if spec.input.id_column is not None and (state is None or prepared.new == "take"):
@@ -369,7 +399,9 @@ def open_input(
             adapters=prepared.adapters,
         )
         if state is None:  # the output of a begun job keeps its columns
-            job.task.output_schema(carried_fields(spec, source.schema))
+            job.task.output_schema(carried_fields(spec, source))
+            if spec.rules > FIRST_RULES:
+                job.task.check_case(carried_fields(spec, source))
         at_error.pop_all()
         return job
 
@@ -392,8 +424,19 @@ def location_of(spec: JobSpec) -> InputLocation:
         revision=where.revision,
         name=where.name,
         csv=None if where.csv is None else where.csv.dialect,
+        is_new=spec.rules > FIRST_RULES,
+        text_columns=_text_columns(where),
+        rules=spec.rules,
         is_shuffled=where.order != "input",
     )
+
+
+def _text_columns(where: InputSpec) -> tuple[str, ...]:
+    """The columns of which each value is a text: the prompt or a part of it, or the name of an adapter."""
+    prompt = "prompt" if not where.given(PROMPT_FORMS) else where.prompt_column
+    columns = (prompt, where.context_column, where.continuation_column, where.text_column, where.query_column,
+               where.document_column, where.adapter_column)  # fmt: skip
+    return tuple(column for column in columns if column is not None)
 
 
 def open_job_input(

@@ -1,4 +1,4 @@
-"""Small copies of the images of rows, for people to look at. `inspect` and the report's page show them.
+"""Small copies of the images of rows, for people to look at. `head --row` lists them, and the report's page shows them.
 
 The images are read again from their sources. Only those with the digest that the job stored are shown.
 """
@@ -71,7 +71,7 @@ class Pictures:
     def _picture(self, source: ImageSource, digest: str | None) -> Picture:
         name = _name_of(source)
         if not self._fetches and self._loader.fetches(source):
-            return Picture(name, digest, note="not fetched for this page; `batchinf inspect` shows it")
+            return Picture(name, digest, note="not fetched for this page; `batchinf head --row` shows it")
         try:
             loaded = self._loader.load(source)
         except ImageError as error:

@@ -1,4 +1,4 @@
-"""A job's rows, some of which retries took from other files (`--input`). Replicas, `inspect` and `verify` read them."""
+"""A job's rows, some of which retries took from other files (`--input`). Replicas and `head --row` read them."""
 
 import functools
 from collections.abc import Iterable, Iterator

@@ -6,12 +6,14 @@ paused while another took over learns it at its next commit or heartbeat, and ne
 
 import contextlib
 import dataclasses
+import time
 
 from batchinf.base.bucket import Bucket, StoreError
 from batchinf.manifest.lock import LOCK, Holder, JobLock, LockLost, judge
 
 _FREE = b"free"
 _BEAT_PATIENCE_S = 5.0
+_FREE_S = 1.0  # for freeing the job, also when a stop waits for the store no longer
 
 
 class BucketLock(JobLock):
@@ -43,6 +45,9 @@ class BucketLock(JobLock):
         """Free the job, unless another process holds it by now, or the store does not answer."""
         self._end_beats()
         if self._me is not None and self._lost_to is None:
+            is_stopped = self._bucket.is_stopped
+            end_by = time.monotonic() + _FREE_S
+            self._bucket.is_stopped = lambda: time.monotonic() > end_by and is_stopped()
             with contextlib.suppress(StoreError, LockLost):
                 # An interruption may have come between the request for the lock and its answer.
                 if self._is_taken or self._is_mine(self._read()):

@@ -277,6 +277,8 @@ def read_beginning(folder: Folder) -> State:
 
 
 def _read(folder: Folder, known: State | None) -> State:
+    if known is None:
+        folder.refuse_pipes()
     last_seen: object = None
     for _ in range(_MAX_LOOKS):
         state = State()

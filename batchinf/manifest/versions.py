@@ -11,12 +11,11 @@ from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import Fields
 from batchinf.manifest.lines import Header
 from batchinf.spec.file import dump_spec
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import FIRST_RULES, JobSpec
 
 # Of all files in an output folder. CONTRIBUTING.md says when to raise it, and what a later version must still read.
 FORMAT_VERSION = 2
 OLDEST_VERSION = 2
-FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
 _FRESH = "start a new job with --fresh (in Python fresh=True), which keeps the old folder under another name"
 
 

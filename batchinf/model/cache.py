@@ -94,11 +94,6 @@ class KvCache:
         """Of a cached number of the first attention layer; 0 without attention."""
         return next((cache.item_bytes for layer in self.layers for cache in layer if cache.item_bytes), 0)
 
-    def in_fp8(self) -> "KvCache":
-        """The same cache with `kv_cache_dtype: fp8`."""
-        layers = tuple(tuple(replace(it, item_bytes=min(1, it.item_bytes)) for it in layer) for layer in self.layers)
-        return KvCache(layers, "fp8")
-
     def stages(self, pipeline_parallel_size: int) -> Iterator[list[LayerCache]]:
         """The caches on each stage of a pipeline."""
         start = 0

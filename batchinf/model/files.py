@@ -22,12 +22,12 @@ from batchinf.base.errors import ModelError
 from batchinf.base.process import on_thread
 from batchinf.base.storage import Folder
 from batchinf.base.text import near_path
+from batchinf.source.files import LFS_POINTER
 
 # A few bytes from about this many tensors tell checkpoints of the same shapes apart.
 _SAMPLED_TENSORS = 512
 _SAMPLE_BYTES = 64
 _LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own bound
-_LFS_POINTER = b"version https://git-lfs"
 
 CONFIG_FILES = (
     "config.json", "generation_config.json", "*quant*_config.json", "quantize_config.json",
@@ -74,8 +74,8 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object from a file that exists. Raises ModelError if it holds anything else."""
     data = path.read_bytes()
-    if data.startswith(_LFS_POINTER):
-        raise ModelError(f"{path} is a git-lfs pointer in place of the file; run `git lfs pull` in {path.parent}")
+    if data.startswith(LFS_POINTER):
+        raise _pointer_error(path)
     try:
         value = json.loads(data)
     except ValueError as error:
@@ -83,6 +83,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object; get the file again")
     return value
+
+
+def _pointer_error(path: pathlib.Path) -> ModelError:
+    return ModelError(f"{path} is a git-lfs pointer in place of the file; run `git lfs pull` in {path.parent}")
 
 
 def weight_files(folder: pathlib.Path, load_format: str) -> list[str]:
@@ -160,7 +164,7 @@ def _problem(path: pathlib.Path) -> str | None:
         return "is missing"
     size = path.stat().st_size
     with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
             return "is a git-lfs pointer in place of the weights"
     if path.suffix != ".safetensors":
         return None if size else "is empty"
@@ -233,10 +237,12 @@ class Place:
         """`id@commit` of a hub id; of a folder 32 hexadecimal digits over the files that match, and the weights."""
         if self.commit is not None:
             return f"{self.name}@{self.commit}"
-        lines = [
-            f"{path.relative_to(self.folder).as_posix()} {hashlib.blake2b(path.read_bytes()).hexdigest()}"
-            for path in matching(self.folder, patterns)
-        ]
+        lines = []
+        for path in matching(self.folder, patterns):
+            data = path.read_bytes()
+            if data.startswith(LFS_POINTER) and path.name.startswith("tokenizer"):
+                raise _pointer_error(path)
+            lines.append(f"{path.relative_to(self.folder).as_posix()} {hashlib.blake2b(data).hexdigest()}")
         lines += _describe_weights(self.folder, load_format)
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 

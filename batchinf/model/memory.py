@@ -18,7 +18,6 @@ from batchinf.model.cache import (
     kv_cache_of,
     pool_of,
 )
-from batchinf.model.encoder import Encoder, encoder_of
 from batchinf.model.identity import Model, text_section
 from batchinf.model.parameters import Part, Tensor, described, stored
 from batchinf.model.splits import Split, splits_of, why_not_split
@@ -80,8 +79,6 @@ class Needs:
     """Of weights that are not quantized, and of arithmetic."""
     splits: tuple[Split, ...] = ()
     """What tensor-parallel ranks divide."""
-    encoder: Encoder | None = None
-    """That of images; None without one."""
 
     @property
     def weight_bytes(self) -> int | None:
@@ -113,8 +110,6 @@ class Fit:
     """Engine arguments that the task sets unless the spec does."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """The spec's arguments."""
-    largest_image: int = 0
-    """Tokens of the largest image that the model takes; 0: not known."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -144,19 +139,14 @@ class Fit:
         """Memory of a step beside weights and cache: activations or the sampler's logits, at least `RESERVE_BYTES`.
 
         Activations: of a full batch, the widest layer at once, in 16 bits. Sampler: logits in 16 and 32 bits and
-        logprobs in 32 for each sequence. vLLM measures both in its profiling run. Before them it runs the image encoder
-        for a full batch, or for one image if that has more tokens, and keeps what it makes.
+        logprobs in 32 for each sequence. vLLM measures both in its profiling run. What an image encoder takes is not
+        counted.
         """
         limits = self.limits
         whole, split = _step_width(self.needs.config)
         activations = limits["max_num_batched_tokens"] * 2 * (whole + split // self.tensor_parallel_size)
         sampler = limits["max_num_seqs"] * (vocab_size_of(self.needs.config) or 0) * 10
-        encoded = encoding = 0
-        if (encoder := self.needs.encoder) is not None:
-            num_tokens = max(limits["max_num_batched_tokens"], self.largest_image)
-            encoded = encoder.cache_bytes(num_tokens)
-            encoding = encoder.step_bytes(num_tokens)
-        return max(RESERVE_BYTES, encoded + max(activations, sampler, encoding))
+        return max(RESERVE_BYTES, activations, sampler)
 
     def _pools(self, num_tokens: int, *, is_decoding: bool = False) -> list[Pool] | None:
         """The KV cache of one sequence, as vLLM allocates it. is_decoding: its prompt has been computed."""
@@ -259,7 +249,6 @@ def needs_of(model: Model, spec: ModelSpec, engine: Mapping[str, Any]) -> Needs:
         dtype=dtype,
         # vLLM pads the blocks of weights that it quantizes itself.
         splits=splits_of(shapes.config, engine, quantization if model.config.get("quantization_config") else None),
-        encoder=encoder_of(shapes.stored or shapes.built, model.config),
     )
 
 

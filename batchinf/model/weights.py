@@ -234,11 +234,6 @@ class Weights:
         """Weights of which only the sum is known."""
         return cls((num_bytes / num_layers,) * num_layers)
 
-    def halved(self) -> "Weights":
-        """About what fp8 makes of 16 bits."""
-        layers = tuple(size / 2 for size in self.layers)
-        return Weights(layers, self.first / 2, self.last / 2, self.shared / 2)
-
     @property
     def num_bytes(self) -> int:
         """On one device."""

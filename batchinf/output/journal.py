@@ -12,7 +12,7 @@ import io
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,11 +168,14 @@ def drop(folder: Folder, shards: Mapping[int, int | None]) -> None:
             folder.delete(f"{_FOLDER}/{name}")
 
 
-def num_results(folder: Folder, parts: Mapping[int, Part]) -> int:
-    """Number of results that are in none of the `parts`, by the headers of the segments alone."""
+def num_results(folder: Folder, parts: Mapping[int, Part], names: Collection[str] | None = None) -> int:
+    """Number of results that are in none of the `parts`, by the headers of the segments alone.
+
+    names: of the segments that count; None: all.
+    """
     total = 0
     for name, shard, retry in _listed(folder):
-        if shard in parts and parts[shard].retry >= retry:
+        if (shard in parts and parts[shard].retry >= retry) or (names is not None and name not in names):
             continue
         # This only informs: a segment that has just gone, or is damaged, does not count.
         with contextlib.suppress(OSError), folder.path(f"{_FOLDER}/{name}").open("rb") as file:

@@ -4,7 +4,7 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
 
     commits/000000042                 see `manifest.chain`
     parts/part-000042.parquet         created before their commit; only a retry replaces it, by compare-and-swap
-    journal/000003-1f2e3d4c-000001    all new segments of a tick in one object: their names and sizes, then their bytes
+    journal/000003-1f2e3d4c-000001    new segments in one object: their names and sizes, then their bytes; see `Piece`
     selection/000001.positions-1f2e…  the rows that the job runs, with the digest of the file
     retry/000001.positions-1f2e…      the same of retries
     source/versions/1f2e….json        where the rows of the input are, for `--extend`
@@ -14,6 +14,7 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
 
 import contextlib
 import json
+import math
 import pathlib
 import queue
 import shutil
@@ -22,9 +23,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from batchinf.base import faults
 from batchinf.base.bucket import Bucket, Listed, together
@@ -38,7 +40,7 @@ from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import TAKEOVER_AFTER_S, LockLost
 from batchinf.manifest.names import TELEMETRY_FOLDER, parse_part_name, part_name, staging_name
 from batchinf.manifest.state import State, read_beginning, read_state
-from batchinf.output.journal import place_of
+from batchinf.output.journal import num_results, place_of
 from batchinf.output.ticks import next_upload_at
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
@@ -46,16 +48,51 @@ from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, positions_name
 
 _NUM_UPLOADS = 4
 _BUNDLE_BYTES = 64 << 20
+_BUNDLE_S = 5.0  # that a slow link needs for a bundle
 _NUM_BUNDLES = 16  # that are read at a time, if they are small
 _MOST_WAITING_BYTES = 1 << 30
+_MOST_WAITING_S = 120.0  # that a slow link needs for what waits
+_QUIET_S = 600.0  # between two warnings that the store is slow
 # After this time without an answer another process may hold the job: a new row might be run twice.
 _ABSENT_S = TAKEOVER_AFTER_S
 _STATUS_EVERY_S = 30.0
 _TELEMETRY_EVERY_S = 300.0
 _LOOK_S = 0.2
 _LAST_PATIENCE_S = 5.0
+_LAST_S = 1.0  # that there is in any case
 _VERSIONS = "source/versions"
 _Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A segment in a bundle, or some of its bytes: a slow link gets a large segment in several bundles."""
+
+    segment: str
+    data: bytes
+    first: int
+    """Place of the first byte in the segment."""
+    num_bytes: int
+    """Of the whole segment."""
+
+
+class _Unsent(NamedTuple):
+    """A segment of which the bucket does not have all bytes. Sorted by age."""
+
+    written_at_ns: int
+    name: str
+    num_bytes: int
+    num_sent: int
+
+    @property
+    def num_left(self) -> int:
+        return self.num_bytes - self.num_sent
+
+    def read(self, folder: Folder, most_bytes: int) -> Piece:
+        """The next bytes to send."""
+        with folder.path(f"journal/{self.name}").open("rb") as file:
+            file.seek(self.num_sent)
+            return Piece(self.name, file.read(min(most_bytes, self.num_left)), self.num_sent, self.num_bytes)
 
 
 class Mirror:
@@ -78,8 +115,8 @@ class Mirror:
         self._interval_s = interval_s
         self._queue: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Any, Part]] = queue.SimpleQueue()
-        self._waiting: dict[int, int] = {}
-        """Bytes by shard: parts that are not uploaded yet."""
+        self.waiting: dict[int, Part] = {}
+        """By shard, the parts that are not uploaded or not committed yet."""
         self._error: OutputError | None = None
         self._is_closed = threading.Event()
         self._owner: threading.Thread | None = None
@@ -87,6 +124,10 @@ class Mirror:
         self._ticking = threading.Lock()
         self._sent: set[str] = set()
         """Names of segments and of records that the bucket has."""
+        self._num_sent: dict[str, int] = {}
+        """By segment, the bytes of it that the bucket has."""
+        self._num_unsent_bytes = 0
+        """Of segments that are to be sent, at the last look."""
         self._bundles: dict[str, set[tuple[int, int]]] = {}
         """The shards of each bundle in the bucket, with the retry of the segment."""
         self._dropped: dict[int, int] = {}
@@ -94,8 +135,12 @@ class Mirror:
         self._etags: dict[int, str] = {}
         """Of the committed parts that are in the folder, by shard."""
         self._num_bundles = 0
+        self._end_by: Callable[[], float] = lambda: math.inf
         self._token = uuid.uuid4().hex[:8]
         self._was_held_back = False
+        self._is_said = False
+        """Whether the last line said that no new rows begin."""
+        self._says_slow_at = 0.0
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -230,19 +275,26 @@ class Mirror:
         largest = max((listed.num_bytes for listed in bundles), default=0)
         gets = (partial(self._bucket.get, f"journal/{listed.name}") for listed in bundles)
         at_once = min(_NUM_BUNDLES, max(1, _BUNDLE_BYTES // max(1, largest)))
-        for listed, found in zip(bundles, together(gets, at_once), strict=True):
-            if found is None:
-                continue
-            segments = dict(unbundled(found.data))
-            self._bundles[listed.name] = {place for name in segments if (place := place_of(name)) is not None}
-            for name, data in segments.items():
-                self._sent.add(name)
-                if self._is_needed(name) and not self._folder.exists(f"journal/{name}"):
-                    self._folder.write_atomic(f"journal/{name}", data, durable=False)
+
+        def read() -> Iterator[Piece]:
+            for listed, found in zip(bundles, together(gets, at_once), strict=True):
+                if found is not None:
+                    pieces = [*unbundled(found.data)]
+                    self._note_bundle(listed.name, pieces)
+                    yield from pieces
+
+        for name, data in whole_segments(read()):
+            self._sent.add(name)
+            if self._is_needed(name) and not self._folder.exists(f"journal/{name}"):
+                self._folder.write_atomic(f"journal/{name}", data, durable=False)
+
+    def _note_bundle(self, name: str, pieces: Iterable[Piece]) -> None:
+        self._bundles[name] = {place for piece in pieces if (place := place_of(piece.segment)) is not None}
 
     def _is_needed(self, segment: str) -> bool:
+        """Whether the bucket needs it. A part that waits for its upload replaces the segments of its shard."""
         place = place_of(segment)
-        return place is not None and not self._is_dropped(*place)
+        return place is not None and place[0] not in self.waiting and not self._is_dropped(*place)
 
     def _is_dropped(self, shard: int, retry: int) -> bool:
         return shard in self._dropped and retry <= self._dropped[shard]
@@ -258,9 +310,10 @@ class Mirror:
         for thread in self._threads:
             thread.start()
 
-    def until(self, is_stopped: Callable[[], bool]) -> None:
-        """From now on, wait for the store only until this is true."""
-        self._bucket.is_stopped = is_stopped
+    def until(self, end_by: Callable[[], float]) -> None:
+        """From now on, wait for the store only until this time, which may change; monotonic, in seconds."""
+        self._end_by = end_by
+        self._bucket.is_stopped = lambda: time.monotonic() > end_by()
 
     def exchange(self, parts: Sequence[tuple[_Item, Part]]) -> list[tuple[_Item, Part]]:
         """Begin to upload staged parts, and return those that have been uploaded since: they can be committed.
@@ -269,7 +322,7 @@ class Mirror:
         if the store takes no part.
         """
         for item, part in parts:
-            self._waiting[part.shard] = part.num_bytes
+            self.waiting[part.shard] = part
             self._queue.put((item, part))
         if self._error is not None:
             raise self._error
@@ -311,7 +364,7 @@ class Mirror:
         """The segments of which these parts have the results are no longer needed."""
         for part in parts:
             self._dropped[part.shard] = part.retry
-            self._waiting.pop(part.shard, None)
+            self.waiting.pop(part.shard, None)
             self.forget_part(part.shard)
 
     @property
@@ -322,42 +375,68 @@ class Mirror:
     @property
     def is_busy(self) -> bool:
         """Whether parts wait for their upload or their commit."""
-        return bool(self._waiting) and self._error is None
+        return bool(self.waiting) and self._error is None
 
     def held_back(self, say: Callable[[str], None]) -> bool:
         """Whether no new rows should begin, because the store is slow or absent. Says so when it begins and ends."""
         since = self._bucket.failing_since
         absent_s = 0.0 if since is None else time.monotonic() - since
-        num_bytes = sum([*self._waiting.values()])
-        is_held_back = absent_s > _ABSENT_S or num_bytes > _MOST_WAITING_BYTES
+        num_bytes = sum(part.num_bytes for part in [*self.waiting.values()]) + self._num_unsent_bytes
+        most_bytes = self._most_waiting_bytes / (2 if self._was_held_back else 1)
+        is_held_back = absent_s > _ABSENT_S or num_bytes > most_bytes
         if is_held_back != self._was_held_back:
             self._was_held_back = is_held_back
-            waiting = f"{counted(len(self._waiting), 'part')}, {size_text(num_bytes)}, wait for it"
-            if not is_held_back:
-                say(f"{self.url} answers again: new rows begin")
-            elif absent_s > _ABSENT_S:
+            parts = counted(len(self.waiting), "part")
+            waiting = f"{parts} and results in the journal, {size_text(num_bytes)}, wait for it"
+            if absent_s > _ABSENT_S:
+                self._is_said = True
                 say(f"warning: {self.url} has not answered for {absent_s:.0f} s ({self._bucket.failure}); {waiting}; "
                     "no new rows begin until it does")  # fmt: skip
-            else:
-                say(f"warning: {self.url} is slower than the engines: {waiting}; no new rows begin until it has them")
+            elif is_held_back and time.monotonic() >= self._says_slow_at:
+                self._is_said = True
+                self._says_slow_at = time.monotonic() + _QUIET_S
+                say(f"warning: {self.url} is slower than the engines: {waiting}; no new rows begin until it has half "
+                    f"of that (said at most once in {_QUIET_S / 60:.0f} min)")  # fmt: skip
+            elif not is_held_back and self._is_said:
+                self._is_said = False
+                say(f"{self.url} answers again: new rows begin")
         return is_held_back
+
+    @property
+    def _most_waiting_bytes(self) -> int:
+        """How much may wait for the store: the disk of the node and the time of the link are bounded."""
+        if self._bucket.bytes_per_s is None:
+            return _MOST_WAITING_BYTES
+        # The speed is that of one request, and the parts are sent beside the journal.
+        num_requests = 1 + min(_NUM_UPLOADS, len(self.waiting))
+        return min(_MOST_WAITING_BYTES, num_requests * self._bucket.bytes_in(_MOST_WAITING_S))
 
     def _note_failure(self) -> None:
         """A commit waits for the store, and the coordinator with it: say so meanwhile."""
         if threading.current_thread() is self._owner:
             self.held_back(self._say)
 
-    def left_line(self) -> str:
-        """What only this host has when the run ends; empty if the bucket has all."""
-        if not self._waiting:
-            return ""
-        waiting = counted(len(self._waiting), "finished part")
-        return f"  not in {self.url} yet: {waiting}, which only {self._folder.root} on this host has"
+    def kept_line(self, state: State) -> str:
+        """What the bucket has when the run ends early, and what only this host has. state: what is committed."""
+        kept = {**state.parts, **self.waiting}
+        num_here = num_results(self._folder, kept) - num_results(self._folder, kept, self._sent)
+        num_sent = num_results(self._folder, state.parts, self._sent)
+        has = f"  {self.url} has {counted(len(state.parts), 'part')} and {counted(num_sent, 'request')} of the journal"
+        here = [counted(len(self.waiting), "finished part")] if self.waiting else []
+        if num_here:
+            here.append(f"{counted(num_here, 'request')} of the journal")
+        if not here:
+            return has
+        return (
+            f"{has}; only {self._folder.root} on this host has {' and '.join(here)}: the same command sends them from "
+            "here, and on another host their rows run again"
+        )
 
     def flush(self) -> None:
         """Upload the segments that are not in the bucket yet. Passes over a store that does not answer."""
         with contextlib.suppress(OutputError, OSError):
-            self._tick()
+            while self._send_some():
+                pass
 
     def finish(self) -> None:
         """Delete the journal of a job that is done, and upload all that only informs, before the lock is freed."""
@@ -375,10 +454,11 @@ class Mirror:
     def close(self) -> None:
         """End the threads. Upload the segments and the status that the bucket lacks, in a few seconds at most."""
         self._is_closed.set()
-        end_by = time.monotonic() + _LAST_PATIENCE_S
-        self.until(lambda: time.monotonic() > end_by)
+        now = time.monotonic()
+        end_by = max(now + _LAST_S, min(now + _LAST_PATIENCE_S, self._end_by()))
+        self.until(lambda: end_by)
         for thread in self._threads:
-            thread.join(_LAST_PATIENCE_S)
+            thread.join(max(0.0, end_by + 2 * _LOOK_S - time.monotonic()))
         self.finish()
 
     @property
@@ -404,6 +484,7 @@ class Mirror:
         next_tick = next_upload_at(time.monotonic(), self._interval_s)
         next_status = 0.0
         next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
+        is_behind = False
         while not self._is_closed.wait(min(_LOOK_S, self._interval_s / 10)) and not self.chain.is_lost:
             with contextlib.suppress(OutputError, OSError):
                 if time.monotonic() >= next_status:
@@ -412,9 +493,10 @@ class Mirror:
                 if time.monotonic() >= next_telemetry:
                     next_telemetry = time.monotonic() + _TELEMETRY_EVERY_S
                     self._put(self._telemetry)
-                if time.monotonic() >= next_tick:
+                if is_behind or time.monotonic() >= next_tick:
                     next_tick = next_upload_at(time.monotonic(), self._interval_s)
-                    self._tick()
+                    is_behind = False  # after an error, at the next tick
+                    is_behind = self._send_some()
 
     def _put(self, *names: str) -> None:
         """Copy files that only inform."""
@@ -427,22 +509,39 @@ class Mirror:
             self._bucket.put(name, self._folder.read(name), _LAST_PATIENCE_S)
             self._sent.add(mark)
 
-    def _tick(self) -> None:
-        """Store all new segments, and delete the bundles of which none is needed."""
+    def _send_some(self) -> bool:
+        """Store the oldest new segments, and delete the bundles of which none is needed. Whether more are to be sent.
+
+        A bundle has as many bytes as the link takes in some seconds.
+        """
         with self._ticking:
-            pieces: list[tuple[str, bytes]] = []
-            for name in self._folder.list("journal"):
-                if name in self._sent or not self._is_needed(name):
-                    continue
+            unsent = self._unsent()
+            self._num_unsent_bytes = sum(each.num_left for each in unsent)
+            most_bytes = min(_BUNDLE_BYTES, max(1, self._bucket.bytes_in(_BUNDLE_S)))
+            pieces: list[Piece] = []
+            for each in unsent:
+                if most_bytes <= 0:
+                    break
                 with contextlib.suppress(FileNotFoundError):  # its results are in a part by now
-                    pieces.append((name, self._folder.read(f"journal/{name}")))
-                if sum(len(data) for _, data in pieces) >= _BUNDLE_BYTES:
-                    self._send(pieces)
-                    pieces = []
+                    pieces.append(each.read(self._folder, most_bytes))
+                    most_bytes -= len(pieces[-1].data)
             if pieces:
                 self._send(pieces)
+                self._num_unsent_bytes -= sum(len(piece.data) for piece in pieces)
             dropped = [name for name, places in self._bundles.items() if all(starmap(self._is_dropped, places))]
             _finish(partial(self._delete_bundle, bundle) for bundle in dropped)
+            return bool(pieces) and self._num_unsent_bytes > 0
+
+    def _unsent(self) -> list[_Unsent]:
+        """The segments that are to be sent, the oldest first."""
+        unsent = []
+        for name in self._folder.list("journal"):
+            if name in self._sent or not self._is_needed(name):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = self._folder.path(f"journal/{name}").stat()
+                unsent.append(_Unsent(status.st_mtime_ns, name, status.st_size, self._num_sent.get(name, 0)))
+        return sorted(unsent)
 
     def _delete_bundle(self, bundle: str) -> None:
         self._refuse_if_lost()
@@ -450,15 +549,21 @@ class Mirror:
         self._bucket.delete([f"journal/{bundle}"])
         del self._bundles[bundle]
 
-    def _send(self, pieces: Sequence[tuple[str, bytes]]) -> None:
+    def _send(self, pieces: Sequence[Piece]) -> None:
         self._refuse_if_lost()
         self._num_bundles += 1
         bundle = f"{self.chain.epoch:06d}-{self._token}-{self._num_bundles:06d}"
+        # Before the request: it may come through although it has failed.
+        self._note_bundle(bundle, pieces)
         faults.point("mirror.before_bundle")
-        self._bucket.put_new(f"journal/{bundle}", _bundled(pieces))
+        self._bucket.put_new(
+            f"journal/{bundle}", _bundled(pieces), lambda: any(self._is_needed(piece.segment) for piece in pieces)
+        )
         faults.point("mirror.after_bundle")
-        self._bundles[bundle] = {place for name, _ in pieces if (place := place_of(name)) is not None}
-        self._sent.update(name for name, _ in pieces)
+        for piece in pieces:
+            self._num_sent[piece.segment] = piece.first + len(piece.data)
+            if piece.first + len(piece.data) == piece.num_bytes:
+                self._sent.add(piece.segment)
 
     def _send_records(self) -> None:
         """Store the files of chosen rows and the versions of the input, before a commit names one."""
@@ -549,16 +654,34 @@ def _mark(path: pathlib.Path) -> str:
     return f"{path.name} {status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
 
-def _bundled(pieces: Sequence[tuple[str, bytes]]) -> bytes:
-    sizes = json.dumps([[name, len(data)] for name, data in pieces]).encode()
-    return b"".join([sizes, b"\n", *(data for _, data in pieces)])
+def _bundled(pieces: Sequence[Piece]) -> bytes:
+    sizes = json.dumps([_about(piece) for piece in pieces]).encode()
+    return b"".join([sizes, b"\n", *(piece.data for piece in pieces)])
 
 
-def unbundled(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """The segments in a bundle. Each has a checksum of its own."""
+def _about(piece: Piece) -> list[Any]:
+    is_whole = len(piece.data) == piece.num_bytes
+    return [piece.segment, len(piece.data), *(() if is_whole else (piece.first, piece.num_bytes))]
+
+
+def unbundled(data: bytes) -> Iterator[Piece]:
+    """The segments in a bundle, or their pieces. Each segment has a checksum of its own."""
     line, _, rest = data.partition(b"\n")
     with contextlib.suppress(ValueError, TypeError):
-        for name, size in json.loads(line):
+        for name, size, *place in json.loads(line):
+            piece = rest[:size]
+            first, num_bytes = place or (0, len(piece))
             if isinstance(name, str) and place_of(name) is not None:
-                yield name, rest[:size]
+                yield Piece(name, piece, int(first), int(num_bytes))
             rest = rest[size:]
+
+
+def whole_segments(pieces: Iterable[Piece]) -> Iterator[tuple[str, bytes]]:
+    """The segments of which all pieces are there, by name. pieces: of all bundles, in the order of their names."""
+    begun: dict[str, bytearray] = {}
+    for piece in pieces:
+        before = begun.setdefault(piece.segment, bytearray())
+        if piece.first <= len(before):
+            before[piece.first :] = piece.data  # it may have been sent again, and cut in another place
+            if len(before) == piece.num_bytes:
+                yield piece.segment, bytes(begun.pop(piece.segment))

@@ -54,7 +54,6 @@ class OpenLease:
         self.num_input_shares = 0.0  # of a row with n requests, each counts 1 / n; only if the task's rows vary
         self.errors: Counter[str] = Counter()  # results with an error, by its type
         self.known_images: Mapping[int, KnownImages] = {}  # by row; see `known_images` of `replica/images.py`
-        self.is_given_back = False  # another replica runs it; its prompts here are dropped
         self.num_requests = np.zeros(lease.num_rows, np.int32)
         self._journal = journal
         # A row's requests get consecutive numbers when its first result comes. -1: no result yet.

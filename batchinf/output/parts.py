@@ -51,8 +51,8 @@ class PartTarget:
 
     folder: Folder
     source: Source
-    carried: Sequence[str]
-    """The columns of the source that the output has, too: the id first, if there is one."""
+    carried: Sequence[pa.Field]
+    """The columns of the source that the output has, too: the id first, if there is one; see `Source.read_fields`."""
     columns: Columns
     metadata: Mapping[str, str]
     """Entries of each file's key-value metadata, such as `batchinf.fingerprint`. Keys begin with `batchinf.`."""
@@ -166,13 +166,13 @@ def _with_lost(table: pa.Table, lost: Mapping[int, str]) -> pa.Table:
 
 
 def _blocks(
-    shard: OpenLease, source: Source, names: Sequence[str]
+    shard: OpenLease, source: Source, fields: Sequence[pa.Field]
 ) -> Iterator[tuple[int, int, pa.Table | None, dict[int, str]]]:
     """Ranges of a shard's rows, by local index, with their columns of the source. Skips ranges without chosen rows.
 
     The last item has the rows whose values cannot be stored, by `row_index`, and why.
     """
-    if not names:
+    if not fields:
         yield 0, shard.lease.num_rows, None, {}
         return
     first = 0
@@ -183,8 +183,8 @@ def _blocks(
             first = last
             continue
         lost = dict[int, str]()
-        read = source.columns_of(shard.rows.positions(first, last), list(dict.fromkeys(names)), lost)
-        yield first, last, pa.Table.from_arrays([read.column(name) for name in names], names=list(names)), lost
+        read = source.fields_of(shard.rows.positions(first, last), fields, lost)
+        yield first, last, read, lost
         likely = int(PIECE_BYTES * (last - first) / max(1, row_bytes(read).sum()))
         num_rows = max(1, min(likely, 4 * num_rows, _MOST_ROWS))
         first = last

@@ -10,7 +10,7 @@ from batchinf.model.splits import why_not_split
 from batchinf.planning.gpus import Gpu
 from batchinf.planning.throughput import Prediction, Workload, prediction_of, shape_of
 
-MOST_DEVICES = 64
+_MOST_DEVICES = 64
 # A larger degree has to be better by this share, as the prediction is not exact.
 _CLEARLY = 0.05
 
@@ -75,60 +75,53 @@ def degrees_of(fit: Fit, tensor: int, pipeline: int, *, context: int, share: flo
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """The degrees that a spec gives as numbers; None: open."""
+class Machine:
+    """GPUs of one kind, and the degrees that a spec gives as numbers; None: open."""
 
+    gpu: Gpu | None
+    """None if it is not in the table: then its speed is not predicted."""
+    gpus_per_node: int
+    num_nodes: int
+    share: float
+    """gpu_memory_utilization, lower where other programs use a part of the memory."""
     tensor: int | None = None
     pipeline: int | None = None
     data: int | None = None
 
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus_per_node * self.num_nodes
 
-_OPEN = Fixed()
 
-
-def _legal(
-    fit: Fit, most: int, devices_per_node: int, fixed: Fixed, *, has_pipelines: bool
-) -> Iterator[tuple[int, int]]:
+def _legal(fit: Fit, machine: Machine, *, has_pipelines: bool) -> Iterator[tuple[int, int]]:
     """Pairs (tensor, pipeline), by number of devices, then the largest tensor-parallel size, which stays within a node.
 
     has_pipelines: also give pipelines within a node, for models whose heads no larger tensor-parallel size divides.
     Tensor parallelism is faster there.
     """
-    tensors = _tensor_sizes(fit, fixed, min(most, devices_per_node))
-    for number in _replica_sizes(most, devices_per_node):
-        may_be_any = has_pipelines or number > devices_per_node
+    tensors = fit.needs.tensor_degrees(machine.gpus_per_node)
+    if machine.tensor is not None:
+        tensors = [machine.tensor] if machine.tensor <= machine.gpus_per_node else []
+    nodes = range(2 * machine.gpus_per_node, machine.num_gpus + 1, machine.gpus_per_node)
+    for number in (*range(1, machine.gpus_per_node + 1), *nodes):  # a replica larger than a node takes whole nodes
+        may_be_any = has_pipelines or number > machine.gpus_per_node
         for tensor in reversed(tensors):
             pipeline, rest = divmod(number, tensor)
             is_open = pipeline == 1 or may_be_any
-            is_legal = is_open if fixed.pipeline is None else pipeline == fixed.pipeline
+            is_legal = is_open if machine.pipeline is None else pipeline == machine.pipeline
             if rest == 0 and pipeline <= fit.needs.num_layers and is_legal:
                 yield tensor, pipeline
 
 
-def _tensor_sizes(fit: Fit, fixed: Fixed, most: int) -> list[int]:
-    """Tensor-parallel sizes up to `most`, ascending: that of the spec, else those that the model allows."""
-    if fixed.tensor is None:
-        return fit.needs.tensor_degrees(most)
-    return [fixed.tensor] if fixed.tensor <= most else []
-
-
-def _replica_sizes(most: int, devices_per_node: int) -> Iterator[int]:
-    """Numbers of devices, ascending, at most `most`. A replica larger than a node takes whole nodes."""
-    yield from range(1, min(most, devices_per_node) + 1)
-    yield from range(2 * devices_per_node, most + 1, devices_per_node)
-
-
-def that_fit(
-    fit: Fit, context: int, share: float, devices_per_node: int, *, most: int, fixed: Fixed = _OPEN
-) -> Iterator[Degrees]:
-    """The legal degrees with at most `most` devices that hold weights and one sequence, the fewest devices first.
+def that_fit(fit: Fit, machine: Machine, context: int) -> Iterator[Degrees]:
+    """The legal degrees that hold weights and one sequence of `context` tokens, the fewest devices first.
 
     Pipelines within a node come only if nothing else fits, or if the spec gives them.
     """
     is_found = False
     for has_pipelines in (False, True):
-        for tensor, pipeline in _legal(fit, most, devices_per_node, fixed, has_pipelines=has_pipelines):
-            degrees = degrees_of(fit, tensor, pipeline, context=context, share=share)
+        for tensor, pipeline in _legal(fit, machine, has_pipelines=has_pipelines):
+            degrees = degrees_of(fit, tensor, pipeline, context=context, share=machine.share)
             if degrees.fits:
                 is_found = True
                 yield degrees
@@ -136,24 +129,28 @@ def that_fit(
             return
 
 
-def not_offered(fit: Fit, devices_per_node: int) -> Iterator[tuple[int, str]]:
-    """Tensor-parallel sizes that divide the heads and all else, but not into whole blocks; and why, for each."""
-    plain = tuple(dataclasses.replace(split, block=1) for split in fit.needs.splits)
-    for tensor in range(2, devices_per_node + 1):
-        why = why_not_split(fit.needs.splits, tensor)
-        if why is not None and why_not_split(plain, tensor) is None:
-            yield tensor, why
+def least_that_fits(fit: Fit, machine: Machine, context: int) -> Degrees | None:
+    """The fewest devices that hold the model, on nodes of at least eight GPUs like those of the machine; or None."""
+    gpus_per_node = max(8, machine.gpus_per_node)
+    larger = dataclasses.replace(machine, gpus_per_node=gpus_per_node, num_nodes=max(1, _MOST_DEVICES // gpus_per_node))
+    return next(that_fit(fit, larger, context), None)
 
 
-def split_notes(base: Fit, fixed: int | None, largest: int) -> Iterator[str]:
-    """Tensor-parallel sizes that the model does not allow: the spec's own, else those up to the largest."""
-    if fixed is not None:
-        if (why := why_not_split(base.needs.splits, fixed)) is not None:
-            yield f"warning: tensor {fixed}: {why}: vLLM may refuse it, or be slower"
+def split_notes(base: Fit, tensor: int | None, largest: int) -> Iterator[str]:
+    """Tensor-parallel sizes that the model does not allow: the spec's own, else those up to the largest.
+
+    The latter divide the heads and all else, but not into whole blocks.
+    """
+    if tensor is not None:
+        if (why := why_not_split(base.needs.splits, tensor)) is not None:
+            yield f"warning: tensor {tensor}: {why}: vLLM may refuse it, or be slower"
         return
-    for tensor, why in not_offered(base, largest):
-        with_whole = "; engine.enable_expert_parallel: true leaves experts whole" if "experts" in why else ""
-        yield f"tensor {tensor} is left out: {why}{with_whole}"
+    plain = tuple(dataclasses.replace(split, block=1) for split in base.needs.splits)
+    for size in range(2, largest + 1):
+        why = why_not_split(base.needs.splits, size)
+        if why is not None and why_not_split(plain, size) is None:
+            with_whole = "; engine.enable_expert_parallel: true leaves experts whole" if "experts" in why else ""
+            yield f"tensor {size} is left out: {why}{with_whole}"
 
 
 def replicas(degrees: Degrees, gpus_per_node: int, num_nodes: int) -> int:
@@ -183,31 +180,13 @@ class Option:
         return 0.0 if self.prediction is None else self.prediction.tokens_per_s * self.data
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """GPUs of one kind."""
-
-    gpu: Gpu | None
-    """None if it is not in the table: then its speed is not predicted."""
-    gpus_per_node: int
-    num_nodes: int
-    share: float
-    """gpu_memory_utilization, lower where other programs use a part of the memory."""
-    fixed: Fixed = _OPEN
-
-    @property
-    def num_gpus(self) -> int:
-        return self.gpus_per_node * self.num_nodes
-
-
 def options(fit: Fit, machine: Machine, context: int, work: Workload | None = None) -> list[Option]:
     """All degrees that fit the machine, the fewest devices of a replica first."""
     shape = shape_of(fit.needs)
-    fixed = machine.fixed
     fitting = []
-    for degrees in that_fit(fit, context, machine.share, machine.gpus_per_node, most=machine.num_gpus, fixed=fixed):
+    for degrees in that_fit(fit, machine, context):
         most = replicas(degrees, machine.gpus_per_node, machine.num_nodes)
-        data = most if fixed.data is None else fixed.data
+        data = most if machine.data is None else machine.data
         if not 0 < data <= most:
             continue
         prediction = None
@@ -230,10 +209,10 @@ def best(fitting: list[Option]) -> Option | None:
     return chosen
 
 
-def reason_for(chosen: Option, fitting: list[Option], work: Workload | None, fixed: Fixed = _OPEN) -> str:
+def reason_for(chosen: Option, fitting: list[Option], work: Workload | None, machine: Machine) -> str:
     """Why it is the best of these options, in one sentence. work: what it was chosen for."""
     least = fitting[0]
-    why = _why_least(chosen, fixed)
+    why = _why_least(chosen, machine)
     if chosen.prediction is None or work is None:
         return why if chosen.degrees.pipeline > 1 else f"{why}, and replicas scale better than larger degrees"
     lengths = f"(for {work.text})"
@@ -247,10 +226,10 @@ def reason_for(chosen: Option, fitting: list[Option], work: Workload | None, fix
     )
 
 
-def _why_least(chosen: Option, fixed: Fixed) -> str:
-    if fixed.tensor is not None and fixed.pipeline is not None:
+def _why_least(chosen: Option, machine: Machine) -> str:
+    if machine.tensor is not None and machine.pipeline is not None:
         return "the degrees that the spec gives"
-    if chosen.degrees.pipeline > 1 and fixed.pipeline is None:
+    if chosen.degrees.pipeline > 1 and machine.pipeline is None:
         return "the model fits no single node's tensor-parallel degree, so its layers are in a pipeline"
     return "the model fits one GPU" if chosen.degrees.num_devices == 1 else "the fewest GPUs that hold the model"
 

@@ -22,8 +22,6 @@ from batchinf.spec.input import InputSpec
 
 _UNKNOWN: ImageSize = (0, 0)  # of images of URLs, which are not fetched
 _ASSUMED: ImageSize = (1024, 768)
-# Larger than all images that models take whole: they scale it to their largest.
-_HUGE: ImageSize = (16384, 16384)
 
 
 class SampledImages:
@@ -44,10 +42,6 @@ class SampledImages:
         self._tokens: dict[ImageSize, int | None] = {}
         """By size; None: the processor refuses it."""
         self._is_unknown = False
-        self.largest = 0
-        """Tokens of the largest image that the model takes; 0: not known."""
-        self.most_pixels = 0
-        """Of an image."""
         self.notes: list[str] = []
         """How images were counted, for people."""
 
@@ -67,7 +61,6 @@ class SampledImages:
             except ImageError as error:
                 return _failed(prompt, image_error(error, number))
             shapes.append(("", width, height))
-            self.most_pixels = max(self.most_pixels, width * height)
         return replace(prompt, image_sources=(), image_shapes=tuple(shapes))
 
     def with_tokens(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -87,7 +80,7 @@ class SampledImages:
         if not missing or self._is_unknown:
             return bool(sizes) and not self._is_unknown
         is_first = not self._tokens
-        asked = [*(missing - {_UNKNOWN}), _ASSUMED, _HUGE]
+        asked = [*(missing - {_UNKNOWN}), _ASSUMED]
         spec = self._job.spec
         try:
             known = image_tokens(self._job.model, asked, spec.engine, trust_remote_code=spec.model.trust_remote_code)
@@ -95,7 +88,6 @@ class SampledImages:
             self.notes.append(f"warning: each image counts as one token, far too few: {error}")
             self._is_unknown = True
             return False
-        self.largest = known.get(_HUGE, 0)
         self._tokens |= {size: known.get(size) for size in asked}
         numbers = [number for size in sizes if (number := known.get(size)) is not None]
         if is_first:

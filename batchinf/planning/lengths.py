@@ -22,7 +22,7 @@ from batchinf.job.ordering import prefix_key, shared_in_order
 from batchinf.job.sample import RUN_ROWS, sample_rows
 from batchinf.model.cache import BLOCK_TOKENS
 from batchinf.planning.images import SampledImages
-from batchinf.planning.throughput import NO_IMAGES, ImageWork, Workload
+from batchinf.planning.throughput import Workload
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Int64Array, Prompt
@@ -74,8 +74,6 @@ class Lengths:
     """That of the first tokenised row that has one."""
     num_shared: int = 0
     """Tokens with which all tokenised prompts begin."""
-    images: ImageWork = NO_IMAGES
-    """Those of a request."""
     image_notes: tuple[str, ...] = ()
     """How images were counted, for people."""
 
@@ -116,7 +114,6 @@ class Lengths:
             longest_output=longest if generates else 0,
             logits=_logits_of(task),
             cached_tokens=self._num_cached(job),
-            images=self.images,
         )
 
     def _num_cached(self, job: Job) -> int:
@@ -228,9 +225,6 @@ def lengths_of_rows(
         longest=requests.longest,
         row_error=requests.row_error,
         num_shared=requests.num_shared,
-        images=dataclasses.replace(
-            requests.image_work(), largest_tokens=images.largest, most_pixels=images.most_pixels
-        ),
         image_notes=tuple(images.notes),
     )
 
@@ -254,8 +248,6 @@ class _Requests:
         self.longest = 1
         self.row_error: RowError | None = None
         self.is_assumed = job.task.draws_tokens and job.spec.sampling.max_tokens is None
-        self._num_images = 0
-        self._num_image_tokens = 0
 
     @property
     def num_shared(self) -> int:
@@ -268,8 +260,6 @@ class _Requests:
             self.row_error = self.row_error or prompt.error
             return
         self._built.append(prompt)
-        self._num_images += len(prompt.image_shapes) * len(ratios)
-        self._num_image_tokens += sum(token_id < 0 for token_id in prompt.token_ids) * len(ratios)
         num_samples = (prompt.sampling or self._job.spec.sampling).n if self._job.task.draws_tokens else 1
         for ids, output in self._requests_of(prompt):
             self._shared = ids if self._shared is None else self._shared[: _num_equal(self._shared, ids)]
@@ -277,11 +267,6 @@ class _Requests:
             self.prompts += [min(self._length, round(len(ids) * ratio)) for ratio in ratios]
             self.outputs += [self.choices.bound(prompt.sampling, output)] * len(ratios)
             self.number += num_samples * len(ratios)
-
-    def image_work(self) -> ImageWork:
-        """The images of a row are computed once, and all of its requests share them."""
-        number = max(1, self.number)
-        return ImageWork(self._num_images / number, self._num_image_tokens / number)
 
     def add_largest(self, prompt: Prompt) -> None:
         """Only the length of its requests counts: another row stands for it in the means."""

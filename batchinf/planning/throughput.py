@@ -3,8 +3,7 @@
 Williams, Waterman and Patterson, "Roofline" (CACM 52:4, 2009): a step takes as long as its arithmetic or its reads of
 memory, whichever is more. Arithmetic of a transformer: 2 FLOP for each active parameter and token (Kaplan et al.,
 arXiv:2001.08361, section 2.1), and 4 × heads × head size FLOP for each pair of tokens in attention. All-reduce:
-2 (n - 1) / n of the bytes over each link (NCCL tests, PERFORMANCE.md). An image encoder counts the same, with its own
-parameters and patches.
+2 (n - 1) / n of the bytes over each link (NCCL tests, PERFORMANCE.md). The arithmetic of image encoders is not counted.
 """
 
 import math
@@ -104,23 +103,6 @@ def _chosen_experts(needs: Needs) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageWork:
-    """The images of a request, on average over all requests."""
-
-    num_images: float = 0.0
-    """Images of a request."""
-    num_tokens: float = 0.0
-    """Tokens of its images in the text model."""
-    largest_tokens: int = 0
-    """Tokens of the largest image that the model takes; 0: not known."""
-    most_pixels: int = 0
-    """Pixels of the largest image of the sample."""
-
-
-NO_IMAGES = ImageWork()
-
-
-@dataclass(frozen=True, slots=True)
 class Workload:
     """The requests of a job."""
 
@@ -137,8 +119,6 @@ class Workload:
     """Tokens of each prompt that vLLM's prefix cache has, because all prompts begin with them."""
     is_assumed: bool = False
     """Whether no rows were read, so that all numbers are assumed."""
-    images: ImageWork = NO_IMAGES
-    """Of a request."""
 
     @property
     def text(self) -> str:
@@ -200,7 +180,6 @@ def prediction_of(fit: Fit, shape: Shape, *, gpu: Gpu, work: Workload, share: fl
         at_once = max(1, math.ceil(limits["max_num_batched_tokens"] / prompt))
         decoded = 0
     parts = _step(fit, shape, gpu, work, prompt_tokens=prompt_tokens, decoded=decoded, running=running)
-    parts["the image encoder"] = _encoder_s(fit, gpu, work.images, starts)
     # More tokens than a batch takes are several steps, and so are the batches in the stages of a pipeline.
     num_steps = pipeline * max(1.0, (prompt_tokens + decoded) / limits["max_num_batched_tokens"])
     is_one_graph = num_devices == 1 and has_whole_steps(fit.engine)
@@ -234,20 +213,6 @@ def has_whole_steps(engine: Mapping[str, Any]) -> bool:
     """Whether engine arguments ask for one CUDA graph for each step of prompts; see `fleet.engine_defaults`."""
     config = engine.get("additional_config")
     return isinstance(config, Mapping) and bool(config.get(WHOLE_STEPS))
-
-
-def _encoder_s(fit: Fit, gpu: Gpu, images: ImageWork, starts: float) -> float:
-    """Seconds that one device works on the images of a step. starts: requests that begin in it, of which each is new.
-
-    Tensor-parallel ranks split the encoder, which is in the first stage of a pipeline.
-    """
-    encoder = fit.needs.encoder
-    if encoder is None or not images.num_tokens:
-        return 0.0
-    plain = (gpu.bf16 or gpu.fp16) * _MATRIX_SHARE["other"]
-    computing = encoder.flops(starts * images.num_tokens, starts * images.num_images) / plain
-    reading = 2 * encoder.layer_parameters / (gpu.bandwidth * _MEMORY_SHARE)
-    return max(computing, reading) / fit.tensor_parallel_size
 
 
 def _step(

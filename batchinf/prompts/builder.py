@@ -266,8 +266,6 @@ class PromptBuilder:
         text = draft.text if self._keeps_text else None
         if isinstance(outcome, RowError):
             return Prompt(row.row_index, [], text, outcome, sampling=draft.sampling, request=request.form)
-        if text is None and request.is_echoed:  # of given ids
-            text = show(self._tokenizer, outcome)
         return Prompt(
             row.row_index,
             outcome,

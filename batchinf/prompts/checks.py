@@ -14,6 +14,7 @@ from batchinf.model.files import PROCESSOR_FILES
 from batchinf.model.identity import Model
 from batchinf.prompts.chat import GIVEN, own_templates, read_messages, variables
 from batchinf.prompts.encoder import Encoder, check_tokenizer, load_tokenizer
+from batchinf.prompts.images import empty_columns
 from batchinf.prompts.openai.lines import body_of
 from batchinf.prompts.renderer import Renderer
 from batchinf.source.rows import Row, Source
@@ -228,9 +229,12 @@ class EmptyValues:
     """
 
     def __init__(self, spec: JobSpec) -> None:
-        self.columns = Renderer(spec).printed
+        self._printed = Renderer(spec).printed
+        self._image_columns = tuple(dict.fromkeys(column for _, column in spec.input.image_columns))
+        self._without_images: tuple[list[int], list[int]] = ([], [])  # rows without any, and without some
+        self.columns = tuple(dict.fromkeys((*self._printed, *self._image_columns)))
         self._num_rows = 0
-        self._empty_rows = {name: list[int]() for name in self.columns}
+        self._empty_rows = {name: list[int]() for name in self._printed}
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -239,6 +243,8 @@ class EmptyValues:
                 value = row.values.get(name)
                 if isinstance(value, str) and not value.strip():
                     empty_rows.append(row.row_index)
+            if row.error is None and (empty := empty_columns(row.values, self._image_columns)):
+                self._without_images[len(empty) < len(self._image_columns)].append(row.row_index)
 
     def warnings(self) -> Iterator[str]:
         for name, rows in self._empty_rows.items():
@@ -249,6 +255,13 @@ class EmptyValues:
                     f"warning: {len(rows):,} of {self._num_rows:,} sampled rows {has} no text in '{name}' (row "
                     f"{rows[0]} first), and {they} all the same; input.where: trim(\"{column}\") <> '' leaves such "
                     "rows out"
+                )
+        names = " or ".join(f"'{name}'" for name in self._image_columns)
+        for rows, where in zip(self._without_images, (f"in {names}", f"in one of the columns {names}"), strict=True):
+            if rows:
+                yield (
+                    f"warning: {counted(len(rows), 'row')} of {self._num_rows:,} sampled without a picture {where} "
+                    f"(row {rows[0]} first): such rows run all the same; input.where can leave them out"
                 )
 
 

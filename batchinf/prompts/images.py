@@ -43,6 +43,11 @@ def sources_of(value: object, column: str) -> list[ImageSource] | RowError:
     return sources
 
 
+def empty_columns(values: Mapping[str, object], columns: Iterable[str]) -> list[str]:
+    """Those of these columns in which a row has no image."""
+    return [column for column in columns if sources_of(values.get(column), column) == []]
+
+
 @dataclass(frozen=True, slots=True)
 class TextWithImages:
     """A prompt: the text or the token ids, with a placeholder for each of its images."""

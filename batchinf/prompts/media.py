@@ -28,6 +28,7 @@ from batchinf.base.places import is_bucket, normal_bucket_url, shown_url, split_
 from batchinf.base.storage import Folder
 from batchinf.base.text import clip, counted, error_message, name_type
 from batchinf.prompts.url_cache import UrlCache, cached
+from batchinf.source.files import LFS_POINTER
 from batchinf.spec.images import MOST_PIXELS, ImageSettings
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ _ON_SIDE = (5, 6, 7, 8)
 # A row's path that no file can have.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
+# The base64 of the first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF, and more of it than a path has without a dot.
+_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z]|SUkqA|TU0AK)[A-Za-z0-9+/\s]{60}")
 _WEB = ("http", "https")
 _STORES = ("s3", "gs", "az")
 _WITHOUT_SLASHES = ("data", "file", "http", "https")  # schemes of URLs that `://` need not follow
@@ -149,6 +152,9 @@ class ImageLoader:
                 shown = clip(shown_url(source), 200)
                 raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a URL: data:, file:, http:, "
                                  "https:, s3:, gs: or az:; copy it to a folder, and give its path")  # fmt: skip
+        if _BASE64.match(source):
+            raise ImageError("image_broken", f"'{clip(source, 20)}' looks like the base64 of a picture, and no path; "
+                             "write `data:image/png;base64,` before it (for any kind of picture)")  # fmt: skip
         if self._bucket_folder is not None and not os.path.isabs(source):
             return self._objects.read(f"{self._bucket_folder}/{source}")
         return self._read(source)
@@ -246,6 +252,8 @@ class ImageLoader:
         """Raises ImageError. name: of the image, in messages."""
         if len(data) > self._settings.max_bytes:
             self._refuse_size(name, len(data))
+        if data.startswith(LFS_POINTER):
+            raise ImageError("image_broken", f"{name} is a pointer of Git LFS, and no image; `git lfs pull` fetches it")
         with self._refusing(name):
             encoded = self._parsed(io.BytesIO(data), name)
             if encoded.format in ("JPEG", "MPO") and data.count(_BEGIN_OF_SCAN) > _MAX_SCANS:

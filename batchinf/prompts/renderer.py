@@ -12,7 +12,7 @@ from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import TextCutter
 from batchinf.prompts.images import ImageSource, Placeholders, TextWithImages, images_of, render_conversation
-from batchinf.prompts.openai.lines import COLUMNS
+from batchinf.prompts.openai.lines import COLUMNS, missing_columns
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
 from batchinf.records import Tools
@@ -45,8 +45,9 @@ def with_tools(where: InputSpec, columns: Iterable[str]) -> InputSpec:
 def check_columns(spec: JobSpec, schema_names: Iterable[str], also: Iterable[tuple[str, str]]) -> None:
     """Raise SpecError if the spec names a column that the input does not have. also: see `Task.input_columns`."""
     names = list(schema_names)
+    is_line = spec.input.is_batch_file and not missing_columns(names)
     for field, name in named_columns(spec, also):
-        if name in names:
+        if name in names or (is_line and name in COLUMNS):
             continue
         guess = ";"
         for close in difflib.get_close_matches(name, names, n=1):

@@ -19,6 +19,7 @@ from jinja2 import nodes
 
 from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import describe_error, list_names
+from batchinf.source.types import WrittenNumber
 
 # Far more than any model's context.
 MAX_TEXT_CHARS = 64 << 20
@@ -99,9 +100,29 @@ def _tojson(  # noqa: PLR0917  # templates call it as they call that of transfor
     """`tojson` as in chat templates: unlike Jinja2's own filter, it escapes nothing for HTML. Dates become ISO text."""
     if isinstance(value, jinja2.Undefined):
         str(value)  # raises an error with its name
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_json_text
+    text = json.dumps(
+        _with_marks(value),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_json_text,
     )
+    return _MARKED.sub(r"\1", text)
+
+
+# Stands in a text before a number that is to be printed as it stands in the file. No file has a text with it.
+_MARK = "\ud800batchinf:"
+_MARKED = re.compile(r'"(?:\ud800|\\ud800)batchinf:([^"]*)"')
+
+
+def _with_marks(value: Any) -> Any:
+    """The value with a marked text for each `WrittenNumber`, for which `json` has no other way."""
+    if isinstance(value, WrittenNumber):
+        return f"{_MARK}{value}"
+    if isinstance(value, dict):
+        return {str(key) if isinstance(key, WrittenNumber) else key: _with_marks(item) for key, item in value.items()}
+    return list(map(_with_marks, value)) if isinstance(value, list | tuple) else value
 
 
 def _json_text(value: Any) -> str:

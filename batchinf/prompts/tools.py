@@ -32,8 +32,6 @@ class LineTools:
     """For the chat template, as vLLM's server gives them."""
     tools: Tools | None
     """None if the model may call none of them."""
-    is_legacy: bool
-    """Whether they were given as `functions`, so that the answer has a `function_call`."""
 
 
 def tools_of_line(body: dict[str, Any], *, has_parser: bool) -> LineTools | None:
@@ -41,74 +39,34 @@ def tools_of_line(body: dict[str, Any], *, has_parser: bool) -> LineTools | None
 
     has_parser: whether the job can parse calls. Raises ToolsError.
     """
-    given = _taken(body, "tools", "tool_choice", "parallel_tool_calls")
-    legacy = _taken(body, "functions", "function_call")
-    is_legacy = bool(legacy.get("functions"))
-    if is_legacy and given.get("tools"):
-        raise ToolsError("body.functions: given beside tools; give one of them")
-    field = "body.functions" if is_legacy else "body.tools"
-    choice_field = "body.function_call" if is_legacy else "body.tool_choice"
-    given = _as_tools(legacy) if is_legacy else given
+    fields = ("tools", "tool_choice", "parallel_tool_calls")
+    given = {name: body.pop(name) for name in fields if name in body}
     are_parallel = given.get("parallel_tool_calls", True)
     if not isinstance(are_parallel, bool):
         raise ToolsError(f"body.parallel_tool_calls: got {name_type(are_parallel)}; must be true or false")
-    rendered = _rendered(given.get("tools", []), field)
+    rendered = _rendered(given.get("tools", []))
     choice = given.get("tool_choice", "auto")
     if not rendered:
-        _check_no_choice({"tool_choice": choice, "function_call": legacy.get("function_call", "none")})
+        if choice not in ("none", "auto"):
+            raise ToolsError(f"body.tool_choice: got {clip(json.dumps(choice))}, but there are no tools")
         return None
-    kind, name = _choice(choice, rendered, choice_field)
+    kind, name = _choice(choice, rendered, "body.tool_choice")
     if kind == "none":
-        return LineTools(rendered, None, is_legacy)
+        return LineTools(rendered, None)
     if not has_parser:
-        raise ToolsError(f"{field}: got tools with tool_choice {name or kind}, but {_NO_PARSER}")
+        raise ToolsError(f"body.tools: got tools with tool_choice {name or kind}, but {_NO_PARSER}")
     functions = json.dumps(given["tools"], ensure_ascii=False)
-    return LineTools(rendered, Tools(functions, kind, name, are_parallel), is_legacy)
+    return LineTools(rendered, Tools(functions, kind, name, are_parallel))
 
 
-def with_tool_calls(message: object) -> object:
-    """A message with OpenAI's `function_call` or role `function` of old in the form of now; others as they are."""
-    if not isinstance(message, dict):
-        return message
-    call = message.get("function_call")
-    if isinstance(call, dict) and not message.get("tool_calls"):
-        rest = {name: value for name, value in message.items() if name != "function_call"}
-        return {**rest, "tool_calls": [{"type": "function", "function": call}]}
-    return {**message, "role": "tool"} if message.get("role") == "function" else message
-
-
-def _taken(body: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: body.pop(name) for name in names if name in body}
-
-
-def _rendered(tools: object, field: str) -> list[dict[str, Any]]:
+def _rendered(tools: object) -> list[dict[str, Any]]:
     """The tools for the chat template. Raises ToolsError."""
     if not isinstance(tools, list):
-        raise ToolsError(f"{field}: got {name_type(tools)}; must be a list")
+        raise ToolsError(f"body.tools: got {name_type(tools)}; must be a list")
     for tool in tools:
         if (objection := objection_to(tool)) is not None:
-            raise ToolsError(f"{field}: {objection}")
+            raise ToolsError(f"body.tools: {objection}")
     return [as_served(tool) for tool in tools]
-
-
-def _check_no_choice(choices: dict[str, object]) -> None:
-    """Raise ToolsError if a body without tools wants one of them called."""
-    for name, choice in choices.items():
-        if choice not in ("none", "auto"):
-            raise ToolsError(f"body.{name}: got {clip(json.dumps(choice))}, but there are no tools")
-
-
-def _as_tools(legacy: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's fields of old, of which an answer has one call at most, as those of now."""
-    functions = legacy["functions"]
-    if not isinstance(functions, list):
-        raise ToolsError(f"body.functions: got {name_type(functions)}; must be a list of functions")
-    choice = legacy.get("function_call", "auto")
-    return {
-        "tools": [{"type": "function", "function": function} for function in functions],
-        "tool_choice": {"type": "function", "function": choice} if isinstance(choice, dict) else choice,
-        "parallel_tool_calls": False,
-    }
 
 
 def _choice(

@@ -1,14 +1,14 @@
 """The feeder thread turns leases into requests for the engine: reads rows, fills templates, tokenises.
 
 It runs ahead of the engine only by the queue's bound, so that the coordinator can still give a lease that has not begun
-to an idle replica. It may start before the engine is up; no lease counts as begun until then.
+to an idle replica.
 """
 
 import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from batchinf.base import faults
 from batchinf.base.errors import RowError
-from batchinf.output.open_lease import KnownImages, OpenLease
+from batchinf.output.open_lease import OpenLease
 from batchinf.prompts.builder import PromptBuilder
 from batchinf.records import Int64Array, Lease, Prompt, RenderedPrompt, Request, Result
 from batchinf.replica.images import ImagePrompts, Render
@@ -114,19 +114,6 @@ class ByteQueue(Generic[Item]):
             self._is_closed = True
             self._changed.notify_all()
 
-    def resize(self, max_items: int) -> None:
-        """Set another bound in items; the items in the queue stay."""
-        with self._changed:
-            self._max_items = max_items
-            self._changed.notify_all()
-
-    def drop(self, is_dropped: Callable[[Item], bool]) -> None:
-        """Remove the items for which `is_dropped` is true."""
-        with self._changed:
-            self._items = deque(item for item in self._items if not is_dropped(item[0]))
-            self._num_bytes = sum(num_bytes for _, num_bytes in self._items)
-            self._changed.notify_all()
-
     def wait_until_room(self, wait_s: float) -> None:
         """Wait at most `wait_s` seconds for room."""
         with self._changed:
@@ -169,28 +156,31 @@ class FailedRow:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Feeder(threading.Thread):
-    """Feeds leases in the order in which they were assigned. Call `expect` or `settle` before it starts."""
+    """Feeds leases in the order in which they were assigned."""
 
     source: Source
     task: Task
     open_lease: Callable[[Lease], OpenLease]
     ready: ByteQueue[PendingRequest]
-    fail: Callable[[FailedRow], None]
+    fail: Callable[[FailedRow], object]
     emit: Callable[[Event], None]
+    track: Callable[[OpenLease], None]
+    """Called with each lease that begins."""
+    prompts: Callable[[], PromptBuilder]
+    """Called once, on the feeder's thread."""
+    max_model_len: int
+    """The engine's."""
+    render: Render
+    """The engine's: makes tokens of images."""
     images: ImagePrompts | None = None
     """None in a job without images."""
 
     def __post_init__(self) -> None:
         super().__init__(name="feeder", daemon=True)
-        self._limits: tuple[Callable[[], PromptBuilder], int] | None = None
         self._assigned: deque[Lease] = deque()
-        self._opening: Key | None = None
-        self._prepared: dict[Key, OpenLease] = {}  # opened before `begin`, in order
-        self._track: Callable[[OpenLease], None] | None = None
         self._trials: deque[Trial] = deque()
         self._opened: dict[Key, OpenLease] = {}  # for trials
         self._condemned: dict[int, str] = {}
-        self._render: Render | None = None
         self._rows_at_once = ROWS_AT_ONCE if self.images is None else _IMAGE_ROWS_AT_ONCE
         self._changed = threading.Condition()
         self._is_stopping = False
@@ -210,66 +200,12 @@ class Feeder(threading.Thread):
             self._changed.notify_all()
 
     def revoke(self, leases: Iterable[Key]) -> None:
-        """Give back the leases that have not begun. Before `begin` these are all, and no `Revoked` is sent."""
+        """Give back the leases that have not begun."""
         revoked = set(leases)
         with self._changed:
             back = tuple(lease.key for lease in self._assigned if lease.key in revoked)
             self._assigned = deque(lease for lease in self._assigned if lease.key not in revoked)
-            has_begun = self._track is not None
-            if not has_begun:
-                self._opening = None if self._opening in revoked else self._opening
-                self._drop([key for key in self._prepared if key in revoked])
-        if has_begun:
-            self.emit(Revoked(back))
-
-    def _drop(self, keys: Iterable[Key]) -> list[Lease]:
-        """Drop the requests made from these leases. Returns the leases."""
-        dropped = [self._prepared.pop(key) for key in keys]
-        for opened in dropped:
-            opened.is_given_back = True
-        self.ready.drop(lambda pending: pending.lease.is_given_back)
-        return [opened.lease for opened in dropped]
-
-    def expect(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
-        """Use these limits until `settle`. prompts: called once, on the feeder's thread."""
-        self._limits = functools.cache(prompts), max_model_len
-
-    def settle(self, prompts: Callable[[], PromptBuilder], max_model_len: int) -> None:
-        """Use the engine's own limits instead of the expected ones. Requests made so far are made again."""
-        with self._changed:
-            self.expect(prompts, max_model_len)
-            self._assigned.extendleft(reversed(self._drop(list(self._prepared))))
-            self._changed.notify_all()
-
-    def render_with(self, render: Render) -> None:
-        """The engine is up and can make tokens of images. Prompts with images wait for it."""
-        with self._changed:
-            self._render = render
-            self._changed.notify_all()
-
-    def begin(self, track: Callable[[OpenLease], None]) -> None:
-        """The engine is up: leases begin from now on, opened ones first. track: called with each lease that begins.
-
-        Called once, on the thread that calls `revoke`.
-        """
-        with self._changed:
-            self._track = track
-            prepared = list(self._prepared.values())
-            self._prepared.clear()
-        for opened in prepared:
-            self._note_begun(opened, track)
-
-    def _note_begun(self, opened: OpenLease, track: Callable[[OpenLease], None]) -> None:
-        # Before `track`, which may close the shard at once: the coordinator then deletes what is left in the journal.
-        num_recovered = 0 if opened.lease.is_stored else opened.num_results
-        self.emit(LeaseBegun(opened.key, num_recovered, opened.num_counted, opened.damaged))
-        track(opened)
-
-    def start_once(self) -> None:
-        """Start the thread, unless it has been started."""
-        with self._changed:
-            if self.ident is None:
-                self.start()
+        self.emit(Revoked(back))
 
     def stop(self) -> None:
         """Begin no more leases, and end."""
@@ -296,36 +232,22 @@ class Feeder(threading.Thread):
             self._changed.wait_for(lambda: self._is_stopping or self._trials or self._assigned)
             if self._is_stopping:
                 return None
-            if self._trials:
-                return self._trials.popleft()
-            self._opening = self._assigned[0].key
-            return self._assigned.popleft()
+            return self._trials.popleft() if self._trials else self._assigned.popleft()
 
-    def _open(self, lease: Lease) -> OpenLease | None:
-        """Open a lease; it begins if the engine is up. None if it was given back meanwhile."""
+    def _open(self, lease: Lease) -> OpenLease:
+        """Open a lease, which begins with that."""
         faults.point("feeder.begin")
         opened = self.open_lease(lease)
-        with self._changed:
-            if self._opening is None:
-                return None
-            self._opening = None
-            track = self._track
-            if track is None:
-                self._prepared[lease.key] = opened
-        if track is not None:
-            self._note_begun(opened, track)
+        # Before `track`, which may close the shard at once: the coordinator then deletes what is left in the journal.
+        num_recovered = 0 if lease.is_stored else opened.num_results
+        self.emit(LeaseBegun(opened.key, num_recovered, opened.num_counted, opened.damaged))
+        self.track(opened)
         return opened
-
-    def _open_for_trial(self, lease: Lease) -> None:
-        if lease.key not in self._opened:
-            self._opening = lease.key
-            opened = self._open(lease)
-            assert opened is not None, "trials come when the engine is up"
-            self._opened[lease.key] = opened
 
     def _try(self, trial: Trial) -> None:
         for lease in trial.leases:
-            self._open_for_trial(lease)
+            if lease.key not in self._opened:
+                self._opened[lease.key] = self._open(lease)
         for rows in trial.groups:
             probes = [probe for row in rows for probe in self._try_row(row, trial)]
             while not (all(probe.is_set() for probe in probes) and (trial.is_probe or self._are_stored(rows))):
@@ -343,9 +265,9 @@ class Feeder(threading.Thread):
             self._feed_rows(opened, np.array([opened.rows.local(row)]))
             return []
         probes = []
-        builder, max_model_len = self._known_limits()
-        for prompt in builder.build(self.source.read(row, row + 1, builder.columns), max_model_len):
-            for pending, num_bytes in self._expand(opened, prompt, max_model_len):
+        builder = self._builder
+        for prompt in builder.build(self.source.read(row, row + 1, builder.columns), self.max_model_len):
+            for pending, num_bytes in self._expand(opened, prompt):
                 probes.append(threading.Event())
                 probe = replace(pending, request=_probe(pending.request), probe=probes[-1])
                 self.ready.put_all([(probe, num_bytes)])
@@ -361,7 +283,7 @@ class Feeder(threading.Thread):
     def _feed(self, lease: Lease) -> None:
         opened = self._opened.pop(lease.key, None) or self._open(lease)
         for first in range(0, lease.num_rows, self._rows_at_once):
-            if self._is_stopping or opened is None or opened.is_given_back:
+            if self._is_stopping:
                 return
             self._feed_rows(opened, opened.rows.to_run(first, min(first + self._rows_at_once, lease.num_rows)))
 
@@ -371,28 +293,27 @@ class Feeder(threading.Thread):
         if not len(left):
             return
         faults.point("feeder.read")
-        builder, max_model_len = self._known_limits()
+        builder = self._builder
         rows = self._read(opened.rows.at(left if not opened.rows.is_in_order else local), builder.columns)
-        prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], max_model_len)
+        prompts = builder.build([row for row in rows if not opened.is_finished(row.row_index)], self.max_model_len)
         if self.images is not None:
             self.images.expect(prompts)
-        self._put_requests(opened, prompts, max_model_len)
+        self._put_requests(opened, prompts)
 
-    def _put_requests(self, opened: OpenLease, prompts: Iterable[Prompt], max_model_len: int) -> None:
+    def _put_requests(self, opened: OpenLease, prompts: Iterable[Prompt]) -> None:
         """Put the requests of these prompts into the queue, several at once."""
         ready: list[tuple[PendingRequest, int]] = []
         for prompt in prompts:
-            ready += self._expand(opened, prompt, max_model_len)
+            ready += self._expand(opened, prompt)
             if len(ready) >= _PUT_ITEMS or (prompt.image_sources and sum(size for _, size in ready) >= _PUT_BYTES):
                 if not self.ready.put_all(ready):
                     return
                 ready = []
         self.ready.put_all(ready)
 
-    def _known_limits(self) -> tuple[PromptBuilder, int]:
-        assert self._limits is not None
-        prompts, max_model_len = self._limits
-        return prompts(), max_model_len
+    @functools.cached_property
+    def _builder(self) -> PromptBuilder:
+        return self.prompts()
 
     def _read(self, row_index: Int64Array, columns: Sequence[str]) -> list[Row]:
         """These rows, in this order. They are read in the order of the source."""
@@ -401,28 +322,27 @@ class Feeder(threading.Thread):
         rows = dict(zip(in_source.tolist(), read, strict=True))
         return [rows[i] for i in range(len(row_index))]
 
-    def _expand(self, opened: OpenLease, prompt: Prompt, max_model_len: int) -> Iterable[tuple[PendingRequest, int]]:
+    def _expand(self, opened: OpenLease, prompt: Prompt) -> Iterable[tuple[PendingRequest, int]]:
         """The requests that a row still has to run, with their sizes in bytes."""
         error = prompt.error
         if error is None and prompt.row_index in self._condemned:
             error = RowError("engine_death", self._condemned[prompt.row_index])
         if error is None and prompt.image_sources:
-            return self._expand_images(opened, prompt, max_model_len)
-        return self._unfinished(opened, prompt, self.task.requests(prompt, max_model_len), error)
+            return self._expand_images(opened, prompt)
+        return self._unfinished(opened, prompt, self.task.requests(prompt, self.max_model_len), error)
 
-    def _expand_images(
-        self, opened: OpenLease, prompt: Prompt, max_model_len: int
-    ) -> Iterable[tuple[PendingRequest, int]]:
-        """As `_expand`, with the images of the row. Empty if the lease is given back meanwhile, or the feeder ends."""
-        made = self._with_images(prompt, opened.known_images)
-        if made is None or opened.is_given_back:
+    def _expand_images(self, opened: OpenLease, prompt: Prompt) -> Iterable[tuple[PendingRequest, int]]:
+        """As `_expand`, with the images of the row. Empty if the feeder ends."""
+        assert self.images is not None
+        if self._is_stopping:
             return ()
+        made = self.images.made(prompt, self.render, opened.known_images)
         with_images, rendered = made
         if rendered is not None:
-            requests = self.task.requests(with_images, max_model_len)
+            requests = self.task.requests(with_images, self.max_model_len)
             return self._unfinished(opened, with_images, requests, None, rendered=rendered)
         # As many error results as there would have been requests: some of these may be stored already.
-        requests = [(with_images, request) for _, request in self.task.requests(prompt, max_model_len)]
+        requests = [(with_images, request) for _, request in self.task.requests(prompt, self.max_model_len)]
         return self._unfinished(opened, with_images, requests, with_images.error)
 
     def _unfinished(
@@ -454,16 +374,6 @@ class Feeder(threading.Thread):
                 yield PendingRequest(request, part, number, opened, image_bytes=image_bytes), num_bytes
         if failed:
             self.fail(FailedRow(opened, tuple(failed)))
-
-    def _with_images(
-        self, prompt: Prompt, known: Mapping[int, KnownImages]
-    ) -> tuple[Prompt, RenderedPrompt | None] | None:
-        """See `ImagePrompts.made`. Waits until the engine is up; None if the feeder ends meanwhile."""
-        assert self.images is not None
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self._render is not None)
-            render = self._render
-        return None if render is None or self._is_stopping else self.images.made(prompt, render, known)
 
 
 def _probe(request: Request) -> Request:

@@ -44,14 +44,6 @@ _ONE_IMAGE = "its results would be of two images; put the old one back, or start
 _Made = tuple[Prompt, RenderedPrompt | None]
 
 
-def most_host_bytes(pixel_bytes: float, most_pixels: int) -> int:
-    """What images take of a host's memory at most, for each replica.
-
-    pixel_bytes: of all requests that an engine may have. most_pixels: of the largest image, which is decoded to RGB.
-    """
-    return round(min(IMAGE_BYTES, pixel_bytes)) + _MOST_AHEAD * 3 * most_pixels
-
-
 class ImagePrompts:
     """Prompts with placeholders → prompts with the tokens of their images. For one thread."""
 

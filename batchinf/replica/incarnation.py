@@ -31,13 +31,12 @@ from batchinf.job.repaired import repaired
 from batchinf.manifest.names import retry_of
 from batchinf.model.content import Unchanged, adapter_files
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.replica.feeder import Feeder
 from batchinf.replica.messages import (
     DISK_ERROR,
     STARTING_ENGINE,
+    WAITING_FOR_INPUT,
     WARMING_UP,
     Assign,
-    Begin,
     Command,
     Event,
     Failed,
@@ -49,19 +48,10 @@ from batchinf.replica.messages import (
     StartPhase,
     Stop,
     Stopped,
-    TakesLeases,
     Trial,
     Work,
 )
-from batchinf.replica.worker import (
-    EngineLimits,
-    InFlightRecord,
-    Pipeline,
-    Worker,
-    expected_limits,
-    scripted_length,
-    window,
-)
+from batchinf.replica.worker import InFlightRecord, Pipeline, Worker, scripted_length
 from batchinf.schedule.positions import RunOrder
 from batchinf.spec.input import InputSpec
 from batchinf.spec.job import JobSpec
@@ -102,12 +92,10 @@ class Incarnation:
         self._starts_engine = False
         num_forks = num_forks_of_vllm(math.prod(self._spec.parallel.sizes)) if self._spec.scripted is None else 0
         self._first_fork = FirstFork(num_forks)
-        self._pipeline: Future[tuple[Pipeline, EngineLimits | None]] = Future()
+        self._pipeline: Future[Pipeline] = Future()
         self._worker: Worker | None = None
-        self._feeder: Feeder | None = None
         self._stop: Stop | None = None
         self._progress_s = _PROGRESS_S
-        self._may_run = threading.Event()
         self._is_identified = threading.Event()
         # vLLM loads an adapter again if it has more of them than fit into its memory.
         self._adapters = Unchanged(path for adapter in launch.adapters for path in adapter_files(adapter))
@@ -133,15 +121,13 @@ class Incarnation:
             engine.warm_up(self._task.warm_up_request())
             start_s = round(time.monotonic() - started, 3)
             if not self._pipeline.done():
-                self._port.send(StartPhase("waiting for the input"))
-            pipeline, limits = self._pipeline.result()
-            worker = pipeline.complete(engine, limits, self._in_flight)
+                self._port.send(StartPhase(WAITING_FOR_INPUT))
+            worker = self._pipeline.result().complete(engine, self._in_flight)
             with self._lock:
                 self._worker = worker
                 if self._stop is not None:
                     worker.stop(self._stop.drain_s)
             self._port.send(Ready(engine.info, start_s))
-            self._may_run.wait()
             worker.run()
             self._port.send(worker.progress())
             # Before the engine ends, which may take seconds: nothing of the job depends on it any more.
@@ -189,7 +175,7 @@ class Incarnation:
         except BaseException as error:
             self._pipeline.set_exception(error)
 
-    def _start_pipeline(self, work: Work) -> tuple[Pipeline, EngineLimits | None]:
+    def _start_pipeline(self, work: Work) -> Pipeline:
         spec = self._spec.model_copy(update={"input": InputSpec.model_validate_json(work.input)})
         source = open_job_input(spec, pathlib.Path(work.source_folder), work.taken, "ignore")
         given_rows = Pipeline.given_rows
@@ -211,12 +197,8 @@ class Incarnation:
             columns=work.columns,
             given_rows=given_rows,
         )
-        self._feeder = pipeline.feeder
-        limits = expected_limits(spec, *self._launch.config_limits, self._tokenizer)
-        if limits is not None:
-            pipeline.start_early(limits, self._first_fork.after)
-            self._port.send(TakesLeases(window(limits.max_num_seqs)))
-        return pipeline, limits
+        self._first_fork.after(pipeline.prepare)
+        return pipeline
 
     def _may_store(self) -> None:
         """Wait until the model's digests are durable. Raises DriftError if an adapter has changed since the start."""
@@ -271,26 +253,22 @@ class Incarnation:
                     self._stop = message
                     if self._worker is not None:
                         self._worker.stop(message.drain_s)
-                    self._may_run.set()
-                case Begin():
-                    assert self._worker is not None, "`Begin` comes after `Ready`"
-                    self._worker.begin()
-                    self._may_run.set()
                 case Identified():
                     self._is_identified.set()
                 case _:
                     self._pass_on(message)
 
     def _pass_on(self, message: Assign | Trial | Revoke) -> None:
-        assert self._feeder is not None, "leases come after `TakesLeases`"
+        assert self._worker is not None, "leases come after `Ready`"
+        feeder = self._worker.feeder
         match message:
             case Assign():
                 self._progress_s = message.progress_s
-                self._feeder.assign(message)
+                feeder.assign(message)
             case Trial():
-                self._feeder.try_rows(message)
+                feeder.try_rows(message)
             case Revoke(leases):
-                self._feeder.revoke(leases)
+                feeder.revoke(leases)
 
 
 def _says_more(progress: Progress, before: Progress) -> bool:
@@ -320,9 +298,8 @@ def num_forks_of_vllm(num_devices: int) -> int:
 class FirstFork:
     """Calls that wait until this process has been forked; if several forks are to come, they wait for `release`.
 
-    They start threads. A child would keep the locks that these hold at the fork. If the threads waited for the engine,
-    a job of 1,600 prompts of 500 tokens would take 10 s longer after its engine is up (two cores, a tiny model with
-    128,256 tokens): they tokenise the first prompts and make the detokenizer while the engine starts.
+    They start threads, which open the input and make the detokenizer while the engine starts. A child would keep the
+    locks that these hold at the fork.
     """
 
     def __init__(self, num_forks: int) -> None:

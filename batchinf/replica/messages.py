@@ -13,6 +13,8 @@ Key = tuple[int, int, int]  # of a lease: `Lease.key`
 DISK_ERROR = "DiskError"
 # The phase in which the engine itself starts; its log says more. The last phase, after which the engine is up.
 STARTING_ENGINE = "starting the engine"
+# The engine is up, and the coordinator has not sent `Work` yet, or the replica still opens the input.
+WAITING_FOR_INPUT = "waiting for the input"
 WARMING_UP = "compiling kernels for the job's shapes"
 
 # -- from the coordinator ----------------------------------------------------------------------------------------------
@@ -36,8 +38,6 @@ class Launch:
     """The processor cores that it may use; empty: all that it inherited."""
     adapters: tuple[Adapter, ...] = ()
     """Those that requests may name."""
-    config_limits: tuple[int | None, int | None] = (None, None)
-    """`max_model_len` and `vocab_size` from the model's config; None if it does not say."""
     ray_group: RayGroup | None = None
     """Where the engine's ranks run if it has several hosts."""
 
@@ -87,17 +87,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Give back these leases, if you have not begun them.
-
-    Before `Begin` none has begun. The coordinator then reassigns them at once, and the replica does not answer.
-    """
+    """Give back these leases, if you have not begun them."""
 
     leases: tuple[Key, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Run what you have: your engine is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +104,7 @@ class Stop:
     drain_s: float
 
 
-Command = Work | Assign | Trial | Revoke | Begin | Identified | Stop
+Command = Work | Assign | Trial | Revoke | Identified | Stop
 
 # -- from a replica ----------------------------------------------------------------------------------------------------
 
@@ -135,16 +127,8 @@ class NoPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class TakesLeases:
-    """The engine is not up yet, but the replica can prepare leases already."""
-
-    window: int
-    """Requests that the engine will probably run at once."""
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is up, and waits for `Begin`."""
+    """The engine is up, and takes leases."""
 
     engine: EngineInfo
     start_s: float
@@ -238,7 +222,7 @@ class Stopped:
 
 
 LeaseEvent = LeaseBegun | LeaseDone | Revoked | Tried
-Event = StartPhase | NoPlace | TakesLeases | Ready | Progress | LeaseEvent | Failed | Stopped
+Event = StartPhase | NoPlace | Ready | Progress | LeaseEvent | Failed | Stopped
 
 
 @dataclass(frozen=True, slots=True)

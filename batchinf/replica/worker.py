@@ -1,16 +1,15 @@
 """Drives one engine: the pipeline of feeder, engine and writer, and the record of the rows in the engine.
 
-Requests enter without a barrier between leases, so that the engine stays full. All but the writer is made before the
-engine is up, so that prompts are tokenised while it starts. The record is memory of the backend and outlives the
-replica: if the engine or the replica dies, the rows in it are suspected. An entry takes less than a microsecond and no
-disk access.
+Requests enter without a barrier between leases, so that the engine stays full. The record is memory of the backend and
+outlives the replica: if the engine or the replica dies, the rows in it are suspected. An entry takes less than a
+microsecond and no disk access.
 """
 
 import functools
 import struct
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from mmap import mmap
@@ -24,14 +23,13 @@ from batchinf.base.storage import Folder
 from batchinf.engines.installed import structures_backend
 from batchinf.engines.protocol import Engine
 from batchinf.job.input_job import image_folder
-from batchinf.job.job import carried_columns
+from batchinf.job.job import carried_fields
 from batchinf.manifest.columns import Columns
 from batchinf.manifest.names import part_name, retry_of
 from batchinf.output.journal import Journal
 from batchinf.output.open_lease import OpenLease
 from batchinf.output.parts import PartTarget, write_part
 from batchinf.output.replace import write_replacement
-from batchinf.prompts.builder import PromptBuilder
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Completion, EngineInfo, Lease, Part, Request
 from batchinf.replica.answers import Answers, Detokenizer
@@ -192,13 +190,9 @@ class Worker:
             num_inputs=round(totals.num_inputs, 6) if self.writer.task.rows_vary else None,
         )
 
-    def begin(self) -> None:
-        """Let leases begin. Called before `run`, on the thread that revokes leases."""
-        self.feeder.begin(self.writer.track)
-
     def run(self) -> None:
         """Work until stopped. Raises EngineDeadError, after finished requests are stored."""
-        self.feeder.start_once()
+        self.feeder.start()
         self.writer.start()
         try:
             while not self._is_over():
@@ -246,8 +240,7 @@ class Worker:
         # engine ran 13 of 1,229 requests alone for half a second.
         room = max(0, self._window - num_unfinished) if self._image_bytes < IMAGE_BYTES else 0
         for pending in self.ready.take(room, idle_s, max_bytes=IMAGE_BYTES - self._image_bytes, shuts=True):
-            if not pending.lease.is_given_back:
-                self._add(pending)
+            self._add(pending)
         self.ready.open()
 
     def _note_stall(self, is_stalled: bool) -> None:
@@ -334,41 +327,11 @@ def num_bytes(completion: Completion) -> int:
 
 # -- the pipeline around the engine ------------------------------------------------------------------------------------
 
-# vLLM's default on devices of 70 GiB and more; on others it is 256.
-_LIKELY_SEQS = 1024
 # A row that fails before it reaches the engine, with its message.
 _FAILED_ROW_BYTES = 1 << 10
 # Bounds of the queue before the engine and of the queue before the writer.
 _READY_BYTES = 64 << 20
 _FINISHED_BYTES = 96 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """The limits of an engine that the pipeline has to know."""
-
-    max_model_len: int
-    vocab_size: int
-    max_num_seqs: int
-    """A likely value if the spec has none. No output depends on it."""
-
-
-def expected_limits(
-    spec: JobSpec, max_model_len: int | None, vocab_size: int | None, tokenizer: Sized
-) -> EngineLimits | None:
-    """The limits that the engine will probably have; None if they cannot be known before it starts.
-
-    max_model_len, vocab_size: from the model's config.
-    """
-    if spec.scripted is not None:
-        return EngineLimits(scripted_length(spec), len(tokenizer), spec.scripted.max_num_seqs)
-    length = spec.engine.get("max_model_len", max_model_len)
-    if not isinstance(length, int) or length <= 0 or vocab_size is None:  # -1: vLLM fits it to the memory
-        return None
-    max_num_seqs = spec.engine.get("max_num_seqs")
-    if not isinstance(max_num_seqs, int) or max_num_seqs <= 0:
-        max_num_seqs = _LIKELY_SEQS
-    return EngineLimits(length, vocab_size, max_num_seqs)
 
 
 def scripted_length(spec: JobSpec) -> int:
@@ -380,7 +343,7 @@ def scripted_length(spec: JobSpec) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
-    """The feeder, the queues and the decoder around an engine, made before the engine is up."""
+    """What the feeder and the writer around an engine need, opened before the engine is up."""
 
     task: Task
     source: Source
@@ -402,43 +365,22 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._spec = self.task.spec
-        self._carried = carried_columns(self._spec)
-        fields = [self.source.schema.field(name) for name in self._carried]
-        self._columns = self.columns or Columns.of_new_job(self.task, fields)
+        self._carried = carried_fields(self._spec, self.source)
+        self._columns = self.columns or Columns.of_new_job(self.task, self._carried)
         self._journal = Journal(self.folder, self.incarnation, self._columns.journal_schema, self._before_segment)
         self._retry = retry_of(self.incarnation)
         images = self._spec.input.images
         self._stops_at_changed_images = bool(self._retry) and images is not None and images.on_changed == "stop"
         self._chosen = stored_positions(self.folder, self._retry, where=RETRY_FOLDER) if self._retry else None
-        self._ready: ByteQueue[PendingRequest] = ByteQueue(1, _READY_BYTES)
-        self._finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
-        self.feeder = Feeder(
-            source=self.source,
-            task=self.task,
-            open_lease=self._open_lease,
-            ready=self._ready,
-            fail=self._fail,
-            emit=self.emit,
-            images=self._image_prompts(),
-        )
         self._detokenizer_claim = threading.Lock()
         self._detokenizer: Future[Detokenizer | None] = Future()
 
-    def start_early(
-        self, limits: EngineLimits, after_fork: Callable[[Callable[[], object]], object] = lambda start: start()
-    ) -> None:
-        """Let the feeder make as many requests, by these limits, as fill the engine and the queue before it.
+    def prepare(self) -> None:
+        """Make the detokenizer, which takes 1 s for a large vocabulary, on a thread beside the engine's start."""
+        threading.Thread(target=self._prepare, name="prepare", daemon=True).start()
 
-        after_fork: calls its argument once threads may run.
-        """
-        self._ready.resize(window(limits.max_num_seqs) + _num_ready(limits.max_num_seqs))
-        self.feeder.expect(self._prompts_by(limits.vocab_size), limits.max_model_len)
-        after_fork(threading.Thread(target=self._start, name="start", daemon=True).start)
-
-    def _start(self) -> None:
-        """Make the detokenizer, which takes 1 s for a large vocabulary, and then start the feeder."""
+    def _prepare(self) -> None:
         self._make_detokenizer()
-        self.feeder.start_once()
         # Arrow imports pandas with the first array that it makes of NumPy's: 0.3 s for which the first part would wait.
         pa.array(np.empty(0, np.int32))
 
@@ -450,19 +392,14 @@ class Pipeline:
         except BaseException as error:
             self._detokenizer.set_exception(error)
 
-    def complete(self, engine: Engine, expected: EngineLimits | None, in_flight: InFlightRecord) -> Worker:
-        """The worker. expected: the limits that the feeder has used; if the engine's differ, it starts anew."""
+    def complete(self, engine: Engine, in_flight: InFlightRecord) -> Worker:
+        """The worker of an engine that is up."""
         info = engine.info
-        self._ready.resize(_num_ready(info.max_num_seqs))
-        prompts = self._prompts_by(info.vocab_size)
-        if expected is None:
-            self.feeder.expect(prompts, info.max_model_len)
-        elif (expected.max_model_len, expected.vocab_size) != (info.max_model_len, info.vocab_size):
-            self.feeder.settle(prompts, info.max_model_len)
-        self.feeder.render_with(engine.render)
-        self._make_detokenizer()  # does nothing if the feeder was started early
+        ready: ByteQueue[PendingRequest] = ByteQueue(_num_ready(info.max_num_seqs), _READY_BYTES)
+        finished: ByteQueue[Finished | FailedRow] = ByteQueue(1 << 30, _FINISHED_BYTES)
+        self._make_detokenizer()  # does nothing if a thread has begun
         writer = Writer(
-            finished=self._finished,
+            finished=finished,
             task=self.task,
             answers=answers_of(
                 self._spec, self.tokenizer, self._detokenizer.result(), self.metadata.get("batchinf.job_id", "")
@@ -473,11 +410,24 @@ class Pipeline:
             is_mirrored=self._spec.output.is_bucket,
             room=WIDE if self.task.has_wide_results else USUAL,
         )
+        feeder = Feeder(
+            source=self.source,
+            task=self.task,
+            open_lease=self._open_lease,
+            ready=ready,
+            fail=lambda row: finished.put_all([(row, _FAILED_ROW_BYTES * len(row.results))]),
+            emit=self.emit,
+            track=writer.track,
+            prompts=functools.partial(self.task.prompt_builder, self.tokenizer, info.vocab_size, self.begun_at),
+            max_model_len=info.max_model_len,
+            render=engine.render,
+            images=self._image_prompts(),
+        )
         return Worker(
             engine=engine,
-            ready=self._ready,
-            finished=self._finished,
-            feeder=self.feeder,
+            ready=ready,
+            finished=finished,
+            feeder=feeder,
             writer=writer,
             in_flight=in_flight,
             counts_output=self.task.draws_tokens,
@@ -491,9 +441,6 @@ class Pipeline:
         cache = Folder(self.folder.path(f"{IMAGES_FOLDER}/{self._retry}"))
         return ImagePrompts(where.images, base_folder=image_folder(where), cache_folder=cache)
 
-    def _prompts_by(self, vocab_size: int) -> Callable[[], PromptBuilder]:
-        return functools.partial(self.task.prompt_builder, self.tokenizer, vocab_size, self.begun_at)
-
     def _open_lease(self, lease: Lease) -> OpenLease:
         rows = ShardRows(lease.start, lease.stop) if self.order is None else self.order.of(lease)
         chosen = None if self._chosen is None else self._chosen.chosen(rows)
@@ -504,9 +451,6 @@ class Pipeline:
             given = self.given_rows(rows.first, rows.last + 1) if part is not None else frozenset[int]()
             opened.known_images = known_images(opened, part, given)
         return opened
-
-    def _fail(self, row: FailedRow) -> None:
-        self._finished.put_all([(row, _FAILED_ROW_BYTES * len(row.results))])
 
     def _before_segment(self) -> None:
         # The writer waits here. Its queue fills up, and admission waits.

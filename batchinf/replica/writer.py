@@ -100,6 +100,7 @@ class Writer(threading.Thread):
     def __post_init__(self) -> None:
         super().__init__(name="writer", daemon=True)
         self._next_tick = self._tick_after(time.monotonic(), 0.0)
+        self._ticks_soon = threading.Event()
         self._open: dict[Key, OpenLease] = {}
         self._lock = threading.Lock()
         self._closer = ThreadPoolExecutor(self.room.num_closers, thread_name_prefix="closer")
@@ -117,8 +118,8 @@ class Writer(threading.Thread):
             self.totals.errors = self.totals.errors + lease.counted_errors
 
     def tick_soon(self) -> None:
-        """Journal now, without waiting for the interval."""
-        self._next_tick = time.monotonic()
+        """Journal now, without waiting for the interval; once more if that is being done already."""
+        self._ticks_soon.set()
 
     def finish(self) -> None:
         """Store all that is in the queue, close finished shards, journal the rest, and end."""
@@ -151,7 +152,8 @@ class Writer(threading.Thread):
             items = self.finished.take(4 * _GATHER_ITEMS, wait_s, _GATHER_ITEMS, _GATHER_BYTES)
         if items:
             self._store(items)
-        if time.monotonic() >= self._next_tick:
+        if self._ticks_soon.is_set() or time.monotonic() >= self._next_tick:
+            self._ticks_soon.clear()  # before the tick, which has none of the results that come meanwhile
             started = time.monotonic()
             self._tick()
             self._keep_closing()
@@ -164,7 +166,6 @@ class Writer(threading.Thread):
 
     def _store(self, items: Sequence[Finished | FailedRow]) -> None:
         faults.point("writer.store")
-        items = [item for item in items if isinstance(item, Finished) or not item.lease.is_given_back]
         finished = [item for item in items if isinstance(item, Finished)]
         answers = self.answers.read([item.completion for item in finished])
         by_lease: dict[Key, tuple[OpenLease, list[Result]]] = {}

@@ -1,4 +1,4 @@
-"""The charts of the report.
+"""The charts of the report, drawn by Vega-Lite within `vl_convert`: no browser, no network, no script in the result.
 
 The colours are CSS variables of the page, so that a chart follows its dark mode. Each mark says its figures in its
 `aria-label`, which is also its `<title>`: browsers show it when the pointer rests there.
@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 from xml.etree import ElementTree
 
-from batchinf.base.chart import svg_of
 from batchinf.base.text import duration, short_count
 from batchinf.report.rows import Histogram, Share
 from batchinf.report.timeline import PHASES, Period, Throughput, Timeline
 
+_VEGA_LITE = "5.21"
 _SVG = "http://www.w3.org/2000/svg"
 _FONT = "system-ui, sans-serif"
 _AXIS = {
@@ -185,7 +185,11 @@ def _unit(work_s: float) -> tuple[float, str]:
 def _svg(spec: dict[str, Any], title: str) -> str:
     """The chart as an element of HTML. title: what a screen reader says of it."""
     ElementTree.register_namespace("", _SVG)
-    root = ElementTree.fromstring(svg_of({"config": _CONFIG, **spec}))
+    import vl_convert  # a large library, which few commands need
+
+    schema = f"https://vega.github.io/schema/vega-lite/v{_VEGA_LITE.partition('.')[0]}.json"
+    svg = vl_convert.vegalite_to_svg({"$schema": schema, "config": _CONFIG, **spec}, vl_version=_VEGA_LITE)
+    root = ElementTree.fromstring(svg)
     root.set("role", "img")
     root.set("aria-label", title)
     for element in list(root.iter()):

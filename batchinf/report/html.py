@@ -1,23 +1,15 @@
-"""The templates of the HTML pages, and the page of one row for `inspect`. A page has no scripts or connections."""
+"""The templates of the HTML pages. A page has no scripts or connections."""
 
 import importlib.resources
-import pathlib
 import re
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from batchinf.base.storage import PAGE_MARK, naming_option, write_named
 from batchinf.base.text import plain
-from batchinf.commands.inspect import InspectReport, probability, token_text
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#&$])")
-
-
-def light_colors() -> dict[str, str]:
-    """The colours of the pages on a light screen, by the names of their variables."""
-    return dict(re.findall(r"(--\w+): (#\w+);", _text("page.html").partition("@media")[0]))
 
 
 def template(name: str) -> jinja2.Template:
@@ -62,15 +54,3 @@ def _visible(value: Any) -> Any:
 
 def _number(number: float) -> str:
     return f"{number:,.0f}" if isinstance(number, int) or abs(number) >= 1000 else f"{number:.4g}"
-
-
-def row_page(report: InspectReport) -> str:
-    """The row as one HTML file without scripts, with everything in it."""
-    return template("row.html").render(report=report, token_text=token_text, probability=probability)
-
-
-def write_page(report: InspectReport, path: str) -> None:
-    """Write the page. Raises OutputError if it cannot be written, or if another file is there."""
-    page = row_page(report).encode(errors="backslashreplace")
-    with naming_option(path, "--html"):
-        write_named(pathlib.Path(path), page, PAGE_MARK)

@@ -13,8 +13,8 @@ from batchinf.base.places import is_bucket
 from batchinf.base.slices import JobFolder
 from batchinf.base.storage import PAGE_MARK, Folder, has_mark, naming_option, refuse_foreign, write_named
 from batchinf.base.text import clip, counted, duration, one_line, short_count, size_text, time_taken, utc_now
-from batchinf.commands.inspect import build_again
 from batchinf.commands.status import JobTotals, StatusReport, job_status
+from batchinf.commands.whole_row import build_again
 from batchinf.fleet.status import read_looks
 from batchinf.job.pictures import Picture, Pictures
 from batchinf.manifest.look import Look

@@ -218,14 +218,12 @@ class ReplicaLoad:
     """Leases that it has not begun, oldest first."""
     is_accepting: bool
     """It takes leases and is not about to end."""
-    is_up: bool = True
-    """Its engine is up. Before that, the replica has begun no lease and prepares them for the engine that starts."""
     engine_rows: int | None = None
     """Rows that its engine runs, or will run before it can be given more; None before its first report."""
 
     def has_room_among_many(self, *, is_gathering: bool) -> bool:
         """Whether it takes a lease while many rows are left."""
-        if is_gathering or not self.is_up:
+        if is_gathering:
             return self.is_accepting and self.outstanding_rows < self.window_rows
         # Two windows: one in the engine, and one that is ready when only the last long rows of a shard still run.
         return self.is_accepting and (self.outstanding_rows < 2 * self.window_rows or not self.unbegun)
@@ -236,14 +234,14 @@ class ReplicaLoad:
             return 0
         # Before its first report, nobody knows how many rows its cache holds, and rows that it has begun do not move.
         runs = math.ceil(_PART_OF_FEW * sharing.share) if self.engine_rows is None else self.engine_rows
-        most = min(sharing.share, runs, self.window_rows if not self.is_up else runs)
+        most = min(sharing.share, runs)
         room = most - self.outstanding_rows
         return room if room >= max(1, min(lease_rows, int(_GRAIN * most))) else 0
 
     def takes_more(self, sharing: "Sharing") -> bool:
-        """Whether it may get leases of other replicas: its engine is up, and it has less than its share and can run."""
+        """Whether it may get leases of other replicas: it has less than its share, and can run more."""
         runs = self.window_rows if self.engine_rows is None else min(self.engine_rows, self.window_rows)
-        return self.is_accepting and self.is_up and self.outstanding_rows < min(sharing.share, runs)
+        return self.is_accepting and self.outstanding_rows < min(sharing.share, runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,18 +259,17 @@ class Sharing:
     def of(
         cls, pending: PendingRows, replicas: Sequence[ReplicaLoad], *, num_awaited: int = 0, num_absent: int = 0
     ) -> "Sharing":
-        """replicas: all that take leases. num_awaited: those that are not up and for which rows are held back.
+        """replicas: all whose engine is up. num_awaited: those that are not up and for which rows are held back.
 
-        num_absent: those that take no leases yet.
+        num_absent: all that are not up.
         """
         accepting = [load for load in replicas if load.is_accepting]
-        num_up = sum(load.is_up for load in accepting)
         left_rows = pending.num_rows + sum(load.outstanding_rows for load in replicas)
         windows = sum(load.window_rows for load in accepting)
         windows += num_absent * max((load.window_rows for load in accepting), default=0)
         # One replica alone shares with none, so nothing is gained if rows wait here and not in its own queue.
         are_few = len(replicas) + num_absent > 1 and left_rows < FEW_WINDOWS * windows
-        return cls(max(1, num_up + num_awaited), left_rows, are_few)
+        return cls(max(1, len(accepting) + num_awaited), left_rows, are_few)
 
     @property
     def share(self) -> int:
@@ -293,18 +290,18 @@ def next_leases(
     While many rows are left, each accepting replica gets enough leases to keep its engine full between two of them: two
     windows of rows, and one lease that it has not begun. Nearly all are whole shards. While few are left, it gets at
     most its share and what its engine runs, in leases that become smaller and smaller. The replica with the fewest
-    outstanding rows comes first. Replicas whose engine is not up come last, and get only enough rows to fill it.
+    outstanding rows comes first.
 
     is_gathering: other replicas are about to come up, and the rows have a stored order. While many rows are left, each
     replica then gets only enough to fill its engine: the first shards may have the longest rows, and the first replica
     to come up must not get all of them.
     """
-    hungry = [(not load.is_up, load.outstanding_rows, load.replica, load) for load in replicas]
+    hungry = [(load.outstanding_rows, load.replica, load) for load in replicas]
     heapq.heapify(hungry)
     handed_out = []
     while pending and hungry:
         load = hungry[0][-1]
-        if pending.has_shards_to_close and load.is_accepting and load.is_up:
+        if pending.has_shards_to_close and load.is_accepting:
             handed_out.append((load.replica, pending.take()))
             continue
         lease_rows = sharing.lease_rows(pending)
@@ -325,7 +322,7 @@ def next_leases(
         handed_out.append((load.replica, lease))
         rows = load.outstanding_rows + lease.num_to_run
         load = replace(load, outstanding_rows=rows, unbegun=(*load.unbegun, lease))
-        heapq.heapreplace(hungry, (not load.is_up, rows, load.replica, load))
+        heapq.heapreplace(hungry, (rows, load.replica, load))
     return _merged(handed_out)
 
 
@@ -345,21 +342,16 @@ def _merged(handed_out: list[tuple[int, Lease]]) -> list[tuple[int, Lease]]:
     return merged
 
 
-def revocations(
-    pending: PendingRows, replicas: Sequence[ReplicaLoad], sharing: Sharing, *, is_holding: bool = False
-) -> dict[int, list[Lease]]:
+def revocations(pending: PendingRows, replicas: Sequence[ReplicaLoad], sharing: Sharing) -> dict[int, list[Lease]]:
     """The unbegun leases to take back from each replica, so that they can be given to others. None while rows pend.
 
     The replica with the fewest rows is filled first, each time with the newest unbegun lease of the replica with the
     most rows; see `ReplicaLoad.takes_more` and `_Movable.best_for`.
-
-    is_holding: rows are held back for replicas whose engine is not up, so these keep their leases.
     """
     taken_back: dict[int, list[Lease]] = {}
-    givers = [load for load in replicas if load.unbegun and (load.is_up or not is_holding)]
-    if pending or not givers:
+    if pending or not any(load.unbegun for load in replicas):
         return taken_back
-    left = _Movable(replicas, givers)
+    left = _Movable(replicas)
     takers = [place for place, load in enumerate(replicas) if load.takes_more(sharing)]
     for taker in sorted(takers, key=lambda place: (replicas[place].outstanding_rows, replicas[place].replica)):
         while replace(replicas[taker], outstanding_rows=left.num_rows(taker)).takes_more(sharing):
@@ -377,14 +369,11 @@ class _Movable:
     Arrays, because each of 1,000 replicas may look for the best of 1,000.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaLoad], givers: Sequence[ReplicaLoad]) -> None:
-        giving = {load.replica for load in givers}
-        self._unbegun = [list(load.unbegun) if load.replica in giving else [] for load in replicas]
+    def __init__(self, replicas: Sequence[ReplicaLoad]) -> None:
+        self._unbegun = [list(load.unbegun) for load in replicas]
         self._rows = np.array([load.outstanding_rows for load in replicas])
         self._newest = np.array([leases[-1].num_to_run if leases else -1 for leases in self._unbegun])  # -1: none left
-        self._gives_any = np.array([not (load.is_accepting and load.is_up) for load in replicas])
-        # Leases of a replica that is not up move at once, and cost no message back and forth.
-        self._is_first = np.array([not load.is_up for load in replicas])
+        self._gives_any = np.array([not load.is_accepting for load in replicas])
 
     def num_rows(self, place: int) -> int:
         return int(self._rows[place])
@@ -393,14 +382,11 @@ class _Movable:
         """Of the replicas that give their newest lease, the one with the most rows; None if none gives one.
 
         After that it still has more rows than the taker had, so the loads become more equal, and no lease moves back
-        and forth. A replica that accepts no leases, or whose engine is not up, gives them in any case.
+        and forth. A replica that accepts no leases gives them in any case.
         """
         gives = (self._newest >= 0) & ((self._rows - self._newest > self._rows[taker]) | self._gives_any)
         gives[taker] = False
-        for some in (gives & self._is_first, gives):
-            if some.any():
-                return int(np.where(some, self._rows, -1).argmax())
-        return None
+        return int(np.where(gives, self._rows, -1).argmax()) if gives.any() else None
 
     def move(self, giver: int, taker: int) -> Lease:
         unbegun = self._unbegun[giver]

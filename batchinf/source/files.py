@@ -13,12 +13,16 @@ import pyarrow as pa
 import xxhash
 
 from batchinf.base.errors import InputError
+from batchinf.base.text import list_names
 
 BLOCK_BYTES = 1 << 20  # read at once
 MAX_LINE_BYTES = 64 << 20  # a longer line or CSV field is an error row and is never held in memory
 LINE_ENDS = (b"\n", b"\r\n")
 # Editors on Windows begin files with it. Where such files were joined, it stands before a line in the middle, too.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# A file begins so that a clone without Git LFS leaves in the place of a large one.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024  # it is always shorter
 _TICK_NS = 20_000_000  # Linux sets mtimes by a clock that ticks every 1 to 10 ms
 # By the endings of compressed files: their first bytes, and the name of the compression in Arrow.
 COMPRESSIONS = {
@@ -44,6 +48,8 @@ class CsvDialect:
     """None: UTF-8, or UTF-16 if the file begins with its mark."""
     null_values: tuple[str, ...] = ()
     """Fields that are null."""
+    escapechar: str | None = None
+    """Before a quote or itself it makes that text; elsewhere it is text."""
 
 
 def say_on_stderr(line: str) -> None:
@@ -69,6 +75,14 @@ class InputLocation:
     """The configuration of a Hugging Face dataset."""
     csv: CsvDialect | None = None
     """None: the default dialect. Formats other than CSV refuse one."""
+    is_new: bool = True
+    """Whether what a new job must not read is refused. A job that has begun goes on with the files that it reads."""
+    began_as: str | None = None
+    """The format with which a job began. Files of a folder that have it are its rows, whatever else came since."""
+    text_columns: tuple[str, ...] = ()
+    """Columns that are text in a row of CSV, whatever their type: the prompt and the like."""
+    rules: int | None = None
+    """Of the job, see `JobSpec.rules`; None: today's."""
     named: tuple[str, ...] = ()
     """Columns that must be found, however many others a row has."""
     is_shuffled: bool = False
@@ -145,6 +159,23 @@ def refuse_utf16(file: InputFile, head: bytes, remedy: str = "") -> None:
         raise InputError(f"{file.name} is UTF-16; save it as UTF-8{remedy and f', or {remedy}'}")
 
 
+def refuse_pointers(files: Iterable[InputFile]) -> None:
+    """Raise InputError if one of these files is a pointer of Git LFS. Only short files of this host are read."""
+    pointers = []
+    for file in files:
+        if not file.is_remote and 0 < file.stamp()[0] < _POINTER_BYTES:
+            with file.open() as stream:
+                if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                    pointers.append(file.name)
+    if pointers:
+        raise _pointer_error(pointers)
+
+
+def _pointer_error(names: Sequence[str]) -> InputError:
+    what = "a pointer" if len(names) == 1 else "pointers"
+    return InputError(f"{list_names(names)}: {what} of Git LFS, and no data; `git lfs pull` fetches the files")
+
+
 def not_utf8(error: UnicodeDecodeError, remedy: str = "`iconv -f cp1252 -t utf-8` converts it") -> str:
     """Why a line of text cannot be read, and a remedy for cp1252, which spreadsheets write."""
     place = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
@@ -154,6 +185,9 @@ def not_utf8(error: UnicodeDecodeError, remedy: str = "`iconv -f cp1252 -t utf-8
 def open_bytes(file: InputFile) -> BinaryIO:
     """A file's content, decompressed if it begins like one of `COMPRESSIONS`. Raises InputError if it is unreadable."""
     stream = file.open()
+    if file.is_remote and stream.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+        stream.close()
+        raise _pointer_error([file.name])  # for files of this host, `refuse_pointers` says it without a request
     kind = _compression(stream.peek(4))
     return stream if kind is None else pa.CompressedInputStream(stream, kind)
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from batchinf.base.errors import InputError
 from batchinf.base.places import folder_problem, is_bucket
-from batchinf.base.text import near_path
+from batchinf.base.text import list_names, near_path
 from batchinf.source.files import InputFile, InputLocation
 from batchinf.source.formats.base import FileFormat
 from batchinf.source.formats.huggingface import HuggingFace, is_saved, looks_like_id
 from batchinf.source.formats.registry import ALLOWED, COMPRESSED, file_format, format_by_ending
+from batchinf.source.left_out import LeftOut, note_others, refuse_captions, refuse_table, refuse_twins, walk
 
 # The pandas function that reads a file of an unsupported format, for the error message.
 _PANDAS = {
@@ -39,8 +40,11 @@ def is_dataset(input: InputLocation) -> bool:
     return looks_like_id(path) and format_by_ending(path) is None and not is_near
 
 
-def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
-    """The files of a file, glob or folder, sorted by name, and their one format."""
+def find_files(input: InputLocation, left_out: LeftOut | None = None) -> tuple[FileFormat, list[InputFile]]:
+    """The files of a file, glob or folder, sorted by name, and their one format.
+
+    left_out: gets the names of the files of a folder that are no rows, by the remark about them.
+    """
     if input.parts is not None:
         return one_format(files := list(input.parts()), input), files
     path = os.path.expanduser(input.path)
@@ -52,7 +56,9 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
     if os.path.isfile(path):
         names = [path]
     elif os.path.isdir(path):
-        names = data_files(_paths(path), input)
+        if input.is_new:
+            refuse_table(path)
+        names = data_files(walk(path, left_out), input, left_out, root=path)
         root = path
     elif glob.has_magic(path):
         names = _by_glob(path)
@@ -64,6 +70,8 @@ def find_files(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
             f"{near_path(path)}"
         )
     files = [InputFile(os.path.relpath(name, root or "."), os.path.abspath(name)) for name in names]
+    if input.is_new:
+        refuse_twins(files, input.path)
     return one_format(files, input), files
 
 
@@ -101,30 +109,29 @@ def _by_glob(path: str) -> list[str]:
     return names
 
 
-def files_of_unknown_endings(path: str) -> list[str]:
-    """The files below a folder that are no data because of their endings, sorted; none if it is no folder."""
-    path = os.path.expanduser(path)
-    return sorted(os.path.relpath(file, path) for file in _paths(path) if format_by_ending(file) is None)
+def data_files(
+    names: Iterable[str], input: InputLocation, left_out: LeftOut | None = None, *, root: str | None = None
+) -> list[str]:
+    """The files of a folder that have an ending of the input's format, sorted; `InputError` if there is none.
 
-
-def _paths(path: str) -> list[str]:
-    """The files below a folder, without hidden files and files that begin with _."""
-    paths = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        paths += [os.path.join(folder, name) for name in names if not name.startswith((".", "_"))]
-    return paths
-
-
-def data_files(names: Iterable[str], input: InputLocation) -> list[str]:
-    """The files of a folder that have an ending of the input's format, sorted; `InputError` if there is none."""
+    left_out: see `find_files`. root: the folder, if the names are paths of this host.
+    """
+    names = list(names)
+    left_out = {} if left_out is None else left_out
     found = {name: format for name in names if (format := format_by_ending(name)) is not None}
-    if input.format is None and not all(format.is_often_beside_data for format in found.values()):
+    if input.format is None and input.began_as in {format.name for format in found.values()}:
+        found = {name: format for name, format in found.items() if format.name == input.began_as}
+    elif input.format is None and not all(format.is_often_beside_data for format in found.values()):
+        if input.is_new:
+            refuse_captions(found, input.path)
         found = {name: format for name, format in found.items() if not format.is_often_beside_data}
     files = sorted(name for name, format in found.items() if input.format in (None, format.name))
+    note_others({*names} - {*files}, left_out, is_named=input.format is not None, root=root)
     if not files:
         compressed = " or ".join(COMPRESSED)
-        raise InputError(f"{input.path} has no {input.format or 'data'} file; {ALLOWED} ({compressed} may follow)")
+        others = "".join(f"; {list_names(some)}: {remark}" for remark, some in left_out.items())
+        what = input.format or "data"
+        raise InputError(f"{input.path} has no {what} file{others}; {ALLOWED} ({compressed} may follow)")
     return files
 
 

@@ -48,14 +48,17 @@ class FolderReader:
         records = self._reader.records(start, stop, columns)
         return [(values if error else {**values, **chosen}, error) for values, error in records]
 
-    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
+    def table(self, start: int, stop: int, fields: pa.Schema, lost: Lost | None) -> pa.Table:
         """See `Reader`. A broken record has the values of its folders."""
-        own = self._reader.table(start, stop, [name for name in columns if name not in self._values], lost)
+        own = pa.schema([field for field in fields if field.name not in self._values])
+        read = iter(self._reader.table(start, stop, own, lost).columns)
         arrays = [
-            pa.array([self._values[name]] * (stop - start), pa.string()) if name in self._values else own.column(name)
-            for name in columns
+            pa.array([self._values[field.name]] * (stop - start), pa.string())
+            if field.name in self._values
+            else next(read)
+            for field in fields
         ]
-        return pa.table(dict(zip(columns, arrays, strict=True)))
+        return pa.Table.from_arrays(arrays, names=fields.names)
 
     def close(self) -> None:
         """See `Reader`."""

@@ -19,6 +19,7 @@ from batchinf.base.errors import BatchinfError, InputError
 from batchinf.source.files import InputFile, InputLocation, Stamp
 from batchinf.source.find import data_files, one_format
 from batchinf.source.formats.base import FileFormat
+from batchinf.source.left_out import LeftOut, refuse_listed_table, refuse_twins
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by which fsspec reads these URLs
 UNKNOWN = -1  # in a stamp: the file system does not give this number
@@ -114,16 +115,21 @@ class _Stream(io.RawIOBase):
         super().close()
 
 
-def find_remote(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
-    """The files of a URL of a file, glob or folder, sorted by name, and their one format."""
+def find_remote(input: InputLocation, left_out: LeftOut | None = None) -> tuple[FileFormat, list[InputFile]]:
+    """The files of a URL of a file, glob or folder, sorted by name, and their one format.
+
+    left_out: see `find_files`.
+    """
     with _input_errors(input.path):
         system, path = _connect(input.path)
         listing = _list(system, path)
     chain = input.path.partition("::")[2]
     files: list[InputFile] = []
-    for name, place in _chosen(input, path, listing, is_glob=_is_glob(system, path)).items():
+    for name, place in _chosen(input, path, listing, left_out, is_glob=_is_glob(system, path)).items():
         url = system.unstrip_protocol(place) + (f"::{chain}" if chain else "")
         files.append(RemoteFile(name, url, system=system, place=place, info=listing[place]))
+    if input.is_new:
+        refuse_twins(files, input.path)
     return one_format(files, input), files
 
 
@@ -141,14 +147,20 @@ def objects_in(url: str) -> list[InputFile]:
 _HIDDEN = re.compile(r"(^|/)[._]")
 
 
-def _chosen(input: InputLocation, path: str, listing: Mapping[str, Any], *, is_glob: bool) -> dict[str, str]:
+def _chosen(
+    input: InputLocation, path: str, listing: Mapping[str, Any], left_out: LeftOut | None, *, is_glob: bool
+) -> dict[str, str]:
     """Choose the files that a URL means. Returns name → place, sorted. listing: place → what is known of a file."""
     if not is_glob and path in listing:
         return {re.split(r"[?#]", path)[0].rstrip("/").rpartition("/")[2] or path: path}
     places = {name: place for place in listing if (name := _name(path, place))}
     if is_glob and not places:
         raise InputError(f"no file matches {input.path}; correct the URL, or put it in quotes if a shell expanded it")
-    names = sorted(places) if is_glob else data_files(itertools.filterfalse(_HIDDEN.search, places), input)
+    if is_glob:
+        return {name: places[name] for name in sorted(places)}
+    if input.is_new:
+        refuse_listed_table(places, input.path)
+    names = data_files(itertools.filterfalse(_HIDDEN.search, places), input, left_out)
     return {name: places[name] for name in names}
 
 

@@ -78,7 +78,15 @@ def open_copy(
     """
     copy = copied_file(folder, digest, name)
     format = None if is_dataset(where) else where.format
-    location = InputLocation(copy.path, format, csv=where.csv, named=where.named, is_shuffled=True)
+    location = InputLocation(
+        copy.path,
+        format,
+        csv=where.csv,
+        text_columns=where.text_columns,
+        rules=where.rules,
+        named=where.named,
+        is_shuffled=True,
+    )
     if taken and not is_intact(copy, digest):
         raise OutputError(
             f"{copy.path} is gone or altered; it has repaired rows of the job: run the job again with the --retry and "
@@ -118,6 +126,7 @@ class RepairedSource(Source):
         super().__init__(source._openers, source._runs, source.schemas, source.fingerprints, digests=source._digests)
         self.empty_files = source.empty_files
         self.remarks = source.remarks
+        self.prints_fields = source.prints_fields
         self._repairs = tuple(repairs)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Reader, int, int]]:

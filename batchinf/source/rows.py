@@ -7,7 +7,7 @@ import pathlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,16 +18,17 @@ from batchinf.base.errors import DriftError, InputError, NoRowsError
 from batchinf.base.storage import Folder
 from batchinf.source.cache import further_columns, read_record, schema_of, write_record
 from batchinf.source.digests import ReadDigests
-from batchinf.source.files import InputFile, InputLocation
-from batchinf.source.find import files_of_unknown_endings, find_files, is_dataset
+from batchinf.source.files import InputFile, InputLocation, refuse_pointers
+from batchinf.source.find import find_files, is_dataset
 from batchinf.source.folders import FolderReader, chosen_values, folder_values
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile, spans
 from batchinf.source.formats.huggingface import HuggingFace, open_dataset
 from batchinf.source.formats.registry import file_format, format_by_ending
+from batchinf.source.left_out import LeftOut
 from batchinf.source.ranges import RangedFile, Span
 from batchinf.source.remote import find_remote, is_url
 from batchinf.source.scan import Scanner
-from batchinf.source.types import Lost, remark_of, settled_schema
+from batchinf.source.types import Lost, as_written, refuse_named_twins, remark_of, settled_schema
 from batchinf.source.versions import (
     InputVersion,
     ScannedFile,
@@ -46,6 +47,7 @@ from batchinf.source.versions import (
 OPEN_FILES = 16  # at once
 _MANY_BYTES = 64 << 20  # a scan of less takes about as long as a sample
 _SAMPLED_RUNS = 128
+_MANY_ROWS = 100  # of a file that is named if none of its rows can be good
 # What to do with files and rows that came after the job took its input in. `ignore` does not look at `input.path` if
 # the known files are unchanged; `leave` checks that they are all there.
 NewRows = Literal["refuse", "ignore", "leave", "take"]
@@ -103,28 +105,26 @@ def _of_files(
     cache.make()
     digests = ReadDigests(cache)
     versions = _known_versions(cache, taken)
+    left_out: LeftOut = {}
+    if taken:
+        input = replace(input, is_new=False)
     if versions is None:
-        format, files = _find(input)
+        format, files = _find(input, left_out)
+        if input.is_new:
+            refuse_pointers(files)
         scanner = Scanner(format, cache, digests, input.say)
         version, scanned = first_version(scanner, files)
         versions = [version if beside is None else fitted_beside(version, beside, format)]
     else:
-        scanner, versions, scanned = _again(input, cache, digests, versions, new=new)
+        scanner, versions, scanned = _again(input, cache, digests, versions, new=new, left_out=left_out)
     if input.is_shuffled and new != "ignore":
         scanned = {number: (file, scanner.spooled(file, entry)) for number, (file, entry) in scanned.items()}
     save_version(cache, versions[-1])
     if is_url(input.path) and read_record(cache, _ASKED) != _asked(input):
         write_record(cache, _ASKED, _asked(input))
     source = _assembled(scanner, versions, scanned, named=input.named)
-    if new != "ignore":
-        _remark_others(source, scanner.format, input.path)
+    source.remarks = {**source.remarks, **left_out}
     return source
-
-
-def _remark_others(source: "Source", format: FileFormat, path: str) -> None:
-    """Name the files of a folder of pictures that are no rows."""
-    if format.has_file_per_row and (others := files_of_unknown_endings(path)):
-        source.remarks = {**source.remarks, "no row is made of a file with an unknown ending": others}
 
 
 def _known_versions(cache: Folder, taken: Sequence[str]) -> list[InputVersion] | None:
@@ -204,8 +204,9 @@ def sample_input(input: InputLocation, folder: pathlib.Path) -> InputSample | No
     return InputSample(os.fspath(folder), round(num_rows))
 
 
-def _find(input: InputLocation) -> tuple[FileFormat, list[InputFile]]:
-    return find_remote(input) if is_url(input.path) and input.parts is None else find_files(input)
+def _find(input: InputLocation, left_out: LeftOut) -> tuple[FileFormat, list[InputFile]]:
+    is_remote = is_url(input.path) and input.parts is None
+    return find_remote(input, left_out) if is_remote else find_files(input, left_out)
 
 
 def _asked(input: InputLocation) -> dict[str, object]:
@@ -213,7 +214,13 @@ def _asked(input: InputLocation) -> dict[str, object]:
 
 
 def _again(
-    input: InputLocation, cache: Folder, digests: ReadDigests, versions: list[InputVersion], *, new: NewRows
+    input: InputLocation,
+    cache: Folder,
+    digests: ReadDigests,
+    versions: list[InputVersion],
+    *,
+    new: NewRows,
+    left_out: LeftOut,
 ) -> tuple[Scanner, list[InputVersion], dict[int, ScannedFile]]:
     """The files of these versions, and of a new version if `new` is `take`."""
     known = latest_ranges(versions)
@@ -224,8 +231,8 @@ def _again(
     if new == "ignore" or (new != "take" and is_copied):
         scanned = from_cache(known, cache)
         if scanned is not None and known_format is not None:
-            return Scanner(known_format, cache, digests, input.say), versions, scanned
-    format, files = _find(input)
+            return Scanner(known_format.for_input(input), cache, digests, input.say), versions, scanned
+    format, files = _find(replace(input, began_as=versions[-1].format), left_out)
     if format.name != versions[-1].format:
         raise DriftError(
             f"{input.path} has the format {format.name}, but the job in the output folder began with "
@@ -254,6 +261,8 @@ def _assembled(
 ) -> "Source":
     format = scanner.format
     digests = scanner.digests
+    for file, entry in scanned.values():
+        refuse_named_twins(entry.arrow_schema(), named, file.name)
     further = _named_columns(scanner, named, scanned)
     schemas = [_replaced(schema_of(version.schema), further) for version in versions]
     _cover(scanner, scanned)
@@ -270,7 +279,6 @@ def _assembled(
             source_file = SourceFile(
                 local,
                 entry,
-                schema=schemas[-1],
                 read_types=schema,
                 cache=scanner.cache,
                 digests=digests,
@@ -283,6 +291,8 @@ def _assembled(
     source.empty_files = tuple(name for name, stop_row in stops.items() if not stop_row)
     source.ranged = ranged
     source.remarks = _remarks(scanned.values())
+    source.files_by_columns = _by_columns(scanned.values())
+    source.prints_fields = format.prints_fields
     return source
 
 
@@ -300,6 +310,17 @@ def _remarks(scanned: Iterable[ScannedFile]) -> Mapping[str, list[str]]:
         if remark := by_schema[entry.schema]:
             remarks.setdefault(remark, []).append(file.name)
     return remarks
+
+
+def _by_columns(scanned: Iterable[ScannedFile]) -> Mapping[tuple[str, ...], list[str]]:
+    names: dict[str, tuple[str, ...]] = {}
+    files: dict[tuple[str, ...], list[str]] = {}
+    for file, entry in scanned:
+        if entry.num_rows >= _MANY_ROWS:
+            if entry.schema not in names:
+                names[entry.schema] = tuple(entry.arrow_schema().names)
+            files.setdefault((*names[entry.schema], *folder_values(file.name)), []).append(file.name)
+    return files
 
 
 def _named_columns(scanner: Scanner, named: Sequence[str], scanned: Mapping[int, ScannedFile]) -> pa.Schema:
@@ -341,9 +362,14 @@ class Source:
     """Names of the files without rows."""
     ranged: Mapping[int, RangedFile] = {}
     """Files in a store of which the cache has only some ranges, by the numbers of their openers."""
+    prints_fields: bool = False
+    """See `FileFormat`."""
     remarks: Mapping[str, Sequence[str]] = {}
     """How files are read that decide it by their own beginning, and the split of a folder with several: words, each
     with the names of such files."""
+
+    files_by_columns: Mapping[tuple[str, ...], Sequence[str]] = {}
+    """By the names of their own columns: the files of at least 100 rows."""
 
     def __init__(
         self,
@@ -385,12 +411,26 @@ class Source:
         raise InputError. In text, lone surrogates become `?` and bytes that are not UTF-8 become U+FFFD; these rows are
         in `lost`, too, but raise nothing. Raises `KeyError` for a column that `schema` lacks.
         """
-        schema = pa.schema([self.schema.field(name) for name in columns])
+        return self.read_fields(start, stop, [self.schema.field(name) for name in columns], lost)
+
+    def id_field(self, column: str, version: int = -1) -> pa.Field:
+        """The field for `read_fields` by which a column is read as the ids of rows: each as the file prints it.
+
+        version: whose types count.
+        """
+        field = self.schemas[version].field(column)
+        return as_written(field) if self.prints_fields else field
+
+    def read_fields(
+        self, start: int, stop: int, fields: Sequence[pa.Field], lost: dict[int, str] | None = None
+    ) -> pa.Table:
+        """Like `read_columns`, with fields of `schema` or `id_field`. Two fields may have one name."""
+        schema = pa.schema(fields)
         tables = []
         with self._turn:
             for reader, first, last in self._spans(start, stop):
                 lost_here = None if lost is None else Lost()
-                tables.append(reader.table(first, last, columns, lost_here))
+                tables.append(reader.table(first, last, schema, lost_here))
                 if lost is not None and lost_here:
                     lost.update({start + row - first: reason for row, reason in lost_here.items()})
                 start += last - first
@@ -400,13 +440,13 @@ class Source:
         """Rows at these positions, int64, ascending; see `read`. Adjacent rows are read together."""
         return [row for start, stop in _runs(positions) for row in self.read(start, stop, columns)]
 
-    def columns_of(
-        self, positions: npt.NDArray[np.int64], columns: Sequence[str], lost: dict[int, str] | None = None
+    def fields_of(
+        self, positions: npt.NDArray[np.int64], fields: Sequence[pa.Field], lost: dict[int, str] | None = None
     ) -> pa.Table:
-        """Rows at these positions, int64, ascending; see `read_columns`."""
+        """Rows at these positions, int64, ascending; see `read_fields`."""
         if not len(positions):
-            return self.read_columns(0, 0, columns)
-        return pa.concat_tables([self.read_columns(start, stop, columns, lost) for start, stop in _runs(positions)])
+            return self.read_fields(0, 0, fields)
+        return pa.concat_tables([self.read_fields(start, stop, fields, lost) for start, stop in _runs(positions)])
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Reader, int, int]]:
         if not 0 <= start <= stop <= self.num_rows:

@@ -5,8 +5,9 @@ A type is None if no Arrow type holds all values unchanged. `MixedTypes` says wh
 
 import enum
 import itertools
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +22,10 @@ _JSON_KEY = b"batchinf:json"
 _ODD_KEY = b"batchinf:odd"
 _EXTENSION_KEY = b"batchinf:extension"
 _REMARK_KEY = b"batchinf:remark"
+_TWINS_KEY = b"batchinf:twins"
 JSON_MARK = {_JSON_KEY: b"1"}
+
+_WRITTEN_MARK = {b"batchinf:written": b"1"}
 
 _NULL = pa.null()  # the type of a column without any value so far
 
@@ -76,9 +80,49 @@ def remark_of(schema: pa.Schema) -> str:
     return str((schema.metadata or {}).get(_REMARK_KEY, b"").decode())
 
 
+def with_twins(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    """The columns of a file, with the names that several columns have, which are left out."""
+    return schema.with_metadata({**(schema.metadata or {}), _TWINS_KEY: json.dumps(names)}) if names else schema
+
+
+def refuse_named_twins(schema: pa.Schema, named: Collection[str], file_name: str) -> None:
+    """Raise `InputError` if a job names a column that is left out of a file; see `with_twins`."""
+    for name in json.loads((schema.metadata or {}).get(_TWINS_KEY, b"[]")):
+        if name in named:
+            raise _two_columns(name, file_name)
+
+
 def is_text(type: pa.DataType) -> bool:
     """Whether a column of this type holds text."""
     return bool(pa.types.is_string(type) or pa.types.is_large_string(type))
+
+
+def as_written(field: pa.Field) -> pa.Field:
+    """A column of floats as text, each number as it stands in the file; any other column as it is."""
+    return pa.field(field.name, pa.string(), metadata=_WRITTEN_MARK) if pa.types.is_floating(field.type) else field
+
+
+def is_as_written(field: pa.Field) -> bool:
+    """Whether a field is one that `as_written` made text."""
+    return bool((field.metadata or {}).items() >= _WRITTEN_MARK.items())
+
+
+class WrittenNumber(float):
+    """A number of a CSV file. It is printed as it stands there; in arithmetic and comparisons it is a float."""
+
+    __slots__ = ("_field",)
+    _field: str
+
+    def __new__(cls, field: str) -> "WrittenNumber":
+        """Make a number of a field."""
+        number = super().__new__(cls, field)
+        number._field = field
+        return number
+
+    def __repr__(self) -> str:
+        return self._field
+
+    __str__ = __repr__
 
 
 class MixedTypes(enum.Enum):
@@ -184,8 +228,11 @@ def _holds_numbers(type: pa.DataType, promoted: pa.DataType, *, by_value: bool) 
 def refuse_twins(names: Sequence[str], file_name: str) -> None:
     """Raise `InputError` if two columns of a file have one name."""
     if len(set(names)) < len(names):
-        twin = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"{file_name} has two columns named {twin!r}; rename one of them")
+        raise _two_columns(next(name for name in names if names.count(name) > 1), file_name)
+
+
+def _two_columns(name: str, file_name: str) -> InputError:
+    return InputError(f"{file_name} has two columns named {name!r}; rename one of them")
 
 
 # -- plain types -----------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from batchinf.base.text import clip
 from batchinf.spec.fields import null_hint
 from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, field_docs, is_task_section
-from batchinf.spec.yaml_text import FLOAT, got
+from batchinf.spec.yaml_text import FLOAT, got, shown_text
 
 # Section → names that people try, most of them from other programs → the field, from the same section or the top.
 OTHER_NAMES = {
@@ -128,7 +127,7 @@ def _hint(value: Any, types: set[str], allowed: str) -> str:
         case str() if "a list of mappings" in allowed:
             return ', such as [{role: user, content: "…"}]'
         case str() if "tuple_type" in types or allowed.startswith("a list of texts"):
-            return f"; for a list of one write [{clip(value)}]"
+            return f"; for a list of one write [{shown_text(value)}]"
         case str() if types & {"int_type", "float_type"} and re.match(rf"(?:{FLOAT})\Z", value):
             return "; write it without quotes"
         case float() if "int_type" in types and value.is_integer() and abs(value) < 2**31:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from batchinf.base.places import elsewhere
+from batchinf.base.places import elsewhere, shown_url
 
 Resume = Literal["identity", "layout", "runtime"]
 
@@ -43,7 +43,7 @@ def null_hint(value: object) -> str:
 
 def _usable_path(path: str) -> str:
     if "\0" in path:
-        raise wrong(f"got {path!r}; a path cannot hold a null character")
+        raise wrong(f"got {shown_url(path)!r}; a path cannot hold a null character")
     if path.startswith("~"):
         raise wrong(f"got {path!r}, but there is no such user's home; for a name that begins with ~ write ./~")
     return path

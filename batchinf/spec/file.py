@@ -85,7 +85,7 @@ def _expand(path: str) -> str:
     return expanded if "\0" in expanded else os.path.expanduser(expanded)
 
 
-MAX_ERRORS = 200  # more than a spec has fields
+MAX_ERRORS = 20  # fit on a screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class _Draft:
     def override(self, text: str) -> None:
         """Set a field as `--set` does."""
         field, equals, value = text.partition("=")
-        shown = f"{field}=…" if "://" in text else text  # a URL may have a secret in it
+        shown = f"{field}=…" if "://" in text or "@" in text else text  # a URL may have a secret in it
         place = f"--set {clip(shown)}"
         if not equals:
             raise SpecError(f"{place}: {_FORM_OF_SET}")

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from batchinf.base.places import elsewhere, folder_problem, is_bucket
+from batchinf.base.places import elsewhere, folder_problem, is_bucket, shown_url
+from batchinf.base.text import clip
 from batchinf.spec.fields import IDENTITY, RUNTIME, Path, Positive, Section, Text, without, wrong
 
 # A name in ASCII, with or without `*.` before it, or an IPv4 address; an IPv6 address; and a port.
@@ -26,8 +27,9 @@ def _checked_host(host: str) -> str:
             return name if match["port"] is None else f"{name}:{match['port']}"
     except ValueError:
         pass
+    shown = clip(shown_url(host if "//" in host else f"//{host}").removeprefix("//"), 200)
     raise wrong(
-        f"got {host!r}; must be a host without a scheme and a path, such as images.example.com, *.example.com, "
+        f"got '{shown}'; must be a host without a scheme and a path, such as images.example.com, *.example.com, "
         "images.example.com:8080, 192.0.2.7 or [2001:db8::7]:8080; letters beyond ASCII are written as xn--…"
     )
 

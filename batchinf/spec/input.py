@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchinf.base.places import bucket_problem, elsewhere, is_bucket
+from batchinf.base.places import PASSWORD, bucket_problem, elsewhere, is_bucket
 from batchinf.source.files import CsvDialect
 from batchinf.source.formats.csv import Csv
 from batchinf.source.formats.huggingface import HuggingFace
@@ -40,6 +40,8 @@ PROMPT_FORMS = (
     "prompt_column", "prompt_template", "messages", "messages_column", "token_ids_column", "context_column",
     "text_column", "query_column",
 )  # fmt: skip
+# Those that name the one column without which a row has no prompt.
+COLUMN_FORMS = tuple(form for form in PROMPT_FORMS if form.endswith("_column"))
 # If any of these is given, prompts go through the chat template.
 CHAT_FIELDS = (
     "messages", "messages_column", "system_prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -110,7 +112,11 @@ class CsvSpec(Section):
     ] = ()
     """Fields that are null, such as `["", NA]`. Without them, an empty field of a column of text is an empty text."""
 
-    @field_validator("delimiter", "quotechar")
+    escapechar: Annotated[Text | None, IDENTITY] = None
+    """The character before a quote within a field, such as `\\` in files of Spark and MySQL, or before itself; before
+    any other character it is text. Default: none, and a quote within a field is written twice."""
+
+    @field_validator("delimiter", "quotechar", "escapechar")
     @classmethod
     def _one_character(cls, sign: str | None) -> str | None:
         if sign in ("\n", "\r") or len(sign or "") > 1:
@@ -131,6 +137,12 @@ class CsvSpec(Section):
     def _fit_together(self) -> Self:
         if self.delimiter is not None and self.delimiter == self.quotechar:
             raise wrong(f"got {self.quotechar!r}, which is the delimiter, too; must be another character", "quotechar")
+        if self.escapechar is not None and self.escapechar in (self.delimiter, self.quotechar):
+            raise wrong(f"got {self.escapechar!r}, which is the delimiter or the quotechar, too; must be another "
+                        "character", "escapechar")  # fmt: skip
+        if self.escapechar is not None and not self.quotechar:
+            raise wrong("got it beside an empty quotechar, so that there is no quote to escape; leave it out",
+                        "escapechar")  # fmt: skip
         return self
 
     @property
@@ -250,7 +262,7 @@ class InputSpec(Section):
     @classmethod
     def _no_secrets(cls, path: str) -> str:
         # The spec is stored in the output folder, which other people may read.
-        if "://" in path and re.search(r"://[^/?#:@]*:[^/?#@]*@", path):
+        if "://" in path and PASSWORD.search(path):
             raise wrong("got a URL with a password in it, which would be recorded; leave `user:password@` out and give "
                         "credentials in the environment, as the file system's library takes them")  # fmt: skip
         if "://" in path and re.search(r"[?&](X-Amz-Signature|X-Goog-Signature|Signature|sig|access_token)=", path):

@@ -57,6 +57,7 @@ RUNTIME_ENGINE_ARGUMENTS = frozenset(
 # The number of today's rules by which files become rows, prompts and seeds. A change that gives a job other rows,
 # prompts or seeds raises it, and keeps the old rule for jobs that began with a lower number.
 RULES = 2
+FIRST_RULES = 1  # of jobs that began before their spec had the field `rules`
 
 # The key in the engine argument `additional_config` by which batchinf asks for CUDA graphs of whole steps of prompts.
 WHOLE_STEPS = "batchinf_whole_steps"
@@ -268,6 +269,9 @@ class JobSpec(Section):
     """In a Slurm job: stop this many seconds before its time limit, with exit code 75."""
     stall_timeout_s: Annotated[float, Field(ge=2, le=10**9), RUNTIME] = 900.0
     """Restart a replica if its engine makes no step for this many seconds. Replicas report their steps every second."""
+    start_timeout_s: Annotated[float, Field(ge=2, le=10**9), RUNTIME] = 1800.0
+    """Restart a replica if its start makes no progress for this many seconds: no message, no line in its log, no MiB
+    read by its processes. It replaces vLLM's own 600 s, unless you set VLLM_ENGINE_READY_TIMEOUT_S."""
     max_restarts: Annotated[Whole, RUNTIME] = 3
     """Give up a replica after this many restarts without a finished request between them."""
     on_oom: Annotated[Literal["step_down", "fail"], RUNTIME] = "step_down"

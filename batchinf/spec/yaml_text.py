@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from batchinf.base.errors import SpecError
+from batchinf.base.places import shown_url
 from batchinf.base.text import clip
 
 # A spec is a page of text. With these limits a wrong or hostile file is refused quickly.
@@ -141,8 +142,12 @@ class YamlReader:
             raise self._wrong(node, "<< takes a mapping, or a list of mappings")
         pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        has_merge = False
         for key_node, value_node in node.value:
             if key_node.tag == f"{_TAG}merge":
+                if has_merge:
+                    raise self._wrong(key_node, "<<: given twice; write one with a list, such as <<: [*a, *b]")
+                has_merge = True
                 for base in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
                     merged = {**self._pairs(base, depth + 1), **merged}
                 continue
@@ -160,7 +165,8 @@ class YamlReader:
 def _after_quote(text: str, mark: yaml.Mark) -> str:
     """What to write if a value begins with a quote and goes on behind it, as a name in SQL does; empty: it does not."""
     line = [*text.split("\n"), ""][mark.line]
-    found = re.search(r"""([\w.]+): +("[^"]*"|'[^']*') +[^ #,}\]]""", line[: mark.column + 1])
+    # The look behind begins a search at each word, not at each character: a word of 500,000 would take hours.
+    found = re.search(r"""(?<![\w.])([\w.]+): +("[^"]*"|'[^']*') +[^ #,}\]]""", line[: mark.column + 1])
     if found is None:
         return ""
     value = "" if "{" in line[: found.start()] else f": {clip(line[found.start(2) :].strip())}"
@@ -175,10 +181,16 @@ def _mark(line: int = 0, column: int = 0) -> yaml.Mark:
     return yaml.Mark(name="", index=0, line=line, column=column, buffer=None, pointer=0)
 
 
+def shown_text(text: str) -> str:
+    """The beginning of a text; of a URL without what may be a secret."""
+    has_password = re.match(r"[^\s/:@]+:\S+@", text)
+    return clip(shown_url(f"//{text}")[2:] if has_password else shown_url(text) if "://" in text else text)
+
+
 def got(value: Any) -> str:
     """A value as error messages show it."""
     if isinstance(value, str):
-        return f"'{clip(value)}'" if value else "empty text"
+        return f"'{shown_text(value)}'" if value else "empty text"
     if isinstance(value, list | dict):
         return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
     return "nothing (null)" if value is None else clip(json.dumps(value, default=repr))

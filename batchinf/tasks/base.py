@@ -18,7 +18,7 @@ from batchinf.base.places import is_bucket
 from batchinf.model.identity import Model
 from batchinf.prompts import checks
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, RESPONSES_URL
+from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL
 from batchinf.prompts.openai.requests import BatchReader
 from batchinf.records import FloatArray, Prompt, Request, Result, RowsWanted
 from batchinf.source.rows import Source
@@ -32,8 +32,7 @@ from batchinf.tasks.columns import (
     shared_columns,
     without_requests,
 )
-from batchinf.tasks.compare import Comparison
-from batchinf.tasks.verification import Verification
+from batchinf.tasks.compare import ComparedColumns
 
 _KEYS = ("row_index", "prompt_hash", "sample_index")
 # No dictionary encoding: nearly every value is different.
@@ -120,16 +119,14 @@ class Task(abc.ABC):
     """Whether a result can take several MB, so that the writer needs larger buffers."""
     default_max_output_bytes: ClassVar[int | None] = None
     """Of `output.max_output_bytes`; None: no limit."""
-    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
+    batch_urls: ClassVar[tuple[str, ...]] = (CHAT_URL, COMPLETIONS_URL)
     """The URLs of the lines of OpenAI batch files that it runs; empty: it runs no such file."""
     takes_images: ClassVar[bool] = False
     """Whether its prompts may have images."""
     row_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns of a row's results with names that other tasks use for those of tokens."""
-    comparison: ClassVar[Comparison | None] = None
-    """How `diff` compares two jobs of the task; None: their outputs cannot be compared."""
-    verification: ClassVar[type[Verification] | None] = None
-    """What `verify` compares of its rows; None: they cannot be verified."""
+    compared: ClassVar[ComparedColumns] = ComparedColumns()
+    """The columns that `diff` compares in two jobs of the task, besides those of vectors."""
 
     prompts: type[PromptBuilder] = PromptBuilder
     """Makes prompts of rows."""
@@ -182,6 +179,15 @@ class Task(abc.ABC):
         images = spec.input.images
         if images is not None and any(map(is_bucket, images.folders)) and importlib.util.find_spec("obstore") is None:
             raise SpecError(f"input.images.folders: {NEEDS_OBSTORE}")
+
+    @classmethod
+    def other_meanings(cls, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
+        """Columns whose numbers mean other things in two jobs with these stored specs; `diff` leaves them out."""
+        return ()
+
+    def why_unverified(self, model: Model) -> str | None:
+        """Why `verify` cannot compare the task's numbers with those of transformers; None: it can."""
+        return f"task {self.name} cannot be verified, only generate, score, logits and embed can"
 
     def describe(self) -> str:
         """A line that tells users what is stored of each row; empty if the task's name and the sampling say enough."""
@@ -378,6 +384,21 @@ class Task(abc.ABC):
             f"output.keep_columns: got {', '.join(names)}, which the output has {own} of its own for; "
             f"give {them} {other}, as in {{{column}: input_{names[0]}}}"
         )
+
+    def check_case(self, columns: Sequence[pa.Field]) -> None:
+        """Raise SpecError for a kept column whose name differs by case only from that of another output column.
+
+        columns: see `output_schema`. SQL takes both names for one: DuckDB's `select text` then returns `Text`.
+        """
+        names = self.output_schema(columns).names
+        for column in columns[1:] if self._has_id else columns:
+            kept = self._name(column.name)
+            for name in names:
+                if name != kept and name.lower() == kept.lower():
+                    raise SpecError(
+                        f"output.keep_columns: got {kept} beside the output's column {name}, which SQL takes for the "
+                        f"same name; give it another one, as in {{{column.name}: input_{kept}}}"
+                    )
 
     def output_table(self, columns: pa.Table | None, computed: Mapping[str, Any]) -> pa.Table:
         """The output table with the computed columns and those of the source.

@@ -18,6 +18,8 @@ Fields = Sequence[tuple[str, pa.DataType]]
 # Parquet's name for the items of a list. So a file reads back with the schema that it was written with.
 ITEM = "element"
 INT32 = np.dtype(np.int32)
+# Columns with a value for each token of an output or, after `prompt_`, of a prompt.
+TOKEN_COLUMNS = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
 IMAGE_DIGESTS = "image_digests"  # only in jobs with images
 # Only in jobs with images that began with this column: see `Prompt.unrendered_hash`. `input.exclude` compares it, since
 # it is known without the model's processor. In rows without images it is `prompt_hash`.

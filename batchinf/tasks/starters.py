@@ -18,6 +18,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")  # a column that a Jinja2 template
 _TAKEN = re.compile(
     "id|row_index|sample_index|text|reasoning|answer|attempts|positions|perplexity|is_greedy|logits|embedding|ranking|relevance_.*|prompt.*"
     "|num_.*|error_.*|best.*|bits_.*|logprob.*|.*_reason|.*_logprobs?|.*token_ids|.*ranks"
+    "|image_.*|choice_.*|answer_.*|unrendered_.*|tool_calls|request|query_.*|embeddings",
+    re.IGNORECASE,  # SQL takes `Text` and `text` for one column
 )
 
 # Purposes of `init --labels`.
@@ -81,6 +83,8 @@ class Data:
     """About files of the input, for people."""
     most_images: int = 0
     """Of a row."""
+    is_captioned: bool = False
+    """Whether the input is a folder of pictures beside text files, of which the pictures are read."""
     has_image_parts: bool = False
     """Whether conversations or lines of a batch file have parts that are images."""
 
@@ -141,6 +145,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
             "",
             "input:",
             f"  path: {_path(data.path)}",
+            *(["  format: images    # the folder has text files, too"] if data.is_captioned else []),
             *(
                 [f"  csv: {{encoding: {data.encoding}}}    # {guess}look at the text in validate"]
                 if data.encoding
@@ -164,7 +169,7 @@ def write_spec(purpose: str, path: str, data: Data, wanted: StarterWanted) -> st
 _OF_IMAGES = ("label", "generate", "score", "embed")  # purposes with images in prompts
 _FEW_IMAGES = ImageSettings().max_per_row
 
-_ID = "# the output calls it `id`, for merges and `inspect`"
+_ID = "# the output calls it `id`, for merges and `head --row`"
 
 # What the spec does, lines of the section `input`, and those of the section between `input` and `output`.
 _Starter = tuple[str, Sequence[str], Sequence[str]]
@@ -412,13 +417,15 @@ def _conversations(data: Data) -> str:
 
 def _kept(names: Sequence[str]) -> list[str]:
     """The field of the columns to copy, and why some of the copies have other names."""
-    taken = [name for name in names if _TAKEN.fullmatch(name)]
+    lower = [name.lower() for name in names]
+    twice = [name for place, name in enumerate(names) if name.lower() in lower[:place]]
+    taken = [name for name in names if _TAKEN.fullmatch(name) or name in twice]
     what = "    # input columns to copy to the output"
     if not taken:
         return [f"  keep_columns: [{', '.join(map(_yaml, names))}]{what}"]
     new = (f"{_yaml(name)}: {_yaml(f'input_{name}' if name in taken else name)}" for name in names)
     return [
-        f"  # input_…: batchinf's own output columns have the name{'s' * (len(taken) > 1)} {', '.join(taken)}",
+        f"  # input_…: other columns of the output have the name{'s' * (len(taken) > 1)} {', '.join(taken)}",
         f"  keep_columns: {{{', '.join(new)}}}{what}",
     ]
 

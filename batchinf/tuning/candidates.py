@@ -2,9 +2,8 @@
 
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -16,7 +15,7 @@ from batchinf.fleet.parallel import local_devices
 from batchinf.job.open import placing
 from batchinf.model.identity import resolve
 from batchinf.model.memory import Fit, fit_of, share_of
-from batchinf.planning.degrees import that_fit
+from batchinf.planning.degrees import Machine, that_fit
 from batchinf.planning.lengths import shared_share
 from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec, fields
@@ -29,29 +28,17 @@ _MAX_NUM_BATCHED_TOKENS = (8192, 16384, 32768, 4096)
 _REPLICAS_PER_DEVICE = (2, 1, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Settings to try together. Without settings: the spec as it is."""
-
-    settings: Settings = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """The settings as JSON, equal for equal candidates."""
-        return json.dumps(self.settings, sort_keys=True)
-
-    @property
-    def name(self) -> str:
-        """The settings as people write them."""
-        return ", ".join(f"{name} {shown(value)}" for name, value in self.settings.items()) or "the spec as it is"
+def name_of(settings: Settings) -> str:
+    """Settings as people write them."""
+    return ", ".join(f"{name} {shown(value)}" for name, value in settings.items()) or "the spec as it is"
 
 
-def candidates(dimensions: Sequence[Sequence[Settings]]) -> Iterator[Candidate]:
-    """The spec as it is, then each setting alone, then two of different dimensions together, and so on."""
+def candidates(dimensions: Sequence[Sequence[Settings]]) -> Iterator[Settings]:
+    """None for the spec as it is, then each setting alone, then two of different dimensions together, and so on."""
     for number in range(len(dimensions) + 1):
         for chosen in itertools.combinations(dimensions, number):
             for parts in itertools.product(*chosen):
-                yield Candidate({name: value for settings in parts for name, value in settings.items()})
+                yield {name: value for settings in parts for name, value in settings.items()}
 
 
 def named_by_user(spec: JobSpec, text: str) -> list[Settings]:
@@ -65,17 +52,12 @@ def named_by_user(spec: JobSpec, text: str) -> list[Settings]:
     if not equals or not values:
         raise SpecError(f"{place}: must be field=value,value such as --try engine.max_num_seqs=256,512")
     dimension: list[Settings] = [{name.strip(): value} for value in values]
-    for settings in dimension:
-        _check(spec, settings, place)
-    return dimension
-
-
-def _check(spec: JobSpec, settings: Settings, place: str) -> None:
     before = fields(spec, "identity")
-    after = fields(read_spec(spec, settings).spec, "identity")
-    for name in before.keys() | after.keys():
-        if before.get(name) != after.get(name):
-            raise SpecError(f"{place}: {name} changes the output; only fields that change the speed can be tried")
+    for settings in dimension:
+        after = fields(read_spec(spec, settings).spec, "identity")
+        if changed := [field for field in before.keys() | after.keys() if before.get(field) != after.get(field)]:
+            raise SpecError(f"{place}: {changed[0]} changes the output; only fields that change the speed can be tried")
+    return dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +86,14 @@ class _Start:
         return replicas_per_device(self.spec, self.fit, task_of(self.spec), self.num_devices) if self.num_devices else 1
 
 
-def requests_at_once(file: SpecFile, backend: Backend, tried: Sequence[Candidate]) -> int:
+def requests_at_once(file: SpecFile, backend: Backend, tried: Sequence[Settings]) -> int:
     """Requests that all engines of the spec run at once, with the largest batch that is tried.
 
     A replica with an `auto` degree may take all devices: the engines count as one then. Raises SpecError if the degrees
     do not fit the devices.
     """
     spec = file.spec
-    sizes = [value for one in tried for name, value in one.settings.items() if name.endswith(".max_num_seqs")]
+    sizes = [value for one in tried for name, value in one.items() if name.endswith(".max_num_seqs")]
     if spec.scripted is not None:
         sizes.append(spec.scripted.max_num_seqs)
     else:
@@ -144,9 +126,9 @@ def left_open(file: SpecFile, backend: Backend) -> list[list[Settings]]:
     return [dimension for dimension in dimensions if dimension]
 
 
-def kept_settings(file: SpecFile, backend: Backend, candidate: Candidate) -> Settings:
+def kept_settings(file: SpecFile, backend: Backend, settings: Settings) -> Settings:
     """What the job chooses by the size of its input, which a sample does not have: the replicas on a device."""
-    start = _Start.of(read_spec(file.spec, candidate.settings).spec, backend)
+    start = _Start.of(read_spec(file.spec, settings).spec, backend)
     if start.spec.parallel.replicas_per_device != "auto" or (number := start.replicas_per_device) == 1:
         return {}
     return {"parallel.replicas_per_device": number}
@@ -201,6 +183,6 @@ def _degrees(start: _Start) -> list[Settings]:
     share = share_of(start.spec.engine)
     return [
         {"parallel.tensor_parallel_size": degrees.tensor, "parallel.pipeline_parallel_size": degrees.pipeline}
-        for degrees in that_fit(fit, fit.max_model_len, share, num_devices, most=num_devices)
+        for degrees in that_fit(fit, Machine(None, num_devices, 1, share), fit.max_model_len)
         if num_devices % degrees.num_devices == 0 and (degrees.tensor, degrees.pipeline) != parallel.sizes
     ]

@@ -1,21 +1,21 @@
-"""One trial: a job of a sample of the rows under a candidate's settings. A stop loses at most the running trial."""
+"""One trial: a job of a sample of the rows under some settings."""
 
-import json
+import contextlib
 import os
 import pathlib
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from batchinf.base.errors import BatchinfError, Interrupted, OutputError
+from batchinf.base.errors import BatchinfError, Interrupted
 from batchinf.base.storage import Folder
 from batchinf.base.text import one_line
 from batchinf.coordinator.ending import Summary
 from batchinf.fleet.speed import times_of
 from batchinf.manifest.state import read_state
-from batchinf.tuning.candidates import Candidate, Settings
+from batchinf.tuning.candidates import Settings
 
 # Runs a job with these overrides of the spec, as `batchinf.run` does.
 RunJob = Callable[[Mapping[str, Any]], Summary]
@@ -23,9 +23,9 @@ RunJob = Callable[[Mapping[str, Any]], Summary]
 
 @dataclass(frozen=True, slots=True)
 class TuneTrial:
-    """What a candidate did on a sample of the rows. Rates are those while the engines worked."""
+    """What some settings did on a sample of the rows. Rates are those while the engines worked."""
 
-    candidate: Candidate
+    settings: Settings
     num_rows: int
     rows_per_s: float = 0.0
     """Output rows."""
@@ -37,7 +37,7 @@ class TuneTrial:
     num_devices: int = 0
     """GPUs; 0 on processors."""
     error: str = ""
-    """Why the candidate could not run; its rates are 0 then."""
+    """Why it could not run; its rates are 0 then."""
     late_s: float = 0.0
     """From the first engine that was up to the last one."""
 
@@ -46,86 +46,45 @@ class TuneTrial:
         """Prompt and output tokens a second."""
         return self.prompt_tokens_per_s + self.output_tokens_per_s
 
+    def gain(self, base: "TuneTrial", num_rows: int) -> float:
+        """How many times as fast an input of `num_rows` rows is done as with the settings of `base`.
 
-class TrialRecord:
-    """The trials of one spec in a folder, a line of JSON each. They survive a stop of the program."""
-
-    def __init__(self, folder: pathlib.Path, fingerprint: str) -> None:
-        """Raises OutputError if the folder holds trials of another spec."""
-        self.folder = folder
-        self._path = folder / "trials.jsonl"
-        self._trials: dict[tuple[str, int], TuneTrial] = {}
-        if self._path.exists():
-            self._read(fingerprint)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._append({"fingerprint": fingerprint})
-
-    def _read(self, fingerprint: str) -> None:
-        # The last line is torn if the program was killed while it wrote it.
-        lines = self._path.read_bytes().split(b"\n")[:-1]
-        values = [json.loads(line) for line in lines]
-        if not values or values[0].get("fingerprint") != fingerprint:
-            raise OutputError(f"{self.folder} holds trials of another spec or input; delete it, or give another --out")
-        for value in values[1:]:
-            trial = TuneTrial(**{**value, "candidate": Candidate(value["candidate"]["settings"])})
-            self._trials[trial.candidate.key, trial.num_rows] = trial
-        os.truncate(self._path, sum(len(line) + 1 for line in lines))
-
-    @property
-    def spent_s(self) -> float:
-        """The time of all trials."""
-        return sum(trial.start_s + trial.work_s for trial in self._trials.values())
-
-    def find(self, candidate: Candidate, num_rows: int) -> TuneTrial | None:
-        """The trial of an earlier run of the program."""
-        return self._trials.get((candidate.key, num_rows))
-
-    def add(self, trial: TuneTrial) -> None:
-        """Keep a trial, durably."""
-        self._trials[trial.candidate.key, trial.num_rows] = trial
-        self._append(asdict(trial))
-
-    def _append(self, value: dict[str, Any]) -> None:
-        with self._path.open("ab") as file:
-            file.write(json.dumps(value).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        Engines of one device start one after the other. Until the last one is up, the job has the speed of `base`.
+        """
+        base_s = num_rows * base.work_s / base.num_rows
+        late_s = min(base_s, max(0.0, self.late_s - base.late_s))
+        if not self.rows_per_s:
+            return 0.0
+        return base_s / (late_s + (base_s - late_s) * base.rows_per_s / self.rows_per_s)
 
 
-def run_trial(
-    candidate: Candidate,
-    num_rows: int,
-    *,
-    kept: Settings,
-    share: float | None,
-    folder: pathlib.Path,
-    run: RunJob,
-) -> TuneTrial:
-    """Run a sample as a job of its own below `folder`; its output is deleted.
+def run_trial(settings: Settings, sample: Settings, *, folder: pathlib.Path, run: RunJob) -> TuneTrial:
+    """Run a sample as a job of its own below `folder`, and delete it.
 
-    kept: settings that do not come from the candidate. share: of the rows that the sample is drawn from; None: the
-    first rows. A candidate that cannot run is a trial with an error. Raises Interrupted.
+    sample: settings that do not come from the candidate, with `input.limit`. Settings that cannot run make a trial with
+    an error. Raises Interrupted.
     """
     place = folder / "trial"
     shutil.rmtree(place, ignore_errors=True)
-    sample = {"input.limit": num_rows, **({} if share is None else {"input.sample": share})}
+    num_rows = sample["input.limit"]
     output = {"output.path": os.fspath(place).replace("$", "$$"), "output.work_dir": None, "max_error_rate": 1.0}
     began = time.monotonic()
     try:
-        summary = run({**kept, **candidate.settings, **sample, **output})
+        summary = run({**sample, **settings, **output})
         state = read_state(Folder(place))
     except Interrupted:
         raise
     except BatchinfError as error:
-        return TuneTrial(candidate, num_rows, start_s=time.monotonic() - began, error=one_line(error, 300))
+        return TuneTrial(settings, num_rows, start_s=time.monotonic() - began, error=one_line(error, 300))
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the user's folder may hold more
+            folder.rmdir()
     speed = summary.speed
     assert speed is not None and state is not None
     up = times_of(state.events, "ready")
     return TuneTrial(
-        candidate,
+        settings,
         num_rows,
         rows_per_s=summary.num_rows / speed.work_s,
         prompt_tokens_per_s=speed.prompt_tokens_per_s,

@@ -1,35 +1,82 @@
-"""Tunes one spec: makes its candidates, runs the search within a budget, and keeps what it finds in a folder."""
+"""Tunes one spec: runs its candidates on the same rows within a budget, and shows which is the fastest."""
 
-import json
-import os
 import pathlib
-import re
-from collections.abc import Callable, Sequence
+import shlex
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from batchinf.base.errors import SpecError, UserError
-from batchinf.base.text import counted, duration, time_taken
+from batchinf.base.text import clip, counted, duration, short_count, time_taken
 from batchinf.fleet.backend import Backend
-from batchinf.planning.lengths import Lengths, lengths_of, opened
-from batchinf.spec.file import SpecFile, read_spec
-from batchinf.spec.job import fingerprint
+from batchinf.planning.lengths import lengths_of, opened
+from batchinf.spec.file import SpecFile
 from batchinf.tuning.candidates import (
-    Candidate,
     Settings,
     candidates,
     kept_settings,
     left_open,
+    name_of,
     named_by_user,
     requests_at_once,
 )
-from batchinf.tuning.search import search
-from batchinf.tuning.text import TuneReport, chart, trial_line
-from batchinf.tuning.trial import RunJob, TrialRecord, TuneTrial, run_trial
+from batchinf.tuning.trial import RunJob, TuneTrial, run_trial
 
-# Requests of a first trial for each that the engines run at once: with fewer, the end of the trial decides, where the
-# batches are no longer full.
+# Requests of a trial for each that the engines run at once: with fewer, the end of the trial decides, where the batches
+# are no longer full.
 _REQUESTS_PER_PLACE = 4
 _LEAST_ROWS = 1000
 _SEVERAL = 1.3  # a sample's share is approximate
+# Settings that gain less are not worth a longer spec: two equal trials differ by as much.
+_LEAST_GAIN = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class TuneReport:
+    """The result of `batchinf tune` for one spec."""
+
+    spec: str
+    """Path of the spec's file."""
+    num_rows: int
+    """Rows of the input."""
+    trials: tuple[TuneTrial, ...]
+    """The first is that of the spec as it is."""
+    best: TuneTrial
+    """The first one if no settings gain 2 %."""
+    num_left_out: int
+    """Candidates for which the budget has no time."""
+    warning: str | None
+    """Why the trials say little; None if they say enough."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the whole input is done as by the spec as it is."""
+        return self.best.gain(self.trials[0], self.num_rows)
+
+    def lines(self) -> Iterator[str]:
+        """The table of the trials, the winner, and what to do."""
+        yield f"{'tokens/s':>9} {'a GPU':>9} {'gain':>5}  settings"
+        for trial in sorted(self.trials, key=lambda trial: -trial.rows_per_s):
+            each = short_count(trial.tokens_per_s / trial.num_devices) if trial.num_devices else "-"
+            cells = [short_count(trial.tokens_per_s), each, f"{trial.gain(self.trials[0], self.num_rows):.2f}"]
+            rate, each, gain = ["-"] * 3 if trial.error else cells
+            error = f": {clip(trial.error, 120)}" if trial.error else ""
+            yield f"{rate:>9} {each:>9} {gain:>5}  {name_of(trial.settings)}{error}"
+        settings = self.best.settings
+        on = f"on {counted(self.best.num_rows, 'row')}"
+        yield ""
+        if settings:
+            yield f"best: {name_of(settings)}: {self.gain:.2f} x the spec as it is, {on}"
+        else:
+            yield f"best: the spec as it is; no settings were 2 % faster {on}"
+        if self.warning is not None:
+            yield self.warning
+        if self.num_left_out:
+            yield f"{self.num_left_out:,} more candidates had no room in the budget; a larger --budget tries them"
+        yield f"trials took {time_taken(sum(trial.start_s + trial.work_s for trial in self.trials))}"
+        if settings:
+            options = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in settings.items())
+            yield f"next: batchinf run {shlex.quote(self.spec)} {options}, or put these fields into the spec"
 
 
 def tune_job(
@@ -39,136 +86,91 @@ def tune_job(
     run: RunJob,
     say: Callable[[str], None],
     budget_s: float,
-    first_rows: int | None,
+    num_rows: int | None,
     tries: Sequence[str],
     out: str | None,
-    writes: bool,
 ) -> TuneReport:
-    """Find the fastest settings for a spec. run: runs the spec with more overrides. Trials of an earlier call count.
+    """Find the fastest settings for a spec. run: runs the spec with more overrides.
 
-    budget_s: time of all trials. first_rows: rows of the first round; None: from the batch sizes. tries: texts of
-    `--try`; empty: try what the spec leaves open. out: folder of the trials; None: beside the job's output. writes: put
-    the winner into the spec.
+    budget_s: time of all trials. num_rows: rows of a trial; None: from the batch sizes. tries: texts of `--try`; empty:
+    try what the spec leaves open. out: folder of the running trial; None: beside the job's output.
 
     Raises UserError if the spec as it is cannot run, or not within the budget.
     """
     if out is None:
         file.check_folder("tune", "give the trials a folder here with --out")
-    if writes and not os.path.isfile(file.path):
-        raise UserError(f"--write: {file.path} is not a file; a spec must be a YAML file to be written to")
-    tried = _tried(file, backend, tries)
-    at_once = requests_at_once(file, backend, tried)
-    lengths = _lengths(file)
-    most_rows = lengths.num_rows
-    enough_rows = max(_LEAST_ROWS, round(_REQUESTS_PER_PLACE * at_once / max(1.0, lengths.requests_per_row)))
-    num_rows = min(first_rows or enough_rows, most_rows)
-    warning = None
-    if num_rows * lengths.requests_per_row < at_once:
-        warning = _never_full(num_rows, most_rows, at_once)
-        say(warning)
-    folder = pathlib.Path(out or f"{file.spec.output.path.rstrip('/')}-tune")
-    spec = file.spec.model_dump(mode="json", exclude={"output"})
-    record = TrialRecord(folder, fingerprint({"spec": spec, "rows": most_rows}))
-
-    used_s = 0.0  # by trials that this search has asked for, in an earlier call or now
-
-    def measure(candidate: Candidate, num_rows: int, label: str) -> TuneTrial:
-        nonlocal used_s
-        trial = record.find(candidate, num_rows)
-        if trial is None:
-            say(f"{label}: {candidate.name}, {num_rows:,} rows")
-            share = min(1.0, _SEVERAL * num_rows / most_rows)
-            trial = run_trial(
-                candidate,
-                num_rows,
-                kept=kept_settings(file, backend, candidate),
-                share=share if share < 1 else None,
-                folder=folder,
-                run=run,
-            )
-            if trial.error and not candidate.settings:
-                raise UserError(f"the spec as it is cannot run: {trial.error}")
-            record.add(trial)
-        used_s += trial.start_s + trial.work_s
-        say(f"  {trial_line(trial)}")
-        return trial
-
-    result = search(tried, num_rows=num_rows, most_rows=most_rows, left_s=lambda: budget_s - used_s, measure=measure)
-    if len(result.trials) == 1:
-        raise UserError(
-            f"one trial of {result.base.num_rows:,} rows took {time_taken(used_s)}, so that the budget of "
-            f"{duration(budget_s)} has no time for a second one; give a larger --budget or fewer --rows"
-        )
-    is_written = writes and bool(result.best.candidate.settings)
-    if is_written:
-        write_settings(file.path, result.best.candidate.settings)
-    (folder / "tune.svg").write_text(chart(result), encoding="utf-8")
-    return TuneReport(
-        spec=file.path,
-        folder=os.fspath(folder),
-        found=result,
-        spent_s=record.spent_s,
-        written=is_written,
-        warning=warning,
-    )
-
-
-def _tried(file: SpecFile, backend: Backend, tries: Sequence[str]) -> list[Candidate]:
-    """What is tried: the values that the user names, else those that the spec leaves open. Raises SpecError."""
     dimensions = [named_by_user(file.spec, text) for text in tries] or left_open(file, backend)
     if not dimensions:
         raise SpecError(f"{file.path}: the spec leaves nothing open to tune; name values, as in "
                         "--try engine.max_num_seqs=256,512")  # fmt: skip
-    return list(candidates(dimensions))
+    tried = list(candidates(dimensions))
+    most_rows, sample_rows, warning = _sample_of(file, requests_at_once(file, backend, tried), num_rows)
+    if warning is not None:
+        say(warning)
+    share = _SEVERAL * sample_rows / most_rows
+    sample = {"input.limit": sample_rows, **({"input.sample": share} if share < 1 else {})}
+    folder = pathlib.Path(out or f"{file.spec.output.path.rstrip('/')}-tune")
+
+    def measure(settings: Settings, label: str) -> TuneTrial:
+        say(f"{label}: {name_of(settings)}, {sample_rows:,} rows")
+        trial = run_trial(settings, {**kept_settings(file, backend, settings), **sample}, folder=folder, run=run)
+        if trial.error and not settings:
+            raise UserError(f"the spec as it is cannot run: {trial.error}")
+        say(f"  {clip(trial.error, 200) or f'{short_count(trial.tokens_per_s)} tokens/s'}")
+        return trial
+
+    trials = search(tried, budget_s, measure)
+    if len(trials) == 1:
+        raise UserError(
+            f"one trial of {sample_rows:,} rows took {time_taken(trials[0].start_s + trials[0].work_s)}, so that the "
+            f"budget of {duration(budget_s)} has no time for a second one; give a larger --budget or fewer --rows"
+        )
+    best = best_of(trials, most_rows)
+    return TuneReport(file.path, most_rows, tuple(trials), best, num_left_out=len(tried) - len(trials), warning=warning)
 
 
-def _never_full(num_rows: int, most_rows: int, at_once: int) -> str:
-    about = "a larger input" if num_rows == most_rows else "the whole input; give more --rows"
-    return (
-        f"warning: with {counted(num_rows, 'row')} the engines are never full, as they run up to {at_once:,} "
-        f"requests at once; so the trials say little about {about}"
-    )
+def search(
+    tried: Sequence[Settings], budget_s: float, measure: Callable[[Settings, str], TuneTrial]
+) -> list[TuneTrial]:
+    """Run settings, of which the first are those of the spec as it is, while the budget has time for one more.
+
+    measure: runs one; its last argument tells the user which trial this is.
+    """
+    trials: list[TuneTrial] = []
+    for number, settings in enumerate(tried, 1):
+        if trials and sum(trial.start_s + trial.work_s for trial in trials) + _expected_s(trials) > budget_s:
+            break
+        trials.append(measure(settings, f"trial {number} of at most {len(tried)}"))
+    return trials
 
 
-def _lengths(file: SpecFile) -> Lengths:
+def _expected_s(trials: Sequence[TuneTrial]) -> float:
+    """The time of a trial. The first trial's start counts only without others: it compiles what later ones load."""
+    starts = [trial.start_s for trial in trials[1:] if not trial.error]
+    return (statistics.median(starts) if starts else trials[0].start_s) + trials[0].work_s
+
+
+def best_of(trials: Sequence[TuneTrial], num_rows: int) -> TuneTrial:
+    """The fastest trial for an input of `num_rows` rows; the first one if none gains 2 % over it."""
+    best = max(trials, key=lambda trial: trial.gain(trials[0], num_rows))
+    return best if best.gain(trials[0], num_rows) >= _LEAST_GAIN else trials[0]
+
+
+def _sample_of(file: SpecFile, at_once: int, num_rows: int | None) -> tuple[int, int, str | None]:
+    """Rows of the input and of a trial, and a warning if these cannot fill the engines. Raises UserError."""
     with opened(file) as opened_job:
         assert opened_job is not None
-        job, num_rows = opened_job
-        lengths = lengths_of(job, file, num_rows)
-    if not lengths.num_rows:
+        job, num_copied = opened_job
+        lengths = lengths_of(job, file, num_copied)
+    most = lengths.num_rows
+    if not most:
         raise UserError(f"{file.path}: the input has no rows to tune with")
-    return lengths
-
-
-def write_settings(path: str, settings: Settings) -> None:
-    """Add the settings to a spec's file. Raises UserError, which names the lines to add by hand, if that fails."""
-    file = pathlib.Path(os.path.realpath(path))
-    wanted = read_spec(path, settings).spec
-    text = file.read_text(encoding="utf-8")
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        text = _added(text, section, field, json.dumps(value))
-    staged = file.with_name(f".{file.name}.tune")
-    try:
-        staged.write_text(text, encoding="utf-8")
-        os.chmod(staged, file.stat().st_mode & 0o777)
-        try:
-            is_same = read_spec(staged).spec == wanted
-        except SpecError:
-            is_same = False
-        if not is_same:
-            lines = "; ".join(f"{name}: {json.dumps(value)}" for name, value in settings.items())
-            raise UserError(f"{path}: the settings cannot be added by --write; add them yourself: {lines}")
-        os.replace(staged, file)
-    finally:
-        staged.unlink(missing_ok=True)
-
-
-def _added(text: str, section: str, field: str, value: str) -> str:
-    """The text with the field as the first of its section, or with a new section at its end."""
-    heading = re.search(rf"^{section}:[ \t]*(#.*)?$", text, re.MULTILINE)
-    if heading is None:
-        return f"{text.rstrip()}\n\n{section}:\n  {field}: {value}\n"
-    below = re.search(r"^([ \t]+)[^\s#]", text[heading.end() :], re.MULTILINE)
-    indent = "  " if below is None else below[1]
-    return f"{text[: heading.end()]}\n{indent}{field}: {value}{text[heading.end() :]}"
+    enough = max(_LEAST_ROWS, round(_REQUESTS_PER_PLACE * at_once / max(1.0, lengths.requests_per_row)))
+    number = min(num_rows or enough, most)
+    if number * lengths.requests_per_row >= at_once:
+        return most, number, None
+    about = "a larger input" if number == most else "the whole input; give more --rows"
+    return most, number, (
+        f"warning: with {counted(number, 'row')} the engines are never full, as they run up to {at_once:,} requests at "
+        f"once; so the trials say little about {about}"
+    )  # fmt: skip

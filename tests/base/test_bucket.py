@@ -13,6 +13,7 @@ import pytest
 import stores
 
 import jobs
+from batchinf.base import bucket as buckets
 from batchinf.base.bucket import Bucket, StoreError
 from batchinf.base.places import bucket_and_prefix, bucket_problem, is_bucket
 
@@ -162,6 +163,38 @@ def test_the_last_attempt_is_not_before_the_patience_is_over(url: str, store: st
     with pytest.raises(StoreError, match="has not taken a request for"):
         bucket.put("status.json", b"")
     assert len(attempts) > 2 and attempts[-1] >= began + 1.0
+
+
+def test_a_slow_link_is_no_failure(url: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_SILENCE_S", 2)
+    data = random.Random(1).randbytes(800_000)
+    with stores.proxy(bytes_per_s=200_000) as link:
+        for name, value in link.environment.items():
+            monkeypatch.setenv(name, value)
+        Bucket(url).put("first", b"1")
+        Bucket(url).get("first")  # it takes the server long
+        link.seen.clear()
+        bucket = Bucket(url, patience_s=0.0)
+        assert bucket.put_new("journal/a", data).data == data
+        assert bucket.bytes_per_s is not None and 100_000 < bucket.bytes_per_s < 250_000
+        found = bucket.get("journal/a")
+        assert found is not None and found.data == data
+        (tmp_path / "part").write_bytes(data)
+        assert bucket.upload("parts/a", tmp_path / "part") is None
+        assert bucket.download("parts/a", tmp_path / "back") and (tmp_path / "back").read_bytes() == data
+        assert sum(method == "PUT" for method, _ in link.seen) == 2
+        # One that takes too long for the speed that was measured is given up. The next one may take longer.
+        bucket.bytes_per_s = 100e6
+        link.bytes_per_s = 10_000
+        with pytest.raises(StoreError, match="bytes were not sent in 2 s"):
+            bucket.put("status.json", data)
+        assert bucket.bytes_per_s < 400_000
+        # A stop does not wait for it.
+        began = time.monotonic()
+        bucket.is_stopped = lambda: time.monotonic() > began + 1
+        with pytest.raises(StoreError):
+            bucket.upload("parts/b", tmp_path / "part")
+        assert time.monotonic() - began < 3
 
 
 def test_urls() -> None:

@@ -1,11 +1,17 @@
 """What is durable, seen by the calls of fsync."""
 
+import contextlib
 import os
 import pathlib
+import signal
+from collections.abc import Iterator
 
 import pytest
 
+from batchinf.base.errors import OutputError
+from batchinf.base.slices import CUT_RECORD
 from batchinf.base.storage import Folder, write_named
+from batchinf.manifest.state import read_jobs
 
 
 def test_a_folder_is_durable_before_files_are_put_into_it(
@@ -49,6 +55,41 @@ def test_links_and_devices_stay_when_they_are_written(tmp_path: pathlib.Path) ->
     with pytest.raises(IsADirectoryError):
         write_named(pathlib.Path(""), b"new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+@pytest.mark.parametrize("name", ["manifest/000001.jsonl", "parts/part-000000.parquet", "job.yaml", CUT_RECORD])
+def test_a_pipe_in_the_folder_of_a_job_is_refused(tmp_path: pathlib.Path, name: str) -> None:
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(10)
+    try:
+        with pytest.raises(OutputError, match=f"{name} is a named pipe"):
+            list(read_jobs(str(tmp_path)))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_sizes_of_files_are_known_if_one_of_them_goes_meanwhile(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode())
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def and_delete(path: pathlib.Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scan(path) as entries:
+            found = list(entries)
+            (tmp_path / "b").unlink()
+            yield iter(found)
+
+    monkeypatch.setattr(os, "scandir", and_delete)
+    assert Folder(tmp_path).sizes("") == {"a": 1, "c": 1}
 
 
 def test_a_named_file_of_others_stays(tmp_path: pathlib.Path) -> None:

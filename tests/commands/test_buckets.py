@@ -127,7 +127,7 @@ def test_other_commands_show_what_they_show_of_a_folder(
     jobs.finish(spec, **environment)
     shutil.rmtree(tmp_path / "work")
     [row] = pq.read_table(out / "parts", columns=["id"]).slice(7, 1)["id"].to_pylist()
-    both = [jobs.run("inspect", where, row, "--json", **environment) for where in (out, url)]
+    both = [jobs.run("head", where, "--row", row, "--json", **environment) for where in (out, url)]
     assert both[1].returncode == 0, both[1].stderr
     shown = [json.loads(one.stdout) for one in both]
     assert shown[1].pop("folder") == url and shown[0].pop("folder") == str(out)

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from headers import header_of
 
-import jobs
 from batchinf.base.errors import OutputError, UserError
 from batchinf.commands import diff
 from batchinf.commands.diff import diff_jobs
@@ -136,31 +135,36 @@ def test_scores(tmp_path: pathlib.Path) -> None:
         assert row["is_changed"] == (own["is_greedy"] != other["is_greedy"])
         for name in ("logprob_sum", "logprob_mean"):
             if other[name] is None:
-                assert row[f"delta_{name}"] is None
+                assert row[f"{name}_delta"] is None
                 continue
             delta = 0.0 if own[name] == other[name] else other[name] - own[name]
             expected[name].append(delta)
-            assert row[f"delta_{name}"] == delta or (math.isnan(delta) and math.isnan(row[f"delta_{name}"]))
-        if own["token_ids"] == other["token_ids"]:
-            tokens = [float(y) - float(x) for x, y in zip(own["logprobs"], other["logprobs"], strict=True)]
+            assert row[f"{name}_delta"] == delta or (math.isnan(delta) and math.isnan(row[f"{name}_delta"]))
+        pairs = zip(own["token_ids"] or [], other["token_ids"] or [], strict=False)
+        num_same = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        both = zip((own["logprobs"] or [])[:num_same], (other["logprobs"] or [])[:num_same], strict=True)
+        if tokens := [float(y) - float(x) for x, y in both]:
             expected["tokens"] += tokens
-            assert row["max_abs_delta_logprob"] == max(map(abs, tokens))
+            assert row["logprobs_max_abs_delta"] == max(map(abs, tokens))
         else:
-            assert row["max_abs_delta_logprob"] is None
+            assert row["logprobs_max_abs_delta"] is None
         assert (row["logprob_sum_a"], row["error_type_b"]) == (own["logprob_sum"], other["error_type"])
     assert len(expected["tokens"]) > 100
     num_changed = sum(own["is_greedy"] != other["is_greedy"] for own, other in rows)
-    flips = sum((own["is_greedy"], other["is_greedy"]) == (True, False) for own, other in rows)
     assert "prompts: 1 rows have other token ids: a changed template, tokenizer or input" in lines
     assert "errors: 2 rows only in B, 0 only in A" in lines
-    assert f"outputs: {num_changed} of 40 changed ({num_changed / 40:.2%})" in lines
-    assert f"  is_greedy True -> False: {flips}" in lines
-    assert "  other numbers of scored tokens: 1 rows, whose means are of other tokens" in lines
-    assert f"logprob_sum of 36 rows: {deltas_said(expected['logprob_sum'])}" in lines
-    assert "; 2 more are not finite" in next(line for line in lines if line.startswith("logprob_mean of 36 rows: "))
-    assert f"logprobs of {len(expected['tokens'])} tokens that both scored: {deltas_said(expected['tokens'])}" in lines
+    assert f"outputs: {num_changed} of 40 changed ({num_changed / 40:.2%}), by is_greedy" in lines
+    assert f"is_greedy: {num_changed} rows differ" in lines
+    assert "num_tokens: 3 rows differ" in lines
+    sums = deltas_said(expected["logprob_sum"])
+    assert any(line.startswith("logprob_sum: ") and line.endswith(f" of 36 numbers, {sums}") for line in lines)
+    assert "; 2 more are not finite" in next(line for line in lines if line.startswith("logprob_mean: "))
+    tokens = f" of {len(expected['tokens'])} numbers, {deltas_said(expected['tokens'])}"
+    assert any(line.startswith("logprobs: ") and line.endswith(tokens) for line in lines)
     first = next(row for row in found if row["is_changed"])
-    assert any(line.startswith(f"  row_index {first['key']}: is_greedy {first['is_greedy_a']} ->") for line in lines)
+    assert f"  row_index {first['key']}:" in lines
+    other = "nothing" if first["is_greedy_b"] is None else first["is_greedy_b"]
+    assert f"    is_greedy {first['is_greedy_a']} -> {other}" in lines
 
 
 def test_columns_that_differ_in_case_alone(tmp_path: pathlib.Path) -> None:
@@ -196,13 +200,6 @@ def choice_table(seed: int, has_answer: bool = True) -> pa.Table:
     return pa.table({name: column for name, column in columns.items() if has_answer or name != "answer"})
 
 
-def accuracy_said(rows: Sequence[dict[str, Any]]) -> str:
-    known = [row for row in rows if row["answer"] is not None and row["best"] is not None]
-    right = {name: sum(row[name] == row["answer"] for row in known) for name in known[0] if name.startswith("best")}
-    each = [f"{name} {jobs.share_said(number, len(known))}" for name, number in right.items()]
-    return f"{', '.join(each)} of {len(known)} rows"
-
-
 def test_choices(tmp_path: pathlib.Path) -> None:
     tables = choice_table(0), choice_table(1)
     a, b = (job(tmp_path / name, table, "score") for name, table in zip("ab", tables, strict=True))
@@ -212,34 +209,27 @@ def test_choices(tmp_path: pathlib.Path) -> None:
     for x, y, row in zip(own, other, found, strict=True):
         assert row["is_changed"] == any(x[name] != y[name] for name in x if name.startswith("best"))
         sums = x["choice_logprob_sums"], y["choice_logprob_sums"]
-        if sums[1] is None or len(sums[1]) != 4:
-            assert row["mean_delta_logprob_sum"] is row["max_abs_delta_logprob_sum"] is None
+        if sums[1] is None:
+            assert row["choice_logprob_sums_max_abs_delta"] is None
             continue
-        each = [after - before for before, after in zip(*sums, strict=True)]
+        each = [after - before for before, after in zip(*sums, strict=False)]
         deltas += each
-        assert row["max_abs_delta_logprob_sum"] == max(map(abs, each))
-        assert math.isclose(row["mean_delta_logprob_sum"], sum(each) / 4)
-    assert len(deltas) == 4 * 38
+        assert row["choice_logprob_sums_max_abs_delta"] == max(map(abs, each))
+        assert (row["answer_a"], row["best_b"]) == (x["answer"], y["best"])
+    assert len(deltas) == 4 * 38 + 3
     num_best = sum(x["best"] != y["best"] for x, y in zip(own, other, strict=True))
-    assert f"  best: {num_best} rows have another one" in lines
-    assert "  other numbers of choices: 1 rows" in lines
-    assert f"logprob sums of 152 choices: {deltas_said(deltas)}" in lines
-    assert f"accuracy of A: {accuracy_said(own)}" in lines
-    assert f"accuracy of B: {accuracy_said(other)}" in lines
-    both = [(x["best"] == x["answer"], y["best"] == y["answer"]) for x, y in zip(own, other, strict=True)
-            if x["answer"] is not None and y["best"] is not None]  # fmt: skip
-    expected = f"right -> wrong: {both.count((True, False))}, wrong -> right: {both.count((False, True))}, of 38 rows"
-    assert any(expected in line for line in lines)
+    assert f"best: {num_best} rows differ" in lines
+    assert f"choice_logprob_sums: 40 rows differ; of 155 numbers, {deltas_said(deltas)}" in lines
     first = next(row for row in found if row["is_changed"])
-    assert any(line.startswith(f"  row_index {first['key']} (answer {first['key'] % 4}): best") for line in lines)
+    assert f"  row_index {first['key']}:" in lines
 
 
 def test_choices_without_answers(tmp_path: pathlib.Path) -> None:
     a = job(tmp_path / "a", choice_table(0), "score")
     b = job(tmp_path / "b", choice_table(1, has_answer=False), "score")
     lines = said(a, b, num_examples=2)
-    assert not any("accuracy of" in line or "(answer" in line for line in lines)
-    assert "outputs: 0 of 40 changed (0.00%)" in said(a, a)
+    assert not any(line.startswith("answer") for line in lines)
+    assert "outputs: 0 of 40 changed (0.00%), by best, best_per_token, best_per_byte" in said(a, a)
 
 
 # -- logits and vectors ------------------------------------------------------------------------------------------------
@@ -282,13 +272,12 @@ def logits_table(rows: Sequence[Any], generated: Sequence[Sequence[int]] | None 
     return pa.table(columns)
 
 
-def expected_logits(a: Any, b: Any, num: int) -> dict[str, Any]:
-    """Of one row, in plain Python."""
+def expected_logits(a: Any, b: Any, num: int) -> tuple[list[float], int]:
+    """The differences of one row, and the vectors with the same largest number, in plain Python."""
     deltas = [float(y) - float(x) for one, other in zip(a[:num], b[:num], strict=True)
               for x, y in zip(one, other, strict=True)]  # fmt: skip
     same = sum(int(one.argmax() == other.argmax()) for one, other in zip(a[:num], b[:num], strict=True))
-    return {"num_compared_vectors": num, "max_abs_delta": max(map(abs, finite(deltas))), "num_same_top1": same,
-            "mean_abs_delta": sum(map(abs, finite(deltas))) / len(finite(deltas)), "deltas": deltas}  # fmt: skip
+    return deltas, same
 
 
 @pytest.mark.parametrize("order", ["same", "other order, by id", "rows alone"])
@@ -314,22 +303,24 @@ def test_logits(order: str, wide_bytes: int, tmp_path: pathlib.Path, monkeypatch
     for number, row in zip(kept, found, strict=True):
         own, other = rows[0][number], rows[1][number]
         if other is None:
-            assert row["max_abs_delta"] is row["mean_abs_delta"] is None and row["is_changed"]
+            assert row["logits_max_abs_delta"] is row["logits_min_cosine"] is None and row["is_changed"]
             num_changed += 1
             continue
-        expected = expected_logits(own, other, min(len(own), len(other)))
-        deltas += expected.pop("deltas")
-        assert math.isclose(row["mean_abs_delta"], expected.pop("mean_abs_delta"), rel_tol=1e-9)
-        assert {name: row[name] for name in expected} == expected
-        assert row["is_changed"] == (expected["num_same_top1"] < expected["num_compared_vectors"])
-        num_same, num_vectors = num_same + expected["num_same_top1"], num_vectors + expected["num_compared_vectors"]
+        num = min(len(own), len(other))
+        of_row, num_equal = expected_logits(own, other, num)
+        deltas += of_row
+        assert row["logits_num_compared"] == num
+        assert row["logits_max_abs_delta"] == max(map(abs, finite(of_row)))
+        assert row["is_changed"] == (num_equal < num)
+        num_same += num_equal
+        num_vectors += num
         num_changed += row["is_changed"]
     assert 0 < num_changed < 10
-    assert f"outputs: {num_changed} of {len(kept)} changed ({num_changed / len(kept):.2%})" in lines
-    assert f"logits of {len(kept) - 1} rows, {num_vectors} vectors: {deltas_said(deltas)}" in lines
-    assert f"  the likeliest token is the same in {num_same} of them ({num_same / num_vectors:.2%})" in lines
-    assert "; 1 more are not finite" in lines[-4]
-    assert f" {'12' if order == 'same' else 'row-12'}: num_compared_vectors 3, max_abs_delta " in lines[-2]
+    assert f"outputs: {num_changed} of {len(kept)} changed ({num_changed / len(kept):.2%}), by logits" in lines
+    expected = f"logits: {num_changed} rows differ; of {len(deltas) - 1:,} numbers, {deltas_said(deltas)}"
+    share = f"the largest is the same in {num_same} of {num_vectors} ({num_same / num_vectors:.2%})"
+    assert f"{expected}; {share}" in lines and "; 1 more are not finite" in expected
+    assert f" {'12' if order == 'same' else 'row-12'}:" in lines[-4]
 
 
 def test_logits_where_tokens_were_drawn(tmp_path: pathlib.Path) -> None:
@@ -341,9 +332,9 @@ def test_logits_where_tokens_were_drawn(tmp_path: pathlib.Path) -> None:
         row[3:] += 1
     a, b = (job(tmp_path / n, logits_table(r, d), "logits") for n, r, d in zip("ab", rows, drawn, strict=True))
     _, found = compared(a, b, tmp_path)
-    assert [row["num_compared_vectors"] for row in found] == [3 if n == 9 else 1 + n % 5 for n in range(NUM_ROWS)]
-    assert found[9]["max_abs_delta"] == 0.0
-    assert abs(found[4]["max_abs_delta"] - 1) < 0.01
+    assert [row["logits_num_compared"] for row in found] == [3 if n == 9 else 1 + n % 5 for n in range(NUM_ROWS)]
+    assert found[9]["logits_max_abs_delta"] == 0.0
+    assert abs(found[4]["logits_max_abs_delta"] - 1) < 0.01
 
 
 def test_logits_of_rows_own_tokens(tmp_path: pathlib.Path) -> None:
@@ -354,7 +345,9 @@ def test_logits_of_rows_own_tokens(tmp_path: pathlib.Path) -> None:
     kind = pa.list_(pa.list_(pa.int32(), 11))
     table = logits_table(rows).append_column("value_token_ids", pa.array(ids, kind))
     a, b = (job(tmp_path / name, table, "logits", section) for name in "ab")
-    assert f"logits of {NUM_ROWS} rows, {num_vectors} vectors: {deltas_said([0.0])}" in said(a, b)
+    to = tmp_path / "same.parquet"
+    assert said(a, b, to=str(to))[0] == f"outputs: 0 of {NUM_ROWS} changed (0.00%), by logits"
+    assert sum(pq.read_table(to)["logits_num_compared"].to_pylist()) == num_vectors
     ids[3] = [[3, 8] + [3] * 9] * len(rows[3])
     other = job(
         tmp_path / "c", logits_table(rows).append_column("value_token_ids", pa.array(ids, kind)), "logits", section
@@ -383,15 +376,15 @@ def test_embeddings(dtype: Any, tmp_path: pathlib.Path) -> None:
     assert [row["key"] for row in found if row["is_changed"]] == [3, 4, 7]
     x, y = own[7].astype(float), other[7].astype(float)
     cosine = float(x @ y / np.sqrt((x @ x) * (y @ y)))
-    assert math.isclose(found[7]["min_cosine"], cosine) and cosine < 0.9999
-    assert found[7]["max_abs_delta"] == np.abs(y - x).max()
-    assert found[3]["min_cosine"] is found[4]["max_abs_delta"] is None
-    assert "outputs: 3 of 40 changed (7.50%)" in lines
+    assert math.isclose(found[7]["embedding_min_cosine"], cosine) and cosine < 0.9999
+    assert found[7]["embedding_max_abs_delta"] == np.abs(y - x).max()
+    assert found[3]["embedding_min_cosine"] is found[4]["embedding_max_abs_delta"] is None
+    assert "outputs: 3 of 40 changed (7.50%), by embedding" in lines
     assert "errors: 1 rows only in B, 1 only in A" in lines
-    assert f"  cosine {(37 + cosine) / 38:.8f} on average, at least {cosine:.8f}" in lines
-    # The one row that is apart, and no other.
-    examples = [line for line in lines if line.startswith("  row_index")]
-    assert len(examples) == 1 and examples[0].startswith("  row_index 7: num_compared_vectors 1, max_abs_delta ")
+    said_of_cosines = f"; cosine {(37 + cosine) / 38:.8f} on average, at least {cosine:.8f}"
+    assert any(line.startswith("embedding: 3 rows differ; ") and line.endswith(said_of_cosines) for line in lines)
+    # The row with numbers that are apart comes first.
+    assert next(line for line in lines if line.startswith("  row_index")) == "  row_index 7:"
 
 
 def test_hidden_states_of_layers(tmp_path: pathlib.Path) -> None:
@@ -410,9 +403,10 @@ def test_hidden_states_of_layers(tmp_path: pathlib.Path) -> None:
     lines, found = compared(a, b, tmp_path)
     assert {row["hidden_states_2_max_abs_delta"] for row in found} == {0.0}
     assert {row["hidden_states_4_max_abs_delta"] for row in found} == {0.25}
-    assert [row["hidden_states_4_num_compared_vectors"] for row in found] == [2 if n == 5 else 3 for n in range(40)]
-    assert f"hidden_states_4 of 40 rows, 119 vectors: {deltas_said([0.25])}" in lines
-    assert "outputs: 40 of 40 changed (100.00%)" in lines
+    assert [row["hidden_states_4_num_compared"] for row in found] == [2 if n == 5 else 3 for n in range(40)]
+    line = next(line for line in lines if line.startswith("hidden_states_4: 40 rows differ; of 476 numbers"))
+    assert deltas_said([0.25]) in line
+    assert "outputs: 40 of 40 changed (100.00%), by hidden_states_2, hidden_states_4" in lines
 
 
 def class_table(labels: Sequence[str | None], width: int = 3) -> pa.Table:
@@ -428,12 +422,14 @@ def test_classes(tmp_path: pathlib.Path) -> None:
     a, b = (job(tmp_path / n, class_table(t), "classify", names) for n, t in zip("ab", (own, other), strict=True))
     lines, found = compared(a, b, tmp_path, num_examples=1)
     assert [row["key"] for row in found if row["is_changed"]] == [0, 1]
-    assert {"  label good -> bad: 1", "  label bad -> nothing: 1", "  row_index 0: label good -> bad"} <= {*lines}
-    assert any(line.startswith("probabilities of 39 rows, 39 vectors: ") for line in lines)
+    assert lines[0] == "outputs: 2 of 40 changed (5.00%), by label"
+    assert {"label: 2 rows differ", "  row_index 0:", "    label good -> bad"} <= {*lines}
+    assert any(line.startswith("probabilities: 1 rows differ; ") for line in lines)
     # Of other classes the labels can be compared, and their numbers cannot.
-    wide = job(tmp_path / "c", class_table(other, 4), "classify", {"pooling": {"labels": ["good", "bad", "so", "or"]}})
-    lines = said(a, wide)
-    assert "  label good -> bad: 1" in lines and not any("probabilities" in line for line in lines)
+    names = {"pooling": {"labels": ["bad", "good", "so"]}}
+    other_order = job(tmp_path / "c", class_table(other), "classify", names)
+    lines = said(a, other_order)
+    assert "label: 2 rows differ" in lines and not any("probabilities" in line for line in lines)
 
 
 def test_rewards(tmp_path: pathlib.Path) -> None:
@@ -444,11 +440,13 @@ def test_rewards(tmp_path: pathlib.Path) -> None:
     a, b = (job(tmp_path / name, table, "reward") for name, table in zip("ab", made, strict=True))
     lines, found = compared(a, b, tmp_path, num_examples=5)
     assert [row["key"] for row in found if row["is_changed"]] == [20, 21, 22]
-    assert found[20]["delta"] == 1.5 and found[21]["delta"] is None
-    assert f"reward of 38 rows: {deltas_said([0.0] * 37 + [1.5, math.nan])}" in lines
-    assert [line for line in lines if line.startswith("  row_index")] == [
-        "  row_index 20: delta 1.5, reward_a 20, reward_b 21.5"
-    ]
+    assert found[20]["reward_delta"] == 1.5 and found[21]["reward_delta"] is None
+    assert f"reward: 3 rows differ; of 38 numbers, {deltas_said([0.0] * 37 + [1.5, math.nan])}" in lines
+    assert next(line for line in lines if "row_index " in line) == "  row_index 20:"
+    assert "    reward 20 -> 21.5" in lines
+    both = [pa.table({**keys(), "reward": pa.array([math.nan] * NUM_ROWS), "error_type": errors([0] * NUM_ROWS)})] * 2
+    nan = [job(tmp_path / f"nan-{name}", table, "reward") for name, table in zip("ab", both, strict=True)]
+    assert said(*nan)[0] == "outputs: 0 of 40 changed (0.00%), by reward"
 
 
 # -- what cannot be compared -------------------------------------------------------------------------------------------
@@ -469,9 +467,9 @@ def test_what_cannot_be_compared(tmp_path: pathlib.Path) -> None:
         job(tmp_path / name, table, task, spec)
     for a, b, error in (
         ("scores", "embed", "scores has task score, but .*embed has task embed: compare jobs of the same task"),
-        ("scores", "choices", "scores scores one text of a row, and .*choices several choices: compare jobs that sc"),
-        ("logits", "others", "logits holds logits of other tokens than .*others: compare jobs with the same logits"),
-        ("embed", "wider", "embed holds embedding of 4, and .*wider embedding of 5: compare two that hold the same"),
+        ("scores", "choices", r"means the same in both jobs: .*scores has is_greedy \(bool\), and .*choices has best "),
+        ("logits", "others", "no column that decides whether a row has changed means the same in both jobs: "),
+        ("embed", "wider", r"embed has embedding \(fixed_size_list<.*>\[4\]\), and .*wider has embedding \(.*\[5\]\)$"),
     ):
         with pytest.raises(OutputError, match=error) as raised:
             said(str(tmp_path / a), str(tmp_path / b))

@@ -293,3 +293,15 @@ def test_a_number_that_is_not_finite_is_null_in_json(tmp_path: pathlib.Path) -> 
     given = {"path": str(tmp_path / "rows.jsonl")}
     jobs.finish(jobs.spec_of(tmp_path, input=given, output={"keep_columns": ["score"]}))
     assert head(tmp_path / "out", "--json", "--columns", "score") == ['{"score": null}']
+
+
+def test_a_kept_column_named_error_is_no_error(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": f"r{n}", "prompt": f"Say {n}.", "error": "of a log"} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = jobs.spec_of(
+        tmp_path, input={"path": str(tmp_path / "rows.jsonl")}, output={"keep_columns": ["error"]},
+        scripted={"step_s": 0.0}, parallel={"data_parallel_size": 1},
+    )  # fmt: skip
+    jobs.finish(spec)
+    lines = jobs.run("head", tmp_path / "out", COLUMNS="120").stdout.splitlines()
+    assert [line.count("of a log") for line in lines[2:5]] == [1, 1, 1]

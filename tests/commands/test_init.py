@@ -2,14 +2,11 @@
 
 import base64
 import csv
+import io
 import itertools
 import json
-import os
 import pathlib
-import pty
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pyarrow as pa
@@ -17,12 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from pictures import VISION
+from PIL import Image
 
 import batchinf
 import jobs
 from batchinf.base.errors import ModelError, UserError
 from batchinf.commands.init import has_chat_template, look_at, written_lines
-from batchinf.tasks.starters import PURPOSES, StarterWanted, write_spec
+from batchinf.spec.job import JobSpec
+from batchinf.tasks.registry import task_of
+from batchinf.tasks.starters import _TAKEN, PURPOSES, StarterWanted, write_spec
 
 PICTURES = jobs.ROOT / "sample_data" / "pictures"
 QUESTIONS = jobs.ROOT / "sample_data" / "questions.jsonl"
@@ -216,7 +216,7 @@ def test_columns_are_found_by_name_and_content(tmp_path: pathlib.Path) -> None:
             "said": "said", "Kind": "Kind", "verdict": "verdict", "sentiment": "sentiment", "answer": "input_answer"
         }  # fmt: skip
         assert batchinf.validate(tmp_path / "job.yaml", overrides=NO_VLLM, num_rows=1).rows[0].error is None
-    why = "  # input_…: batchinf's own output columns have the name answer\n"
+    why = "  # input_…: other columns of the output have the name answer\n"
     assert why in (tmp_path / "job.yaml").read_text()
     assert yaml.safe_load(written("label", tmp_path / "rows.jsonl", tmp_path).read_text())["sampling"][
         "structured_outputs"
@@ -478,28 +478,6 @@ def test_the_command_writes_once_and_says_what_is_next(tmp_path: pathlib.Path) -
     assert jobs.run("init", tmp_path / "new.yaml").stderr.startswith("error: --for: missing. What is the job for")
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [("", ["bug", "other", "question"]), ("good, bad", ["good", "bad"]), ("a,a\nb,a", ["b", "a"]), (None, None)],
-)
-def test_what_no_option_gives_is_asked_on_a_terminal(
-    said: str | None, words: list[str] | None, tmp_path: pathlib.Path
-) -> None:
-    rows = [{"body": f"It says {n}.", "gold": ["other", "bug", "question"][n % 3]} for n in range(9)]
-    answers = ["score" if said is None else "label", str(rows_file(tmp_path, rows)), *([] if said is None else [said])]
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "batchinf", "init", str(tmp_path / "job.yaml"), "--model", str(jobs.MODEL)]
-    environment = {**os.environ, **jobs.quick_start()}
-    os.write(ours, "".join(f"{answer}\n" for answer in answers).encode())
-    done = subprocess.run(command, stdin=theirs, env=environment, capture_output=True, text=True, check=False)
-    os.close(ours), os.close(theirs)
-    assert done.returncode == 0, done.stderr
-    spec = yaml.safe_load((tmp_path / "job.yaml").read_text())
-    assert spec.get("task", "label") == answers[0]
-    assert words is None or spec["sampling"]["structured_outputs"] == {"choice": words}
-    assert ("the words of the column 'gold'" in done.stdout) == (said == "")
-
-
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_given_labels_are_the_choices_of_scores(is_chat: bool, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "job.yaml"
@@ -545,3 +523,72 @@ def test_a_batch_file_is_known_by_its_columns(tmp_path: pathlib.Path) -> None:
     assert look_at(str(rows_file(tmp_path, [line]))).is_batch
     del line["body"]
     assert not look_at(str(rows_file(tmp_path, [line]))).is_batch
+
+
+@pytest.mark.parametrize(
+    "name", ["image_formats", "choice_texts", "tool_calls", "answer_error", "Text", "ID", "Logprobs"]
+)
+def test_kept_columns_have_no_name_of_the_output(name: str, tmp_path: pathlib.Path) -> None:
+    """Names that `validate` refuses, or that differ from those of the output by case only."""
+    rows = [{name: "ab"[n % 2], "question": f"Say {n}."} for n in range(4)]
+    data = rows_file(tmp_path, rows)
+    for purpose in ("generate", "label", "score"):
+        path = written(purpose, data, tmp_path)
+        kept = yaml.safe_load(path.read_text())["output"]["keep_columns"]
+        assert kept == {"question": "question", name: f"input_{name}"}
+        assert batchinf.validate(path, overrides=NO_VLLM, num_rows=1).rows[0].error is None
+        path.unlink()
+
+
+def test_names_of_the_output_are_known() -> None:
+    """The columns of each task that `init` writes a spec for."""
+    for name in ("generate", "score", "logits", "embed", "rerank"):
+        own = {"query_column": "q", "document_column": "d"} if name == "rerank" else {"prompt_column": "p"}
+        own = {"context_column": "c", "choices": ["a", "b"]} if name == "score" else own
+        more = {"logits": {"logits": {"vocab_size": 9}}, "embed": {"pooling": {"width": 4}}}.get(name, {})
+        spec = JobSpec.model_validate(
+            {"model": "m", "task": name, "input": {"path": "in", **own}, "output": {"path": "out"}, **more}
+        )
+        columns = task_of(spec).computed_schema.names
+        assert len(columns) > 5
+        assert [column for column in columns if not _TAKEN.fullmatch(column)] == []
+
+
+def test_kept_columns_that_differ_by_case_only(tmp_path: pathlib.Path) -> None:
+    rows = [{"Kind": "a", "kind": "b", "question": f"Say {n}."} for n in range(4)]
+    path = written("generate", rows_file(tmp_path, rows), tmp_path)
+    kept = yaml.safe_load(path.read_text())["output"]["keep_columns"]
+    assert kept == {"question": "question", "Kind": "Kind", "kind": "input_kind"}
+
+
+@pytest.mark.parametrize(("ending", "kind"), [("PNG", "png"), ("JPEG", "jpeg")])
+def test_base64_of_pictures_without_data_is_known(ending: str, kind: str, tmp_path: pathlib.Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (60, 40), (200, 10, 10)).save(buffer, ending)
+    coded = base64.b64encode(buffer.getvalue()).decode()
+    found = look_at(str(rows_file(tmp_path, [{"photo": coded, "question": f"What is it, {n}?"} for n in range(3)])))
+    assert (found.images, found.text) == (("photo",), "question")
+    assert found.lost_image == (
+        "column 'photo' has pictures in base64 without data:, which a job takes for paths: write "
+        f"data:image/{kind};base64, before each of them"
+    )
+    assert look_at(str(rows_file(tmp_path, [{"said": f"/9j/ is a path {n} " * 9} for n in range(3)]))).images == ()
+
+
+def test_pictures_beside_captions_are_chosen(tmp_path: pathlib.Path) -> None:
+    pictures = picture_files(tmp_path)
+    (pictures / "red" / "a circle.txt").write_text("A red circle.\n")
+    (pictures / "notes.TXT").write_text("of mine\n")
+    path = written("label", pictures, tmp_path, model=VISION)
+    spec = yaml.safe_load(path.read_text())
+    assert spec["input"]["format"] == "images"
+    assert spec["sampling"]["structured_outputs"] == {"choice": ["blue", "red"]}
+    assert batchinf.validate(path, overrides=NO_VLLM, num_rows=1).input.num_rows == 4
+    assert (
+        f"{pictures} has 4 pictures beside 2 text files: the spec reads the pictures (input.format: images); for the "
+        "lines of the texts, write input.format: text"
+    ) in written_lines("job.yaml", look_at(str(pictures)), "label")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("one\n")
+    assert not look_at(str(texts)).is_captioned

@@ -107,7 +107,9 @@ def test_diff(done: pathlib.Path, tmp_path: pathlib.Path) -> None:
     changes = found["changes"]
     assert (changes["num_both"], changes["num_changed"], changes["examples"]) == (NUM_ROWS, 0, [])
     num_tokens = sum(len(row["token_ids"] or ()) for row in jobs.rows_of(out))
-    assert changes["own"]["logprobs"] == {
+    columns = {column["name"]: column for column in changes["columns"]}
+    assert (changes["decides"], columns["text"]["num_changed"]) == (["text"], 0)
+    assert columns["logprobs"]["deltas"] == {
         "num": num_tokens, "num_not_finite": 0, "mean": 0.0, "mean_abs": 0.0, "max_abs": 0.0
     }  # fmt: skip
     assert found["written_to"] == str(tmp_path / "diff.parquet")

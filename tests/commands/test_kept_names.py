@@ -10,7 +10,7 @@ import pytest
 import jobs
 from batchinf.commands.diff import diff_jobs
 from batchinf.commands.export import ExportRequest, export_job
-from batchinf.commands.inspect import inspect_row
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.report.page import report_page
 
 KEPT = {
@@ -62,7 +62,7 @@ def test_exports(out: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_looks(out: str) -> None:
-    report = inspect_row(out, "0")
+    report = read_whole_row(out, "0")
     [sample] = report.samples
     assert {name: sample.fields[name] for name in KEPT} == {name: values[0] for name, values in KEPT.items()}
     assert {*KEPT} <= {name for name, _ in sample.shown_fields()}

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from typing import Any
-from xml.etree import ElementTree
 
 import hub_server
 import numpy as np
@@ -21,7 +20,6 @@ import jobs
 from batchinf.base.errors import UserError
 from batchinf.commands.plan.plan import PlanOptions, make_plan
 from batchinf.model.memory import GIB
-from batchinf.report.plan_chart import plan_chart
 from batchinf.source.files import InputLocation
 from batchinf.source.rows import sample_input
 
@@ -140,79 +138,9 @@ def test_rows_that_all_fail_are_explained(tmp_path: pathlib.Path) -> None:
     assert "; the first: empty_prompt: " in report["notes"][-1]
 
 
-def marks(svg: str) -> list[str]:
-    """The words of each bar."""
-    return [
-        words for element in ElementTree.fromstring(svg).iter() if (words := element.get("aria-label", "")).count(";")
-    ]
-
-
-def test_the_plot_of_a_job_has_each_degree(tmp_path: pathlib.Path) -> None:
-    spec = jobs.spec_of(tmp_path, parallel=None)
-    arguments = (spec, "--gpu", "h200", "--gpu", "l4", "--gpus", "2", "--plot", tmp_path / "plan.svg")
-    done = jobs.run("plan", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    bars = marks((tmp_path / "plan.svg").read_text())
-    report = json.loads(done.stdout)
-    options = [option for gpu in report["gpus"] for option in gpu["options"]]
-    speeds = [bar for bar in bars if bar.startswith("tokens/s per GPU: ")]
-    hours = [bar for bar in bars if bar.startswith("GPU-hours without the start: ")]
-    assert len(speeds) == len(hours) == len(options) == 4
-    for bar, option in zip(speeds, options, strict=True):
-        assert option["degrees"]["pipeline"] == 1
-        assert f": tensor {option['degrees']['tensor']} × data {option['data']};" in bar
-    assert [bar.endswith("is: chosen") for bar in speeds] == [
-        option == gpu["chosen"] for gpu in report["gpus"] for option in gpu["options"]
-    ]
-
-
-def test_the_plot_of_a_model_has_the_memory_of_each_gpu() -> None:
-    report = make_plan(str(jobs.MODEL), (), PlanOptions(gpus=("h100", "t4")))
-    bars = marks(plan_chart(report))  # a T4 has no bfloat16
-    assert [bar.split("; ")[2] for bar in bars] == ["part: weights", "part: KV cache", "part: activations and graphs"]
-    sizes = [float(bar.split(";")[0].removeprefix("GiB: ")) for bar in bars]
-    assert sum(sizes) == pytest.approx(report.gpus[0].gpu.memory_bytes / GIB * 0.92)
-    assert sizes[0] * GIB == pytest.approx(report.model.weight_bytes)
-    assert marks(plan_chart(make_plan(str(jobs.MODEL), (), PlanOptions(gpus=("t4",))))) == []
-
-
 def test_a_gpu_that_is_named_twice_is_shown_once() -> None:
     report = batchinf.plan(str(jobs.MODEL), gpu=["h100", "h200", "h100-80", "H200"])
     assert [plan.gpu.name for plan in report.gpus] == ["h100-80", "h200"]
-
-
-def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path) -> None:
-    folder = tmp_path / "plan.svg"
-    folder.mkdir()
-    done = jobs.run("plan", jobs.MODEL, "--gpu", "h100", "--plot", folder)
-    assert done.returncode == 2
-    assert done.stderr == f"error: cannot write {folder}: is a directory; name another file with --plot\n"
-
-
-@pytest.mark.parametrize("name", ["job.yaml", "plan.png", ""])
-def test_a_plot_replaces_no_file_of_another_kind(name: str, tmp_path: pathlib.Path) -> None:
-    file = jobs.spec_of(tmp_path).with_name(name) if name else pathlib.Path()
-    before = file.read_bytes() if file.is_file() else None
-    done = jobs.run("plan", jobs.MODEL, "--gpu", "h100", "--plot", file if name else "")
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"error: --plot: got '{file if name else ''}'; the plot is SVG, so give a name that ends with .svg\n"
-    )
-    assert (file.read_bytes() if file.is_file() else None) == before
-
-
-def test_a_plot_replaces_only_plots(tmp_path: pathlib.Path) -> None:
-    plot, drawing = tmp_path / "plan.svg", tmp_path / "drawing.svg"
-    for gpu in ("h100", "l4"):
-        assert jobs.run("plan", jobs.MODEL, "--gpu", gpu, "--plot", plot).returncode == 0
-        assert f"1 × {gpu}" in plot.read_text()
-    drawing.write_text("<svg/>")
-    done = jobs.run("plan", "no-such-model", "--plot", drawing)  # refused before the work
-    assert (done.returncode, drawing.read_text()) == (2, "<svg/>")
-    assert done.stderr == (
-        f"error: cannot write {drawing}: a file is there that this command has not written; name another file with "
-        "--plot\n"
-    )
 
 
 def test_the_table_is_straight_and_fits_80_columns(tmp_path: pathlib.Path) -> None:

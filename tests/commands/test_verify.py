@@ -15,16 +15,15 @@ from adapters import make_adapter
 import jobs
 from batchinf.base.errors import DriftError, OutputError, UserError
 from batchinf.commands import verify
+from batchinf.commands.reference import Reference
+from batchinf.commands.verify import Deviations, StoredNumbers, stored_numbers
 from batchinf.job import begun
 from batchinf.model.identity import resolve
-from batchinf.records import Prompt, Scoring, Span
+from batchinf.records import Prompt, Request, Scoring, Span
+from batchinf.results import Results
 from batchinf.spec.file import read_spec
-from batchinf.spec.job import JobSpec
-from batchinf.tasks.deviations import LogprobDeviations, VectorDeviations, spearman, table_lines
-from batchinf.tasks.generate.compare import TextVerification
+from batchinf.spec.job import JobSpec, ModelSpec
 from batchinf.tasks.registry import task_of
-from batchinf.tasks.score.compare import ScoreVerification
-from batchinf.tasks.verification import ReferenceWanted, StoredLogprobs, StoredRow, StoredVectors
 
 NUM_ROWS = 12
 
@@ -83,13 +82,13 @@ def test_a_job_of_the_real_engine_is_within_a_thousandth(made: pathlib.Path) -> 
     assert done.returncode == 0, done.stderr
     _, first, head, prompt, output = done.stdout.splitlines()[:5]
     assert ": 22 of 24 rows (--seed 0), engine in float32, against transformers " in first
-    assert head.split()[:2] == ["tokens", "of"]
+    assert head.split()[:2] == ["numbers", "of"]
     stored = [row for row in jobs.rows_of(made / "out") if row["error_type"] is None]
     counts = {"output": sum(len(row["token_ids"]) for row in stored),
               "prompt": sum(row["num_prompt_tokens"] - 1 for row in stored)}  # fmt: skip
     for line, kind in ((output, "output"), (prompt, "prompt")):
         assert line.split()[:2] == [kind, f"{counts[kind]:,}"]
-    assert max(float(line.split()[2]) for line in (output, prompt)) < 1e-3
+    assert max(float(line.split()[3]) for line in (output, prompt)) < 1e-3
     assert done.stdout.splitlines()[0] == "verdict: within the tolerance of 0.001"
 
 
@@ -117,15 +116,15 @@ def test_what_was_altered_is_found(
 ) -> None:
     row_index, sample_index = alter(job.parent / "out", column, -1, change)
     report = verify.verify_job(read_spec(job), num_rows=100)
-    assert not report.is_within
-    worst = report.worst[0]
-    assert (worst.row_index, worst.sample_index, worst.kind, worst.place) == (row_index, sample_index, kind, place)
+    assert report.verdict == "beyond"
+    assert report.deviations[kind].worst == (row_index, sample_index, place)
+    assert report.deviations[kind].max_abs_delta == max(it.max_abs_delta for it in report.deviations.values())
     if place == 3:
         done = jobs.run("verify", job, "-n", "100", "--json")
         assert done.returncode == 3
-        assert done.stderr.startswith("error: the stored logprobs are beyond the tolerance of 0.001; ")
+        assert done.stderr.startswith("error: the stored numbers are beyond the tolerance of 0.001; ")
         found = json.loads(done.stdout, parse_constant=lambda text: pytest.fail(text))
-        assert (found["verdict"], found["worst"][0]["row_index"], found["num_rows"]) == ("beyond", row_index, 22)
+        assert (found["verdict"], found["deviations"][kind]["worst"][0], found["num_rows"]) == ("beyond", row_index, 22)
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), [
@@ -136,7 +135,7 @@ def test_float32_on_a_gpu_is_computed_as_tf32(device: str, dtype: str, tolerance
     with begun.open_begun(file, file.spec.output.path) as (opened, state):
         event = next(event for event in state.events if "device" in event.fields)
         event.fields["device"] = device
-        assert verify._tolerance(opened, state, opened.task.verification(opened.spec), dtype) == tolerance
+        assert verify._tolerance(opened, state, Results(file.spec.output.path), dtype) == tolerance
 
 
 def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
@@ -144,10 +143,8 @@ def test_another_adapter_order_is_found(job: pathlib.Path) -> None:
     file = read_spec(job)
     good = verify.verify_job(file, num_rows=6, seed=3)
     again = verify.verify_job(file, num_rows=6, seed=3)
-    assert good.is_within and good == again
-    assert verify.verify_job(file, num_rows=6, seed=4).worst != good.worst
-    bfloat16 = verify.verify_job(file, num_rows=6, seed=3, dtype="bfloat16")
-    assert max(found.max_abs_delta for found in bfloat16.deviations.values()) > 0.001
+    assert good.verdict == "within" and good == again
+    assert verify.verify_job(file, num_rows=6, seed=4).deviations != good.deviations
 
 
 def test_an_input_that_has_grown_is_verified_as_it_was(job: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -156,7 +153,7 @@ def test_an_input_that_has_grown_is_verified_as_it_was(job: pathlib.Path, tmp_pa
     rows = pathlib.Path(spec["input"]["path"]).read_text()
     path.write_text(rows + rows.splitlines()[-1] + "\n")
     report = verify.verify_job(read_spec(job, [f"input.path={path}"]), num_rows=2)
-    assert report.is_within
+    assert report.verdict == "within"
 
 
 def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -168,8 +165,6 @@ def test_what_cannot_be_verified(job: pathlib.Path, made: pathlib.Path, tmp_path
         verify.verify_job(read_spec(job, ["sampling.max_tokens=11"]), num_rows=2)
     with pytest.raises(OutputError, match="holds no job: there is no such folder"):
         verify.verify_job(read_spec(job, [f"output.path={tmp_path / 'nothing'}"]), num_rows=2)
-    with pytest.raises(UserError, match=r"^--dtype: got 'int8'; must be float32, float16, bfloat16$"):
-        verify.verify_job(read_spec(job), dtype="int8")
     alter(job.parent / "out", "prompt_hash", -1, lambda value: value + 1)
     with pytest.raises(DriftError, match=r"^row 11 has other prompt tokens now than in the run: "):
         verify.verify_job(read_spec(job), num_rows=100)
@@ -185,51 +180,60 @@ def test_a_job_without_a_model_or_without_logprobs(tmp_path: pathlib.Path) -> No
     jobs.finish(path)
     with pytest.raises(UserError, match=r"^the job was run by the scripted engine: there is no model to verify$"):
         verify.verify_job(read_spec(path))
-    schema = pa.schema([("row_index", pa.int64())])
-    with pytest.raises(UserError, match=r"^the job stored no logprobs to verify; run one with"):
-        TextVerification(read_spec(path).spec).check(schema)
-    with pytest.raises(UserError, match=r"^the job stored no token_ids, whose logprobs could be verified; run one"):
-        TextVerification(read_spec(path).spec).check(pa.schema([("logprobs", pa.list_(pa.float32()))]))
 
 
-def spearmanr(one: Any, other: Any) -> Any:
-    """Scipy's. Each process of pytest reads this file, and only one runs it: the import takes 1.5 s."""
-    from scipy.stats import spearmanr
-
-    return spearmanr(one, other)
-
-
-@pytest.mark.parametrize("num_values", [1, 2, 5, 30])
-def test_spearman_is_scipys(num_values: int) -> None:
-    random = np.random.default_rng(num_values)
-    # Few different values, so that many are equal.
-    a, b = (random.integers(0, 9, (20, num_values)).astype(np.float64) for _ in range(2))
-    found = spearman(a, b)
-    for one, other, correlation in zip(a, b, found, strict=True):
-        if len(set(one)) < 2 or len(set(other)) < 2:
-            assert np.isnan(correlation)
-        else:
-            assert correlation == pytest.approx(spearmanr(one, other).statistic)
-
-
-def test_how_logprobs_are_counted() -> None:
-    stored = np.array([[-1.0, -1.0, -2.0, -3.0], [-3.0, -1.0, -2.0, np.nan]], np.float32)
-    wanted = np.array([[5, 5, 6, 7], [8, 5, 6, 7]])
-    says = np.array([[-1.1, -1.1, -2.0, -3.4], [-3.0, -2.0, -1.0, -4.0]], np.float32)
-    found = LogprobDeviations()
-    stored_logprobs = StoredLogprobs(kind="output", token_ids=[0] * 4, first=2, tokens=wanted, values=stored)
-    place, most = found.add(stored_logprobs, says, np.array([5, 6]))
-    assert (place, most) == (1, np.inf)
-    assert (found.num_positions, found.num_values, found.num_nan, found.num_ranked, found.num_agreeing) == (
-        2,
-        8,
-        1,
-        2,
-        1,
+def stored(values: Any, *, is_embedding: bool = False, dtype: Any = np.float32) -> StoredNumbers:
+    own = np.array(values, dtype)
+    places = np.arange(len(own)) + 3
+    return StoredNumbers(
+        kind="column", token_ids=[0] * 9, positions=None if is_embedding else places, places=places, values=own
     )
-    assert (found.max_abs_delta, found.max_abs_delta_top) == (pytest.approx(0.1), pytest.approx(1.0))
-    assert found.sum_abs_delta == pytest.approx(0.1)
-    assert (found.num_correlated, found.sum_correlation) == (1, pytest.approx(1.0))
+
+
+def deviations_of(numbers: StoredNumbers, *pieces: Any) -> Deviations:
+    found = Deviations()
+    start = 0
+    for piece in pieces:
+        found.add((7, 1), numbers, np.array(piece, np.float32), start)
+        start += len(piece)
+    return found
+
+
+def test_how_rows_of_numbers_are_counted() -> None:
+    numbers = stored([[1.0, 3.0, 2.0], [np.nan, 5.0, 4.0], [1.0, 1.0, 0.5], [7.0, 7.0, 7.0]])
+    # In pieces, as a reference gives them.
+    says = [[[1.0, 2.5, 2.0]], [[0.0, 5.0, 5.5], [1.0, 1.25, 0.5], [7.0, 7.0, 7.0]]]
+    found = deviations_of(numbers, *says)
+    assert (found.num_positions, found.num_values, found.num_missing) == (4, 12, 1)
+    assert (found.max_abs_delta, found.worst) == (np.inf, (7, 1, 4))
+    assert (found.sum_abs_delta, found.num_summed) == (0.5 + 1.5 + 0.25, 11)
+    # The second row's likeliest is another; the third has two highest, of which the reference's is one.
+    assert found.num_agreeing == 3
+    assert found.line("column").split() == ["column", "4", "12", "inf", "2.05e-01", "75.00%", "-"]
+
+
+@pytest.mark.parametrize(("values", "says", "largest"), [
+    ([[np.inf], [3.0], [2.0]], [[70000.0], [3.0], [2.5]], 0.5),  # float16 cannot hold the first
+    ([[np.inf], [3.0]], [[60000.0], [3.0]], np.inf),
+    ([[-np.inf], [3.0]], [[-np.inf], [3.0]], 0.0),
+])  # fmt: skip
+def test_infinities_of_float16(values: Any, says: Any, largest: float) -> None:
+    assert deviations_of(stored(values, dtype=np.float16), says).max_abs_delta == largest
+
+
+@pytest.mark.parametrize(("values", "says", "relative", "cosine"), [
+    ([3.0, 4.0], [3.0, 4.5], 0.5 / np.hypot(3, 4.5), 0.9985),
+    ([0.0, 1.0], [1.0, 0.0], 2**0.5, 0.0),
+    ([6.0, 9.0], [3.0, 4.5], 1.0, 1.0),  # the right direction is not enough
+    ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
+    ([0.0, 0.0], [0.0, 2.0], 1.0, 0.0),
+    ([np.nan, 4.5], [3.0, 4.5], np.inf, None),
+])  # fmt: skip
+def test_how_embeddings_are_counted(values: Any, says: Any, relative: float, cosine: float | None) -> None:
+    found = deviations_of(stored([values], is_embedding=True), [says])
+    assert found.max_abs_delta == pytest.approx(relative)
+    if cosine is not None:
+        assert found.min_cosine == pytest.approx(cosine, abs=1e-3)
 
 
 SCORE = JobSpec.model_validate(
@@ -237,170 +241,59 @@ SCORE = JobSpec.model_validate(
 )
 
 
-def scored(spans: list[tuple[list[int], int]], **row: Any) -> list[tuple[list[int], int, list[list[int]], list[Any]]]:
+def scored(spans: list[tuple[list[int], int]], **row: Any) -> list[tuple[list[int], Any, Any, Any]]:
     prompt = Prompt(0, [], None, None, scoring=Scoring(tuple(Span(ids, start, 1) for ids, start in spans)))
-    found = ScoreVerification(SCORE).stored(
-        StoredRow(values=row, columns=(), part=pathlib.Path(), group=0, place=0), prompt, ()
-    )
-    return [(it.token_ids, it.first, it.tokens.tolist(), it.values.tolist()) for it in found]
+    found = stored_numbers(task_of(SCORE), pa.Table.from_pylist([row]), prompt, [Request(0, 0, [0], SCORE.sampling)])
+    return [(it.token_ids, it.positions.tolist(), it.tokens.tolist(), it.values.tolist()) for it in found]
 
 
 def test_what_a_scored_row_has_stored() -> None:
     # Two windows of a text, the second filled up with tokens of the first.
     windows = scored([([0, 5, 6, 7], 1), ([6, 7, 8, 9], 2)], logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0])
     assert windows == [
-        ([0, 5, 6, 7], 1, [[5], [6], [7]], [[-1.0], [-2.0], [-3.0]]),
-        ([6, 7, 8, 9], 2, [[8], [9]], [[-4.0], [-5.0]]),
+        ([0, 5, 6, 7], [0, 1, 2], [[5], [6], [7]], [[-1.0], [-2.0], [-3.0]]),
+        ([6, 7, 8, 9], [1, 2], [[8], [9]], [[-4.0], [-5.0]]),
     ]
     # A continuation with its context, of whose first token nothing is known, and with the likeliest beside each.
     [whole] = scored(
         [([0, 5, 6], 2)], logprobs=[None, -1.0, -2.0], top_token_ids=[[], [4], [6]], top_logprobs=[[], [-0.5], [-2.0]]
     )
-    assert whole == ([0, 5, 6], 1, [[5, 4], [6, 6]], [[-1.0, -0.5], [-2.0, -2.0]])
+    assert whole == ([0, 5, 6], [0, 1], [[5, 4], [6, 6]], [[-1.0, -0.5], [-2.0, -2.0]])
     choices = scored([([0, 5], 1), ([0, 6, 7], 1)], choice_logprobs=[[-1.0], [-2.0, -3.0]])
-    assert choices == [([0, 5], 1, [[5]], [[-1.0]]), ([0, 6, 7], 1, [[6], [7]], [[-2.0], [-3.0]])]
+    assert choices == [([0, 5], [0], [[5]], [[-1.0]]), ([0, 6, 7], [0, 1], [[6], [7]], [[-2.0], [-3.0]])]
 
 
-def stored_vectors(values: Any, has_direction: bool = False, dtype: Any = np.float32) -> StoredVectors:
-    own = np.array(values, dtype)
-    return StoredVectors(
-        kind="column",
-        token_ids=[0] * 9,
-        positions=np.arange(len(own)) + 3,
-        values=own,
-        has_direction=has_direction,
+@pytest.mark.parametrize("name", ["classify", "reward", "hidden_states", "rerank"])
+def test_tasks_that_are_not_verified(name: str) -> None:
+    spec = JobSpec.model_validate(
+        {"model": "m", "task": name, "input": {"path": "in", **RERANK.get(name, {})}, "output": {"path": "out"}}
     )
+    reason = task_of(spec).why_unverified(resolve(ModelSpec(name=str(jobs.MODEL))))
+    assert reason == f"task {name} cannot be verified, only generate, score, logits and embed can"
 
 
-def test_how_rows_of_numbers_are_counted() -> None:
-    stored = stored_vectors([[1.0, 3.0, 2.0], [np.nan, 5.0, 4.0], [1.0, 1.0, 0.5], [7.0, 7.0, 7.0]])
-    says = np.array([[1.0, 2.5, 2.0], [0.0, 5.0, 5.5], [1.0, 1.25, 0.5], [7.0, 7.0, 7.0]], np.float32)
-    found = VectorDeviations()
-    # In pieces, as a reference gives them.
-    assert found.add(stored, iter([says[:1], says[1:]])) == (1, np.inf)
-    assert (found.num_positions, found.num_values, found.num_nan) == (4, 12, 1)
-    assert (found.max_abs_delta, found.sum_abs_delta, found.worst) == (1.5, 0.5 + 1.5 + 0.25, 1.5)
-    # The second row's likeliest is another; the third has two highest, of which the reference's is one.
-    assert (found.num_ranked, found.num_agreeing) == (4, 3)
-    assert found.num_correlated == 2
-    assert found.sum_correlation == pytest.approx(1.0 + spearmanr([1, 1, 0.5], [1, 1.25, 0.5]).statistic)
+RERANK = {"rerank": {"query_column": "q", "document_column": "d"}}
 
 
-def test_one_number_a_row_and_what_float16_cannot_hold() -> None:
-    stored = stored_vectors([[np.inf], [3.0], [2.0]], dtype=np.float16)
-    found = VectorDeviations()
-    assert found.add(stored, [np.array([[70000.0], [3.0], [2.5]], np.float32)]) == (2, 0.5)
-    assert (found.num_ranked, found.num_correlated, found.sum_correlation) == (0, 1, pytest.approx(1.0))
-    finite = VectorDeviations()
-    assert finite.add(stored, [np.array([[60000.0], [3.0], [2.0]], np.float32)]) == (0, np.inf)
-    assert finite.worst == np.inf
-
-
-def test_how_vectors_are_counted() -> None:
-    stored = stored_vectors([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]], has_direction=True)
-    found = VectorDeviations(has_direction=True)
-    says = np.array([[3.0, 4.5], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], np.float32)
-    assert found.add(stored, [says]) == (2, pytest.approx(2**0.5))
-    assert (found.min_cosine, found.max_relative) == (0.0, found.worst)
-    again = VectorDeviations(has_direction=True)
-    assert again.add(stored_vectors([[3.0, 4.0]], has_direction=True), [says[:1]])[1] == pytest.approx(
-        0.5 / np.hypot(3, 4.5)
-    )
-    # The right direction is not enough, and NaN is nothing at all.
-    twice = VectorDeviations(has_direction=True).add(stored_vectors([[6.0, 9.0]], True), [says[:1]])
-    assert twice[1] == pytest.approx(1.0)
-    lost = VectorDeviations(has_direction=True)
-    assert lost.add(stored_vectors([[np.nan, 4.5]], has_direction=True), [says[:1]])[1] == np.inf
-    assert (lost.num_nan, lost.worst) == (1, np.inf)
-    # Nothing where something should be.
-    nothing = VectorDeviations(has_direction=True).add(stored_vectors([[0.0, 0.0]], True), [says[3:]])
-    assert nothing[1] == 1.0
-
-
-def test_ranks_of_many_positions_are_compared_at_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = np.random.default_rng(3)
-    values = random.standard_normal((100, 7)).astype(np.float32)
-    found = VectorDeviations()
-    found.add(stored_vectors(values), [values[:40], values[40:50], values[50:]])
-    assert (found.num_correlated, found.sum_correlation) == (15, pytest.approx(15.0))  # every seventh
-
-
-def test_the_table_has_a_head_for_each_kind_of_line() -> None:
-    deviations: dict[str, LogprobDeviations | VectorDeviations] = {
-        "output": LogprobDeviations(num_positions=3, num_values=3),
-        "prompt": LogprobDeviations(num_positions=4, num_values=8),
-        "logits": VectorDeviations(num_positions=2, num_values=2000),
-        "embedding": VectorDeviations(has_direction=True, num_positions=1, num_values=5),
-    }
-    lines = [line.split() for line in table_lines(deviations)]
-    assert [line[0] for line in lines] == ["tokens", "output", "prompt", "rows", "logits", "vectors", "embedding"]
-    assert lines[4] == ["logits", "2", "2k", "0.00e+00", "0.00e+00", "-", "-"]
-    assert lines[6][-1] == "1.0000000"
-
-
-def reference_of(spec: JobSpec, pooling_type: str) -> Any:
-    wanted = ReferenceWanted(
-        model=resolve(spec.model), adapters=(), dtype="float32", device="cpu", pooling_type=pooling_type
-    )
-    verification = task_of(spec).verification
-    assert verification is not None
-    return verification(spec).reference(wanted)
-
-
-def pooling_job(model: pathlib.Path, task: str, **sections: Any) -> JobSpec:
-    pooling = {"labels": ["a", "b"]} if task == "classify" else {"width": 128}
+def embedding_job(model: pathlib.Path) -> JobSpec:
     return JobSpec.model_validate(
-        {"model": str(model), "task": task, "input": {"path": "in"}, "output": {"path": "out"}, "pooling": pooling}
-        | sections
-    )
+        {"model": str(model), "task": "embed", "input": {"path": "in"}, "output": {"path": "out"},
+         "pooling": {"width": 128}}
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("task", "sections", "config", "error"),
-    [
-        ("embed", {}, {}, "the engine pooled by STEP; LAST, MEAN, CLS can be verified"),
-        ("classify", {"pooling": {"pooling_type": "mean"}}, {},
-         "pooling.pooling_type is mean, which transformers' head does not take: it cannot be verified"),
-        ("reward", {"engine": {"pooler_config": {"logit_mean": 1.0}}}, {},
-         "engine.pooler_config is {'logit_mean': 1.0}, which transformers' head does not take: it cannot be verified"),
-        ("classify", {}, {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
-         "'{model}' names an activation of its own, which transformers does not apply; a job with "
-         "pooling.use_activation: false can be verified"),
-        ("classify", {}, {}, "transformers finds no score.weight in '{model}': its head is made by vLLM, and cannot be "
-         "verified"),
-    ],
-    ids=["pooled otherwise", "pooling_type", "pooler_config", "activation", "no head"],
-)  # fmt: skip
-def test_vectors_that_cannot_be_verified(
-    task: str, sections: dict[str, Any], config: dict[str, Any], error: str, tmp_path: pathlib.Path
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(jobs.MODEL, folder)
-    own = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**own, **config}))
-    spec = pooling_job(folder, task, **sections)
-    with pytest.raises(UserError) as caught:
-        reference_of(spec, "STEP")
-    assert str(caught.value) == error.replace("{model}", str(folder))
-
-
-def test_embeddings_behind_a_dense_layer_and_vectors_of_another_width(tmp_path: pathlib.Path) -> None:
-    stored = StoredVectors(
-        kind="embedding",
-        token_ids=[5, 6],
-        positions=None,
-        values=np.zeros((1, 64), np.float32),
-        has_direction=True,
-    )
-    spec = pooling_job(jobs.MODEL, "embed")
-    reference = reference_of(spec, "CLS")
+def test_embeddings_that_cannot_be_verified(tmp_path: pathlib.Path) -> None:
+    spec = embedding_job(jobs.MODEL)
+    reference = Reference(task_of(spec), resolve(spec.model), "cpu")
+    with pytest.raises(UserError, match=r"^the engine pooled by STEP; LAST, MEAN, CLS can be verified$"):
+        reference.embedding([5, 6], "STEP", None)
     with pytest.raises(UserError, match=r"^the job's rows have 64 numbers each, transformers' 128: they cannot be ver"):
-        next(reference.vectors(stored, None))
+        deviations_of(stored([[0.0] * 64], is_embedding=True), reference.embedding([5, 6], "CLS", None))
     folder = tmp_path / "model"
     shutil.copytree(jobs.MODEL, folder)
     (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')
     (folder / "2_Dense").mkdir()
     (folder / "2_Dense" / "config.json").write_text('{"out_features": 128}')
-    spec = pooling_job(folder, "embed")
-    with pytest.raises(UserError, match=r"has a dense layer behind it \(modules\.json\), which transformers does not"):
-        reference_of(spec, "LAST")
+    spec = embedding_job(folder)
+    reason = task_of(spec).why_unverified(resolve(spec.model))
+    assert reason == f"'{folder}' has a dense layer behind it (modules.json), which transformers does not apply"

@@ -287,6 +287,40 @@ def test_an_engine_that_makes_no_step_is_started_again(tmp_path: pathlib.Path) -
     assert "no step for 3 s" in causes[0]
 
 
+@pytest.mark.parametrize("fault", ["replica.start=sleep 600", "replica.open=kill SIGSTOP"])
+def test_a_replica_that_hangs_before_its_engine_is_up_is_started_again(fault: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "once").mkdir()
+    spec = jobs.spec_of(tmp_path, start_timeout_s=4, parallel={"data_parallel_size": 1})
+    done = jobs.finish(spec, faults=fault, BATCHINF_FAULTS_ONCE=str(tmp_path / "once"))
+    out = tmp_path / "out"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    causes = [event["cause"] for event in jobs.events_of(out, "replica_ended") if event["cause"]]
+    assert len(causes) == 1
+    assert causes[0].startswith("its start made no progress for 4 s (start_timeout_s)")
+    assert causes[0] in done.stderr
+
+
+def test_a_stopped_replica_does_not_block_the_coordinator(tmp_path: pathlib.Path) -> None:
+    """The template is larger than the buffer of a socket, so that the first message does not fit into it."""
+    template = "{{ prompt }}{# " + "x" * 1_000_000 + " #}"
+    spec = jobs.spec_of(tmp_path, input={"prompt_template": template}, scripted={"step_s": 0.02})
+    process = jobs.start("run", spec)
+    jobs.wait_until(lambda: jobs.replicas_of(process.pid) or process.poll() is not None)
+    jobs.replicas_of(process.pid)[0].send_signal(signal.SIGSTOP)
+    out = tmp_path / "out"
+    jobs.wait_until(lambda: is_at_work(out) or process.poll() is not None)
+    before = jobs.snapshot_of(out)["updated_at"]
+    jobs.wait_until(lambda: jobs.snapshot_of(out)["updated_at"] > before + 1)
+    assert process.poll() is None
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, _, errors = jobs.end(process)
+    assert code == 75, errors
+    assert time.monotonic() - began < 25
+    jobs.finish(spec)
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+
+
 def test_a_slow_replica_holds_nobody_back(tmp_path: pathlib.Path) -> None:
     (tmp_path / "once").mkdir()
     marker, out = tmp_path / "held", tmp_path / "out"

@@ -1,6 +1,7 @@
 """Jobs whose output is in a bucket, on a real S3 server: killed, moved to an empty machine, raced, and cut off."""
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -221,6 +222,53 @@ def test_a_store_that_is_slow_for_some_time(url: str, store: stores.Proxy, tmp_p
     done = jobs.finish(stores.spec_of(tmp_path, url, output={"store_timeout_s": slow_s / 2}), **store.environment)
     assert time.monotonic() - since[0] > delay_s and "the store has not taken" not in done.stderr
     _is_whole(url)
+
+
+# 1.2 MB of parts, and twice as much in the journal, in a second or two.
+WIDE = {
+    "sampling": {"logprobs": 20, "max_tokens": 200},
+    "scripted": {"vary_lengths": False, "max_num_seqs": 64},
+    "input": {"limit": 100},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bytes_per_s", [500_000, 50_000])
+def test_a_slow_link(bytes_per_s: int, url: str, tmp_path: pathlib.Path) -> None:
+    spec = {**WIDE, "scripted": {**WIDE["scripted"], "step_s": 0.02}, "output": {"rows_per_shard": 50}}
+    jobs.finish(jobs.spec_of(tmp_path, **{**spec, "output": {**spec["output"], "path": str(tmp_path / "out")}}))
+    with stores.proxy(bytes_per_s=bytes_per_s) as link:
+        sizes: dict[str, int] = {}
+        process = jobs.start("run", stores.spec_of(tmp_path, url, **spec), **link.environment)
+        while process.poll() is None:
+            sizes.update(stores.names(url, "journal"))
+            time.sleep(0.5)
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+        assert "has not answered" not in errors
+        # A bundle arrives in seconds, beside the parts. Nothing is sent twice.
+        assert sizes and max(sizes.values()) < max(10 * bytes_per_s, 400_000)
+        stored = sum(stores.names(url, "parts").values()) + sum(sizes.values())
+        assert link.num_moved["up"] < stored + 200_000
+    assert set(stores.names(url, "parts")) == stores.committed(url) and not stores.names(url, "journal")
+    assert stores.rows(url) == jobs.rows_of(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_stop_on_a_slow_link(url: str, tmp_path: pathlib.Path) -> None:
+    spec = stores.spec_of(tmp_path, url, **WIDE, checkpoint_interval_s=1)
+    with stores.proxy(bytes_per_s=30_000) as link:
+        process = jobs.start("run", spec, **link.environment)
+        jobs.wait_until(lambda: any("/parts/" in path or "/journal/" in path for _, path in link.seen))
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - began < 27
+        assert process.returncode == 75, errors
+        assert f"{url} has " in errors and f"only {tmp_path / 'work'} on this host has " in errors
+        link.bytes_per_s = math.inf
+        jobs.finish(spec, **link.environment)
+    assert stores.table(url).num_rows == 100
 
 
 def test_a_store_that_answers_again(url: str, store: stores.Proxy, tmp_path: pathlib.Path) -> None:

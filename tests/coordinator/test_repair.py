@@ -15,7 +15,7 @@ import pytest
 import batchinf
 import jobs
 from batchinf.commands.check import check_job
-from batchinf.commands.inspect import inspect_row
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.job.begun import open_begun
 from batchinf.schedule.positions import RowBits
 from batchinf.source.files import InputLocation
@@ -50,7 +50,7 @@ def spec_in(folder: pathlib.Path, **input_: Any) -> pathlib.Path:
 
 
 def prompt_of(out: pathlib.Path, row: str) -> str:
-    pieces = inspect_row(str(out), row).prompt
+    pieces = read_whole_row(str(out), row).prompt
     assert pieces is not None
     return "".join(piece.text for piece in pieces)
 

@@ -113,7 +113,7 @@ def test_the_engine_and_the_input_in_either_order(
 ) -> None:
     spec = spec_of(tmp_path, prompts, parallel=ONE)
     engine, reading = tmp_path / "engine", tmp_path / "reading"
-    held = Held(spec, faults=f"engine.start=hold {engine},feeder.read=hold {reading}")
+    held = Held(spec, faults=f"engine.start=hold {engine},replica.open=hold {reading}")
     # Neither waits for the other: the input is open, and the engine is about to start.
     jobs.wait_until(lambda: is_held(engine), 60)
     assert len(held.replicas) == 1

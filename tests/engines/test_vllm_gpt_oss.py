@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import pytest
+import run_batch_lines as given
 from gpt_oss import CALL_STEPS, HarmonyTokenizer, write_model
 from openai.types.chat import ChatCompletion
 
@@ -71,14 +72,12 @@ def test_the_parts_of_an_answer_are_those_of_vllms_server(tmp_path: pathlib.Path
     export_job(str(tmp_path / "out"), ExportRequest(to="openai-batch", path=str(tmp_path / "out.jsonl")))
     exported = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     ours = {line["custom_id"]: seen(line["response"]["body"]) for line in exported}
-    arguments = [
-        *("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "served.jsonl"), "--served-model-name", "tiny"),
-        *("--model", str(model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
+    flags = [
+        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss"),
     ]
-    jobs.run_vllm("vllm_responses", *arguments)
-    answers = [json.loads(line) for line in (tmp_path / "served.jsonl").read_text(encoding="utf-8").splitlines()]
-    theirs = {line["custom_id"]: seen(answer) for line, answer in zip(lines, answers, strict=True)}
+    answers = given.answered(given.by_vllm(tmp_path / "in.jsonl", model, *flags))
+    theirs = {name: seen(body) for name, body in answers.items()}
     assert ours == theirs
     assert (ours["thinks"]["reasoning"], ours["thinks"]["content"]) == ("So it is", "Yes!")
     assert (ours["thinks unseen"]["reasoning"], ours["thinks unseen"]["content"]) == (None, "Yes!")

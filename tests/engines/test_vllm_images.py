@@ -30,8 +30,7 @@ from pictures import (
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from batchinf.base.errors import RequestRefused, UserError
-from batchinf.model.identity import resolve
+from batchinf.base.errors import RequestRefused
 from batchinf.planning.lengths import lengths_of, opened
 from batchinf.prompts.encoder import load_tokenizer
 from batchinf.records import Completion, Prompt, RenderedPrompt, Result
@@ -39,7 +38,6 @@ from batchinf.replica.images import ImagePrompts
 from batchinf.source.find import folder_of
 from batchinf.spec.file import SpecFile
 from batchinf.spec.job import JobSpec
-from batchinf.tasks.image_reference import ReferenceProcessor
 from batchinf.tasks.registry import task_of
 
 vllm = pytest.importorskip("vllm")
@@ -275,23 +273,6 @@ def test_threads_that_render_at_one_time_make_the_same(
 def _tensors(prompt: RenderedPrompt) -> list[torch.Tensor]:
     """Of the images of a prompt, as the engine gets them."""
     return [field.data for item in prompt.for_ids([])["mm_kwargs"]["image"] for field in item.values()]
-
-
-def test_transformers_makes_the_same_prompts_as_the_engine(
-    tmp_path: pathlib.Path, engine: VllmEngine, rows: list[Row]
-) -> None:
-    """`verify` and `inspect` make prompts without an engine."""
-    spec = spec_of(mappings_in_parquet(tmp_path, rows), sampling=SAMPLING)
-    reference = ReferenceProcessor(spec, resolve(spec.model, has_images=True), None)
-    tokenizer = load_tokenizer(str(VISION), False)
-    for row in rows:
-        pictures = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in row.pictures]
-        ids = tokenizer(row.text)["input_ids"]
-        made, expected = (each.render(ids, pictures) for each in (reference, engine))
-        assert made.token_ids == expected.token_ids
-        assert made.image_positions.tolist() == expected.image_positions.tolist()
-    with pytest.raises(UserError, match="the prompt has 1 place for 2 images"):
-        reference.render(tokenizer("one <image>")["input_ids"], [Image.new("RGB", (60, 40))] * 2)
 
 
 def test_lengths_before_a_start_are_those_of_the_engine(

@@ -164,13 +164,13 @@ def test_where_each_output_token_was_generated(engine: "VllmEngine") -> None:
         assert (values_of(completion).argmax(-1) == completion.token_ids).all()
 
 
-def verified(engine: "VllmEngine", spec: JobSpec, prompts: Sequence[Prompt], folder: pathlib.Path) -> Any:
+def verified(engine: "VllmEngine", spec: JobSpec, prompts: Sequence[Prompt]) -> Any:
     """What `batchinf verify` counts of the column of a job with these prompts."""
     task = task_of(spec)
     done = complete(engine, [task.expand(prompt, 512)[0] for prompt in prompts])
     results = [Result(prompt, 0, 1, it, None, None, 1) for prompt, it in zip(prompts, done, strict=True)]
     assert spec.logits is not None
-    tallies = held(spec, pa.Table.from_batches([task.encode(results)]), prompts, folder)
+    tallies = held(spec, pa.Table.from_batches([task.encode(results)]), prompts)
     assert [*tallies] == [spec.logits.values]
     tally = tallies[spec.logits.values]
     counts = [len(values_of(completion)) for completion in done]
@@ -211,13 +211,11 @@ def test_what_is_stored_is_verified(
         patch.setattr(runner, "_get_prompt_logprobs_dict", runner._get_prompt_logprobs_dict)
         wanted = task_of(spec).vocabulary_rows
         assert install(engine._engine, "install_vocabulary_rows", wanted.dtype, wanted.token_ids)
-        tally = verified(engine, spec, prompts, tmp_path)
+        tally = verified(engine, spec, prompts)
     # Logits of up to 16 are rounded by half of 2**-7 at the most.
-    assert tally.worst < (1e-3 if dtype == "float32" else 8e-3)
+    assert tally.max_abs_delta < (1e-3 if dtype == "float32" else 8e-3)
     assert tally.sum_abs_delta / tally.num_values < (1e-4 if dtype == "float32" else 2e-3)
-    if len(token_ids) != 1:
-        assert tally.num_agreeing == tally.num_ranked == tally.num_positions
-    assert tally.sum_correlation / max(1, tally.num_correlated) > 0.999 or not tally.num_correlated
+    assert tally.num_agreeing == (None if len(token_ids) == 1 else tally.num_positions)
 
 
 @pytest.mark.parametrize("has_seam", [True, False])
@@ -255,7 +253,7 @@ def test_logprobs_are_the_log_softmax_of_all_of_the_vocabulary(tmp_path: pathlib
         done = complete(engine, wanting(PROMPTS, [range(len(prompt)) for prompt in PROMPTS]))
         spec = spec_of({"positions": "all", "dtype": "float32", "values": "logprobs"})
         prompts = [Prompt(row, ids, None, None) for row, ids in enumerate(PROMPTS)]
-        assert verified(engine, spec, prompts, tmp_path).worst < 1e-3
+        assert verified(engine, spec, prompts).max_abs_delta < 1e-3
     finally:
         engine.close()
     for prompt, completion in zip(PROMPTS, done, strict=True):

@@ -6,11 +6,9 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 import jobs
-from batchinf.commands.verify import verify_job
-from batchinf.spec.file import read_spec
 
 pytest.importorskip("vllm")
 
@@ -48,5 +46,13 @@ def test_pairs_of_columns_are_verified(tmp_path: pathlib.Path) -> None:
     jobs.finish(spec)
     scores = [row["relevance_score"] for row in jobs.rows_of(tmp_path / "out")]
     assert len(set(scores)) == 12 and not all(0 < score < 1 for score in scores)
-    report = verify_job(read_spec(spec), num_rows=12, seed=0, dtype="float32", device="cpu", tolerance=None)
-    report.raise_if_beyond()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        for row, score in zip(rows, scores, strict=True):
+            ids = tokenizer(row["query"], row["text"], return_tensors="pt")["input_ids"]
+            assert abs(float(model.float().eval()(ids).logits[0, 0]) - score) < 1e-3
+    refused = jobs.run("verify", spec)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: task rerank cannot be verified, only generate, score, logits and embed"), (
+        refused.stderr
+    )

@@ -5,17 +5,19 @@ import csv
 import io
 import json
 import pathlib
-import re
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import openai.types
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 import yaml
 from datasets import load_dataset
 from hub_server import serving
 from openai.types.chat import ChatCompletion
+from transformers import PreTrainedTokenizerFast
 
 import batchinf
 import jobs
@@ -23,10 +25,9 @@ from batchinf.base.errors import OutputError, UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
 from batchinf.export import rows as export_rows
 from batchinf.export.files import STDOUT
-from batchinf.export.openai_responses import num_reasoning_tokens
-from batchinf.export.tokens import TokenTexts
+from batchinf.export.openai_batch import _num_reasoning_tokens, _refuse_removed
+from batchinf.export.tokens import StoredToken, TokenTexts
 from batchinf.prompts.encoder import load_tokenizer
-from batchinf.report.dataset_card import card_files
 from batchinf.schedule.predicate import PredicateError
 
 NUM_ROWS = 60
@@ -90,6 +91,13 @@ def stored(out: pathlib.Path) -> list[dict[str, Any]]:
     return rows
 
 
+def check_joined(texts: list[str], row: dict[str, Any]) -> None:
+    """The tokens joined are the text, which has no special tokens, and no character without its end."""
+    special = {token_id for token_id, token in byte_level().added_tokens_decoder.items() if token.special}
+    shown = [text for text, token_id in zip(texts, row["token_ids"], strict=True) if token_id not in special]
+    assert "".join(shown).rstrip("\ufffd") == row["text"].rstrip("\ufffd")
+
+
 @pytest.fixture(params=["one bucket", "many buckets"])
 def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose parts are not in order are sorted in one piece, or in many."""
@@ -111,24 +119,20 @@ def test_parquet_has_the_rows_in_order(sampled: pathlib.Path, tmp_path: pathlib.
 
 def test_json_lines_have_each_token_in_one_place(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
     exported(sampled, tmp_path / "rows.jsonl")
-    texts = batchinf.open(sampled).tokens()
-    alternatives = batchinf.open(sampled).tokens("top_token_ids")
-    for place, (line, row) in enumerate(zip(lines_of(tmp_path / "rows.jsonl"), stored(sampled), strict=True)):
+    for line, row in zip(lines_of(tmp_path / "rows.jsonl"), stored(sampled), strict=True):
         tokens = line.pop("logprobs")
         parts = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
         logprobs, ranks, top_ids, top_logprobs = (row.pop(name) for name in parts)
         assert line == row
-        assert [token["token"] for token in tokens] == list(texts[place])
+        check_joined([token["token"] for token in tokens], row)
         assert [token["token_id"] for token in tokens] == row["token_ids"]
         assert [token["logprob"] for token in tokens] == logprobs
         assert [token["rank"] for token in tokens] == ranks
-        for token, names, ids, values in zip(tokens, alternatives[place], top_ids, top_logprobs, strict=True):
+        for token, ids, values in zip(tokens, top_ids, top_logprobs, strict=True):
             assert [*token["top"].values()] == values
-            # Some tokens have the same text. The less likely one has its id, too.
-            assert [*token["top"]] == [
-                name if name not in names[:rank] else f"{name} ({id})"
-                for rank, (name, id) in enumerate(zip(names, ids, strict=True))
-            ]
+            # Some tokens have the same text, or none. The less likely one has its id, too.
+            named = [(name, id) for name, id in zip(token["top"], ids, strict=True) if name.endswith(f" ({id})")]
+            assert all(name.removesuffix(f" ({id})") in ("", *token["top"]) for name, id in named)
 
 
 def test_csv_has_lists_as_json_text(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -161,7 +165,7 @@ def test_a_dataset_is_pushed_to_the_hub(
 
         def push(**options: Any) -> Exported:
             request = ExportRequest(path=str(folder), to="hf", push_to=name, **options)
-            return export_job(str(sampled), request, card_files)
+            return export_job(str(sampled), request)
 
         def refused(**options: Any) -> str:
             with pytest.raises(UserError) as raised:
@@ -198,9 +202,6 @@ def test_a_dataset_is_pushed_to_the_hub(
     facts = (f"| model | `{jobs.MODEL}` |", "| rows | 60, those with `sample_index = 0` |", "n: 3")
     for fact in (*facts, batchinf.open(sampled).job_id):
         assert fact in card
-    plots = re.findall(r"!\[\]\((plots/.+\.png)\)", card)
-    assert len(plots) > 3
-    assert all(there[plot].startswith(b"\x89PNG") for plot in plots)
 
 
 def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -222,7 +223,22 @@ def test_rows_are_chosen_by_sql(sampled: pathlib.Path, tmp_path: pathlib.Path) -
     ],
 )
 def test_tokens_of_the_reasoning_are_counted_or_left_out(rows: list[dict[str, Any]], number: int | None) -> None:
-    assert num_reasoning_tokens(rows) == number
+    assert _num_reasoning_tokens(rows) == number
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ({"url": "/v1/responses"}, "/v1/responses"),
+        ({"url": "/v1/chat/completions", "functions": True}, "functions"),
+        ({"url": "/v1/completions", "echo": True}, "echo"),
+        ({"url": "/v1/completions", "return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    ],
+)
+def test_answers_in_a_form_that_is_gone_are_refused(form: dict[str, Any], name: str) -> None:
+    with pytest.raises(UserError, match=f"the request of row 3 has {name}, whose answers .* export the job as jsonl"):
+        _refuse_removed({"row_index": 3}, form)
+    _refuse_removed({"row_index": 3}, {"url": "/v1/completions", "return_tokens_as_token_ids": False})
 
 
 def test_lines_of_a_batch_file(batch: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -250,7 +266,10 @@ def test_lines_of_a_batch_file(batch: pathlib.Path, tmp_path: pathlib.Path) -> N
         tops = [[top.logprob for top in token.top_logprobs] for token in choice.logprobs.content]
         assert tops == [values[:number] for values in row["top_logprobs"]]
         for token in choice.logprobs.content:
-            assert token.bytes is None or bytes(token.bytes).decode() == token.token
+            assert bytes(token.bytes or ()).decode() == token.token
+        assert "".join(token.token for token in choice.logprobs.content).rstrip("\ufffd") == (row["text"]).rstrip(
+            "\ufffd"
+        )
     bodies = [openai.types.Completion.model_validate(line["response"]["body"], strict=True) for line in answers[3:]]
     assert [body.choices[0].text for body in bodies] == [row["text"] for row in rows[3:5]]
     first, second = (body.choices[0].logprobs for body in bodies)
@@ -339,16 +358,58 @@ def test_a_wrong_expression_names_its_option(batch: pathlib.Path, tmp_path: path
         exported(batch, tmp_path / "rows.jsonl", where="langage = 1")
 
 
-def test_tokens_that_hold_a_part_of_a_character() -> None:
-    """They have their name in the vocabulary, and no bytes."""
-    tokenizer = load_tokenizer(str(jobs.MODEL), False)
-    texts = TokenTexts(tokenizer)
-    ids = tokenizer("é 🦊", add_special_tokens=False).input_ids
-    parts = [token_id for token_id in ids if "\ufffd" in tokenizer.decode([token_id])]
-    assert parts
-    for token_id in parts:
-        assert texts.text(token_id) == tokenizer.convert_ids_to_tokens(token_id)
-        assert texts.utf8(token_id) is None
+TEXTS = ["Once upon a time", "an é 🦊 in the 雪, 貰う", "x" + "🧑‍🚒" * 3, " two  spaces\n", "", "𝔘𝔫𝔦"]
+
+
+def byte_level() -> Any:
+    return load_tokenizer(str(jobs.MODEL), False)
+
+
+def byte_fallback() -> Any:
+    """A tokenizer with words and bytes, which drops the space before a text, as those of SentencePiece."""
+    names = ["<unk>", *(f"<0x{number:02X}>" for number in range(256)), *(f"▁{char}" for char in "abcdeOuptimn"), "▁"]
+    vocab = {name: -float(place) for place, name in enumerate([*names, *"abcdefghijklmnopqrstuvwxyz"])}
+    own = tokenizers.Tokenizer(tokenizers.models.Unigram([*vocab.items()], 0, byte_fallback=True))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+    parts = (tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse())
+    own.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=own)
+
+
+def spelt(tokenizer: Any, ids: list[int], top: list[tuple[int, float]] | None = None) -> list[tuple[str, list[str]]]:
+    return [*TokenTexts(tokenizer).spell(StoredToken(token_id, -1.0, 1, top) for token_id in ids)]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_joined_are_the_text(text: str, make: Callable[[], Any]) -> None:
+    tokenizer = make()
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    texts = [token for token, _ in spelt(tokenizer, ids)]
+    assert "".join(texts) == text
+    assert len(texts) == len(ids)
+    assert not any("\ufffd" in token for token in texts)
+
+
+def test_a_character_is_the_text_of_the_token_that_completes_it() -> None:
+    """Its other tokens have no text, and nor has an alternative that is another part."""
+    tokenizer = byte_level()
+    ids = tokenizer("a貰b", add_special_tokens=False).input_ids
+    parts = [place for place, token_id in enumerate(ids) if "\ufffd" in tokenizer.decode([token_id])]
+    assert len(parts) > 1
+    found = spelt(tokenizer, ids, top=[(ids[parts[0]], -1.0), (ids[-1], -2.0)])
+    assert [token for token, _ in found] == ["a", *[""] * (len(parts) - 1), "貰", "b"]
+    assert found[0][1] == ["", "b"]
+
+
+def test_bytes_that_are_no_character_stay_in_the_text() -> None:
+    tokenizer = byte_level()
+    [*_, last, _] = tokenizer("貰b", add_special_tokens=False).input_ids
+    [b] = tokenizer("b", add_special_tokens=False).input_ids
+    for number in (1, 3, 20):
+        ids = [last] * number + [b]
+        assert "".join(token for token, _ in spelt(tokenizer, ids)) == tokenizer.decode(ids)
+    assert [token for token, _ in spelt(tokenizer, [b, last])] == ["b", ""]
 
 
 def test_values_that_json_does_not_have(tmp_path: pathlib.Path) -> None:

@@ -1,11 +1,8 @@
-"""Exports to a bucket and to a URL by PUT: whole, or not there."""
+"""Exports to a bucket: whole, or not there."""
 
-import http.server
 import json
 import pathlib
-import threading
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import stores
@@ -13,7 +10,6 @@ import stores
 import jobs
 from batchinf.base.errors import OutputError, UserError
 from batchinf.commands.export import Exported, ExportRequest, export_job
-from batchinf.commands.run_batch import batch_run, write_answers
 from batchinf.export import files
 
 pytestmark = pytest.mark.usefixtures("store_of_this_process")
@@ -101,8 +97,8 @@ def test_after_a_failure_no_object_is_there(out: pathlib.Path, folder: str, stor
         ("s3://jobs/rows.jsonl", "the file is in a folder of the bucket"),
         ("s3://key@jobs/a/rows.jsonl", "with a key, a query or a fragment in it"),
         ("s3://jobs/a/", "which names no file"),
-        ("ssh://host/rows.jsonl", "give a path here, or the URL of a bucket or of a server that takes PUT"),
-        ("https://host/", "which names no file"),
+        ("ssh://host/rows.jsonl", "give a path here, or the URL of a bucket; `curl"),
+        ("https://host/rows.jsonl", "give a path here, or the URL of a bucket; `curl -T FILE URL` sends a file by PUT"),
     ],
 )
 def test_places_that_take_no_file(path: str, words: str, out: pathlib.Path) -> None:
@@ -111,85 +107,6 @@ def test_places_that_take_no_file(path: str, words: str, out: pathlib.Path) -> N
     assert words in str(raised.value)
 
 
-def test_what_a_url_cannot_hold(out: pathlib.Path) -> None:
-    with pytest.raises(UserError, match=r"^--files: got several for a URL"):
-        exported(out, "https://host/rows.jsonl", num_files=2)
-    for path in ("https://host/rows", "s3://jobs/a/rows"):
-        with pytest.raises(UserError, match=r"^-o: got a URL, but a dataset is a folder here"):
-            exported(out, path, to="hf")
-
-
-# -- PUT ---------------------------------------------------------------------------------------------------------------
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """A web server that keeps what it gets by PUT. The first requests fail with the statuses in `fails`."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.fails: list[int] = []
-        self.num_requests = 0
-        self.kept: dict[str, bytes] = {}
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_PUT(self) -> None:
-        data = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.num_requests += 1
-        status = self.server.fails.pop(0) if self.server.fails else 201
-        if status == 201:
-            self.server.kept[self.path] = data
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
-@pytest.fixture
-def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(files, "_PAUSE_S", 0.01)
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-def test_a_file_is_sent_by_put(out: pathlib.Path, tmp_path: pathlib.Path, web: Server) -> None:
-    exported(out, tmp_path / "rows.jsonl")
-    web.fails = [500, 503, 429]
-    done = exported(out, f"{web.url}/a/rows.jsonl?signature=secret")
-    assert web.kept == {"/a/rows.jsonl?signature=secret": (tmp_path / "rows.jsonl").read_bytes()}
-    assert done.files == (f"{web.url}/a/rows.jsonl",)
-
-
-@pytest.mark.parametrize(("fails", "num_requests"), [([403], 1), ([500] * 5, 5)])
-def test_a_server_that_does_not_take_it(fails: list[int], num_requests: int, out: pathlib.Path, web: Server) -> None:
-    web.fails = [*fails]
-    with pytest.raises(OutputError, match=r"/rows\.jsonl: the file could not be sent by PUT: HTTP Error ") as raised:
-        exported(out, f"{web.url}/rows.jsonl?signature=secret")
-    assert "secret" not in str(raised.value)
-    assert (web.kept, web.num_requests) == ({}, num_requests)
-
-
-def test_the_answers_of_run_batch_go_to_a_url(tmp_path: pathlib.Path, web: Server) -> None:
-    bodies = [{"prompt": "a", "max_tokens": 3}, {"prompt": []}]
-    lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
-        for number, body in enumerate(bodies)
-    ]
-    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    target = f"{web.url}/answers.jsonl?key=a"
-    assert batch_run("in.jsonl", target, str(jobs.MODEL), []).folder == "answers.job"
-    run = batch_run(str(tmp_path / "in.jsonl"), target, str(jobs.MODEL), [], folder=str(tmp_path / "answers.job"))
-    (tmp_path / "job.json").write_text(json.dumps({**run.spec, "scripted": {"step_s": 0.0}}))
-    jobs.finish(tmp_path / "job.json")
-    write_answers(run, has_rows=True)
-    [kept] = web.kept.values()
-    assert [json.loads(line)["custom_id"] for line in kept.splitlines()] == ["0", "1"]
-    write_answers(run, has_rows=False)
-    assert [*web.kept.values()] == [b""]
+def test_a_dataset_is_a_folder_here(out: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=r"^-o: got a URL, but a dataset is a folder here"):
+        exported(out, "s3://jobs/a/rows", to="hf")

@@ -1,7 +1,8 @@
 """The smallest `Backend`: it runs replicas as threads of the coordinator's process.
 
 `python in_process.py JOB.yaml` runs a job on it. The replica that the environment variable LOSES names is lost when it
-begins its second shard, as if its host had failed. With DEVICE, the only replica has a device of that name and 140 GiB,
+begins its second shard, as if it had been killed. The first LOSES_HOSTS replicas are lost with their hosts when they
+begin their first shard. With DEVICE, the only replica has a device of that name and 140 GiB,
 which its engine does not use.
 """
 
@@ -20,7 +21,7 @@ from batchinf.base.errors import BatchinfError
 from batchinf.base.stop_signals import interruptible
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.epoch import run_job
-from batchinf.fleet.backend import Backend, DeviceWatch, Ending, ReplicaHandle
+from batchinf.fleet.backend import Backend, DeviceWatch, EndedBy, Ending, ReplicaHandle
 from batchinf.fleet.devices import DeviceLook, Slot
 from batchinf.model.identity import Model
 from batchinf.records import StartedReplica
@@ -36,7 +37,9 @@ class ThreadReplica:
 
     has_own_cache = False
 
-    def __init__(self, launch: Launch, has_events: threading.Condition, *, is_lost_later: bool) -> None:
+    def __init__(
+        self, launch: Launch, has_events: threading.Condition, *, is_lost_later: bool, loses_host: bool = False
+    ) -> None:
         self.incarnation = launch.incarnation
         self.identity: dict[str, Any] = {"thread": launch.incarnation}
         self.is_closed = False
@@ -45,7 +48,8 @@ class ThreadReplica:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._memory = bytearray(RECORD_BYTES[0])
         self._log: list[str] = []
-        self._num_begun, self._is_lost_later, self._is_lost = 0, is_lost_later, False
+        self._num_begun, self._is_lost_later, self._is_lost = 0, is_lost_later or loses_host, False
+        self._loses_host = loses_host
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=launch.incarnation, daemon=True)
         self._thread.start()
@@ -65,7 +69,7 @@ class ThreadReplica:
     def hear(self, event: Event) -> None:
         """Take an event of the thread, unless the replica is lost."""
         self._num_begun += isinstance(event, LeaseBegun)
-        if self._is_lost_later and self._num_begun == 2 and not self._is_lost:
+        if self._is_lost_later and self._num_begun == (1 if self._loses_host else 2) and not self._is_lost:
             self._is_lost = True
             self.send(Stop(0.0))
         if not self._is_lost:
@@ -83,10 +87,13 @@ class ThreadReplica:
         self._commands.put(command)
 
     def has_ended(self) -> bool:
-        return not self._thread.is_alive()
+        return (self._loses_host and self._is_lost) or not self._thread.is_alive()
 
     def log_tail(self) -> list[str]:
         return self._log
+
+    def start_activity(self) -> tuple[int, int]:
+        return 0, 0
 
     def begin_end(self) -> None:
         """A thread ends within milliseconds."""
@@ -99,7 +106,8 @@ class ThreadReplica:
         events, self.events = tuple(self.events), []
         if self._is_lost:
             # A lost host is not the fault of a row.
-            return Ending("outside", "the loss of its thread", events, (), lifetime_s)
+            ended_by: EndedBy = "host" if self._loses_host else "outside"
+            return Ending(ended_by, "the loss of its thread", events, (), lifetime_s)
         in_flight = tuple(InFlightRecord(self._memory).requests())
         return Ending("coordinator" if is_alive else "itself", "the end of its thread", events, in_flight, lifetime_s)
 
@@ -127,13 +135,16 @@ class NoWatch:
 
 
 class InProcessBackend:
-    """loses: name of the incarnation that is lost when it begins its second shard. device: of the only replica."""
+    """loses: name of the incarnation that is lost when it begins its second shard. device: of the only replica.
+
+    num_hosts_lost: incarnations that are lost with their hosts when they begin their first shard.
+    """
 
     name = "in-process"
     processors = "this machine's processor"
 
-    def __init__(self, loses: str = "", device: str = "") -> None:
-        self._loses, self._device = loses, device
+    def __init__(self, loses: str = "", device: str = "", num_hosts_lost: int = 0) -> None:
+        self._loses, self._device, self._num_hosts_lost = loses, device, num_hosts_lost
         self._has_events = threading.Condition()
         self._replicas: list[ThreadReplica] = []
 
@@ -162,7 +173,12 @@ class InProcessBackend:
         pass
 
     def start(self, launch: Launch, slot: Slot, log: pathlib.Path, *, has_own_cache: bool = False) -> ReplicaHandle:
-        replica = ThreadReplica(launch, self._has_events, is_lost_later=launch.incarnation == self._loses)
+        replica = ThreadReplica(
+            launch,
+            self._has_events,
+            is_lost_later=launch.incarnation == self._loses,
+            loses_host=len(self._replicas) < self._num_hosts_lost,
+        )
         self._replicas.append(replica)
         return replica
 
@@ -190,7 +206,9 @@ class InProcessBackend:
 def main() -> None:
     from transformers import PreTrainedTokenizerFast  # noqa: F401 -- two threads cannot import it at once
 
-    backend: Backend = InProcessBackend(os.environ.get("LOSES", ""), os.environ.get("DEVICE", ""))
+    backend: Backend = InProcessBackend(
+        os.environ.get("LOSES", ""), os.environ.get("DEVICE", ""), int(os.environ.get("LOSES_HOSTS", "0"))
+    )
     try:
         with interruptible(ends_process=True):
             run_job(read_spec(sys.argv[1], ()), backend, ProgressDisplay(), extends=False, fresh=False, retry=None)

@@ -16,15 +16,12 @@ from batchinf.records import EngineInfo, EngineStats, Lease
 from batchinf.replica.messages import (
     WARMING_UP,
     Assign,
-    Begin,
     Event,
     LeaseBegun,
     LeaseDone,
     Progress,
     Ready,
-    Revoke,
     StartPhase,
-    TakesLeases,
 )
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.shards import total_shards
@@ -42,10 +39,11 @@ class Told:
 
 
 class Bench:
-    """Replicas that prepare leases until they are told to begin, and what they are told."""
+    """Replicas that start, and what they are told."""
 
-    def __init__(self, folder: pathlib.Path, *, num: int = 2, window: int | None = 200, begins_together: bool = False,
-                 most_tokens: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, folder: pathlib.Path, *, num: int = 2, begins_together: bool = False, most_tokens: int | None = None
+    ) -> None:
         slots = [Slot(number, (), ()) for number in range(num)]
         launch: Any = None
         self.fleet = fleet_of(LocalBackend(), slots, launch, folder)
@@ -53,8 +51,6 @@ class Bench:
         self.told = [Told() for _ in range(num)]
         for number in range(num):
             self.start(number)
-            if window is not None:
-                self.hear(number, TakesLeases(window))
         extents = (extent_of_all(0, NUM_ROWS, 10, 0, 0),)
         self.pending = PendingRows(extents, np.zeros(total_shards(extents), np.bool_))
         self.cases: set[int] = set()
@@ -85,7 +81,7 @@ class Bench:
 
     def come_up(self, number: int, max_num_seqs: int = 200) -> None:
         self.hear(number, Ready(EngineInfo(16, max_num_seqs, 16, "none", versions={}), 1.0))
-        self.assignment.begin(self.fleet.replicas[number])
+        self.assignment.note_ready()
 
     def report(self, number: int, steps: int = 10) -> None:
         """Its engine has run some steps, and has room."""
@@ -116,28 +112,19 @@ class Bench:
 
     @property
     def begun(self) -> list[int]:
-        """The replicas that were told to begin, once for each time."""
-        return [number for number, told in enumerate(self.told) for message in told.messages if message == Begin()]
+        """The replicas that have rows."""
+        return [number for number, rows in enumerate(self.rows) if rows]
 
 
 def given(told: Told) -> list[Lease]:
     return [lease for message in told.messages if isinstance(message, Assign) for lease in message.leases]
 
 
-def test_one_that_takes_over_a_case_begins_with_nothing_else(tmp_path: pathlib.Path) -> None:
+def test_nothing_is_given_before_an_engine_is_up(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path)
     bench.assignment.assign()
-    bench.cases.add(0)
+    assert bench.rows == [0, 0]
     bench.come_up(1)
-    bench.come_up(0)
-    assert bench.told[1].messages[-1] == Begin()
-    assert bench.told[0].messages[-2:] == [Revoke(tuple(lease.key for lease in given(bench.told[0]))), Begin()]
-    assert not bench.leases(0)
-
-
-def test_one_that_has_a_case_is_given_nothing_early(tmp_path: pathlib.Path) -> None:
-    bench = Bench(tmp_path)
-    bench.cases.add(0)
     bench.assignment.assign()
     assert bench.rows[0] == 0 < bench.rows[1]
 
@@ -164,9 +151,8 @@ def test_between_two_rounds_only_those_that_were_heard_are_given_rows(tmp_path: 
     assert bench.rows == [40, 40]
 
 
-@pytest.mark.parametrize("window", [None, 200])
-def test_rows_are_held_back_for_those_that_come_a_moment_later(window: int | None, tmp_path: pathlib.Path) -> None:
-    bench = Bench(tmp_path, num=4, window=window)
+def test_rows_are_held_back_for_those_that_come_a_moment_later(tmp_path: pathlib.Path) -> None:
+    bench = Bench(tmp_path, num=4)
     bench.assignment.assign()
     bench.come_up(2)
     bench.report(2)
@@ -190,7 +176,6 @@ def test_rows_are_shared_by_those_that_are_up_after_two_seconds(tmp_path: pathli
     bench.now += 2.1
     bench.assignment.assign()
     assert bench.rows == [0, 40, 40, 0]
-    # What others had prepared was taken back, and was not tried.
     assert {lease.attempts for told in bench.told for lease in given(told)} == {1}
     # What has begun does not move to one that comes late.
     for number in range(4):
@@ -250,38 +235,20 @@ def test_one_that_ends_gives_its_rows_to_the_others_as_tried(tmp_path: pathlib.P
 
 def test_together_all_begin_with_an_equal_share_once_the_last_is_up(tmp_path: pathlib.Path) -> None:
     bench = Bench(tmp_path, begins_together=True)
-    other = bench.fleet.replicas[1]
-    other.current.early_window = None
     bench.assignment.assign()
-    assert bench.rows == [40, 0]
-    bench.hear(1, TakesLeases(200))
-    bench.assignment.assign()
-    shares = [dict(bench.leases(0)), dict(bench.leases(1))]
-    assert bench.rows == [40, 40]
     bench.come_up(1)
     for _ in range(2):
         bench.assignment.assign()
-        bench.assignment.assign_to([other])
+        bench.assignment.assign_to([bench.fleet.replicas[1]])
     assert bench.begun == []
     bench.come_up(0)
     bench.assignment.assign()
-    bench.assignment.assign()
     assert bench.begun == [0, 1]
-    assert [bench.leases(0), bench.leases(1)] == shares
+    for number in range(2):
+        bench.report(number)
+    bench.assignment.assign()
+    assert bench.rows == [40, 40]
     assert {lease.attempts for told in bench.told for lease in given(told)} == {1}
-
-
-def test_together_rows_beyond_the_windows_wait_until_all_begin(tmp_path: pathlib.Path) -> None:
-    bench = Bench(tmp_path, window=10, begins_together=True)
-    bench.assignment.assign()
-    bench.come_up(0, 8)
-    for _ in range(3):
-        bench.assignment.assign()
-    assert bench.rows == [10, 10]
-    bench.come_up(1, 8)
-    bench.assignment.assign()
-    assert bench.begun == [0, 1]
-    assert min(bench.rows) >= 20
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
@@ -298,6 +265,7 @@ def test_together_nobody_waits_for_one_that_fails_at_its_start(is_given_up: bool
     assert bench.begun == [0]
     if not is_given_up:
         bench.come_up(1)
+        bench.assignment.assign()
         assert bench.begun == [0, 1]
 
 

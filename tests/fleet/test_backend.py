@@ -74,6 +74,15 @@ def test_rows_of_a_replica_that_is_lost_run_again(tmp_path: pathlib.Path) -> Non
     assert "replica 0 restarting: ended with the loss of its thread" in said
 
 
+def test_hosts_that_are_lost_before_a_row_is_finished_give_up_no_replica(tmp_path: pathlib.Path) -> None:
+    spec = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}, max_restarts=1)
+    said = finish(spec, LOSES_HOSTS="4")
+    out = tmp_path / "out"
+    assert jobs.rows_of(out) == list(jobs.unhurt())
+    assert len(backends_of(out)) == 5
+    assert said.count("ended with the loss of its thread") == 4
+
+
 def test_a_row_that_kills_the_engine_is_found(tmp_path: pathlib.Path) -> None:
     out, fault = tmp_path / "out", "engine.prompt.20:*=die"
     finish(jobs.spec_of(tmp_path), BATCHINF_FAULTS=fault)

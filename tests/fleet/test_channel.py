@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,12 +34,10 @@ MESSAGES = (
     ),
     messages.Revoke(((1, 4, 8), (2, 9, 12))),
     messages.Trial((records.Lease(1, 0, 9),), ((1, 2), (3,)), True),
-    messages.Begin(),
     messages.Identified(),
     messages.Stop(2.5),
     messages.StartPhase("loading …"),
     messages.NoPlace("each asks for 1 GPU"),
-    messages.TakesLeases(1229),
     messages.Ready(records.EngineInfo(512, 8, 1536, "none", {"vllm": "0.32"}, {"max_num_seqs": 8}), 1.5),
     messages.Progress(5, {"empty_prompt": 1}, 70, 90, 12, 3, 0.25, records.EngineStats(3, 1, 0.5, 0, 7, 2)),
     messages.LeaseBegun((4, 40, 60), 17, 16),
@@ -111,6 +110,28 @@ def test_the_end_of_the_peer_comes_after_its_last_words(pair: tuple[Channel, Cha
 def test_nothing_to_receive_is_no_end(pair: tuple[Channel, Channel]) -> None:
     assert pair[0].receive(0) == []
     assert not pair[0].is_closed
+
+
+def test_a_peer_that_does_not_read_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair()
+    one, other = Channel(ours, sends_later=True), Channel(theirs)
+    long = messages.Failed("OSError", "no space left " * 100_000, 2)
+    began = time.monotonic()
+    for _ in range(5):
+        one.send(long)
+        one.send(MESSAGES[2])
+    assert time.monotonic() - began < 1
+    assert receive(other, 10) == [long, MESSAGES[2]] * 5
+    one.send(MESSAGES[3])  # the next one is sent at once again
+    assert receive(other, 1) == [MESSAGES[3]]
+    one.send(long)
+    threads = [thread for thread in threading.enumerate() if thread.name == "send"]
+    assert threads
+    one.close()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    other.close()
 
 
 def test_threads_do_not_cut_into_each_other(pair: tuple[Channel, Channel]) -> None:

@@ -5,20 +5,28 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
 import test_placement
+from fleets import fleet_of
 
 import jobs
 from batchinf.fleet.devices import Slot
+from batchinf.fleet.fleet import Ended
 from batchinf.fleet.local.backend import LocalBackend, LocalReplica
 from batchinf.fleet.local.environment import engine_environment
 from batchinf.fleet.local.process_group import end_process_group, members
-from batchinf.replica.messages import Launch
+from batchinf.replica.messages import Failed, Launch
 
 NUM_PORTS = 40
+HANGS = (
+    "its start made no progress for 2 s (start_timeout_s): no message, no line in its log and nothing read while "
+    "starting"
+)
 
 
 @pytest.fixture
@@ -37,6 +45,77 @@ def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., LocalReplica]]:
     for replica in replicas:
         if replica.process.returncode is None:
             replica.end()
+
+
+# What the processes of a start do, and whether that is progress.
+STARTS = {
+    "it stands still": ("sleep 600", False),
+    "it spins, as NCCL does": ("while :; do :; done", False),
+    "it reads weights slowly": ("while :; do head -c 700000 /dev/zero | tail -c 1 > /dev/null; sleep 0.2; done", True),
+    "its log moves": ("while :; do echo loading; sleep 0.2; done", True),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_without_progress_is_ended(name: str, tmp_path: pathlib.Path) -> None:
+    command, makes_progress = STARTS[name]
+
+    class Starts(LocalBackend):
+        def start(self, *arguments: Any, **options: Any) -> LocalReplica:
+            replica = super().start(*arguments, **options)
+            replica.process.send_signal(signal.SIGKILL)
+            replica.process.wait()
+            with replica.log.open("ab") as log:
+                replica.process = subprocess.Popen(["sh", "-c", command], stdout=log, start_new_session=True)
+            return replica
+
+    launch = Launch(0, "000001.0001", str(tmp_path), "job", "", "", "", None)
+    fleet = fleet_of(Starts(), [Slot(0, (), ())], lambda slot, name: launch, tmp_path, start_timeout_s=2.0)
+    fleet.start_due()
+    deadline = time.monotonic() + 5.0
+    ended: list[Ended] = []
+    while not ended and time.monotonic() < deadline:
+        ended = fleet.reap()
+        time.sleep(0.05)
+    assert [end.cause for end in ended] == ([] if makes_progress else [HANGS])
+    fleet.kill()
+
+
+def test_a_start_on_a_shared_device_waits_for_its_neighbour(tmp_path: pathlib.Path) -> None:
+    slots = [Slot(number, ("0",), (), sharers=2) for number in range(2)]
+    launch = Launch(0, "000001.0001", str(tmp_path), "job", "", "", "", None)
+    fleet = fleet_of(LocalBackend(), slots, lambda slot, name: launch, tmp_path)
+    fleet.start_due()
+    for handle in fleet.handles.values():
+        assert isinstance(handle, LocalReplica)
+        handle.process.send_signal(signal.SIGSTOP)
+    fleet.reap()
+    time.sleep(0.1)
+    before = [replica.current.start_moved_at for replica in fleet.replicas]
+    with (tmp_path / "replica-0.log").open("a") as log:
+        log.write("loading weights\n")
+    fleet.start_timeout_s, fleet._next_look_at_starts = 600.0, 0.0
+    fleet.reap()
+    assert [replica.current.start_moved_at > at for replica, at in zip(fleet.replicas, before, strict=True)] == [
+        True
+    ] * 2
+    fleet.kill()
+
+
+def test_a_replica_that_does_not_read_its_launch_holds_up_no_other(tmp_path: pathlib.Path) -> None:
+    backend = LocalBackend()
+    replicas = []
+    began = time.monotonic()
+    for number in range(3):
+        launch = Launch(number, "000001.0001", str(tmp_path), "job", "x" * 3_000_000, "", "", None)
+        replicas.append(backend.start(launch, Slot(number, (), ()), tmp_path / f"{number}.log"))
+        replicas[-1].process.send_signal(signal.SIGSTOP)
+    assert time.monotonic() - began < 2
+    for replica in replicas:
+        replica.process.send_signal(signal.SIGCONT)
+    # Each reads it whole, and says that it is no spec.
+    jobs.wait_until(lambda: all(replica.has_ended() for replica in replicas), 60)
+    assert all(isinstance(replica.end().events[-1], Failed) for replica in replicas)
 
 
 def environment_of(replica: LocalReplica) -> dict[str, str]:

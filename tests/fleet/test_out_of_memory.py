@@ -19,7 +19,6 @@ from batchinf.base.storage import Folder
 from batchinf.fleet.backend import Ending
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
-from batchinf.fleet.memory.advice import explain_cause
 from batchinf.fleet.memory.engine_settings import EngineSettings, kept
 from batchinf.fleet.memory.out_of_memory import OutOfMemory, recognise
 from batchinf.fleet.memory.step_down import effective, step_down
@@ -99,34 +98,41 @@ def gib(number: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("text", "was_up", "expected"),
+    ("text", "was_up", "kind"),
     [
-        (FREE, False, OutOfMemory("free", "", gib(72.85), gib(60.25), gib(79.18))),
-        (FREE_CPU, False, OutOfMemory("free", "", gib(57.77), gib(10.5), gib(62.79))),
-        (CACHE, False, OutOfMemory("cache", "")),
-        (LENGTH, False, OutOfMemory("length", "", None, None, None, gib(16.0), gib(9.21), 75440)),
-        (LENGTH_OLD, False, OutOfMemory("length", "", most_tokens=64416)),
-        (TORCH, False, OutOfMemory("start", "", gib(7.42), int(985.06 * 2**20), gib(79.18))),
-        (TORCH, True, OutOfMemory("step", "", gib(7.42), int(985.06 * 2**20), gib(79.18))),
-        (LOAD, False, OutOfMemory("load", "", gib(7.42), int(985.06 * 2**20), gib(79.18))),
-        (SAMPLER, False, OutOfMemory("start", "")),
-        (CUBLAS, True, OutOfMemory("step", "")),
-        (DRIVER, True, OutOfMemory("step", "")),
-        (WORKER, True, OutOfMemory("step", "", 512 << 20, 100 << 20, gib(139.81))),
-        (CPU_ALLOCATOR, True, OutOfMemory("host", "")),
+        (FREE, False, "free"),
+        (FREE_CPU, False, "free"),
+        (CACHE, False, "cache"),
+        (LENGTH, False, "cache"),
+        (LENGTH_OLD, False, "cache"),
+        (TORCH, False, "batch"),
+        (TORCH, True, "batch"),
+        (LOAD, False, "load"),
+        (SAMPLER, False, "batch"),
+        (CUBLAS, True, "batch"),
+        (DRIVER, True, "batch"),
+        (WORKER, True, "batch"),
+        (CPU_ALLOCATOR, True, "batch"),
     ],
 )
-def test_the_words_are_understood(text: str, was_up: bool, expected: OutOfMemory) -> None:
+def test_the_words_are_understood(text: str, was_up: bool, kind: str) -> None:
     # As the adapter gives them: in one line, cut to 400 characters; or in a log, broken by a terminal.
     for said in (text, f"vLLM could not start: {text[:400]}", text.replace(" memory", "\n  memory")):
         found = recognise(said, was_up=was_up)
         assert found is not None
-        assert {**_fields(found), "words": ""} == _fields(expected)
-        assert found.words
+        assert found.kind == kind
+        assert " ".join(text.split()).find(found.words) >= 0
 
 
-def _fields(failure: OutOfMemory) -> dict[str, Any]:
-    return {name: getattr(failure, name) for name in OutOfMemory.__slots__}
+def test_the_share_that_is_free_is_read() -> None:
+    assert oom(FREE).free_share == pytest.approx(0.761, abs=0.001)
+    assert oom(FREE_CPU).free_share == pytest.approx(0.167, abs=0.001)
+
+
+def test_long_words_end_with_a_sentence() -> None:
+    said = oom(f"{LENGTH} {LENGTH}").words
+    assert said.startswith("To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache")
+    assert said.endswith("maximum model length is 75440")
 
 
 @pytest.mark.parametrize(
@@ -178,22 +184,19 @@ def _value(gap: str, estimate: str) -> str:
 
 # Fails when vLLM says it otherwise: then the words above and in `out_of_memory` have to follow.
 @pytest.mark.parametrize(
-    ("path", "kind", "count", "has_numbers"),
+    ("path", "kind", "count"),
     [
-        (("v1", "worker", "utils.py"), "free", 1, True),
-        (("v1", "worker", "cpu_worker.py"), "free", 1, True),
-        (("v1", "core", "kv_cache_utils.py"), "cache", 2, False),
-        (("v1", "core", "kv_cache_utils.py"), "length", 1, True),
+        (("v1", "worker", "utils.py"), "free", 1),
+        (("v1", "worker", "cpu_worker.py"), "free", 1),
+        (("v1", "core", "kv_cache_utils.py"), "cache", 3),
     ],
 )
-def test_the_installed_vllm_still_says_so(path: tuple[str, ...], kind: str, count: int, has_numbers: bool) -> None:
+def test_the_installed_vllm_still_says_so(path: tuple[str, ...], kind: str, count: int) -> None:
     tree = vllm_source(*path)
     # Twice: what stands in a gap may come later in the walk than the text around it.
     texts = {text for _ in range(2) for text in texts_in(tree)}
     found = [failure for text in texts if (failure := recognise(text, was_up=False)) and failure.kind == kind]
     assert len(found) >= count
-    if has_numbers:
-        assert all(failure.asked_bytes or failure.needed_bytes for failure in found)
 
 
 def test_the_installed_vllm_still_says_so_while_it_loads() -> None:
@@ -234,6 +237,7 @@ def oom(text: str, *, was_up: bool = False) -> OutOfMemory:
 
 
 CPU = {"device_bytes": None, "device_name": ""}
+SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
 
 
 @pytest.mark.parametrize(
@@ -256,17 +260,16 @@ CPU = {"device_bytes": None, "device_name": ""}
         ({}, oom(SAMPLER), {}, {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.87}),
         # Without chunks a batch holds whole prompts; what is small already stays.
         ({"enable_chunked_prefill": False}, oom(SAMPLER), {}, {"max_num_seqs": 512, "gpu_memory_utilization": 0.87}),
-        ({"max_num_seqs": 16, "max_num_batched_tokens": 2048}, oom(SAMPLER), {}, {"gpu_memory_utilization": 0.87}),
+        (SMALL, oom(SAMPLER), {}, {"gpu_memory_utilization": 0.87}),
         ({"max_num_seqs": 20}, oom(CACHE), {}, {"max_num_seqs": 16, "max_num_batched_tokens": 8192}),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 3000}, oom(CACHE), {}, {"max_num_batched_tokens": 2048}),
-        # While running: the share, by what was missing.
-        ({}, oom(CUBLAS, was_up=True), {}, {"gpu_memory_utilization": 0.87}),
-        ({}, oom(TORCH, was_up=True), {}, {"gpu_memory_utilization": 0.83}),
+        ({}, oom(CUBLAS, was_up=True), {},
+         {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.87}),
         ({"gpu_memory_utilization": 0.43, "max_num_batched_tokens": 2048}, oom(CUBLAS, was_up=True), {},
          {"max_num_seqs": 512}),
-        ({"kv_cache_memory_bytes": gib(20)}, oom(CUBLAS, was_up=True), {}, {"kv_cache_memory_bytes": gib(18)}),
-        ({"num_gpu_blocks_override": 10_000}, oom(CUBLAS, was_up=True), {}, {"num_gpu_blocks_override": 9000}),
-        ({}, oom(CPU_ALLOCATOR, was_up=True), CPU, {"max_num_seqs": 128}),
+        ({**SMALL, "kv_cache_memory_bytes": gib(20)}, oom(CUBLAS, was_up=True), {}, {"kv_cache_memory_bytes": gib(18)}),
+        ({**SMALL, "num_gpu_blocks_override": 10_000}, oom(CUBLAS, was_up=True), {}, {"num_gpu_blocks_override": 9000}),
+        ({}, oom(CPU_ALLOCATOR, was_up=True), CPU, {"max_num_seqs": 128, "gpu_memory_utilization": 0.87}),
     ],
 )  # fmt: skip
 def test_one_step_down(
@@ -300,71 +303,6 @@ def test_a_large_device_has_large_batches_unless_it_is_an_a100() -> None:
     assert effective({}, fit(device_name="NVIDIA A100-SXM4-80GB"))["max_num_seqs"] == 256
     assert effective({}, fit(device_bytes=48 * GIB))["max_num_batched_tokens"] == 8192
     assert effective({"max_num_seqs": 64}, fit())["max_num_seqs"] == 64
-
-
-# -- the explanation -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cause", "engine", "place", "said", "not_said"),
-    [
-        (
-            oom(FREE),
-            {},
-            {},
-            ["15.0 GiB for its weights", "max_model_len 131,072 takes 16.0 GiB", "vLLM asked for 72.8 GiB",
-             "60.2 GiB were free", "engine.gpu_memory_utilization to 0.75", "parallel.devices"],
-            ["tensor_parallel_size", "max_model_len 1 "],
-        ),
-        (
-            oom(LENGTH),
-            {"gpu_memory_utilization": 0.35},
-            {},
-            ["takes 16.0 GiB", "9.2 GiB were left for it", "raise engine.gpu_memory_utilization to 0.45",
-             "engine.max_model_len 75440 or less", "another output.path", "engine.kv_cache_dtype fp8",
-             "parallel.tensor_parallel_size to 2"],
-            ["parallel.devices"],
-        ),
-        # 131 GiB of weights: no share of one device holds them, nor half of them; four devices do.
-        (
-            oom(LOAD),
-            {},
-            {"shape": "llama-3.3-70b"},
-            ["131.4 GiB for its weights", "parallel.tensor_parallel_size to 4"],
-            ["max_model_len 0", "raise engine", "kv_cache_dtype", "quantization", "another output.path"],
-        ),
-        (
-            oom(CACHE),
-            {},
-            {"shape": "llama-3.3-70b", "max_model_len": 8192, "device_bytes": 143 * GIB},
-            ["raise engine.gpu_memory_utilization to 0.96", "parallel.tensor_parallel_size to 2",
-             "model.quantization fp8"],
-            ["kv_cache_dtype"],
-        ),
-        (
-            oom(TORCH, was_up=True),
-            {"gpu_memory_utilization": 0.95},
-            {},
-            ["while running", "the allocation that failed was of 7.4 GiB", "1.0 GiB were free",
-             "engine.gpu_memory_utilization to 0.86"],
-            ["tensor_parallel_size", "another output.path"],
-        ),
-        (oom(LENGTH), {}, CPU, ["VLLM_CPU_KVCACHE_SPACE to 16", "engine.max_model_len 75440 or less"], ["raise"]),
-    ],
-)  # fmt: skip
-def test_the_message_has_the_numbers_and_what_would_help(
-    cause: OutOfMemory, engine: dict[str, Any], place: dict[str, Any], said: list[str], not_said: list[str]
-) -> None:
-    words = explain_cause(cause, engine, fit(**place), "the-model")
-    for part in said:
-        assert part in words
-    for part in not_said:
-        assert part not in words
-    assert "\n" not in words
-
-
-def test_where_nothing_is_known_vllms_own_words_stand() -> None:
-    assert "No available memory for the cache blocks" in explain_cause(oom(CACHE), {}, Fit(Needs(None, None)), "m")
 
 
 # -- the job's settings ----------------------------------------------------------------------------------------------
@@ -427,19 +365,12 @@ def test_steps_begin_at_what_the_task_sets_itself(
     assert place.batch_limits == limits
     assert step_down({}, oom(CACHE), place) == first
     settings = EngineSettings(spec, place)
-    shares = []
-    for incarnation in "ab":
-        settings.launch_spec(incarnation)
-        step = settings.judge(0, incarnation, oom(CUBLAS, was_up=True), was_up=True).step_down
-        assert step is not None
-        shares.append(step["to"])
-        assert settings.engine == step["to"]
-        assert kept(spec, json.loads(json.dumps(step))) == settings.engine
-    assert shares == [{"gpu_memory_utilization": 0.87}, {"gpu_memory_utilization": 0.82}]
-    settings.launch_spec("c")
-    last = settings.judge(0, "c", oom(CPU_ALLOCATOR, was_up=True), was_up=True).step_down
-    assert last is not None and last["from"] == {name: {**effective({}, fit()), **limits}[name] for name in first}
-    assert settings.engine == {"gpu_memory_utilization": 0.82, **first}
+    settings.launch_spec("a")
+    step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step_down
+    assert step is not None
+    assert step["from"] == {name: {**effective({}, fit()), **limits}[name] for name in step["to"]}
+    assert settings.engine == step["to"] == {**first, "gpu_memory_utilization": 0.87}
+    assert kept(spec, json.loads(json.dumps(step))) == settings.engine
 
 
 def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
@@ -449,7 +380,8 @@ def test_what_the_spec_says_counts_before_what_the_task_sets() -> None:
     settings.launch_spec("a")
     step = settings.judge(0, "a", oom(CUBLAS, was_up=True), was_up=True).step_down
     assert step is not None
-    assert settings.engine == {"max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.87}
+    assert step["from"]["max_num_batched_tokens"] == 3000
+    assert settings.engine == {"max_num_seqs": 512, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.87}
 
 
 def test_at_the_floor_it_is_a_death_like_any_other() -> None:
@@ -475,10 +407,10 @@ def test_with_fail_nothing_is_tried() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {"gpu_memory_utilization": 0.82, "max_num_seqs": 512}),
+        ({}, {"gpu_memory_utilization": 0.82, "max_num_seqs": 256}),
         ({"engine": {"max_num_seqs": 1024}}, {"gpu_memory_utilization": 0.82}),
         ({"engine": {"gpu_memory_utilization": 0.9, "max_num_seqs": 300}}, {}),
-        ({"engine": {"block_size": 32}}, {"gpu_memory_utilization": 0.82, "max_num_seqs": 512}),
+        ({"engine": {"block_size": 32}}, {"gpu_memory_utilization": 0.82, "max_num_seqs": 256}),
         ({"parallel": {"tensor_parallel_size": 2}}, {}),
     ],
 )
@@ -595,8 +527,8 @@ def test_a_start_without_memory_is_tried_no_more_than_that(tmp_path: pathlib.Pat
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ")
-    assert last.count("not enough memory is free on the device") == 1
-    assert "vLLM asked for 72.8 GiB, 64.2 GiB were free" in last
+    assert last.count("out of memory: Free memory on device cuda:0 (64.25/79.11 GiB)") == 1
+    assert "; end what else runs on the device" in last
     assert "tried with gpu_memory_utilization 0.8 already" in last
     assert "Traceback" not in done.stderr
     [step] = jobs.events_of(tmp_path / "out", "oom_step_down")
@@ -609,7 +541,10 @@ def test_memory_that_runs_out_in_a_step_costs_no_row(tmp_path: pathlib.Path, onc
     path = jobs.spec_of(tmp_path, parallel={"data_parallel_size": 1}, max_restarts=0)
     jobs.finish(path, faults=f"engine.step:20={dies},engine.step:60={dies}", BATCHINF_FAULTS_ONCE=once)
     steps = jobs.events_of(tmp_path / "out", "oom_step_down")
-    assert [step["to"] for step in steps] == [{"gpu_memory_utilization": 0.87}, {"gpu_memory_utilization": 0.82}]
+    assert [step["to"] for step in steps] == [
+        {"max_num_seqs": 128, "gpu_memory_utilization": 0.87},
+        {"max_num_seqs": 64, "gpu_memory_utilization": 0.82},
+    ]
     assert starts_of(tmp_path / "out") == [0, 0, 0]
     assert tuple(jobs.rows_of(tmp_path / "out")) == jobs.unhurt()
 
@@ -623,7 +558,7 @@ def test_a_resume_goes_on_with_the_lowered_settings(tmp_path: pathlib.Path, once
     assert killed.returncode == -signal.SIGKILL
     [step] = jobs.events_of(tmp_path / "out", "oom_step_down")
     done = jobs.finish(path, faults=f"engine.step:21={dies}", BATCHINF_FAULTS_ONCE=once)
-    assert "continuing with engine.gpu_memory_utilization 0.87" in done.stderr
+    assert "continuing with engine.max_num_seqs 128, engine.gpu_memory_utilization 0.87" in done.stderr
     assert [event["from"] for event in jobs.events_of(tmp_path / "out", "oom_step_down")] == [step["from"], step["to"]]
     assert tuple(jobs.rows_of(tmp_path / "out")) == jobs.unhurt()
 
@@ -657,9 +592,9 @@ def test_a_sequence_that_real_vllm_cannot_hold_is_explained(tmp_path: pathlib.Pa
     done = jobs.run("run", real_job(tmp_path, engine), VLLM_CPU_KVCACHE_SPACE="1")
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert "the KV cache of one sequence of max_model_len 1,000,000 takes 1.9 GiB, 1.0 GiB were left for it" in last
-    assert "VLLM_CPU_KVCACHE_SPACE to 2 (GiB)" in last
-    assert "engine.max_model_len 524" in last
+    assert "out of memory: To serve at least one request with the model's max seq len (1000000), (1.9" in last
+    assert "VLLM_CPU_KVCACHE_SPACE" in last
+    assert "engine.max_model_len" in last
     assert starts_of(tmp_path / "out") == [0]
 
 

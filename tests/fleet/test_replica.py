@@ -21,13 +21,13 @@ from batchinf.replica.messages import (
     Revoked,
     StartPhase,
     Stopped,
-    TakesLeases,
     Tried,
 )
 
 WHOLE = Lease(3, 30, 40)
 CUT = Lease(4, 40, 45, is_whole=False)
 STALL_S = 60.0
+START_S = 300.0
 READY = Ready(EngineInfo(16, 10, 16, "none", versions={}), 1.0)
 FAILED = Failed(EngineDeadError.__name__, "the cause", 1)
 PART = Part(shard=3, file="000003-x.parquet", num_rows=10, num_bytes=1, digest="")
@@ -54,11 +54,10 @@ def replica_in(state: str) -> FleetReplica:
     replica.start("000001.0001", 0.0)
     events: list[Event] = {
         "starting": [],
-        "preparing": [TakesLeases(10)],
-        "up": [TakesLeases(10), READY],
+        "up": [READY],
         "failed at its start": [FAILED],
-        "failed": [TakesLeases(10), READY, FAILED],
-        "stopped": [TakesLeases(10), READY, Stopped()],
+        "failed": [READY, FAILED],
+        "stopped": [READY, Stopped()],
         "restarting": [],
         "given up": [],
     }[state]
@@ -70,26 +69,25 @@ def replica_in(state: str) -> FleetReplica:
     return replica
 
 
-LIVE = ("starting", "preparing", "up", "failed at its start", "failed", "stopped")
+LIVE = ("starting", "up", "failed at its start", "failed", "stopped")
 OVER = ("waiting", "restarting", "given up")
-# state: is_live, is_running, takes_leases, whether it is due at once, the state for people
+# state: is_live, is_running, whether it is due at once, the state for people
 STATES = {
-    "waiting": (False, False, False, True, "waiting"),
-    "starting": (True, False, False, False, "starting"),
-    "preparing": (True, False, True, False, "starting"),
-    "up": (True, True, True, False, "running"),
-    "failed at its start": (True, False, False, False, "starting"),
-    "failed": (True, False, False, False, "running"),
-    "stopped": (True, True, True, False, "ended"),
-    "restarting": (False, False, False, False, "restarting"),
-    "given up": (False, False, False, False, "given up"),
+    "waiting": (False, False, True, "waiting"),
+    "starting": (True, False, False, "starting"),
+    "up": (True, True, False, "running"),
+    "failed at its start": (True, False, False, "starting"),
+    "failed": (True, False, False, "running"),
+    "stopped": (True, True, False, "ended"),
+    "restarting": (False, False, False, "restarting"),
+    "given up": (False, False, False, "given up"),
 }
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_what_others_see_of_each_state(state: str) -> None:
     replica = replica_in(state)
-    seen = (replica.is_live, replica.is_running, replica.takes_leases, replica.is_due(0.0), replica.state)
+    seen = (replica.is_live, replica.is_running, replica.is_due(0.0), replica.state)
     assert seen == STATES[state]
     assert set(STATES) == {*LIVE, *OVER}
 
@@ -106,7 +104,6 @@ PASSES_ON = "the event itself"
 EVENTS: dict[str, tuple[Event, object, object, str | None]] = {
     "phase": (StartPhase("loading", "host"), None, None, "loading"),
     "no place": (NoPlace("each asks for 1 GPU"), PASSES_ON, PASSES_ON, "waiting for a node"),
-    "takes leases": (TakesLeases(20), None, None, None),
     "ready": (READY, PASSES_ON, PASSES_ON, "running"),
     "progress": (progress(5), None, None, None),
     "begun": (LeaseBegun(WHOLE.key, 2, 1), PASSES_ON, PASSES_ON, None),
@@ -177,22 +174,41 @@ def test_only_leases_that_have_not_begun_can_be_taken_back() -> None:
     assert list(replica.current.leases) == [WHOLE.key, CUT.key]
 
 
-# state: why it has to be ended 0, 2, 11 and 61 s later
+def why_end(replica: FleetReplica, now: float) -> str | None:
+    return replica.why_end(now, stall_timeout_s=STALL_S, start_timeout_s=START_S)
+
+
+# state: why it has to be ended 0, 2, 11, 61 and 301 s later
 STALLED = "no step for 60 s (stall_timeout_s)"
+HANGS = (
+    "its start made no progress for 300 s (start_timeout_s): no message, no line in its log and nothing read while "
+    "starting"
+)
 ENDS: dict[str, tuple[str | None, ...]] = {
-    "waiting": (None, None, None, None),
-    "starting": (None, None, None, None),
-    "preparing": (None, None, None, None),
-    "up": (None, None, None, STALLED),
-    "failed at its start": (None, None, "", ""),
-    "failed": (None, None, "", ""),
-    "stopped": (None, "", "", ""),
+    "waiting": (None, None, None, None, None),
+    "starting": (None, None, None, None, HANGS),
+    "up": (None, None, None, STALLED, STALLED),
+    "failed at its start": (None, None, "", "", ""),
+    "failed": (None, None, "", "", ""),
+    "stopped": (None, "", "", "", ""),
+    "restarting": (None, None, None, None, None),
 }
 
 
 @pytest.mark.parametrize("state", ENDS)
 def test_when_an_incarnation_has_to_be_ended(state: str) -> None:
-    assert tuple(replica_in(state).why_end(now, STALL_S) for now in (0.0, 2.0, 11.0, 61.0)) == ENDS[state]
+    assert tuple(why_end(replica_in(state), now) for now in (0.0, 2.0, 11.0, 61.0, 301.0)) == ENDS[state]
+
+
+def test_a_start_that_makes_progress_or_waits_for_a_host_goes_on() -> None:
+    replica = replica_in("starting")
+    for now, activity in ((200.0, (10, 0)), (400.0, (10, 5)), (500.0, (10, 5)), (1000.0, None), (2000.0, None)):
+        replica.note_start_activity(activity, now)
+    assert [why_end(replica, now) is None for now in (2300.0, 2301.0)] == [True, False]
+    replica.hear(StartPhase("compiling"), now=2301.0, at=0.0)
+    replica.note_start_detail("capturing graphs 1/9")
+    assert why_end(replica, 2601.0) is None
+    assert str(why_end(replica, 2602.0)).endswith("nothing read while compiling (capturing graphs 1/9)")
 
 
 @pytest.mark.parametrize(("steps", "in_flight", "is_stalled"), [(1, 1, True), (2, 1, False), (1, 0, False)])
@@ -200,7 +216,7 @@ def test_an_engine_stalls_if_it_has_requests_and_makes_no_step(steps: int, in_fl
     replica = replica_in("up")
     replica.hear(progress(steps=1, in_flight=1), now=1.0, at=0.0)
     replica.hear(progress(steps=steps, in_flight=in_flight), now=50.0, at=0.0)
-    assert (replica.why_end(70.0, STALL_S) is not None) == is_stalled
+    assert (why_end(replica, 70.0) is not None) == is_stalled
 
 
 AGAIN, DIED, GIVEN_UP = (Verdict(action, "") for action in ("again", "died", "given up"))
@@ -256,10 +272,30 @@ def test_after_as_many_restarts_as_allowed_it_is_given_up_and_an_excuse_brings_i
     assert (replica.state, replica.is_given_up) == ("ended", True)
 
 
+def lose_hosts(replica: FleetReplica, number: int, num_rows: int = 0) -> None:
+    for _ in range(number):
+        replica.start("000001.0002", 0.0)
+        replica.hear(progress(num_rows), now=0.0, at=0.0)
+        replica.end("the loss of its node", None, now=0.0, max_restarts=3, was_host_lost=True)
+
+
+def test_lost_hosts_are_no_failures_and_have_a_bound_of_their_own() -> None:
+    replica = replica_in("restarting")
+    lose_hosts(replica, 20)
+    assert (replica.state, replica.failures, replica.host_losses) == ("restarting", 1, 20)
+    lose_hosts(replica, 1)
+    assert replica.is_given_up
+    # The search for a row that kills its host makes progress: the loss does not count.
+    replica.excuse(now=0.0, max_restarts=3, was_host_lost=True)
+    assert (replica.state, replica.failures, replica.host_losses) == ("restarting", 1, 20)
+    lose_hosts(replica, 30, num_rows=1)
+    assert (replica.state, replica.failures, replica.host_losses) == ("restarting", 0, 1)
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_a_stop_ends_at_once_only_engines_that_are_not_up(state: str) -> None:
     replica = replica_in(state)
-    assert replica.stop() == (state in ("starting", "preparing", "failed at its start"))
+    assert replica.stop() == (state in ("starting", "failed at its start"))
     assert replica.is_given_up == (state in OVER)
     if replica.is_live:
         replica.end("", AGAIN, now=1.0, max_restarts=9)

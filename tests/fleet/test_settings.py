@@ -336,7 +336,7 @@ def test_graph_sizes_end_at_the_batch(most: int) -> None:
 def test_a_step_down_starts_from_the_chosen_values() -> None:
     spec = spec_of()
     settings = EngineSettings(spec, SMALL, None, chosen_arguments(spec, SMALL, task_of(spec), 1).engine)
-    lowered = step_down(settings.engine, OutOfMemory("step", "CUDA out of memory"), SMALL)
+    lowered = step_down(settings.engine, OutOfMemory("batch", "CUDA out of memory"), SMALL)
     assert effective(settings.engine, SMALL)["max_num_seqs"] == 2048 and lowered is not None
     launched = JobSpec.model_validate_json(settings.launch_spec("000001.0001"))
     assert launched.engine == settings.engine

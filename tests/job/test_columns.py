@@ -272,3 +272,26 @@ def test_columns_that_the_output_cannot_hold_are_refused_first(
     assert f"{place}: the column 'x' has the" in str(refused.value)
     given = {"input": {"id_column": None, "path": str(tmp_path / "rows.arrow")}, "output": {"keep_columns": []}}
     open_job(read_spec(jobs.spec_of(tmp_path, **given)), tmp_path / "cache").source.close()
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (["Text"], "got Text beside the output's column text, which SQL takes for the same name; give it another one, "
+         "as in {Text: input_Text}"),
+        ({"other": "ROW_INDEX"}, "got ROW_INDEX beside the output's column row_index, which SQL takes for the same "
+         "name; give it another one, as in {other: input_ROW_INDEX}"),
+        (["ID"], "got ID beside the output's column id"),
+        (["other", "Other"], "got other beside the output's column Other"),
+    ],
+)  # fmt: skip
+def test_names_that_differ_by_case_only_are_refused_for_new_jobs(
+    keep: Any, message: str, tmp_path: pathlib.Path
+) -> None:
+    record = {"id": 1, "prompt": "Say 1.", "Text": "a", "ID": 2, "other": "b", "Other": "c"}
+    spec = spec_over(tmp_path, [record], output={"keep_columns": keep})
+    with pytest.raises(SpecError, match=re.escape(f"output.keep_columns: {message}")):
+        open_job(read_spec(spec), tmp_path / "cache")
+    open_job(read_spec(spec, ["rules=1"]), tmp_path / "cache").source.close()
+    renamed = {"Text": "input_Text", "ID": "id_2", "other": "one"}
+    open_job(read_spec(spec, {"output.keep_columns": renamed}), tmp_path / "cache").source.close()

@@ -184,7 +184,11 @@ def fit(config: dict[str, Any], gpu: str, quantization: str | None = None) -> Fi
 
 
 def least(config: dict[str, Any], gpu: str, context: int, quantization: str | None = None, node: int = 16) -> Degrees:
-    return next(that_fit(fit(config, gpu, quantization), context, DEFAULT_GPU_MEMORY_UTILIZATION, node, most=64))
+    return next(
+        that_fit(
+            fit(config, gpu, quantization), Machine(None, node, 64 // node, DEFAULT_GPU_MEMORY_UTILIZATION), context
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,8 +238,8 @@ def test_the_case_of_a_published_study_where_the_cache_is_starved() -> None:
 
 def test_no_degree_of_one_node() -> None:
     share = DEFAULT_GPU_MEMORY_UTILIZATION
-    assert not list(that_fit(fit(LLAMA_405B, "h100-80"), 8192, share, 8, most=8))
-    assert not list(that_fit(fit(LLAMA_70B, "h200"), 8192, share, 1, most=1))
+    assert not list(that_fit(fit(LLAMA_405B, "h100-80"), Machine(None, 8, 1, share), 8192))
+    assert not list(that_fit(fit(LLAMA_70B, "h200"), Machine(None, 1, 1, share), 8192))
     found = least(LLAMA_405B, "h100-80", 8192, node=8)
     assert (found.tensor, found.pipeline) == (8, 2)
 
@@ -277,9 +281,9 @@ def test_offload_and_a_fixed_cache() -> None:
     plain = fit(LLAMA_70B, "a100-80")
     offloaded = Fit(plain.needs, plain.device_bytes, engine={"cpu_offload_gb": 80})
     assert plain.weight_bytes is not None and offloaded.weight_bytes == plain.weight_bytes - 80 * GIB
-    assert next(that_fit(offloaded, 8192, 0.92, 8, most=8)).num_devices == 1
+    assert next(that_fit(offloaded, Machine(None, 8, 1, 0.92), 8192)).num_devices == 1
     fixed = Fit(needs(LLAMA_8B), gpu_named("h200").memory_bytes, engine={"kv_cache_memory_bytes": 4 * GIB})
-    found = next(that_fit(fixed, 8192, 0.92, 8, most=8))
+    found = next(that_fit(fixed, Machine(None, 8, 1, 0.92), 8192))
     assert found.cache_tokens == 4 * GIB // 131_072
     too_much = Fit(fixed.needs, fixed.device_bytes, engine={"kv_cache_memory_bytes": 130 * GIB})
-    assert next(that_fit(too_much, 8192, 0.92, 8, most=8)).num_devices > 1
+    assert next(that_fit(too_much, Machine(None, 8, 1, 0.92), 8192)).num_devices > 1

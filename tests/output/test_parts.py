@@ -61,13 +61,13 @@ class Rows:
         self.reads: list[int] = []
 
     def row(self, index: int) -> dict[str, Any]:
-        table = self.columns_of(np.array([index]), self.schema.names)
+        table = self.fields_of(np.array([index]), list(self.schema))
         return {name: table.column(name)[0].as_py() for name in self.schema.names}
 
     def keep_digests(self) -> None:
         """It has none."""
 
-    def columns_of(self, positions: Any, columns: Sequence[str], lost: dict[int, str] | None = None) -> pa.Table:
+    def fields_of(self, positions: Any, fields: Sequence[pa.Field], lost: dict[int, str] | None = None) -> pa.Table:
         self.reads.append(len(positions))
         rows = positions.tolist()
         arrays = {
@@ -75,7 +75,7 @@ class Rows:
             "kept": pa.array([None if row % 7 == 0 else row for row in rows], self.schema.field("kept").type),
             "nested": pa.array([[{"a": row % 100}] * (row % 3) for row in rows], self.schema.field("nested").type),
         }
-        return pa.table([arrays[name] for name in columns], schema=pa.schema([self.schema.field(n) for n in columns]))
+        return pa.table([arrays[field.name] for field in fields], schema=pa.schema(fields))
 
 
 @pytest.fixture
@@ -95,12 +95,12 @@ def write(folder: Folder, shard: OpenLease, spec: JobSpec, source: Rows | None =
 
 
 def target_of(folder: Folder, task: Task, rows: Any, metadata: dict[str, str], incarnation: str) -> PartTarget:
-    carried = carried_columns(task.spec)
+    carried = [rows.schema.field(name) for name in carried_columns(task.spec)]
     return PartTarget(
         folder=folder,
         source=rows,
         carried=carried,
-        columns=Columns.of_new_job(task, [rows.schema.field(name) for name in carried]),
+        columns=Columns.of_new_job(task, carried),
         metadata=metadata,
         incarnation=incarnation,
     )
@@ -471,7 +471,7 @@ def test_torn_or_altered_parts_are_not_adopted(folder: Folder) -> None:
 
 def test_a_seal_in_the_data_is_not_taken_for_the_file_s_own(folder: Folder) -> None:
     class Forged(Rows):
-        def columns_of(self, positions: Any, columns: Sequence[str], lost: Any = None) -> pa.Table:
+        def fields_of(self, positions: Any, fields: Sequence[pa.Field], lost: Any = None) -> pa.Table:
             return pa.table({"key": [f"batchinf.seal: {row:032x}" for row in positions]})
 
     spec = make_spec(id_column="key")

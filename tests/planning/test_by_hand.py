@@ -1,6 +1,5 @@
 """Weights, cache and the least degrees of ten models on GPUs, beside arithmetic that is written out."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from model_configs import GPT_OSS_120B, MIXTRAL_8X7B, QWEN3_235B_FP8, QWEN3_VL_8
 import jobs
 from batchinf.model.identity import Model
 from batchinf.model.memory import Fit, needs_of
-from batchinf.planning.degrees import that_fit
+from batchinf.planning.degrees import Machine, that_fit
 from batchinf.planning.gpus import GPUS, gpu_named
-from batchinf.planning.throughput import ImageWork, Workload, prediction_of, shape_of
+from batchinf.planning.throughput import Workload, prediction_of, shape_of
 from batchinf.spec.job import ModelSpec
 from benchmarks.shapes import SHAPES
 
@@ -86,7 +85,7 @@ def test_weights_cache_and_degrees_beside_arithmetic_by_hand(
     assert device.memory_bytes == mib * MIB
     model = Model("m", "org/m", None, "", config, {}, False, None, None, "org/m")
     needs = needs_of(model, ModelSpec(name="m", load_format="dummy", quantization=quantization), {})
-    least = next(that_fit(Fit(needs, device.memory_bytes, device.title), context, 0.92, 8, most=8))
+    least = next(that_fit(Fit(needs, device.memory_bytes, device.title), Machine(device, 8, 1, 0.92), context))
     assert (least.tensor, least.pipeline) == (tensor, 1)
     assert least.weight_bytes == pytest.approx(weights / tensor, abs=8)
     if token is not None:
@@ -99,43 +98,30 @@ def test_weights_cache_and_degrees_beside_arithmetic_by_hand(
 VISION_LAYER = 4 * 1152 * 1152 + 2 * 1152 * 4304
 VISION_PATCH = 3 * 2 * 16 * 16
 VISION_JOINT = 4 * (4608 * 4608 + 4608 * 4096)
-# 640 × 480 pixels are 40 × 30 patches. Each sees all of them in 27 layers.
-FLOPS_640 = 2 * (27 * VISION_LAYER + VISION_PATCH * 1152) * 1200 + 2 * VISION_JOINT * 300 + 27 * 4 * 1152 * 1200**2
 VISION_BIASES = 27 * (3 * 1152 + 1152 + 4304 + 1152 + 4 * 1152) + 1152 + 4 * (4608 + 4096) + 2 * 1152 + 3 * 2 * 4608
 VISION = 27 * VISION_LAYER + (VISION_PATCH + 2304) * 1152 + VISION_JOINT + VISION_BIASES
 QWEN3_8B_LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
 QWEN3_8B = 2 * 151_936 * 4096 + 36 * QWEN3_8B_LAYER + 4096
 
 
-def test_an_image_encoder_beside_arithmetic_by_hand() -> None:
+def test_the_weights_of_an_image_encoder_beside_arithmetic_by_hand() -> None:
     model = Model("m", "org/m", None, "", QWEN3_VL_8B, {}, False, None, None, "org/m")
     needs = needs_of(model, ModelSpec(name="m", load_format="dummy"), {})
-    encoder = needs.encoder
-    assert encoder is not None
+    assert needs.weights is not None
     assert needs.weight_bytes == 2 * (QWEN3_8B + VISION)
-    assert encoder.flops(300) == FLOPS_640
-    assert encoder.flops(3 * 300, 3) == 3 * FLOPS_640  # images do not see each other
-    # A step may have 16,384 tokens of images. Each has 4 outputs of 4,096, and 4 patches: pixels, and an MLP's input,
-    # output and two widths inside.
-    outputs = 16_384 * 4 * 4096 * 2
-    inside = 16_384 * 4 * (VISION_PATCH + 2 * 1152 + 2 * 4304) * 2
-    fit = Fit(needs, gpu_named("h200").memory_bytes, "H200", max_model_len=2048)
-    assert fit.step_bytes == outputs + inside > STEP
+    assert dict(needs.weights.parts)["image and audio encoders"] == 2 * VISION
 
 
-def test_the_speed_with_images_is_that_of_the_measurement() -> None:
-    """4,000 pictures of 640 × 480 on an H200: benchmarks/RESULTS.md, "Rows with a picture"."""
+def test_the_speed_with_images_is_near_that_of_the_measurement() -> None:
+    """4,000 pictures of 640 × 480 on an H200, 75.4 rows a second: benchmarks/RESULTS.md, "Rows with a picture"."""
     model = Model("m", "org/m", None, "", QWEN3_VL_8B, {}, False, None, None, "org/m")
     needs = needs_of(model, ModelSpec(name="m", load_format="dummy"), {})
     gpu = gpu_named("h200")
     fit = Fit(needs, gpu.memory_bytes, gpu.title, max_model_len=2048)
     shape = shape_of(needs)
     assert shape is not None
-    work = Workload(4000, prompt_tokens=351, output_tokens=64, longest_output=64, images=ImageWork(1, 300))
+    work = Workload(4000, prompt_tokens=351, output_tokens=64, longest_output=64)
     seconds = prediction_of(fit, shape, gpu=gpu, work=work, share=0.92).seconds
-    text = dataclasses.replace(work, images=ImageWork())
-    of_text = prediction_of(fit, shape, gpu=gpu, work=text, share=0.92).seconds
-    assert seconds - of_text == pytest.approx(4000 * FLOPS_640 / (0.6 * gpu.bf16), rel=0.01)
     assert 4000 / seconds == pytest.approx(75.4, rel=0.25)
 
 

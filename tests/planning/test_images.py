@@ -73,10 +73,7 @@ def test_prompts_have_the_tokens_of_their_images(folder: pathlib.Path, tmp_path:
         text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         expected.append(len(processor(text=text, images=[images], add_special_tokens=False)["input_ids"][0]))
     assert list(found.prompts) == [*expected, expected[0]]  # the one of another host is as large as the others
-    of_one = expected[1] - expected[0]
     assert found.num_shared < 10  # all prompts begin with an image, and images differ
-    assert found.images.num_images == pytest.approx(4 / 3)
-    assert found.images.num_tokens == pytest.approx(4 / 3 * (of_one - 1))
     assert found.row_error is not None and found.row_error.error_type == "image_not_found"
     assert "not fetched" in found.image_notes[1]
 
@@ -91,10 +88,9 @@ def test_a_model_without_its_image_processor_is_a_warning_above_the_table(
     [place] = [number for number, line in enumerate(lines) if line.startswith("warning: each image counts as one")]
     assert lines[place].endswith(f"'{model}' has no preprocessor_config.json; copy it there")
     assert place < next(number for number, line in enumerate(lines) if line.startswith("GPU "))
-    encoder = report.model.num_encoder_parameters
-    weights = sum(size for _, size in report.model.parts)
-    assert encoder and 2 * (report.model.num_parameters + encoder) == weights
-    assert "of the image encoder" in lines[0]
+    parts = dict(report.model.parts)
+    assert parts["image and audio encoders"] == sum(parts.values()) - 2 * report.model.num_parameters > 0
+    assert [line for line in lines if "the image encoder's own memory and time are not counted" in line]
 
 
 def test_validate_shows_lengths_with_images_and_rows_without_them(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

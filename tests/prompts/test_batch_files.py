@@ -62,7 +62,7 @@ GOOD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"user": "me", "metadata": {"a": "b"}, "n": 1, "stream": False}, {}),
     (CHAT, {"chat_template_kwargs": {"shout": True}}, {"ends": "LOUD [assistant] "}),
     (CHAT, {"reasoning_effort": "low", "verbosity": "high"}, {"ends": "<low, high, True> [assistant] "}),
-    (CHAT, {"guided_choice": ["certainly"], "temperature": 0}, {"begins": "certainly"}),
+    (CHAT, {"structured_outputs": {"choice": ["certainly"]}, "temperature": 0}, {"begins": "certainly"}),
     (CHAT, {"structured_outputs": {"regex": "xy{3}"}, "temperature": 0}, {"begins": "xyyy"}),
     (CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": "Well,"}], "continue_final_message": True},
      {"ends": "[assistant] Well,"}),
@@ -100,6 +100,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "grammar"}}, "body.response_format"),
     (COMPLETIONS, {"prompt": ["a", [1]]}, "body.prompt"),
     (CHAT, {"echo": True}, "body.echo"),
+    (COMPLETIONS, {"echo": True}, "body.echo"),
+    (CHAT, {"guided_choice": ["certainly"]}, "body.guided_choice"),
+    ("/v1/responses", {"input": "Say hello."}, "url: got '/v1/responses', which is not supported: write"),
     (COMPLETIONS, {"best_of": 2}, "body.best_of"),
     ("/v1/embeddings", {}, "url"),
 ]
@@ -234,12 +237,47 @@ def test_what_is_taken_for_a_batch_file(tmp_path: pathlib.Path) -> None:
         recognised(InputSpec(path="a.jsonl", format="openai"), names[:3])
     with pytest.raises(SpecError, match=r"input\.prompt_column: got it with format openai"):
         recognised(InputSpec(path="a.jsonl", format="openai", prompt_column="x"), names)
+    assert recognised(InputSpec(path="a.jsonl"), ["custom_id", "body"]).format == "openai"
+    assert recognised(InputSpec(path="a.jsonl"), ["custom_id", "body", "prompt"]).format is None
     path = tmp_path / "batch.jsonl"
     path.write_text(json.dumps(line(0, COMPLETIONS, {})) + "\n")
     spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
     job = open_job(read_spec(spec), tmp_path / "cache")
     assert (job.spec.input.format, job.spec.input.id_column) == ("openai", "custom_id")
     job.source.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "api"),
+    [
+        ({"custom_id": "a", "params": {}}, r"Anthropic's Message Batches \(custom_id, params\)"),
+        ({"key": "a", "request": {}}, "Gemini's batch API"),
+        ({"recordId": "a", "modelInput": {}}, "Amazon Bedrock's batch inference"),
+    ],
+)
+def test_lines_of_other_batch_apis_are_named(values: dict[str, Any], api: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text(json.dumps(values) + "\n")
+    where = {"path": str(path), "id_column": None}
+    for more in ({}, {"format": "openai"}):
+        spec = jobs.spec_of(tmp_path, input={**where, **more}, output={"keep_columns": []})
+        with pytest.raises(SpecError, match=f"has lines of {api}.*write each as"):
+            open_job(read_spec(spec), tmp_path / "cache")
+    spec = jobs.spec_of(tmp_path, input={**where, "prompt_column": next(iter(values))}, output={"keep_columns": []})
+    open_job(read_spec(spec), tmp_path / "cache").source.close()
+
+
+def test_lines_without_method_and_url_are_a_whole_job(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    lines = [{"custom_id": f"r{number}", "body": {"input": f"text {number}"}} for number in range(3)]
+    path.write_text("".join(json.dumps(values) + "\n" for values in lines))
+    sections: dict[str, Any] = {"sampling": None, "output": {"keep_columns": []}}
+    jobs.finish(jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, **sections))
+    rows = jobs.rows_of(tmp_path / "out")
+    assert jobs.state_of(tmp_path / "out").header.spec["task"] == "embed"
+    assert [(row["id"], row["error_type"], row["num_prompt_tokens"] > 0) for row in rows] == [
+        (f"r{number}", None, True) for number in range(3)
+    ]
 
 
 def test_other_keys_of_lines_are_named_once(tmp_path: pathlib.Path) -> None:
@@ -282,3 +320,51 @@ def test_another_model_in_every_line_is_found_before_a_replica_starts(tmp_path: 
     path.write_text(path.read_text() + json.dumps(line(3, CHAT, {})) + "\n")
     job = open_job(read_spec(spec))
     job.source.close()
+
+
+def lines_with(folder: pathlib.Path, *others: dict[str, Any]) -> str:
+    """A batch file of twelve lines for any version, and others."""
+    lines = [*(line(number, CHAT, {}) for number in range(12)), *others]
+    path = folder / "batch.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "name"),
+    [
+        ("/v1/responses", {"input": "Say hello."}, "/v1/responses"),
+        (CHAT, {"guided_choice": ["a"]}, "body.guided_choice"),
+        (COMPLETIONS, {"echo": True}, "body.echo"),
+    ],
+)
+def test_a_begun_job_with_what_is_gone_is_finished_by_the_version_that_began_it(
+    url: str, body: dict[str, Any], name: str, tmp_path: pathlib.Path
+) -> None:
+    where = {"path": lines_with(tmp_path, line(12, url, body)), "id_column": None, "chat_template": TEMPLATE}
+    spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": [], "rows_per_shard": 4}, rules=1)
+    assert jobs.run("run", spec, faults="coordinator.after_publish:1=kill").returncode == -9
+    refused = jobs.run("run", spec)
+    assert refused.returncode == 2
+    assert f"began with lines that have {name}, which is no longer supported: finish it with" in refused.stderr
+
+
+def test_other_begun_jobs_and_finished_ones_go_on(tmp_path: pathlib.Path) -> None:
+    where = {"path": lines_with(tmp_path), "id_column": None, "chat_template": TEMPLATE}
+    spec = jobs.spec_of(tmp_path, input=where, output={"keep_columns": [], "rows_per_shard": 4}, rules=1)
+    assert jobs.run("run", spec, faults="coordinator.after_publish:1=kill").returncode == -9
+    jobs.finish(spec)
+    (tmp_path / "done").mkdir()
+    where["path"] = lines_with(tmp_path / "done", line(12, CHAT, {"guided_choice": ["a"]}))
+    done = jobs.spec_of(tmp_path / "done", input=where, output={"keep_columns": []}, rules=1, max_error_rate=1)
+    assert [jobs.run("run", done).returncode for _ in range(2)] == [0, 0]
+
+
+def test_a_file_of_responses_alone_does_not_start(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    path.write_text(json.dumps(line(0, "/v1/responses", {"input": "Say hello."})) + "\n")
+    spec = jobs.spec_of(tmp_path, input={"path": str(path), "id_column": None}, output={"keep_columns": []})
+    refused = jobs.run("run", spec)
+    assert refused.returncode == 2
+    assert "the only line of" in refused.stderr
+    assert "write the instructions and the input as body.messages" in refused.stderr

@@ -12,13 +12,12 @@ import pytest
 from conftest import MODEL
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from openai.types.responses import Response
 from transformers import AutoTokenizer
 
 import jobs
 from batchinf.commands.export import ExportRequest, export_job
 from batchinf.prompts.builder import PromptBuilder
-from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, RESPONSES_URL, url_of
+from batchinf.prompts.openai.lines import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, url_of
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -65,11 +64,11 @@ def prompts() -> dict[int, Prompt]:
     return found
 
 
-def test_there_are_two_hundred_of_many_clients() -> None:
-    assert len(ENTRIES) >= 200
+def test_there_are_many_of_many_clients() -> None:
+    assert len(ENTRIES) >= 170
     assert len({entry["client"] for entry in ENTRIES}) >= 20
     assert len({json.dumps(entry["line"]["body"], sort_keys=True) for entry in ENTRIES}) == len(ENTRIES)
-    assert sum("error" not in entry for entry in ENTRIES) >= 140
+    assert sum("error" not in entry for entry in ENTRIES) >= 110
 
 
 @pytest.mark.parametrize("place", range(len(ENTRIES)))
@@ -88,7 +87,7 @@ def test_each_line_runs_or_says_why_not(place: int, prompts: dict[int, Prompt]) 
         assert json.loads(json.dumps(found)) == value, name
 
 
-TYPES = {CHAT_URL: ChatCompletion, COMPLETIONS_URL: Completion, RESPONSES_URL: Response}
+TYPES = {CHAT_URL: ChatCompletion, COMPLETIONS_URL: Completion}
 # The scripted engine follows no structure and calls no tool. With the sample model, a text may be cut off.
 OF_THE_ENGINE = {"invalid_json", "structure_violated", "invalid_structure", "invalid_tool_call", "invalid_choice"}
 
@@ -127,12 +126,7 @@ def test_a_whole_job_gives_each_line_an_answer_that_the_openai_package_reads(
         elif answer["error"] is None:
             answered += 1
             body = answer["response"]["body"]
-            if entry["line"]["body"].get("echo"):  # as from vLLM's server, the first token of a prompt has no logprob
-                assert [body["choices"][0]["logprobs"].pop(name)[0] for name in ("token_logprobs", "top_logprobs")] == [
-                    None,
-                    None,
-                ]
             assert TYPES[url_of(entry["line"]) or ""].model_validate(body).id == body["id"]
         else:
             assert answer["error"]["code"] in OF_THE_ENGINE, answer["error"]
-    assert answered > 90
+    assert answered > 80

@@ -218,10 +218,10 @@ def test_lines_of_batch_files_have_images(tmp_path: pathlib.Path) -> None:
         return {"custom_id": url, "method": "POST", "url": url, "body": body}
 
     chat = [{"type": "text", "text": "What? "}, {"type": "image_url", "image_url": {"url": data_url(PICTURE)}}]
-    items = [{"type": "input_text", "text": "What? "}, {"type": "input_image", "image_url": "a.png"}]
+    items = [{"type": "text", "text": "What? "}, {"type": "input_image", "image_url": "a.png"}]
     lines = [
         line("/v1/chat/completions", {"messages": [{"role": "user", "content": chat}]}),
-        line("/v1/responses", {"input": [{"role": "user", "content": items}]}),
+        line("/v1/chat/completions", {"messages": [{"role": "user", "content": items}]}),
         line(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": chat}], "mm_processor_kwargs": {"a": 1}}
         ),

@@ -643,3 +643,14 @@ def test_an_image_in_a_bucket(url: str, store: stores.Proxy, tmp_path: pathlib.P
 def test_folders_that_are_refused(folder: str) -> None:
     with pytest.raises(ValidationError, match="got '"):
         ImageSettings(folders=(folder,))
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF"])
+def test_base64_without_data_is_called_so(format: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), (9, 90, 200)).save(file, format)
+    text = base64.b64encode(file.getvalue()).decode()
+    with pytest.raises(ImageError, match="looks like the base64 of a picture") as refused:
+        loader().load(text)
+    assert refused.value.error_type == "image_broken"
+    assert loader().load(f"data:image/png;base64,{text}").width == 40

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.openai.lines import url_of
 from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
@@ -17,16 +18,16 @@ TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"typ
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
+LEAST: dict[str, Any] = {
+    "model": {"name": "org/model"},
+    "input": {"path": "batch.jsonl"},
+    "output": {"path": "out"},
+    "engine": {"served_model_name": ["gpt-4o-mini"]},
+}
+
+
 def reader(**sampling: Any) -> BatchReader:
-    return BatchReader(
-        JobSpec(
-            model={"name": "org/model"},
-            input={"path": "batch.jsonl"},
-            output={"path": "out"},
-            engine={"served_model_name": ["gpt-4o-mini"]},
-            sampling={"logprobs": 5, **sampling},
-        )
-    )
+    return BatchReader(JobSpec(**LEAST, sampling={"logprobs": 5, **sampling}))
 
 
 def line(body: dict[str, Any], url: str = "/v1/chat/completions", **columns: Any) -> dict[str, Any]:
@@ -70,7 +71,6 @@ def completion(**body: Any) -> dict[str, Any]:
         ({"include_reasoning": False, "length_penalty": 2.0, "stream_options": {"include_usage": True}}, {}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"regex": "a+"}}),
-        ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}),
     ],
 )  # fmt: skip
 def test_what_is_honoured(body: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -130,15 +130,32 @@ def test_completions() -> None:
     assert reader().read(completion(logprobs=False)) == BatchRequest(text="Once")
 
 
+def test_a_line_without_method_and_url_is_that_of_the_form_of_its_body() -> None:
+    for whole in (chat(max_tokens=5), completion(seed=3)):
+        short = {name: whole[name] for name in ("custom_id", "body")}
+        assert reader().read(short) == reader().read(whole)
+        assert url_of(short) == whole["url"]
+        assert reader().read({**short, "url": whole["url"]}) == RowError(
+            "unsupported_request", "method is missing; a batch request has custom_id, method, url, body"
+        )
+    bodies: list[dict[str, object]] = [{"input": "a"}, {"query": "a", "documents": ["b"]}, {"text_1": "a"}]
+    assert [url_of({"body": body}) for body in bodies] == ["/v1/embeddings", "/v1/rerank", "/v1/score"]
+    by_first_rules = BatchReader(JobSpec(**LEAST, rules=1))  # such a line was an error row
+    error = by_first_rules.read({"custom_id": "a", "body": {"messages": MESSAGES}})
+    assert isinstance(error, RowError) and error.error_message.startswith("method is missing")
+    assert reader().read({"custom_id": "a", "body": {"n": 1}}) == error
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (line({}, custom_id=None), "custom_id is missing; a batch request has custom_id, method, url, body"),
         (line({}, method="GET"), "method: got 'GET'; must be POST"),
         (line({}, "/v1/embeddings"), "url: got '/v1/embeddings'; must be /v1/chat/completions or "
-         "/v1/completions or /v1/responses, as the job's task does not run it: put such lines into a job of their own"),
-        (line({}, "/v1/images"), "url: got '/v1/images'; must be /v1/chat/completions or /v1/completions or "
-         "/v1/responses"),
+         "/v1/completions, as the job's task does not run it: put such lines into a job of their own"),
+        (line({}, "/v1/images"), "url: got '/v1/images'; must be /v1/chat/completions or /v1/completions"),
+        (line({"input": "a"}, "/openai/v1/responses"), "url: got '/openai/v1/responses', which is not supported: write "
+         "the instructions and the input as body.messages, and the URL as /v1/chat/completions"),
         (line([]), "body: got a list; must be a mapping"),  # type: ignore[arg-type]
         (chat(model="gpt-5"), "body.model: got 'gpt-5'; the job's model is 'org/model' or 'gpt-4o-mini': name it so, "
          "or list the name in engine.served_model_name"),
@@ -155,8 +172,15 @@ def test_completions() -> None:
          "writes them itself"),
         (completion(add_special_tokens=False), "body.add_special_tokens: got False, which is not supported: the "
          "tokenizer adds them to a text"),
-        (chat(guided_choice=["a"], response_format={"type": "json_object"}),
-         "body.guided_choice: given beside response_format; give one of them"),
+        (chat(structured_outputs={"choice": ["a"]}, response_format={"type": "json_object"}),
+         "body.response_format: given beside structured_outputs; give one of them"),
+        (chat(guided_choice=["a"]), "body.guided_choice: got a list, which is not supported: write structured_outputs "
+         "with json, regex, choice or grammar"),
+        (chat(functions=[TOOL]), "body.functions: got a list, which is not supported: write tools and tool_choice"),
+        (chat(messages=[*MESSAGES, {"role": "assistant", "function_call": {"name": "f"}}]), "body.messages, message 1: "
+         "got function_call, which is not supported: write tool_calls"),
+        (chat(messages=[{"role": "function", "content": "a"}]), "body.messages, message 0: got the role function, "
+         "which is not supported: write the role tool"),
         (chat(stream=True), "body.stream: got True, which is not supported: a batch has no streams"),
         (chat(reasoning_effort=3), "body.reasoning_effort: got 3; must be text"),
         (chat(chat_template_kwargs={"messages": []}), "body.chat_template_kwargs.messages: it is no variable of a chat "
@@ -185,9 +209,8 @@ def test_completions() -> None:
          "texts or of token ids"),
         (completion(prompt=["a"] * 3, n=9000), "body.prompt: got 3 prompts with n 9,000; a line has at most 16,384 "
          "answers"),
-        (completion(echo=1), "body.echo: got 1; must be true or false"),
-        (completion(echo=True), "body.echo: got true, but the job does not store prompts: set output.include_prompt: "
-         "true"),
+        (completion(echo=True), "body.echo: got True, which is not supported: output.include_prompt stores the prompts "
+         "beside the answers"),
         (chat(echo=True), "body.echo: got True, which is not supported: the answer of a conversation has no prompt "
          "before it"),
         (completion(truncate_prompt_tokens=0), "body.truncate_prompt_tokens: got 0; must be a whole number, at least "

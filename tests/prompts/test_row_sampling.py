@@ -466,14 +466,14 @@ def test_a_field_that_the_installed_vllm_lacks_is_refused(
     (tmp_path / "job.yaml").write_text("model: a/b\ninput: {path: x}\noutput: {path: out}\nsampling: {top_p: 0.5}\n")
     with monkeypatch.context() as patch:
         patch.setattr(installed, "_folder_of", lambda package: tmp_path)
-        installed._field_names.cache_clear()
+        installed._fields_of.cache_clear()
         installed.check_sampling_fields(read_spec(tmp_path / "job.yaml"))
         for override in ("sampling.bad_words=[x]", "sampling.bad_words={column: c}"):
             with pytest.raises(
                 SpecError, match=r"sampling\.bad_words: no sampling parameter of the installed vLLM; leave"
             ):
                 installed.check_sampling_fields(read_spec(tmp_path / "job.yaml", [override]))
-    installed._field_names.cache_clear()
+    installed._fields_of.cache_clear()
 
 
 def test_the_whole_numbers_are_those_of_the_spec() -> None:

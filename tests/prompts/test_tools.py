@@ -60,17 +60,12 @@ def refusal(body: dict[str, Any], **options: Any) -> str:
         ({"tools": [TOOL], "tool_choice": "required"}, Tools(TEXT, "required")),
         ({"tools": [TOOL], "tool_choice": NAMED}, Tools(TEXT, "named", "get_time")),
         ({"tools": [TOOL], "tool_choice": "none"}, None),
-        ({"functions": [FUNCTION]}, Tools(TEXT, are_parallel=False)),
-        ({"functions": [FUNCTION], "function_call": {"name": "get_time"}},
-         Tools(TEXT, "named", "get_time", are_parallel=False)),
-        ({"functions": [FUNCTION], "function_call": "none"}, None),
     ],
 )  # fmt: skip
 def test_the_tools_of_a_line(body: dict[str, Any], tools: Tools | None) -> None:
     request = read(body)
     assert request.tools == tools
     assert request.chat == {"tools": [SERVED]}
-    assert json.loads(request.form or "").get("functions", False) == ("functions" in body)
 
 
 def test_a_line_without_tools_is_as_before() -> None:
@@ -98,11 +93,7 @@ def test_tools_are_rendered_as_by_the_server() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
          "body.tool_choice: got f; the tools are get_time"),
         ({"tools": [TOOL], "parallel_tool_calls": 1}, "body.parallel_tool_calls: got a value of type int; must be"),
-        ({"tools": [TOOL], "functions": [FUNCTION]}, "body.functions: given beside tools; give one of them"),
-        ({"functions": "f"}, "body.functions: got text; must be a list of functions"),
-        ({"functions": [FUNCTION], "function_call": "f"}, 'body.function_call: got "f"; must be none, auto'),
         ({"tool_choice": "required"}, 'body.tool_choice: got "required", but there are no tools'),
-        ({"function_call": {"name": "f"}}, 'body.function_call: got {"name": "f"}, but there are no tools'),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
          "body.tool_choice: got required, which forces a call, beside a structure for the text; give one of them"),
     ],
@@ -123,20 +114,6 @@ def test_a_call_is_not_forced_in_a_job_with_a_structure() -> None:
     structure = {"structured_outputs": {"choice": ["a"]}}
     assert "beside a structure" in refusal({"tools": [TOOL], "tool_choice": "required"}, **structure)
     assert read({"tools": [TOOL]}, **structure).tools == Tools(TEXT)
-
-
-def test_messages_of_old() -> None:
-    call = {"name": "get_time", "arguments": "{}"}
-    old = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "function_call": call},
-        {"role": "function", "name": "get_time", "content": "Noon."},
-    ]
-    assert read({"messages": old, "functions": [FUNCTION]}).messages == [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "name": "get_time", "content": "Noon."},
-    ]
 
 
 # -- beside conversations ----------------------------------------------------------------------------------------------

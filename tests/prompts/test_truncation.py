@@ -16,6 +16,7 @@ from batchinf.prompts.encoder import TextCutter
 from batchinf.prompts.renderer import Renderer, check_columns
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
+from batchinf.source.types import WrittenNumber
 from batchinf.tasks.registry import task_of
 
 
@@ -217,6 +218,25 @@ def test_a_wrong_call_is_found_before_any_row(call: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         Renderer(make_spec(input={"prompt_template": f"a\n{{{{ q | {call} }}}}"}))
     assert str(caught.value) == f"input.prompt_template, line 2: truncate_tokens: {message}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ x }}|{{ [x] }}|{{ {'a': x} }}", "1.10|[1.10]|{'a': 1.10}"),
+        ("{{ x ~ ' EUR' }}|{{ x | string }}|{{ [x, x] | join('-') }}", "1.10 EUR|1.10|1.10-1.10"),
+        ("{{ '%s' | format(x) }}|{{ '{}'.format(x) }}|{{ x | replace('.', ',') }}", "1.10|1.10|1,10"),
+        ("{{ '%.1f' | format(x) }}|{{ x | float }}|{{ x | round(1) }}|{{ x * 2 }}", "1.1|1.1|1.1|2.2"),
+        ("{{ x > 1 and x == 1.1 }}|{{ x == '1.10' }}", "True|False"),
+        (
+            "{{ x | tojson }}|{{ {'a': [x, {'b': x}], x: '\"'} | tojson }}",
+            '1.10|{"a": [1.10, {"b": 1.10}], "1.10": "\\""}',
+        ),
+        ("{{ {'a': x} | tojson(ensure_ascii=true) }}", '{"a": 1.10}'),
+    ],
+)
+def test_a_written_number_is_printed_as_it_stands_and_computed_as_a_float(template: str, expected: str) -> None:
+    assert filled(template, x=WrittenNumber("1.10")) == expected
 
 
 def test_tojson() -> None:

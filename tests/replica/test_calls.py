@@ -243,7 +243,8 @@ def test_calls_are_stored(tokenizer: Any) -> None:
 
 def test_other_calls_are_a_change(tokenizer: Any) -> None:
     """`diff` compares names and arguments: ids differ between jobs."""
-    from batchinf.tasks.generate.compare import TextChanges
+    from batchinf.tasks.compare import Changes, example_lines
+    from batchinf.tasks.generate.task import Generate
 
     @dataclasses.dataclass
     class Job:
@@ -266,11 +267,11 @@ def test_other_calls_are_a_change(tokenizer: Any) -> None:
     }
     schema = pa.schema([(name[:-2], column.type) for name, column in values.items() if name.endswith("_a")])
     job = Job("out", {"sampling": {}}, schema)
-    changes = TextChanges(job, job, 3)
+    changes = Changes(job, job, Generate.compared, num_examples=3)
     table = changes.take(pa.RecordBatch.from_pydict(values))
     assert table["is_changed"].to_pylist() == [False, True, True]
     summary = changes.summary()
-    shown = [line for row in summary.examples for line in summary.own.example_lines("id", row)]
+    shown = [line for row in summary.examples for line in example_lines("id", row)]
     assert any("Oslo" in line for line in shown)
 
 

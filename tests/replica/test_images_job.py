@@ -20,9 +20,9 @@ from run_batch_lines import answered, by_batchinf, by_vllm
 
 import batchinf
 import jobs
-from batchinf.base.errors import DriftError
-from batchinf.commands.inspect import inspect_row
+from batchinf.base.errors import DriftError, UserError
 from batchinf.commands.verify import verify_job
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.job.input_job import image_folder
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec
@@ -166,8 +166,8 @@ def test_an_input_and_its_pictures_in_a_bucket(
     # Nothing was read twice: the pictures and the one that is gone.
     num_read = sum("pictures" in path for method, path in store.seen if method == "GET")
     assert len(list(PICTURES.iterdir())) <= num_read <= NUM_ROWS
-    shown = jobs.run("inspect", tmp_path / "job" / "out", "row-1", "--html", tmp_path / "row.html", **store.environment)
-    assert shown.returncode == 0 and '<img src="data:image/jpeg' in (tmp_path / "row.html").read_text()
+    shown = jobs.run("head", tmp_path / "job" / "out", "--row", "row-1", **store.environment)
+    assert shown.returncode == 0 and "PNG, " in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -501,7 +501,7 @@ def test_rewards_of_pictures_equal_transformers(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_and_hidden_states_equal_transformers(tmp_path: pathlib.Path) -> None:
+def test_adapters_and_hidden_states_run_with_images(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     layers = tuple(f"model.text_model.layers.{number}" for number in range(2))
     widths = {"self_attn.q_proj": (64, 128), "mlp.down_proj": (128, 64)}
@@ -522,9 +522,6 @@ def test_adapters_and_hidden_states_equal_transformers(tmp_path: pathlib.Path) -
     for name, sections in jobs_of.items():
         path = of_vllm(tmp_path / name, where, output={"keep_columns": []}, **sections)
         jobs.finish(path)
-        found = verify_job(read_spec(path))
-        assert (found.verdict, found.num_rows) == ("within", 6)
-        assert max(deviations.worst for deviations in found.deviations.values()) < 1e-5
     lines_of = {row["row_index"]: row["token_ids"] for row in jobs.rows_of(tmp_path / "lora" / "out")}
     assert len(set(map(tuple, lines_of.values()))) == 6
 
@@ -538,28 +535,14 @@ def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> No
     path = of_vllm(tmp_path / "job", {"apply_chat_template": False, **where}, sampling=sampling,
                    output={"keep_columns": []})  # fmt: skip
     jobs.finish(path)
-    found = verify_job(read_spec(path))
-    assert (found.verdict, found.num_rows) == ("within", 10)
-    assert max(deviations.worst for deviations in found.deviations.values()) < 1e-5
-    # Positions of images have no logprobs, and are not counted as missing.
-    logprobs = [row["prompt_logprobs"] for row in jobs.rows_of(tmp_path / "job" / "out")]
-    assert found.deviations["prompt"].num_positions == sum(len(row) - row.count(None) for row in logprobs) > 100
-    report = inspect_row(str(tmp_path / "job" / "out"), "6")
+    with pytest.raises(UserError, match=r"^a job with images cannot be verified; run the job a second time with --set"):
+        verify_job(read_spec(path))
+    report = read_whole_row(str(tmp_path / "job" / "out"), "6")
     assert report.prompt_note == ""
     assert report.prompt is not None
     pieces = [piece.text for piece in report.prompt]
-    assert pieces.count("<image><image><image><image>") == 10
+    assert pieces.count("<image>") == 2
     assert [picture.name for picture in report.pictures] == ["pictures/6-0.png", "pictures/6-1.png"]
-    # With another picture, neither of them goes on; nor without it.
-    picture = tmp_path / "pictures" / "6-1.png"
-    shutil.copy(tmp_path / "pictures" / "5-0.png", picture)
-    with pytest.raises(DriftError, match=r"row 6: image 2 \('pictures/6-1.png'\) has changed"):
-        verify_job(read_spec(path))
-    assert "the input has changed" in inspect_row(str(tmp_path / "job" / "out"), "6").prompt_note
-    picture.unlink()
-    with pytest.raises(DriftError, match=r"row 6: image 2: 'pictures/6-1\.png' does not exist; put back"):
-        verify_job(read_spec(path))
-    assert "'pictures/6-1.png' does not exist" in inspect_row(str(tmp_path / "job" / "out"), "6").prompt_note
 
 
 @pytest.mark.slow

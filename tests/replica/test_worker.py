@@ -100,9 +100,8 @@ class Bench:
             metadata={},
             emit=self.events.append,
         )
-        worker = line.complete(self.engine, None, self.in_flight)
-        worker.begin()
-        return worker, line.feeder
+        worker = line.complete(self.engine, self.in_flight)
+        return worker, worker.feeder
 
     def _run(self) -> None:
         try:
@@ -256,7 +255,7 @@ def test_the_rows_are_what_the_engine_answered(bench: Callable[..., Bench]) -> N
     one.run(2)
     rows = one.rows()
     assert [(row["row_index"], row["sample_index"]) for row in rows] == [(i, s) for i in range(51) for s in range(2)]
-    prompts, max_model_len = one.feeder._known_limits()
+    prompts, max_model_len = one.feeder._builder, one.feeder.max_model_len
     for prompt in prompts.build(one.source.read(0, 51, prompts.columns), max_model_len):
         for request in one.task.expand(prompt, max_model_len):
             answer = one.engine.complete(request)
@@ -318,7 +317,7 @@ def test_tokens_are_counted_as_they_are_generated(bench: Callable[..., Bench]) -
 
 
 def prompt_ids(one: Bench, num_rows: int) -> list[list[int]]:
-    prompts, max_model_len = one.feeder._known_limits()
+    prompts, max_model_len = one.feeder._builder, one.feeder.max_model_len
     built = prompts.build(one.source.read(0, num_rows, prompts.columns), max_model_len)
     return [prompt.token_ids for prompt in built]
 
@@ -439,6 +438,33 @@ def test_a_stop_stores_what_finishes_in_time(bench: Callable[..., Bench]) -> Non
     assert one.engine.num_unfinished() == 0
     kept = {(row["row_index"], row["request_index"]) for row in one.journalled(shard)}
     assert kept == set(one.engine.added)
+
+
+def test_a_tick_that_is_asked_for_during_another_one_is_not_forgotten(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a stop comes while a slow disk journals: what finishes meanwhile is journalled now, not in an hour."""
+    one = bench(checkpoint_interval_s=3600.0, scripted={"step_s": 0.01})
+    is_journalling = threading.Event()
+    may_go_on = threading.Event()
+    tick = one.worker.writer._tick
+
+    def slow_tick() -> None:
+        tick()
+        is_journalling.set()
+        may_go_on.wait(30)
+
+    monkeypatch.setattr(one.worker.writer, "_tick", slow_tick)
+    [lease] = one.assign((0, NUM_ROWS))
+    one.start()
+    one.worker.writer.tick_soon()
+    assert is_journalling.wait(30)
+    num_before = len(one.journalled(lease))
+    one.worker.writer.tick_soon()
+    one.wait_for(lambda: one.worker.progress().num_unstored)
+    may_go_on.set()
+    one.wait_for(lambda: len(one.journalled(lease)) > num_before)
+    assert not one.of(LeaseDone)
 
 
 def test_a_stop_at_once_stores_nothing_cut_short(bench: Callable[..., Bench]) -> None:

@@ -14,8 +14,7 @@ from PIL import Image
 
 import batchinf.job.pictures
 import jobs
-from batchinf.commands.inspect import inspect_row
-from batchinf.report.html import row_page
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.report.page import report_page
 
 HOSTILE = "\"><script>document.title='ran'<b>.png"
@@ -75,32 +74,24 @@ def copies_of(text: str) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(source.removeprefix(mark)))) for source in pictures]
 
 
-def test_a_row_is_shown_with_small_copies(out: pathlib.Path) -> None:
-    report = inspect_row(str(out), "shown", has_copies=True)
-    large, small = copies_of(row_page(report))
-    assert (large.size, small.size) == ((320, 213), (30, 20))
-    assert np.abs(np.asarray(large).astype(int) - COLOURS[HOSTILE]).max() < 4
-    sizes = [picture.about.rpartition(", ")[0] for picture in report.pictures]
-    assert sizes == ["900 × 600, PNG", "30 × 20, PNG"]
-    assert report.pictures[1].name == "a data: URL in the input"
-    assert [picture.data_url for picture in inspect_row(str(out), "shown").pictures] == [None, None]
+def test_the_pictures_of_a_row_are_listed(out: pathlib.Path) -> None:
+    pictures = read_whole_row(str(out), "shown").pictures
+    assert [picture.about.rpartition(", ")[0] for picture in pictures] == ["900 × 600, PNG", "30 × 20, PNG"]
+    assert pictures[1].name == "a data: URL in the input"
+    assert [picture.data_url for picture in pictures] == [None, None]
 
 
 def test_another_picture_in_the_place_of_one_is_not_shown(out: pathlib.Path) -> None:
-    report = inspect_row(str(out), "lost", has_copies=True)
-    page = row_page(report)
-    assert copies_of(page) == []
-    assert "it has changed since the job ran the row" in page
-    assert "it is not there any more: &#39;gone.png&#39; does not exist" in page
-    assert all(picture.digest and picture.short_digest in page for picture in report.pictures)
+    changed, gone = read_whole_row(str(out), "lost").pictures
+    assert "it has changed since the job ran the row" in changed.note
+    assert "it is not there any more: 'gone.png' does not exist" in gone.note
 
 
 def test_error_rows_and_rows_without_images(out: pathlib.Path) -> None:
-    assert inspect_row(str(out), "none", has_copies=True).pictures == ()
-    missing, loaded = inspect_row(str(out), "wrong", has_copies=True).pictures
-    where = f"relative paths begin in {out.parent}"
-    assert (missing.note, missing.data_url) == (f"'never.png' does not exist; {where}", None)
-    assert loaded.data_url is not None
+    assert read_whole_row(str(out), "none").pictures == ()
+    missing, loaded = read_whole_row(str(out), "wrong").pictures
+    assert missing.note == f"'never.png' does not exist; relative paths begin in {out.parent}"
+    assert loaded.about
 
 
 def test_head_has_formats_and_sizes(out: pathlib.Path) -> None:
@@ -128,7 +119,7 @@ def test_a_report_without_the_input_says_why_it_has_no_pictures(out: pathlib.Pat
     rows.rename(tmp_path / "rows.jsonl")
     try:
         page = report_page(str(out))
-        assert "rows.jsonl" in inspect_row(str(out), "shown").pictures_note
+        assert "rows.jsonl" in read_whole_row(str(out), "shown").pictures_note
     finally:
         (tmp_path / "rows.jsonl").rename(rows)
     assert copies_of(page) == []

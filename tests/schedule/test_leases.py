@@ -191,9 +191,9 @@ def test_pieces_that_make_up_a_shard_are_withheld_as_pieces() -> None:
 # -- who gets the next -------------------------------------------------------------------------------------------------
 
 
-def load(replica: int, rows: int, window: int = 10, *, accepts: bool = True, up: bool = True, engine: int | None = 10,
+def load(replica: int, rows: int, window: int = 10, *, accepts: bool = True, engine: int | None = 10,
          unbegun: tuple[Lease, ...] = ()) -> ReplicaLoad:  # fmt: skip
-    return ReplicaLoad(replica, window, rows, unbegun, is_accepting=accepts, is_up=up, engine_rows=engine)
+    return ReplicaLoad(replica, window, rows, unbegun, is_accepting=accepts, engine_rows=engine)
 
 
 def hand_out(pending: PendingRows, *loads: ReplicaLoad, awaited: int = 0, absent: int = 0) -> dict[int, list[int]]:
@@ -250,13 +250,6 @@ def test_rows_are_held_back_for_those_that_are_awaited() -> None:
     assert sum(hand_out(pending_of((80, 80)), one, absent=3)[0]) == 80
 
 
-def test_one_whose_engine_is_not_up_prepares_a_quarter_of_its_share_or_what_fills_it() -> None:
-    starting = load(1, rows=0, window=100, up=False, engine=None)
-    given = hand_out(pending_of((80, 80)), load(0, rows=0, window=100, engine=100), starting, awaited=1)
-    assert {index: sum(sizes) for index, sizes in given.items()} == {0: 40, 1: 10}
-    assert sum(hand_out(pending_of((800, 8)), load(0, rows=0, window=20, up=False, engine=None), awaited=1)[0]) == 24
-
-
 def test_a_shard_whose_results_are_stored_goes_first_and_to_one_without_room() -> None:
     pending = pending_of((8, 7))
     first, second = pending.take(3), pending.take()
@@ -264,7 +257,7 @@ def test_a_shard_whose_results_are_stored_goes_first_and_to_one_without_room() -
     for lease in (first, second):
         pending.store(lease)
     pending.give_back([rest])
-    loads = [load(0, rows=0, accepts=False), load(1, rows=500), load(2, rows=9, up=False)]
+    loads = [load(0, rows=0, accepts=False), load(1, rows=500)]
     sharing = Sharing(1, 1, are_few=True)
     assert next_leases(pending, loads, sharing) == [(1, Lease(0, 0, 7, is_stored=True, attempts=2))]
     assert pending.num_rows == 1
@@ -291,33 +284,28 @@ def exhausted() -> PendingRows:
 
 
 @pytest.mark.parametrize(
-    ("loads", "is_holding", "asked"),
+    ("loads", "asked"),
     [
-        ([load(0, rows=45, unbegun=(A, B, C)), load(1, rows=0)], False, {0: [C]}),
+        ([load(0, rows=45, unbegun=(A, B, C)), load(1, rows=0)], {0: [C]}),
         (
             [load(0, rows=45, unbegun=(A, B, C), window=20, engine=20), load(1, rows=0, window=20, engine=20)],
-            False,
             {0: [C, B]},
         ),
-        ([load(0, rows=35, unbegun=(A, B, C)), load(1, rows=10)], False, {}),
-        ([load(0, rows=35, unbegun=(A, B, C)), load(1, rows=0, accepts=False)], False, {}),
-        ([load(0, rows=25, unbegun=(A,)), load(1, rows=35, unbegun=(B, C)), load(2, rows=0)], False, {1: [C]}),
+        ([load(0, rows=35, unbegun=(A, B, C)), load(1, rows=10)], {}),
+        ([load(0, rows=35, unbegun=(A, B, C)), load(1, rows=0, accepts=False)], {}),
+        ([load(0, rows=25, unbegun=(A,)), load(1, rows=35, unbegun=(B, C)), load(2, rows=0)], {1: [C]}),
         # It has not begun its only lease, but is about to: to move it would gain nothing, and move it back again.
-        ([load(0, rows=10, unbegun=(A,)), load(1, rows=0)], False, {}),
-        ([load(0, rows=10, unbegun=(A,), accepts=False), load(1, rows=0)], False, {0: [A]}),
-        # One whose engine is not up takes nothing, and keeps its leases only while rows are held back.
-        ([load(0, rows=45, unbegun=(A, B, C)), load(1, rows=0, up=False)], False, {}),
-        ([load(0, rows=10, unbegun=(A,), up=False), load(1, rows=0)], True, {}),
-        ([load(0, rows=10, unbegun=(A,), up=False), load(1, rows=0)], False, {0: [A]}),
+        ([load(0, rows=10, unbegun=(A,)), load(1, rows=0)], {}),
+        ([load(0, rows=10, unbegun=(A,), accepts=False), load(1, rows=0)], {0: [A]}),
         # An engine that runs no more gets no more.
-        ([load(0, rows=45, unbegun=(A, B, C)), load(1, rows=4, engine=4)], False, {}),
+        ([load(0, rows=45, unbegun=(A, B, C)), load(1, rows=4, engine=4)], {}),
         # A lease that has begun cannot be asked back.
-        ([load(0, rows=100), load(1, rows=0)], False, {}),
+        ([load(0, rows=100), load(1, rows=0)], {}),
     ],
 )
-def test_asked_back(loads: list[ReplicaLoad], is_holding: bool, asked: dict[int, list[Lease]]) -> None:
+def test_asked_back(loads: list[ReplicaLoad], asked: dict[int, list[Lease]]) -> None:
     pending = exhausted()
-    assert revocations(pending, loads, Sharing.of(pending, loads), is_holding=is_holding) == asked
+    assert revocations(pending, loads, Sharing.of(pending, loads)) == asked
 
 
 def test_nothing_is_asked_back_while_rows_are_pending() -> None:

@@ -221,7 +221,7 @@ def test_sparse_rows_are_read_as_single_ones_are(tmp_path: pathlib.Path) -> None
         assert [row.values for row in source.read_rows(rows)] == [
             source.read(i, i + 1)[0].values for i in rows.tolist()
         ]
-        assert source.columns_of(rows, ["b", "a"]).to_pydict() == {
+        assert source.fields_of(rows, [source.schema.field(name) for name in ("b", "a")]).to_pydict() == {
             "b": [f"text {row}" for row in rows], "a": rows.tolist()
         }  # fmt: skip
     source.close()

@@ -77,7 +77,9 @@ class Cluster:
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # Jobs have the PATH of the shell that submits them, here with the environment that runs the tests.
+        path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir(parents=True)
         folder.chmod(0o755)  # munged refuses a folder that others may write to

@@ -42,11 +42,11 @@ def slurm() -> Iterator[cluster.Cluster]:
 @pytest.fixture
 def submit(slurm: cluster.Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Submits a job with `batchinf slurm` and returns its id. No job outlives the test."""
-    for name, value in {**jobs.quick_start(), "SLURM_CONF": slurm.environment["SLURM_CONF"]}.items():
+    for name, value in {**slurm.environment, **jobs.quick_start()}.items():
         monkeypatch.setenv(name, value)
 
-    def submitted(spec: pathlib.Path, *options: str, venv: str = sys.prefix) -> str:
-        done = jobs.run("slurm", spec, "--venv", venv, "--cpus", "2", *options, "--submit")
+    def submitted(spec: pathlib.Path, *options: str) -> str:
+        done = jobs.run("slurm", spec, "--sbatch", "cpus-per-task=2", *options, "--submit")
         assert done.returncode == 0, done.stderr
         [job] = re.findall(r"submitted job (\d+)", done.stdout)
         return str(job)
@@ -196,12 +196,15 @@ def test_a_node_of_ray_that_fails_for_good(slurm: cluster.Cluster, submit: Any, 
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
-def test_no_node_is_left_that_can_hold_a_replica(slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path) -> None:
+def test_no_node_is_left_that_can_hold_a_replica(
+    slurm: cluster.Cluster, submit: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit code 75 after `placement_timeout_s`. Slurm queues the job again, and it is finished with both nodes."""
     out = tmp_path / "out"
     ray = {"resources": {"slot": 1}, "placement_timeout_s": 5}
     spec = jobs.spec_of(tmp_path, scripted={"step_s": 0.1}, parallel={"data_parallel_size": 1}, ray=ray)
-    job = submit(spec, "--nodes", "2", venv=str(_venv_with_a_slot_on_the_second_node(tmp_path / "venv")))
+    _use_a_ray_with_a_slot_on_the_second_node(tmp_path / "bin", monkeypatch)
+    job = submit(spec, "--nodes", "2")
     jobs.wait_until(lambda: num_committed(out), WAIT_S)
     _fail_second_node(job)
     assert wait_for(slurm, job) == "COMPLETED", log_of(tmp_path)
@@ -212,17 +215,16 @@ def test_no_node_is_left_that_can_hold_a_replica(slurm: cluster.Cluster, submit:
     assert jobs.rows_of(out) == list(jobs.unhurt())
 
 
-def _venv_with_a_slot_on_the_second_node(venv: pathlib.Path) -> pathlib.Path:
-    """The tests' own environment with another `ray`, whose node has a resource `slot` unless it is the head."""
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "activate").write_text(f"export PATH={venv}/bin:{sys.prefix}/bin:$PATH\n")
-    (venv / "bin" / "ray").write_text(
+def _use_a_ray_with_a_slot_on_the_second_node(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put another `ray` first on the PATH, whose node has a resource `slot` unless it is the head."""
+    folder.mkdir()
+    (folder / "ray").write_text(
         "#!/bin/bash\n"
         """case " $* " in *" --address="*) set -- "$@" --resources '{"slot": 1}' ;; esac\n"""
         f'exec {sys.prefix}/bin/ray "$@"\n'
     )
-    (venv / "bin" / "ray").chmod(0o755)
-    return venv
+    (folder / "ray").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
 def _fail_second_node(job: str) -> None:
@@ -245,7 +247,6 @@ def _make_quickstart(folder: pathlib.Path) -> None:
     (folder / "jobs").mkdir()
     (folder / "out" / "quickstart.slurm").mkdir(parents=True)
     (folder / "sample_data").symlink_to(jobs.ROOT / "sample_data")
-    (folder / ".venv").symlink_to(sys.prefix)
     spec = yaml.safe_load((jobs.ROOT / "jobs" / "quickstart.yaml").read_text())
     (folder / "jobs" / "quickstart.yaml").write_text(yaml.safe_dump({**spec, "scripted": {}}))
 
@@ -284,9 +285,9 @@ def test_the_file_of_an_array_whose_slices_are_in_a_bucket(slurm: cluster.Cluste
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--partition=nowhere", "invalid partition specified: nowhere"),
+        ("--sbatch=partition=nowhere", "invalid partition specified: nowhere"),
         ("--gpus=h100:1", "Requested node configuration is not available"),
-        ("--sbatch=--no-such-option", "unrecognized option '--no-such-option'"),
+        ("--sbatch=no-such-option", "unrecognized option '--no-such-option'"),
     ],
 )
 def test_a_script_that_slurm_refuses_is_not_submitted(
@@ -295,5 +296,5 @@ def test_a_script_that_slurm_refuses_is_not_submitted(
     before = slurm.call("squeue", "--noheader", "--format=%i")
     refused = jobs.run("slurm", jobs.spec_of(tmp_path), option, "--submit")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(rf"error: sbatch --test-only refuses \S+: .*{message}.*\n", refused.stderr)
+    assert re.fullmatch(rf"error: sbatch refuses \S+: .*{message}.*\n", refused.stderr)
     assert slurm.call("squeue", "--noheader", "--format=%i") == before

@@ -1,6 +1,8 @@
+import csv
 import pathlib
 import re
 
+import pyarrow as pa
 import pytest
 
 from batchinf.base.errors import InputError
@@ -125,3 +127,182 @@ def test_quotes_that_are_text(tmp_path: pathlib.Path) -> None:
 def test_a_dialect_for_another_format(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InputError, match=r"input.csv is given, but .*x.jsonl has the format jsonl; leave it out"):
         opened(tmp_path, b"{}", CsvDialect(), "x.jsonl")
+
+
+def test_numbers_are_printed_as_they_stand(tmp_path: pathlib.Path) -> None:
+    content = b"section,n\n1.10,5\n1.1,07\n-0,8\n1E3,x\n,9\n0.10,a\n"
+    found = opened(tmp_path, content)
+    assert found.schema.field("section").type == pa.float64()
+    sections = [row.values["section"] for row in found.read(0, found.num_rows)]
+    assert sections == [1.1, 1.1, 0.0, 1000.0, None, 0.1]
+    written = ["1.10", "1.1", "-0", "1E3", None, "0.10"]
+    assert [None if value is None else str(value) for value in sections] == written
+    both = [found.id_field("section"), found.schema.field("section")]
+    read = found.read_fields(0, found.num_rows, both)
+    assert [column.to_pylist() for column in read.columns] == [written, sections]
+    assert found.id_field("n") == found.schema.field("n")
+    found.close()
+    by_first_rules = open_source(InputLocation(str(tmp_path / "x.csv"), rules=1), tmp_path / "cache")
+    assert str(by_first_rules.read(0, 1)[0].values["section"]) == "1.1"
+    assert by_first_rules.id_field("section").type == pa.float64()
+
+
+def test_text_columns_are_text_whatever_is_in_them(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.csv").write_text("id,text,price\n1,2024,1.50\n2,,2\n")
+    location = InputLocation(str(tmp_path / "x.csv"), text_columns=("text", "none"))
+    found = open_source(location, tmp_path / "cache")
+    assert [row.values for row in found.read(0, 2)] == [
+        {"id": 1, "text": "2024", "price": 1.5}, {"id": 2, "text": "", "price": 2.0},
+    ]  # fmt: skip
+    assert found.schema.field("text").type == pa.int64()  # for `where`
+
+
+SWALLOWED = "it is inside the row that begins in line {}, whose quotes do not fit"
+NO_DELIMITER = "not CSV: ',' expected after '\"'"
+HINT = "; if \\\" in it is a quote, write `input.csv: {escapechar: '\\'}`"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # As Spark writes a quote at the end of a field.
+        (
+            ['1,"6\\"",en', "2,plain,en", "3,no,de", '4,"x, y",de', "5,e,fr"],
+            [
+                f"lines 2 to 5: {NO_DELIMITER}{HINT}",
+                *((line, 2) for line in (3, 4, 5)),
+                {"id": 5, "text": "e", "lang": "fr"},
+            ],
+        ),
+        (
+            ['1,"6\\"",en', '2,"7\\"",en', "3,no,de"],
+            [f"lines 2 to 3: {NO_DELIMITER}{HINT}", (3, 2), {"id": 3, "text": "no", "lang": "de"}],
+        ),
+        # An open quote that a later field closes.
+        (
+            ['1,"abc,en', "2,plain,en", '3,"x",de', "4,d,de"],
+            [f"lines 2 to 4: {NO_DELIMITER}", (3, 2), (4, 2), {"id": 4, "text": "d", "lang": "de"}],
+        ),
+        # The same, where the joined row has too few fields.
+        (
+            ['1,"abc,en', "2,plain,en", '3,x"', "4,d,de"],
+            ["lines 2 to 4: 2 fields where the header has 3", (3, 2), {"id": 4, "text": "d", "lang": "de"}],
+        ),
+        # Honest line breaks are no error, whatever stands in the lines; those of a broken row are not counted.
+        (['1,"a\n2,b,c\nd",en'], [{"id": 1, "text": "a\n2,b,c\nd", "lang": "en"}]),
+        (['1,"a\nb\nc",en,more'], ["lines 2 to 4: 4 fields where the header has 3"]),
+        (["1,a", "2,b,c"], ["line 2: 2 fields where the header has 3", {"id": 2, "text": "b", "lang": "c"}]),
+    ],
+)
+def test_lines_that_a_broken_row_takes_count_as_errors(
+    lines: list[str], expected: list[dict[str, object] | tuple[int, int] | str], tmp_path: pathlib.Path
+) -> None:
+    content = "".join(f"{line}\n" for line in ["id,text,lang", *lines]).encode()
+    found = opened(tmp_path, content)
+    assert values_of(found) == [
+        f"x.csv {row}" if isinstance(row, str) else
+        f"x.csv line {row[0]}: {SWALLOWED.format(row[1])}" if isinstance(row, tuple) else row
+        for row in expected
+    ]  # fmt: skip
+    found.close()
+    location = InputLocation(str(tmp_path / "x.csv"), rules=1)
+    by_first_rules = open_source(location, tmp_path / "cache")
+    errors = [row.error for row in by_first_rules.read(0, by_first_rules.num_rows) if row.error]
+    said = [row.replace(HINT, "") for row in expected if isinstance(row, str)]
+    assert errors == [f"x.csv {re.sub('^lines 2 to [0-9]+', 'line 2', row)}" for row in said]
+    by_first_rules.close()
+
+
+def test_rows_behind_a_broken_one_may_come_later(tmp_path: pathlib.Path) -> None:
+    content = b'id,text,lang\n1,"abc,en\n2,plain,en\n3,"x",de\n'
+    found = opened(tmp_path, content)
+    assert found.num_rows == 3
+    (tmp_path / "x.csv").write_bytes(content + b"4,d,de\n")
+    grown = open_source(InputLocation(str(tmp_path / "x.csv")), tmp_path / "cache", found.fingerprints, "take")
+    assert [row.error is None for row in grown.read(0, grown.num_rows)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        (r'"6\""', '6"'),
+        (r'"say \"a, b\""', 'say "a, b"'),
+        (r'"C:\data\new"', r"C:\data\new"),
+        (r"C:\data\new", r"C:\data\new"),
+        (r'"a\\"', "a\\"),
+        (r'"a\\\"b"', r"a\"b"),
+        (r'"two "" ways \""', 'two " ways "'),
+        ('"a\\\nb"', "a\\\nb"),
+        (r"\N", r"\N"),
+        ('"ü \\" ü"', 'ü " ü'),
+    ],
+)
+def test_escapechar(field: str, text: str, tmp_path: pathlib.Path) -> None:
+    content = f"id,text,lang\n1,{field},en\n2,next,de\n".encode()
+    found = opened(tmp_path, content, CsvDialect(escapechar="\\"))
+    assert values_of(found) == [{"id": 1, "text": text, "lang": "en"}, {"id": 2, "text": "next", "lang": "de"}]
+
+
+def test_escapechar_and_the_delimiter_of_the_first_rows(tmp_path: pathlib.Path) -> None:
+    found = opened(tmp_path, b'id;text\n1;"a \\"; b, c"\n', CsvDialect(escapechar="\\"))
+    assert values_of(found) == [{"id": 1, "text": 'a "; b, c'}]
+
+
+@pytest.mark.parametrize(
+    ("content", "dialect", "rows", "remark"),
+    [
+        ("sep=;\r\nid;text\r\n1;a\r\n", None, [{"id": 1, "text": "a"}], "by semicolons, as its first line says"),
+        ('"sep=\t"\nid\ttext\n1\ta\n', None, [{"id": 1, "text": "a"}], "separated by tabs, as its first line says"),
+        ("\ufeffSEP=#\nid#text\n1#a, b;c\n", None, [{"id": 1, "text": "a, b;c"}], "by '#', as its first line says"),
+        ("sep=;\nid,text\n1,a\n", CsvDialect(delimiter=","), [{"id": 1, "text": "a"}],
+         "by commas, but input.csv.delimiter has another one than its first line says"),
+        ("id,text,,\n1,a,,\n2,b,x,\n", None, [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}],
+         "2 columns without a name are left out"),
+        (",id,text\n0,1,a\n", None, [{"id": 1, "text": "a"}], "1 column without a name is left out"),
+        ("id,note,text,note\n1,x,a,y\n", None, [{"id": 1, "text": "a"}],
+         "its header has note more than once: these columns are left out"),
+    ],
+)  # fmt: skip
+def test_files_of_spreadsheets(
+    content: str, dialect: CsvDialect | None, rows: list[dict[str, object]], remark: str, tmp_path: pathlib.Path
+) -> None:
+    found = opened(tmp_path, content.encode(), dialect)
+    assert values_of(found) == rows
+    assert found.schema.names == ["id", "text"]
+    assert [remark in said for said in found.remarks] == [True]
+    broken = opened(tmp_path, f"{content}\n1\n".encode(), dialect)
+    assert f"line {content.count(chr(10)) + 2}:" in str(values_of(broken)[-1])
+
+
+def test_columns_of_one_name_are_refused_if_the_job_names_them(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.csv").write_text("id,note,text,note\n1,x,a,y\n")
+    location = InputLocation(str(tmp_path / "x.csv"), named=("text", "note"))
+    for _ in range(2):  # from a scan, and from its results
+        with pytest.raises(InputError, match=r"x\.csv has two columns named 'note'; rename one of them"):
+            open_source(location, tmp_path / "cache")
+
+
+def test_a_header_without_any_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(InputError, match=r"x\.csv: its header has no name of a column"):
+        opened(tmp_path, b", ,\n1,2,3\n")
+    with pytest.raises(InputError, match=r"x\.csv has two columns named 'a'"):
+        opened(tmp_path, b",a,a\n1,2,3\n")
+
+
+def test_files_of_spreadsheets_by_the_first_rules(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.csv").write_text("sep=;,\n0;1,a\n")
+    found = open_source(InputLocation(str(tmp_path / "x.csv"), rules=1), tmp_path / "cache")
+    assert values_of(found) == [{"sep=;": "0;1", "": "a"}]
+    (tmp_path / "x.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(InputError, match="two columns named 'a'"):
+        open_source(InputLocation(str(tmp_path / "x.csv"), rules=1), tmp_path / "cache")
+
+
+def test_the_limit_of_fields_of_the_process_stays(tmp_path: pathlib.Path) -> None:
+    before = csv.field_size_limit(1000)
+    try:
+        found = opened(tmp_path, b"id,text\n1," + b"x" * 300_000 + b"\n")
+        assert csv.field_size_limit() == 1000
+        assert len(str(values_of(found)[0]["text"])) == 300_000  # type: ignore[call-overload,index]
+    finally:
+        csv.field_size_limit(before)

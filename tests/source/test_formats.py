@@ -123,7 +123,7 @@ def read(file):
 
 class Prompts(ColumnarReader):
     def __init__(self, own):
-        super().__init__(own.schema, own.entry.arrow_schema())
+        super().__init__(own.entry.arrow_schema())
         self._prompts = pa.table({"question": read(own.file)})
 
     def _slice(self, start, stop, columns):

@@ -1,5 +1,6 @@
 """The spec and its file: what is read, what is refused and in which words, what comes out again."""
 
+import contextlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec, if this file runs as a program
-from batchinf.base.errors import SpecError
+from batchinf.base.errors import SpecError, UserError
 from batchinf.engines.installed import engine_argument_names
 from batchinf.source.files import CsvDialect
 from batchinf.spec.explain import OTHER_NAMES, field_names
@@ -293,6 +294,7 @@ def test_places_of_nested_fields_and_items():
         ("a: !!timestamp 2024-01-01", "1:4: tag !!timestamp is not allowed here; leave it out"),
         ('a: "\\ud800"', "1:4: got '\\ud800', which holds half a character (a surrogate)"),
         ('a: "\\UFFFFFFFF"', "1:7: not valid YAML: impossible number"),
+        ("<<: {a: 1}\n<<: {b: 2}", "2:1: <<: given twice; write one with a list, such as <<: [*a, *b]"),
         ("a: {<<: 5}", "1:9: << takes a mapping, or a list of mappings"),
         ("[" * 99, "1:100: not valid YAML: too long or too deeply nested"),
         ("[" + "1," * 10_000, "1:20002: not valid YAML: too long or too deeply nested"),
@@ -302,6 +304,44 @@ def test_places_of_nested_fields_and_items():
 )  # fmt: skip
 def test_refused_files(text, message):
     assert refusal(text) == f"job.yaml:{message}"
+
+
+@pytest.mark.parametrize("text", ["x" * 500_000 + ": b: c", "a: 1\n" + "a." * 250_000 + ": 'b' c"])
+def test_a_long_word_before_an_error_costs_no_time(text):
+    began = time.process_time()
+    assert "not valid YAML" in refusal(text)
+    assert time.process_time() - began < 15  # 9 s for 16,000 characters, when each of them began a search
+
+
+@pytest.mark.parametrize("secret", ["SECRET", "SEC/RET", "S/ECRET?x#y", "a@SECRET"])
+@pytest.mark.parametrize(
+    "field", ["input.images.hosts", "input.images.folders", "input.path", "input.exclude.job", "model", "output.path"]
+)
+def test_no_refusal_repeats_a_secret_of_a_url(field, secret):
+    urls = [f"https://me:{secret}@h/a.png", f"s3://KEY:{secret}@bucket/x", f"me:{secret}@h", "https://h/a?sig=SECRET"]
+    said = ""
+    for url in urls:
+        for value in (f"'{url}'", f"['{url}']"):
+            with contextlib.suppress(SpecError):
+                read(LEAST, f"{field}={value}")
+                continue
+            said += refusal(LEAST, f"{field}={value}")
+    assert said.count(field) >= 4
+    assert "SEC" not in said and "RET" not in said
+
+
+def test_no_error_is_longer_than_a_screen():
+    for text in (
+        LEAST + "task: " + "x" * 100_000,
+        LEAST + "engine: {" + "y" * 100_000 + ": .inf}",
+        LEAST + "sampling: {stop: [" + "1, " * 3_000 + "]}",
+        LEAST.replace("path: x", "path: x, exclude: {job: 's3://" + "z" * 100_000 + "', on: id}"),
+    ):
+        assert len(refusal(text)) < 5_000
+        assert refusal(text).count("\n") <= 40
+    long = str(UserError("got '" + "x" * 10_000 + "'; must be short"))
+    assert long.startswith("got 'xxx") and long.endswith("xxx'; must be short") and len(long) < 5_000
+    assert str(UserError("\n".join(["first", *["x"] * 500, "what to do"]))).split("\n")[-1] == "what to do"
 
 
 def test_the_section_of_a_ray_cluster():
@@ -381,6 +421,9 @@ def test_a_quoted_name_of_sql(line, told):
         ("delimiter", "''", "got empty text; must be text that is not empty"),
         ("quotechar", "ab", "got 'ab'; must be one character, and no line break"),
         ("quotechar", "'#', delimiter: '#'", "got '#', which is the delimiter, too; must be another character"),
+        ("escapechar", "ab", "got 'ab'; must be one character, and no line break"),
+        ("escapechar", "'\"'", "which is the delimiter or the quotechar, too; must be another character"),
+        ("escapechar", "'\\', quotechar: ''", "got it beside an empty quotechar, so that there is no quote to escape"),
         ("encoding", "utf-9", "got 'utf-9'; must be an encoding of text that Python has, such as utf-8, cp1252"),
         ("encoding", "base64", "got 'base64'; must be an encoding of text that Python has"),
         ("null_values", "5", "got 5; must be a list of texts, or text"),

@@ -26,7 +26,6 @@ FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("tasks/*/__init__.py"
 # Texts that are a task's name by chance, by the module that has them.
 CHANCE = {
     ("model/lora.py", "score"),  # a layer
-    ("model/encoder.py", "embed"),  # a part of the names of tensors
     ("export/openai_batch.py", "score"),  # in the form of answers
     ("commands/run_batch.py", "embed"),  # values of vLLM's flag --convert
     ("commands/run_batch.py", "classify"),

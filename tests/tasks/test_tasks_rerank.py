@@ -533,14 +533,17 @@ def test_columns_pairs_and_a_comparison(tmp_path: pathlib.Path) -> None:
     assert tables["bi"]["num_prompt_tokens"].to_pylist() != tables["lists"]["num_prompt_tokens"].to_pylist()
 
     same = list(diff_jobs(str(outs["lists"]), str(outs["lists"])).lines())
-    assert "outputs: 0 of 9 changed (0.00%)" in same
+    assert same[0] == "outputs: 0 of 9 changed (0.00%), by relevance_scores"
     other = list(diff_jobs(str(outs["raw"]), str(outs["bi"])).lines())
-    assert "outputs: 9 of 9 changed (100.00%)" in other
-    assert any(text.startswith("relevance scores of 27 documents: B - A is ") for text in other), other
-    assert any(text.startswith("  the ranking differs in ") for text in other), other
-    with pytest.raises(OutputError, match="one has a document for each row, the other one lists of them"):
+    assert other[0] == "outputs: 9 of 9 changed (100.00%), by relevance_scores"
+    assert any(text.startswith("relevance_scores: 9 rows differ; of 27 numbers, B - A is ") for text in other), other
+    assert any(text.startswith("ranking: ") for text in other), other
+    with pytest.raises(
+        OutputError, match="no column that decides whether a row has changed means the same in both jobs"
+    ):
         diff_jobs(str(outs["lists"]), str(outs["pairs"]))
-    assert any("relevance scores of 9 documents" in text for text in diff_jobs(*[str(outs["pairs"])] * 2).lines())
+    pairs = diff_jobs(*[str(outs["pairs"])] * 2).changes
+    assert (pairs.num_both, pairs.num_changed, pairs.decides) == (9, 0, ("relevance_score",))
 
     for name, key in (("lists", "results"), ("pairs", "data")):
         done = export_job(str(outs[name]), ExportRequest(path=str(tmp_path / f"{name}.jsonl"), to="openai-batch"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import jobs
-from batchinf.base.errors import SpecError, UserError
+from batchinf.base.errors import SpecError
 from batchinf.fleet.devices import Slot
 from batchinf.fleet.local.backend import LocalBackend
 from batchinf.fleet.local.devices import place
@@ -17,14 +17,12 @@ from batchinf.spec.file import SpecFile, read_spec
 from batchinf.spec.job import JobSpec
 from batchinf.tuning import candidates as tried
 from batchinf.tuning.candidates import (
-    Candidate,
     candidates,
     kept_settings,
     left_open,
     named_by_user,
     requests_at_once,
 )
-from batchinf.tuning.tune import write_settings
 from benchmarks.shapes import SHAPES
 
 
@@ -113,7 +111,7 @@ def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
     file = spec_of(tmp_path, "qwen3-0.6b", task="embed", sampling=None, engine=IN_PIECES,
                    input={"path": str(long), "prompt_column": "text"})  # fmt: skip
     backend = Devices(1)
-    kept = kept_settings(file, backend, Candidate(given))
+    kept = kept_settings(file, backend, given)
     backend.close()
     assert kept == ({} if expected is None else {"parallel.replicas_per_device": expected})
     if not given:
@@ -122,12 +120,12 @@ def test_a_sample_runs_on_as_many_replicas_as_the_whole_input(
 
 
 def test_requests_at_once_are_those_of_all_engines_and_the_largest_batch(tmp_path: pathlib.Path) -> None:
-    backend, larger = Devices(2), Candidate({"engine.max_num_seqs": 4096})
+    backend, larger = Devices(2), {"engine.max_num_seqs": 4096}
     for folder, parallel, field, expected in (
-        ("own", {}, [Candidate()], 2 * 2048),  # what a small model gets
-        ("tried", {}, [Candidate(), larger], 2 * 4096),
-        ("one", {"data_parallel_size": 1}, [Candidate()], 2048),
-        ("auto", {"tensor_parallel_size": "auto"}, [Candidate()], 2048),
+        ("own", {}, [{}], 2 * 2048),  # what a small model gets
+        ("tried", {}, [{}, larger], 2 * 4096),
+        ("one", {"data_parallel_size": 1}, [{}], 2048),
+        ("auto", {"tensor_parallel_size": "auto"}, [{}], 2048),
     ):
         (tmp_path / folder).mkdir()
         file = spec_of(tmp_path / folder, "llama-3.2-1b", parallel=parallel)
@@ -205,48 +203,3 @@ def test_what_cannot_be_tried(tmp_path: pathlib.Path, text: str, message: str) -
         named_by_user(read_spec(jobs.spec_of(tmp_path)).spec, text)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-SPEC = """\
-# my job
-model: m
-input: {path: rows.jsonl}
-engine:   # as I like it
-
-    # the context
-    max_model_len: 512   # short
-output:
-  path: out
-"""
-
-
-def test_settings_are_added_and_the_rest_stays(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(SPEC)
-    path.chmod(0o640)
-    settings = {
-        "engine.max_num_seqs": 512,
-        "engine.compilation_config": {"sizes": [1, 2]},
-        "parallel.data_parallel_size": 3,
-    }
-    wanted = read_spec(str(path), settings).spec
-    write_settings(str(path), settings)
-    assert read_spec(str(path)).spec == wanted
-    lines = path.read_text().splitlines()
-    assert [line for line in SPEC.splitlines() if line not in lines] == []
-    assert len(lines) == len(SPEC.splitlines()) + 5  # with an empty line before the new section
-    assert path.stat().st_mode & 0o777 == 0o640
-    assert [*tmp_path.iterdir()] == [path]
-
-
-@pytest.mark.parametrize(
-    "engine", ["engine: {max_model_len: 512}", "'engine':\n  max_model_len: 512", "? engine\n: {}"]
-)
-def test_a_form_that_cannot_be_added_to_is_left_alone(tmp_path: pathlib.Path, engine: str) -> None:
-    path = tmp_path / "job.yaml"
-    text = f"model: m\ninput: {{path: rows.jsonl}}\noutput: {{path: out}}\n{engine}\n"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r"add them yourself: engine\.max_num_seqs: 512"):
-        write_settings(str(path), {"engine.max_num_seqs": 512})
-    assert path.read_text() == text
-    assert [*tmp_path.iterdir()] == [path]

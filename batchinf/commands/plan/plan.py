@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchinf.base.errors import InputError, ModelError, UserError
 from batchinf.commands.plan.report import GpuPlan, JobPlan, ModelPlan, PlanReport
-from batchinf.fleet.parallel import fixed_degrees, on_device
+from batchinf.fleet.parallel import given_degrees, on_device
 from batchinf.job.disk_space import free_bytes
 from batchinf.job.job import Job
 from batchinf.job.model_len import length_warning, rounded
@@ -16,25 +16,21 @@ from batchinf.job.open import check_heads, location_of, placing, with_length
 from batchinf.model.identity import Model, resolve
 from batchinf.model.memory import GIB, Fit, Needs, fit_of, gib, share_of
 from batchinf.planning.degrees import (
-    MOST_DEVICES,
     Degrees,
-    Fixed,
     Machine,
     best,
     degrees_of,
+    least_that_fits,
     options,
     reason_for,
     shape_text,
     split_notes,
-    that_fit,
 )
 from batchinf.planning.gpus import GPUS, Gpu, gpu_named, why_not
 from batchinf.planning.histogram import histogram
 from batchinf.planning.lengths import Lengths, assumed_work, lengths_of, opened
 from batchinf.planning.throughput import Workload
 from batchinf.prompts.checks import check_prompts
-from batchinf.replica.images import most_host_bytes
-from batchinf.replica.worker import WINDOW
 from batchinf.source.rows import is_scanned_quickly
 from batchinf.spec.file import Overrides, SpecFile, SpecSource, read_spec
 from batchinf.spec.job import JobSpec
@@ -44,7 +40,6 @@ _OPEN_SIZES = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})
 _NODE = 8  # GPUs of a host, unless --gpus says more
 _FAR = 4  # times the job's longest sequence, from which on a note names `auto`
 _START_S = 90.0  # of engines with cold caches (benchmarks/history/vllm-0.26.md)
-_MOST_SEQS = 1024  # vLLM's largest default of max_num_seqs
 _PROCESS_BYTES = 6 * GIB  # of the host, for a worker, its engine and its replica; weights are read through page cache
 
 
@@ -101,12 +96,10 @@ def make_plan(target: SpecSource, overrides: Overrides, asked: PlanOptions) -> P
     if job is not None and asked.context is None and takes_auto:
         notes += _long_context_note(base.needs, context, job.longest)
     work = work or _assumed(file.spec, context, asked)
-    base = dataclasses.replace(base, largest_image=work.images.largest_tokens)
     plans = tuple(_on_gpu(gpu, base, file.spec, asked, context=context, work=work) for gpu in gpus)
     notes += _degree_notes(plans, base, file.spec, asked, is_job=is_job)
     if job is not None:
-        images = _image_bytes(base, work)
-        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes + images, image_bytes=images)
+        job = dataclasses.replace(job, host_bytes=_PROCESS_BYTES + base.offloaded_bytes)
     return PlanReport(
         model=_model_plan(model, base.needs, context), job=job, gpus=plans, notes=tuple(notes), choice=_choice(plans)
     )
@@ -156,7 +149,7 @@ def _degree_notes(
     if is_job:
         yield from _run_notes(chosen, spec, asked)
     largest = max(asked.gpus_per_node or _NODE, *(degrees.tensor for degrees in chosen), 1)
-    yield from split_notes(base, _fixed(spec).tensor, largest)
+    yield from split_notes(base, _given(spec)[0], largest)
 
 
 def _machine_notes(spec: JobSpec, asked: PlanOptions) -> Iterator[str]:
@@ -181,16 +174,6 @@ def _run_notes(chosen: Sequence[Degrees], spec: JobSpec, asked: PlanOptions) -> 
         )
     if asked.output_tokens is not None and _is_auto(spec):
         yield "`run` does not know --output-tokens: for auto degrees, each output has its max_tokens"
-
-
-def _image_bytes(base: Fit, work: Workload) -> int:
-    """Of a host, for the images that a replica has in flight at most."""
-    encoder = base.needs.encoder
-    if encoder is None or not work.images.num_images:
-        return 0
-    in_engine = math.ceil(WINDOW * int(base.engine.get("max_num_seqs") or _MOST_SEQS))
-    num_tokens = min(in_engine, work.num_requests) * work.images.num_tokens
-    return most_host_bytes(encoder.pixel_bytes(num_tokens), work.images.most_pixels)
 
 
 def _known_fit(model: Model, spec: JobSpec) -> Fit:
@@ -246,6 +229,8 @@ def _job(file: SpecFile, asked: PlanOptions, notes: list[str]) -> tuple[JobPlan,
         notes.append(f"without lengths of rows, as no row of a sample of {lengths.num_sampled:,} has a prompt{why}")
         return None, None
     notes += lengths.image_notes
+    if lengths.image_notes:
+        notes.append("note: the image encoder's own memory and time are not counted")
     if job.spec.input.choices is not None and work.num_requests > lengths.num_rows:
         each = work.num_requests / lengths.num_rows
         notes.append(
@@ -313,7 +298,6 @@ def _model_plan(model: Model, needs: Needs, context: int) -> ModelPlan:
         dtype=needs.dtype,
         quantization=needs.quantization,
         num_parameters=sum(needs.parameters.values()),
-        num_encoder_parameters=0 if needs.encoder is None else needs.encoder.num_parameters,
         weight_bytes=needs.weight_bytes,
         parts=() if weights is None else weights.parts,
         cache_dtype="" if cache is None else cache.dtype,
@@ -331,18 +315,21 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     if plan.why_not is not None:
         return plan
     fit = on_device(spec, base, gpu.memory_bytes, gpu.title)
-    fixed = _fixed(spec)
-    largest_node = max(_NODE, asked.gpus_per_node or _NODE)
-    needed = next(that_fit(fit, context, share, largest_node, most=MOST_DEVICES, fixed=fixed), None)
-    gpus_per_node, num_nodes = _nodes(asked, needed, fixed)
-    machine = Machine(gpu, gpus_per_node, num_nodes, share, fixed=fixed)
+    machine = Machine(gpu, asked.gpus_per_node or _NODE, asked.num_nodes, share, *_given(spec))
+    needed = least_that_fits(fit, machine, context)
+    if needed is not None and asked.gpus_per_node is None and asked.num_nodes == 1:
+        num_gpus = needed.num_devices * (machine.data or 1)
+        gpus_per_node = min(_NODE, num_gpus)
+        machine = dataclasses.replace(
+            machine, gpus_per_node=gpus_per_node, num_nodes=math.ceil(num_gpus / gpus_per_node)
+        )
     plan = dataclasses.replace(plan, num_gpus=machine.num_gpus, needs=needed)
     fitting = options(fit, machine, context, work)
     chosen = best(fitting)
     if chosen is None:
         return _refused(plan, fit, machine, context)
     plan = dataclasses.replace(
-        plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, fixed)
+        plan, options=tuple(fitting), chosen=chosen, reason=reason_for(chosen, fitting, work, machine)
     )
     if chosen.prediction is None or (work.is_assumed and not asked.has_time):
         return plan
@@ -352,36 +339,27 @@ def _on_gpu(gpu: Gpu, base: Fit, spec: JobSpec, asked: PlanOptions, *, context: 
     return dataclasses.replace(plan, seconds=seconds, gpu_hours=hours, cost=cost)
 
 
-def _nodes(asked: PlanOptions, needed: Degrees | None, fixed: Fixed) -> tuple[int, int]:
-    """GPUs of a node, and the number of nodes. If the user asks for no number, they are the fewest that are needed."""
-    if asked.gpus_per_node is not None or asked.num_nodes != 1 or needed is None:
-        return asked.gpus_per_node or _NODE, asked.num_nodes
-    num_gpus = needed.num_devices * (fixed.data or 1)
-    gpus_per_node = min(_NODE, num_gpus)
-    return gpus_per_node, math.ceil(num_gpus / gpus_per_node)
-
-
 def _is_auto(spec: JobSpec) -> bool:
     """Whether `run` chooses degrees."""
     return "auto" in (spec.parallel.tensor_parallel_size, spec.parallel.pipeline_parallel_size)
 
 
-def _fixed(spec: JobSpec) -> Fixed:
+def _given(spec: JobSpec) -> list[int | None]:
     """The degrees that the spec gives. If it gives no size of a replica, these are open: `plan` is to find them."""
-    fixed = fixed_degrees(spec.parallel)
-    return fixed if spec.parallel.model_fields_set & _OPEN_SIZES else Fixed(data=fixed.data)
+    tensor, pipeline, data = given_degrees(spec.parallel)
+    return [tensor, pipeline, data] if spec.parallel.model_fields_set & _OPEN_SIZES else [None, None, data]
 
 
 def _refused(plan: GpuPlan, fit: Fit, machine: Machine, context: int) -> GpuPlan:
     """The plan without a choice: what each GPU lacks, or how many GPUs there would have to be."""
-    fixed = machine.fixed
-    most = fixed.tensor or max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)
-    largest = degrees_of(fit, most, fixed.pipeline or machine.num_nodes, context=context, share=machine.share)
+    most = machine.tensor or max(fit.needs.tensor_degrees(machine.gpus_per_node), default=1)
+    largest = degrees_of(fit, most, machine.pipeline or machine.num_nodes, context=context, share=machine.share)
     if largest.missing_bytes:
         refusal = f"{gib(largest.missing_bytes)} a GPU are missing"
         return dataclasses.replace(plan, missing_bytes=largest.missing_bytes, refusal=refusal)
-    shape = shape_text(largest, fixed.data or 1)
-    return dataclasses.replace(plan, refusal=f"{shape} takes {largest.num_devices * (fixed.data or 1)} GPUs")
+    data = machine.data or 1
+    shape = shape_text(largest, data)
+    return dataclasses.replace(plan, refusal=f"{shape} takes {largest.num_devices * data} GPUs")
 
 
 def _share(gpu: Gpu, spec: JobSpec, asked: PlanOptions) -> float:

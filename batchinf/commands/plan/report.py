@@ -30,7 +30,7 @@ class ModelPlan:
     dtype: str
     quantization: str
     num_parameters: int
-    """0 if the parameters were not counted. The image encoder is not among them."""
+    """0 if the parameters were not counted. Those of image and audio encoders are not among them."""
     weight_bytes: int | None
     parts: tuple[tuple[str, int], ...]
     """Bytes of the weights by part."""
@@ -43,12 +43,10 @@ class ModelPlan:
     """Cache of one sequence of `context` tokens."""
     unknown: tuple[str, ...]
     """Why sizes are unknown."""
-    num_encoder_parameters: int = 0
-    """Parameters of the image encoder and of what joins it to the text model; 0 without one."""
 
     def lines(self) -> Iterator[str]:
         kind = f"{self.quantization} and {self.dtype}" if self.quantization else self.dtype
-        parameters = f"{self._parameters_text()}, " if self.num_parameters else ""
+        parameters = f"{short_count(self.num_parameters)} parameters, " if self.num_parameters else ""
         yield f"model {self.name}: {', '.join(self.architectures) or 'of unknown architecture'}; {parameters}{kind}"
         if self.weight_bytes is not None:
             yield f"  weights {size_text(self.weight_bytes)} = {gib(self.weight_bytes)}{self._parts_text()}"
@@ -59,11 +57,6 @@ class ModelPlan:
             )
         for why in self.unknown:
             yield f"  unknown: {why}"
-
-    def _parameters_text(self) -> str:
-        of_encoder = self.num_encoder_parameters
-        encoder = f" and {short_count(of_encoder)} of the image encoder" if of_encoder else ""
-        return f"{short_count(self.num_parameters)} parameters{encoder}"
 
     def _parts_text(self) -> str:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts if size)
@@ -98,8 +91,6 @@ class JobPlan:
     """What is free on the disk."""
     host_bytes: int
     """Memory that a replica takes of the host, for each of its GPUs."""
-    image_bytes: int = 0
-    """What images in flight take of it at most."""
     max_model_len: int | None = None
     """If it is `auto`, the number by the sampled rows; None: the model's own."""
 
@@ -117,8 +108,7 @@ class JobPlan:
         if self.output:
             yield f"  outputs of {self.output:,.0f} tokens on average: {self.output_from}"
         free = "" if self.free_bytes is None else f"; {size_text(self.free_bytes)} are free"
-        images = f", up to {gib(self.image_bytes)} of it for images" if self.image_bytes else ""
-        host = f"host memory {gib(self.host_bytes)} for each GPU{images}"
+        host = f"host memory {gib(self.host_bytes)} for each GPU"
         yield f"  output about {size_text(self.output_bytes)}{free}; {host}"
 
 

@@ -242,13 +242,13 @@ def find_row(source: Source, id_column: str | None, text: str) -> int:
                 f"{source.num_rows - 1:,}"
             )
         return int(text)
-    field = source.schema.field(id_column)
+    field = source.id_field(id_column)
     try:
         ids = pa.array([text]).cast(field.type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         raise InputError(f"--row {text}: the ids in '{field.name}' are {field.type}; give one of them") from None
     for start in range(0, source.num_rows, _LOOK_ROWS):
-        table = source.read_columns(start, min(start + _LOOK_ROWS, source.num_rows), [id_column], {})
+        table = source.read_fields(start, min(start + _LOOK_ROWS, source.num_rows), [field], {})
         place: int = pc.index(pc.is_in(table.column(0), ids), True).as_py()
         if place >= 0:
             return start + place

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import fcntl
 import gc
+import math
 import os
 import platform
 import signal
@@ -26,6 +27,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import core_client
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from batchinf.base import faults
@@ -145,6 +147,9 @@ class VllmEngine:
         install_arrays()
         if ray_group is not None:
             arguments["distributed_executor_backend"] = "ray"
+        if "VLLM_ENGINE_READY_TIMEOUT_S" not in os.environ:
+            # Not by the variable: it is part of the key of vLLM's compile cache.
+            core_client.VLLM_ENGINE_READY_TIMEOUT_S = math.ceil(spec.start_timeout_s)
         self._engine: Any = _start(arguments, ray_group)
         self._rendering: Rendering | None = None
         if spec.input.images is not None:

@@ -38,6 +38,7 @@ from batchinf.fleet.local.environment import (
 )
 from batchinf.fleet.local.process_group import (
     GroupIdentity,
+    bytes_read,
     end_leftover,
     end_process_group,
     kill_all_but_trackers,
@@ -105,6 +106,11 @@ class LocalReplica:
 
     def log_tail(self) -> list[str]:
         return read_log(self.log, self.log_start)
+
+    def start_activity(self) -> tuple[int, int]:
+        """See `ReplicaHandle`."""
+        num_printed = self.log.stat().st_size if self.log.exists() else 0
+        return num_printed, bytes_read(self.process.pid) >> 20
 
     def begin_end(self) -> None:
         self.seen = self.seen or (time.monotonic() - self.started, self.process.poll())
@@ -222,7 +228,8 @@ class LocalBackend:
                 start_new_session=True,
             )
         os.close(descriptor)
-        channel = Channel(ours)
+        # One replica that does not read must not hold up the coordinator, or the starts of others.
+        channel = Channel(ours, sends_later=True)
         channel.send(launch)
         replica = LocalReplica(
             incarnation=launch.incarnation,
@@ -275,8 +282,8 @@ def read_ahead(model: Model, load_format: str) -> threading.Thread | None:
     """Begin to read a local model's weights into the page cache, so that all replicas of the host load them from there.
 
     The disk is read while vLLM is imported. Copies of all tensors of 4 GB then take 2 to 4 s; without, 7 to 11 s
-    (`benchmarks/read_ahead.py`). The thread that digests the weights reads them too, but it does not run if the digests
-    are known, nor on other hosts of a cluster.
+    (benchmarks/history/processor.md). The thread that digests the weights reads them too, but it does not run if the
+    digests are known, nor on other hosts of a cluster.
 
     Returns None if there is nothing to read or too little free memory. Nothing waits for the thread.
     """

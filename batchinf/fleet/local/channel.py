@@ -11,14 +11,18 @@ from typing import Any, get_args
 from batchinf.base.storage import adapter
 from batchinf.replica.messages import Command, Event, Launch
 
+_PIECE_BYTES = 1 << 18
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Launch, *get_args(Command), *get_args(Event))}
 
 
 class Channel:
     """One end of a socket pair. `send` may be called from any thread; `receive` from one."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, sends_later: bool = False) -> None:
+        """sends_later: `send` never waits for the peer. A thread sends what the socket's buffer does not take."""
         self._socket = connection
+        self._sends_later = sends_later
+        self._unsent = bytearray()
         self._lock = threading.Lock()
         self._buffer = b""
         self.is_closed = False
@@ -31,9 +35,38 @@ class Channel:
         line = json.dumps({"kind": type(message).__name__, "body": asdict(message)}).encode() + b"\n"
         with self._lock:
             try:
-                self._socket.sendall(line)
+                if self._sends_later:
+                    self._send_or_keep(line)
+                else:
+                    self._socket.sendall(line)
             except OSError:
                 self.is_closed = True
+
+    def _send_or_keep(self, line: bytes) -> None:
+        """Send what the socket takes now, behind all that is unsent. Called with the lock."""
+        is_sending = bool(self._unsent)
+        self._unsent += line
+        if is_sending:
+            return
+        with contextlib.suppress(BlockingIOError):
+            del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
+        if self._unsent:
+            threading.Thread(target=self._send_unsent, name="send", daemon=True).start()
+
+    def _send_unsent(self) -> None:
+        """Send the rest as the peer reads it. Ends when all is sent or the peer is gone."""
+        while True:
+            with self._lock:
+                piece = bytes(self._unsent[:_PIECE_BYTES])
+            try:
+                num_sent = self._socket.send(piece)
+            except OSError:
+                self.is_closed = True
+                return
+            with self._lock:
+                del self._unsent[:num_sent]
+                if not self._unsent:
+                    return
 
     def receive(self, wait_s: float | None) -> list[Any]:
         """The messages that have arrived, after at most `wait_s` seconds (None: no limit).
@@ -65,6 +98,9 @@ class Channel:
         return messages
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            # Wakes a thread that sends.
+            self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._socket.close()
         self.is_closed = True

@@ -93,6 +93,16 @@ def members(group: int) -> list[psutil.Process]:
     return processes
 
 
+def bytes_read(group: int) -> int:
+    """Bytes that the live members of a process group have read, also those of mapped files that came from a disk."""
+    total = 0
+    for process in members(group):
+        with contextlib.suppress(psutil.Error):
+            counters = process.io_counters()
+            total += counters.read_chars + counters.read_bytes
+    return total
+
+
 def _is_tracker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())

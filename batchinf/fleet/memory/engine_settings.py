@@ -6,13 +6,11 @@ Changes of arguments that decide the output are only advised. Each manifest snap
 resume starts from it unless the spec has another value by then.
 """
 
-import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchinf.fleet.memory.advice import explain_cause
-from batchinf.fleet.memory.out_of_memory import OutOfMemory
+from batchinf.fleet.memory.out_of_memory import Kind, OutOfMemory
 from batchinf.fleet.memory.step_down import effective, step_down
 from batchinf.manifest.commit_log import Fields
 from batchinf.model.memory import Fit
@@ -21,6 +19,14 @@ from batchinf.tasks.registry import task_of
 
 # A replica is given up after this many starts without enough memory: the first, and one with lower settings.
 _MOST_STARTS = 2
+_ADVICE: dict[Kind, str] = {
+    "free": "end what else runs on the device, choose another with parallel.devices, or lower "
+    "engine.gpu_memory_utilization",
+    "cache": "raise engine.gpu_memory_utilization (on a CPU, the environment variable VLLM_CPU_KVCACHE_SPACE) or "
+    "parallel.tensor_parallel_size, or begin a new job, with another output.path, with a lower engine.max_model_len",
+    "load": "raise parallel.tensor_parallel_size, or begin a new job, with another output.path, with quantized weights",
+    "batch": "lower engine.max_num_seqs, engine.max_num_batched_tokens or engine.gpu_memory_utilization",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Verdict:
 
 
 class EngineSettings:
-    """The current engine arguments, and those with which each incarnation was started."""
+    """The current engine arguments, and how often they had been lowered when each incarnation was started."""
 
     def __init__(
         self, spec: JobSpec, fit: Fit, lowered: Mapping[str, Any] | None = None, chosen: Mapping[str, Any] | None = None
@@ -49,7 +55,7 @@ class EngineSettings:
         """The model on the devices."""
         self._lowered = dict(lowered or {})
         self._generation = 0
-        self._launched: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._launched: dict[str, int] = {}
         self._failed_starts: dict[int, int] = {}
 
     @property
@@ -70,24 +76,25 @@ class EngineSettings:
 
     def launch_spec(self, incarnation: str, spec: JobSpec | None = None) -> str:
         """The spec as JSON for this incarnation, with lowered arguments. spec: of a retry, which has other sampling."""
-        self._launched[incarnation] = self._generation, self.engine
+        self._launched[incarnation] = self._generation
         spec = spec or self._spec
         return spec.model_copy(update={"engine": {**spec.engine, **self.engine}}).model_dump_json()
 
     def judge(self, replica: int, incarnation: str, cause: OutOfMemory, *, was_up: bool) -> Verdict:
         """Lower the settings if that can help; once for each incarnation, after its end. was_up: it had started."""
-        generation, engine = self._launched.pop(incarnation, (self._generation, self.engine))
-        words = explain_cause(cause, engine, self.fit, pathlib.Path(self._spec.model.name).name)
+        generation = self._launched.pop(incarnation, self._generation)
+        words = f"out of memory: {cause.words}"
+        advised = f"{words}; {_ADVICE[cause.kind]}"
         self._failed_starts[replica] = 0 if was_up else self._failed_starts.get(replica, 0) + 1
         if self._spec.on_oom == "fail":
-            return Verdict("given up", f"{words} (on_oom is fail)")
+            return Verdict("given up", f"{advised} (on_oom is fail)")
         if self._failed_starts[replica] >= _MOST_STARTS:
-            return Verdict("given up", f"{words}{self._tried()}")
+            return Verdict("given up", f"{advised}{self._tried()}")
         if generation < self._generation:
-            return Verdict("again", f"{_head(words)}; starting again with the lowered {_show(self._lowered)}")
+            return Verdict("again", f"{words}; starting again with the lowered {_show(self._lowered)}")
         step = step_down(self.engine, cause, self.fit)
         if step is None:
-            return Verdict("died" if was_up else "given up", f"{words}{self._tried()}")
+            return Verdict("died" if was_up else "given up", f"{advised}{self._tried()}")
         return self._take(step, cause, words)
 
     def _take(self, step: dict[str, Any], cause: OutOfMemory, words: str) -> Verdict:
@@ -103,15 +110,10 @@ class EngineSettings:
             "applies_to": applies_to(self._spec, self._lowered),
         }
         changes = ", ".join(f"{name} {before[name]} -> {value}" for name, value in step.items())
-        return Verdict("again", f"{_head(words)}; starting again with {changes}", fields)
+        return Verdict("again", f"{words}; starting again with {changes}", fields)
 
     def _tried(self) -> str:
         return f" (tried with {_show(self._lowered)} already)" if self._lowered else ""
-
-
-def _head(words: str) -> str:
-    # Advice follows only when nothing is left to try.
-    return words.partition("; to go on, ")[0]
 
 
 def _show(settings: Mapping[str, Any]) -> str:

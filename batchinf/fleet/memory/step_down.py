@@ -12,7 +12,6 @@ _LEAST_SEQS = 16
 _LEAST_BATCHED_TOKENS = 2048
 _LEAST_ROWS = 512
 _SHARE_STEP = 0.05
-_MOST_SHARE_STEP = 0.3
 # If the model's needs are unknown.
 _LEAST_SHARE = 0.3
 
@@ -30,45 +29,39 @@ def step_down(engine: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[s
     It never changes arguments that decide the output, such as `max_model_len`. By kind:
 
     - `free`: another program holds memory. Ask for no more than is free, if weights and one sequence fit into that.
-    - `cache`, `length`: vLLM measures activations with a full batch, so smaller batches leave more for the KV cache.
-      They do not help if the weights alone leave too little.
+    - `cache`: vLLM measures activations with a full batch, so smaller batches leave more for the KV cache. They do not
+      help if the weights alone leave too little. A smaller share would make it worse.
     - `load`: only weights were loaded yet, so there is nothing to lower.
-    - `start`: a full batch, or a step after the KV cache (CUDA graphs, the sampler's warm-up), did not fit. Lower
-      batches and share together, because there is one try.
-    - `step`: vLLM did not measure enough outside of its share. Lower the share by what was missing; at its floor, lower
-      the batches.
-    - `host`: lower the batches.
+    - `batch`: lower batches and share together, because a start has one try.
     """
     now = effective(engine, fit)
-    share = now["gpu_memory_utilization"]
     match cause.kind:
         case "free":
-            return _to_what_is_free(now, cause, fit)
-        case "cache" | "length":
+            return _to_what_is_free(now["gpu_memory_utilization"], cause.free_share or 0.0, fit)
+        case "cache":
             # A cache of a given size (always so on a CPU) does not grow when something else shrinks.
             is_given = fit.device_bytes is None or now.keys() & {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
-            return None if is_given or fit.fits(share) is False else _smaller_batches(engine, now, fit)
-        case "start":
-            smaller = (_smaller_batches(engine, now, fit) or {}) | (_smaller_pool(now, cause, fit) or {})
-            return smaller or None
-        case "step":
-            return _smaller_pool(now, cause, fit) or _smaller_batches(engine, now, fit)
-        case "host":
-            return _smaller_batches(engine, now, fit)
-    return None
+            is_useless = is_given or fit.fits(now["gpu_memory_utilization"]) is False
+            return None if is_useless else _smaller_batches(engine, now, fit) or None
+        case "load":
+            return None
+        case "batch":
+            return {**_smaller_batches(engine, now, fit), **_smaller_pool(now, fit)} or None
 
 
-def _to_what_is_free(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
-    if not cause.total_bytes or cause.free_bytes is None:
-        return None
+def _to_what_is_free(now: float, free_share: float, fit: Fit) -> dict[str, Any] | None:
     # One hundredth less, because the figures are rounded.
-    share = int(cause.free_bytes / cause.total_bytes * 100 - 1) / 100
-    least = replace(fit, device_bytes=cause.total_bytes).least_utilization()
-    is_enough = share >= (_LEAST_SHARE if least is None else least)
-    return {"gpu_memory_utilization": share} if is_enough and share < now["gpu_memory_utilization"] else None
+    share = int(free_share * 100 - 1) / 100
+    return {"gpu_memory_utilization": share} if _least_share(fit) <= share < now else None
 
 
-def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> dict[str, Any] | None:
+def _least_share(fit: Fit) -> float:
+    """The least `gpu_memory_utilization`: weights and one sequence must fit."""
+    least = fit.least_utilization()
+    return _LEAST_SHARE if least is None else least
+
+
+def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
     smaller = {}
     num_seqs = now["max_num_seqs"]
     if num_seqs > _LEAST_SEQS:
@@ -76,7 +69,7 @@ def _smaller_batches(engine: Mapping[str, Any], now: Mapping[str, Any], fit: Fit
     tokens = now["max_num_batched_tokens"]
     if _has_chunks(engine, fit) and tokens > (least := _least_tokens(tokens, num_seqs, fit)):
         smaller["max_num_batched_tokens"] = max(least, tokens // 2)
-    return smaller or None
+    return smaller
 
 
 def _has_chunks(engine: Mapping[str, Any], fit: Fit) -> bool:
@@ -96,23 +89,12 @@ def _least_tokens(tokens: int, num_seqs: int, fit: Fit) -> int:
     return least
 
 
-def _smaller_pool(now: Mapping[str, Any], cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
+def _smaller_pool(now: Mapping[str, Any], fit: Fit) -> dict[str, Any]:
     """A smaller share for vLLM, or the setting that replaces the share; one sequence must still fit."""
     if isinstance(blocks := now.get("num_gpu_blocks_override"), int):
-        return {"num_gpu_blocks_override": int(blocks * 0.9)} if blocks * 0.9 * 16 >= (fit.max_model_len or 0) else None
+        return {"num_gpu_blocks_override": int(blocks * 0.9)} if blocks * 0.9 * 16 >= (fit.max_model_len or 0) else {}
     if isinstance(size := now.get("kv_cache_memory_bytes"), int):
         least = fit.sequence_bytes or size // 2
-        return {"kv_cache_memory_bytes": int(size * 0.9)} if size * 0.9 >= least else None
-    return _smaller_share(now["gpu_memory_utilization"], cause, fit)
-
-
-def _smaller_share(now: float, cause: OutOfMemory, fit: Fit) -> dict[str, Any] | None:
-    """A smaller `gpu_memory_utilization`: by what was missing, or by the usual step if that is too much."""
-    steps = [_SHARE_STEP]
-    if cause.asked_bytes and cause.total_bytes:
-        missing = (cause.asked_bytes - (cause.free_bytes or 0)) / cause.total_bytes
-        steps.insert(0, max(_SHARE_STEP, min(_MOST_SHARE_STEP, missing + 0.01)))
-    least = fit.least_utilization()
-    shares = (round(now - step, 2) for step in steps)
-    share = next((share for share in shares if share >= (_LEAST_SHARE if least is None else least)), None)
-    return None if share is None else {"gpu_memory_utilization": share}
+        return {"kv_cache_memory_bytes": int(size * 0.9)} if size * 0.9 >= least else {}
+    share = round(now["gpu_memory_utilization"] - _SHARE_STEP, 2)
+    return {"gpu_memory_utilization": share} if share >= _least_share(fit) else {}

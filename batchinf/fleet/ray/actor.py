@@ -34,6 +34,7 @@ from batchinf.replica.worker import InFlightRecord
 
 _POLL_S = 0.05
 _RECORD_EVERY_S = 1.0
+_ACTIVITY_EVERY_S = 5.0
 _FEW = 8
 # The processes of a lost incarnation end within a second; their memory comes back a little later.
 _FREE_WITHIN_S = 20.0
@@ -80,6 +81,8 @@ class Report:
     """Requests in its engine, `packed`; None if the last report had them."""
     looks: tuple[DeviceLook, ...]
     """At its devices."""
+    start_activity: tuple[int, int]
+    """See `ReplicaHandle`; without the ranks on other hosts."""
     has_ended: bool
     """It is gone, and this has its last events."""
 
@@ -110,8 +113,11 @@ class ReplicaActor:
         self._replica: LocalReplica | None = None
         self._record: InFlightRecord | None = None
         self._ending: Ending | None = None
+        self._is_up = False
         self._told: tuple[int, ...] = ()
         self._told_at = 0.0
+        self._activity = (0, 0)
+        self._next_activity_at = 0.0
         self._cache_lock: IO[bytes] | None = None
         self._cache_key: str | None = None
         self._watch: Any = None
@@ -182,17 +188,29 @@ class ReplicaActor:
                 break
             time.sleep(_POLL_S)
         looks = self._watch.looks() if self._watch is not None else ()
-        return Report(first=self._first, events=events, in_flight=in_flight, looks=looks, has_ended=has_ended)
+        return Report(
+            first=self._first,
+            events=events,
+            in_flight=in_flight,
+            looks=looks,
+            start_activity=self._activity,
+            has_ended=has_ended,
+        )
 
     def _look(self) -> bool:
         """Take what the replica has sent. Returns whether it has ended."""
         if self._replica is None or self._ending is not None:
             return self._ending is not None
         has_ended = self._replica.has_ended()
+        if not self._is_up and time.monotonic() >= self._next_activity_at:
+            self._next_activity_at = time.monotonic() + _ACTIVITY_EVERY_S
+            self._activity = self._replica.start_activity()
         events = [event for _, event in self._backend.poll(0)]
         self._events += events
-        if self._cache_key is not None and any(isinstance(event, Ready) for event in events):
+        self._is_up |= any(isinstance(event, Ready) for event in events)
+        if self._cache_key is not None and self._is_up:
             self._backend.note_cache_warm(self._cache_key)
+            self._cache_key = None
         return has_ended
 
     def _new_in_flight(self) -> tuple[int, ...] | None:

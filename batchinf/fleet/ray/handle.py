@@ -62,6 +62,7 @@ class RayReplica:
         self._nodes: frozenset[str] = frozenset()  # those that the actor uses, once it has started
         self._place()
         self.looks: tuple[DeviceLook, ...] = ()
+        self._activity = (0, 0)
         self.is_removed = False
         self._ending: Any = None  # the call of the actor's `end`
 
@@ -174,6 +175,7 @@ class RayReplica:
         self._num_received = max(self._num_received, report.first + len(report.events))
         self._in_flight = self._in_flight if report.in_flight is None else report.in_flight
         self.looks = report.looks
+        self._activity = report.start_activity
         self._has_ended = report.has_ended
         if not report.has_ended:
             self._listen()
@@ -259,6 +261,10 @@ class RayReplica:
     def log_tail(self) -> list[str]:
         """See `ReplicaHandle`. The log is on the shared file system."""
         return read_log(self._log, self._log_start)
+
+    def start_activity(self) -> tuple[int, int] | None:
+        """See `ReplicaHandle`. The actor reports it."""
+        return self._activity if self.is_up or self.is_placed else None
 
     def begin_end(self) -> None:
         """See `ReplicaHandle`. The actor ends the replica, unless it is lost."""

@@ -1,8 +1,7 @@
-"""Assigns leases: first to replicas whose engine is up, then to those that prepare leases while their engine starts.
+"""Assigns leases to the replicas whose engine is up.
 
-`schedule/leases.py` decides; this module carries out the decisions. A replica whose engine is not up has begun no
-lease. The coordinator takes its leases back without waiting for an answer, because a starting replica may answer late
-or never. If a replica ends before its engine is up, or with its host, its leases do not count as tried.
+`schedule/leases.py` decides; this module carries out the decisions. If a replica ends with its host, its leases do not
+count as tried.
 
 In a trial of `tune`, no replica begins before the engines of all are up: otherwise a short trial would measure the
 first engine alone, since the next one on its GPU starts half a minute later.
@@ -18,7 +17,7 @@ from batchinf.fleet.fleet import Ended, Fleet
 from batchinf.fleet.replica import FleetReplica
 from batchinf.fleet.sharing.quarantine import Trials
 from batchinf.records import Lease
-from batchinf.replica.messages import WARMING_UP, Assign, Begin, Key, Revoke
+from batchinf.replica.messages import WARMING_UP, Assign, Key
 from batchinf.schedule.leases import PendingRows, ReplicaLoad, Sharing, hold_s, next_leases, revocations
 
 # While few rows are left, each replica reports so often, but with many replicas not more than 1,000 reports a second.
@@ -64,39 +63,28 @@ class Assignment:
         """Hand out pending rows, and take back leases that another replica can run sooner."""
         if self._is_waiting:
             if self._is_any_awaited:
-                self._hand_out_anew()
                 return
             self._is_waiting = False
-            for replica in self._running:
-                self.begin(replica)
         self._trials.give()
         self._hand_out_anew()
-        if not self._pending and self._take_from_the_busy():
-            self._hand_out_anew()
+        if not self._pending:
+            self._take_from_the_busy()
 
     def assign_to(self, replicas: Iterable[FleetReplica]) -> None:
         """Hand out pending rows to these replicas alone: after `assign`, only they may have room.
 
         A replica with a quarantine case waits for `assign`, which gives it the case first.
         """
-        if not self._pending:
+        if self._is_waiting or not self._pending:
             return
         if self._sharing is None or len(self._fleet.replicas) <= _FEW_REPLICAS:
             self._count_left(self._loads(self._fleet.replicas))
         self._hand_out(self._loads(replica for replica in replicas if not self._trials.has_case(replica)))
 
-    def begin(self, replica: FleetReplica) -> None:
-        """A replica's engine is up: let it run the leases that it prepared, or only its quarantine case, if any.
-
-        While replicas wait for each other, it does nothing; `assign` lets all of them begin.
-        """
+    def note_ready(self) -> None:
+        """The engine of a replica is up."""
         self._last_ready_at = self._clock()
         self._first_ready_at = self._first_ready_at or self._last_ready_at
-        if self._is_waiting:
-            return
-        if self._trials.has_case(replica):
-            self._withdraw(replica, tuple(replica.current.leases.values()))
-        self._fleet.send(replica, Begin())
 
     def take_back(self, leases: Iterable[Lease]) -> None:
         """Make leases pending again that a replica has given back. It had not begun them."""
@@ -104,7 +92,7 @@ class Assignment:
 
     def note_ended(self, end: Ended, held: Container[Key]) -> None:
         """An incarnation has ended: its leases become pending again, except those that are `held`."""
-        was_tried = end.replica.is_up and not end.was_host_lost and not self._is_waiting
+        was_tried = not end.was_host_lost
         left = [lease for lease in end.leases if lease.key not in held]
         self._pending.give_back(replace(lease, attempts=lease.attempts + was_tried) for lease in left)
 
@@ -124,7 +112,7 @@ class Assignment:
             self._hand_out(loads)
 
     def _count_left(self, loads: Sequence[ReplicaLoad]) -> None:
-        """loads: of all replicas that take leases."""
+        """loads: of all replicas whose engine is up."""
         self._sharing = self._share(loads)
         self._gathers = self._is_gathering
 
@@ -142,48 +130,30 @@ class Assignment:
             condemned = tuple(item for lease in leases for item in self._trials.condemned_in(lease))
             self._fleet.give(self._fleet.replicas[number], Assign(tuple(leases), condemned, progress_s))
 
-    def _take_from_the_busy(self) -> bool:
-        """Take back leases that another replica can run sooner. Returns whether some of them are pending by now."""
+    def _take_from_the_busy(self) -> None:
+        """Ask for leases that another replica can run sooner."""
         loads = self._loads(self._fleet.replicas)
-        asked = revocations(self._pending, loads, self._share(loads), is_holding=self._is_holding)
-        for number, leases in asked.items():
-            owner = self._fleet.replicas[number]
-            if owner.is_running:
-                self._fleet.revoke(owner, leases)
-            else:
-                self._withdraw(owner, leases)
-        return any(not self._fleet.replicas[number].is_running for number in asked)
-
-    def _withdraw(self, replica: FleetReplica, leases: Sequence[Lease]) -> None:
-        """Take leases from a replica that was not told to begin. Others may run them before it reads the message."""
-        keys = tuple(lease.key for lease in leases)
-        if keys:
-            self._fleet.send(replica, Revoke(keys))
-        self.take_back(replica.take_back(keys))
+        for number, leases in revocations(self._pending, loads, self._share(loads)).items():
+            self._fleet.revoke(self._fleet.replicas[number], leases)
 
     def _loads(self, replicas: Iterable[FleetReplica]) -> list[ReplicaLoad]:
-        return [self._load(replica) for replica in replicas if replica.takes_leases]
+        return [self._load(replica) for replica in replicas if replica.is_running]
 
     def _load(self, replica: FleetReplica) -> ReplicaLoad:
-        is_up = replica.is_running and not self._is_waiting
-        # Before the engine is up, the leases of a quarantine case come before all others.
-        is_reserved = self._trials.is_on_trial(replica) if is_up else self._trials.has_case(replica)
         intake = replica.current.intake
-        engine_rows = None if intake is None else intake.rows
         return ReplicaLoad(
             replica=replica.number,
             window_rows=replica.window_rows,
             outstanding_rows=replica.outstanding_rows,
             unbegun=self._trials.movable(replica),
-            is_accepting=not replica.is_stopping and not is_reserved,
-            is_up=is_up,
-            engine_rows=replica.window_rows if self._is_waiting else engine_rows,
+            is_accepting=not replica.is_stopping and not self._trials.is_on_trial(replica),
+            engine_rows=None if intake is None else intake.rows,
         )
 
     def _share(self, loads: Sequence[ReplicaLoad]) -> Sharing:
-        """loads: of all replicas that take leases."""
-        num_absent = sum(not (replica.takes_leases or replica.is_given_up) for replica in self._fleet.replicas)
-        num_awaited = len(self._awaited) if self._is_holding else 0
+        """loads: of all replicas whose engine is up."""
+        num_absent = sum(not (replica.is_running or replica.is_given_up) for replica in self._fleet.replicas)
+        num_awaited = len(self._coming) if self._is_holding else 0
         return Sharing.of(self._pending, loads, num_awaited=num_awaited, num_absent=num_absent)
 
     # -- replicas that are not up ------------------------------------------------------------------------------------
@@ -212,17 +182,8 @@ class Assignment:
         return is_any_coming and self._clock() - self._last_ready_at <= self._fleet.stall_timeout_s
 
     @property
-    def _awaited(self) -> list[FleetReplica]:
-        """Replicas that share the rows while these are held back: those that start, in any case for the first time."""
-        if self._running and not self._is_waiting:
-            return self._coming
-        return [replica for replica in self._fleet.replicas if not replica.is_given_up]
-
-    @property
     def _is_holding(self) -> bool:
         """Whether rows are held back for replicas that are not up."""
-        if self._is_waiting or not self._running:
-            return True
         coming = self._coming
         if not coming or self._first_ready_at is None:
             return False

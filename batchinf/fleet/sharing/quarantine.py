@@ -320,10 +320,10 @@ class Trials:
             # If row after row is condemned and nothing finishes between them, the engine itself is broken. A survived
             # probe does not prove that an engine works that dies after a few steps.
             if self._num_tried.pop(number, 0) and before is not None and before.stage == "probe":
-                self._fleet.excuse(end.replica)
+                self._fleet.excuse(end)
         elif case.is_on_trial:
             # The search makes progress with each death, until one row is left.
-            self._fleet.excuse(end.replica)
+            self._fleet.excuse(end)
             runs = "runs" if len(case.accused) == 1 else "run"
             said = f"{counted(len(case.accused), 'row')} may have caused it, and {runs} separately"
         elif case.stage == "lost":

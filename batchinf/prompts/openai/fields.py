@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,14 +13,15 @@ from batchinf.prompts.openai.lines import (
     RERANK_URL,
     RESPONSES_URL,
     SCORE_URL,
+    body_of,
     show,
+    url_of,
 )
 
 # The URLs by their letters in the table.
 _URLS = {
     "C": CHAT_URL,
     "T": COMPLETIONS_URL,
-    "R": RESPONSES_URL,
     "E": EMBEDDINGS_URL,
     "S": SCORE_URL,
     "K": RERANK_URL,
@@ -60,89 +61,90 @@ _without_effect = functools.partial(_fields, "without effect")
 _refused = functools.partial(_fields, "refused")
 _OF_JOB = "an engine or a job has one"
 
+# What lines could ask for until commit 7d63964a.
+_REMOVED: tuple[Fields, ...] = (
+    _refused(
+        "CT",
+        "guided_json guided_regex guided_choice guided_grammar",
+        "write `structured_outputs` with `json`, `regex`, `choice` or `grammar`",
+    ),
+    _refused("C", "functions function_call", "write `tools` and `tool_choice`", accepted=[[], "none", "auto"]),
+    _refused("T", "echo", "`output.include_prompt` stores the prompts beside the answers", accepted=[False]),
+    _refused("CT", "return_tokens_as_token_ids", "`return_token_ids` gives the ids of the output", accepted=[False]),
+)
+
 FIELDS: tuple[Fields, ...] = (
     # The prompt
-    _used("CTRESK", "model", "left out, the job's model, or a name in `engine.served_model_name`"),
+    _used("CTESK", "model", "left out, the job's model, or a name in `engine.served_model_name`"),
     _used("C", "messages", "through the chat template; texts, and images if the spec has `input.images`"),
     _used("E", "messages", "through the chat template; texts only"),
     _used("T", "prompt", "a text, the token ids of one, or a list of several"),
-    _used("T", "echo", "the exported answer begins with the prompt, if the job stores prompts"),
     _used("S", "text_1 text_2 queries documents items data_1 data_2", "the two sides of the score: texts"),
     _used("K", "query documents", "texts"),
     _used("K", "top_n", "how many documents are ranked"),
     _used("SK", "max_tokens_per_query max_tokens_per_doc", "each text is cut to so many tokens"),
     _used("SK", "chat_template_kwargs instruction", "variables of `input.chat_template`"),
-    _used("RE", "input", "a text, or items of texts, images, calls and reasoning; of embeddings: one or several"),
-    _used("R", "instructions", "the system message"),
-    _used("CER", "chat_template_kwargs", "variables of the chat template; a warning names those that it never reads"),
+    _used("E", "input", "one or several texts, their token ids, or conversations"),
+    _used("CE", "chat_template_kwargs", "variables of the chat template; a warning names those that it never reads"),
     _used("CE", "add_generation_prompt continue_final_message", "the end of the prompt"),
     _used("C", "documents", "given to the chat template, which must have a variable `documents`"),
     _used("C", "reasoning_effort verbosity", "variables of the chat template"),
-    _used("R", "reasoning", "`effort` is a variable of the chat template; a summary is never made"),
     _used("CTESK", "truncate_prompt_tokens truncation_side", "the prompt is cut as by vLLM's server"),
     _used("E", "add_special_tokens dimensions", "see [Embed a batch file](how-to/embed-batch-file.md)"),
     # The text
     _used("CT", "max_tokens"),
     _used("C", "max_completion_tokens", "the same as `max_tokens`"),
-    _used("R", "max_output_tokens"),
-    _used("CTR", "temperature top_p top_k min_p seed", "`top_k` -1 is all tokens, like 0"),
-    _used("CTR", "presence_penalty frequency_penalty repetition_penalty logit_bias stop stop_token_ids"),
+    _used("CT", "temperature top_p top_k min_p seed", "`top_k` -1 is all tokens, like 0"),
+    _used("CT", "presence_penalty frequency_penalty repetition_penalty logit_bias stop stop_token_ids"),
     _used("CT", "min_tokens allowed_token_ids bad_words thinking_token_budget repetition_detection"),
-    _used("CT", "response_format guided_json guided_regex guided_choice guided_grammar"),
-    _used("CTR", "structured_outputs"),
-    _used("R", "text", "`format` as `response_format`; `verbosity` is a variable of the chat template"),
-    _used("CR", "tools tool_choice parallel_tool_calls", "functions only; see [Call tools](how-to/tools.md)"),
-    _used("C", "functions function_call", "OpenAI's fields of old"),
+    _used("CT", "response_format structured_outputs"),
+    _used("C", "tools tool_choice parallel_tool_calls", "functions only; see [Call tools](how-to/tools.md)"),
     # The form of the answer
     _used("CT", "logprobs", "no more than `sampling.logprobs` stores"),
-    _used("CR", "top_logprobs", "no more than `sampling.logprobs` stores"),
+    _used("C", "top_logprobs", "no more than `sampling.logprobs` stores"),
     _used("CT", "prompt_logprobs", "no more than `sampling.prompt_logprobs` stores"),
-    _used("R", "include", "`message.output_text.logprobs`; the others ask for items that no text has"),
-    _used("CR", "include_reasoning", "false leaves the reasoning out of the exported answer"),
+    _used("C", "include_reasoning", "false leaves the reasoning out of the exported answer"),
     _used(
         "CT",
         "return_token_ids",
         "the exported answer has those of the output, if the job stores `token_ids`; vLLM's server also gives those of "
         "the prompt",
     ),
-    _used("CT", "return_tokens_as_token_ids", "the form of tokens beside logprobs in the exported answer"),
     _used("E", "encoding_format", "`float` or `base64` in the exported answer"),
     _used("CT", "n", "samples of each prompt"),
-    _used("CTR", "ignore_eos skip_special_tokens include_stop_str_in_output", "must be the job's"),
+    _used("CT", "ignore_eos skip_special_tokens include_stop_str_in_output", "must be the job's"),
     _used("E", "use_activation", "must be the job's `pooling.normalize`"),
     _used("SK", "use_activation", "of a cross-encoder: the row's own, in place of the spec's"),
     _used("K", "return_documents", "false leaves the texts out of the exported answer"),
     # Without effect
     _without_effect(
-        "CTRESK",
+        "CTESK",
         "user metadata store service_tier safety_identifier request_id session_id user_security_context",
         "they say who asks",
     ),
     _without_effect(
-        "CTRESK",
+        "CTESK",
         "priority cache_salt prompt_cache_key prompt_cache_retention prompt_cache_options stream_interval",
         "they change the order or the speed of requests",
     ),
     _without_effect("C", "prediction", "a guess that makes OpenAI's servers faster"),
-    _without_effect("CTR", "stream_options", "a batch has no streams"),
+    _without_effect("CT", "stream_options", "a batch has no streams"),
     _without_effect("CT", "length_penalty early_stopping", "only beam search reads them, which is refused"),
     _without_effect(
-        "CTRESK", "mm_processor_kwargs media_io_kwargs", "texts have no images; beside images they are refused"
+        "CTESK", "mm_processor_kwargs media_io_kwargs", "texts have no images; beside images they are refused"
     ),
     _without_effect(
-        "CTR", "mm_payload return_mm_kwargs return_token_offsets", "only vLLM's rendering server reads them"
+        "CT", "mm_payload return_mm_kwargs return_token_offsets", "only vLLM's rendering server reads them"
     ),
     _without_effect("CT", "routed_experts_prompt_start", "engines return no experts"),
-    _without_effect("R", "max_tool_calls", "it counts calls of built-in tools, which are refused"),
-    _without_effect("R", "truncation", "no prompt is cut: one that is too long makes an error row"),
     _without_effect(
-        "CTRESK",
+        "CTESK",
         "timeout request_timeout max_retries num_retries extra_headers extra_query api_version",
         "clients' own settings of a connection",
     ),
     # Refused
-    _refused("CTR", "stream", "a batch has no streams", accepted=[False]),
-    _refused("CTR", "use_beam_search", "vLLM's engine has no beam search", accepted=[False]),
+    _refused("CT", "stream", "a batch has no streams", accepted=[False]),
+    _refused("CT", "use_beam_search", "vLLM's engine has no beam search", accepted=[False]),
     _refused("CT", "best_of", "vLLM's engine has no `best_of`; `n` gives several answers", accepted=[1]),
     _refused("C", "echo", "the answer of a conversation has no prompt before it", accepted=[False]),
     _refused(
@@ -154,7 +156,7 @@ FIELDS: tuple[Fields, ...] = (
     ),
     _refused("C", "add_special_tokens", "a chat template writes them itself", accepted=[False]),
     _refused("T", "add_special_tokens", "the tokenizer adds them to a text", accepted=[True]),
-    _refused("CTRE", "watermarking", "batchinf sets no watermark", accepted=[False]),
+    _refused("CTE", "watermarking", "batchinf sets no watermark", accepted=[False]),
     _refused("CT", "spaces_between_special_tokens detokenize", "there is only the default", accepted=[True]),
     _refused("CT", "logprob_token_ids", f"{_OF_JOB}: set `sampling.logprob_token_ids`", accepted=[[]]),
     _refused("CT", "guided_whitespace_pattern", f"{_OF_JOB}: set `engine.structured_outputs_config`"),
@@ -166,26 +168,19 @@ FIELDS: tuple[Fields, ...] = (
     _refused("T", "functions", "completions have no tools", accepted=[[]]),
     _refused("T", "function_call", "completions have no tools", accepted=["none"]),
     _refused("T", "parallel_tool_calls", "completions have no tools", accepted=[True, False]),
-    _refused("CR", "modalities", "only texts are made", accepted=[["text"]]),
+    _refused("C", "modalities", "only texts are made", accepted=[["text"]]),
     _refused("C", "audio", "only texts are made"),
-    _refused("R", "image", "only texts are made"),
-    _refused("CR", "web_search_options data_sources", "nothing is searched", accepted=[[]]),
-    _refused("CR", "moderation", "nothing is moderated"),
-    _refused("R", "background background_options", "a batch has no background", accepted=[False, {}]),
-    _refused("R", "previous_response_id conversation", "no answers are kept between requests: write them into `input`"),
-    _refused("R", "prompt", "batchinf has no stored prompts: write it into `instructions` and `input`"),
-    _refused("R", "context_management", "no prompt is shortened", accepted=[[]]),
-    _refused("R", "access_programs", "OpenAI's own"),
-    _refused("R", "previous_input_messages", "write them into `input`", accepted=[[]]),
-    _refused("R", "enable_response_messages", "`output.include_prompt` stores the prompts", accepted=[False]),
+    _refused("C", "web_search_options data_sources", "nothing is searched", accepted=[[]]),
+    _refused("C", "moderation", "nothing is moderated"),
     _refused("T", "prompt_embeds", "prompts are texts or token ids"),
-    _refused("CTR", "vllm_xargs", "they are for extensions of vLLM", accepted=[{}]),
-    _refused("CTR", "kv_transfer_params ec_transfer_params", "engines do not share a request", accepted=[{}]),
+    _refused("CT", "vllm_xargs", "they are for extensions of vLLM", accepted=[{}]),
+    _refused("CT", "kv_transfer_params ec_transfer_params", "engines do not share a request", accepted=[{}]),
     _refused("C", "enable_thinking", "write it into `chat_template_kwargs`"),
-    _refused("CTRESK", "extra_body", "openai's Python argument: write its fields into the body itself", accepted=[{}]),
+    _refused("CTESK", "extra_body", "openai's Python argument: write its fields into the body itself", accepted=[{}]),
     _refused("ESK", "padding", "inputs are not padded", accepted=["do_not_pad", False]),
     _refused("E", "embed_dtype", "vectors are float32", accepted=["float32"]),
     _refused("E", "endianness", "base64 is little-endian", accepted=["native", "little"]),
+    *_REMOVED,
 )
 
 
@@ -207,3 +202,19 @@ def objection(url: str, name: str, value: object) -> str | None:
     if fields.use == "without effect" or any(value == it and type(value) is type(it) for it in fields.accepted):
         return None
     return f"{got}: {fields.note.replace('`', '')}"
+
+
+def removed_in(values: Mapping[str, object]) -> str | None:
+    """The URL or the field of a line that ran until commit 7d63964a, and is refused now; None without any."""
+    url = url_of(values)
+    if url is None or url == RESPONSES_URL:
+        return url
+    try:
+        body = body_of(values)
+    except (ValueError, RecursionError):
+        return None
+    for name in (name for fields in _REMOVED if url in fields.urls for name in fields.names):
+        value = body.get(name) if isinstance(body, dict) else None
+        if value is not None and objection(url, name, value) is not None:
+            return f"body.{name}"
+    return None

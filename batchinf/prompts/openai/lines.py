@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -11,12 +11,13 @@ from batchinf.prompts.encoder import Encoder, Side
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
 from batchinf.spec.input import KWARGS_ELSEWHERE
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import FIRST_RULES, JobSpec
 
 COLUMNS = OpenAIBatch.columns
+_ID_AND_BODY = ("custom_id", "body")  # of lines as Mistral and others take them, with one URL for the whole file
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
-RESPONSES_URL = "/v1/responses"
+RESPONSES_URL = "/v1/responses"  # known, so that its lines are told what to use
 EMBEDDINGS_URL = "/v1/embeddings"
 SCORE_URL = "/v1/score"
 RERANK_URL = "/v1/rerank"
@@ -27,7 +28,52 @@ _URLS = {alias: url for url in _KNOWN for alias in (url, url.removeprefix("/v1")
 _AZURE = re.compile(r"/openai(?:/deployments/(?P<deployment>[^/]+))?(?=/)")
 
 
+_NO_RESPONSES = "write the instructions and the input as body.messages, and the URL as /v1/chat/completions"
+
 _Request = TypeVar("_Request")
+
+
+# Columns of lines of other batch APIs, in words: whose they are, and what holds the request.
+_OTHERS = {
+    ("custom_id", "params"): ("Anthropic's Message Batches", "params"),
+    ("key", "request"): ("Gemini's batch API", "request"),
+    ("recordId", "modelInput"): ("Amazon Bedrock's batch inference", "modelInput"),
+}
+# A field of a body → the URL of such a request.
+_BY_FIELD = {
+    "messages": CHAT_URL, "prompt": COMPLETIONS_URL, "query": RERANK_URL, "text_1": SCORE_URL, "queries": SCORE_URL,
+    "items": SCORE_URL, "data_1": SCORE_URL, "input": EMBEDDINGS_URL,
+}  # fmt: skip
+
+
+def missing_columns(names: Collection[str]) -> list[str]:
+    """The columns that a file lacks to be a batch file. It may lack method and URL, but not one of them alone."""
+    needed = _ID_AND_BODY if not {"method", "url", "prompt"} & {*names} else COLUMNS
+    return [name for name in needed if name not in names]
+
+
+def refuse_other_api(path: str, names: Collection[str]) -> None:
+    """Raise SpecError for lines of the batch API of another company, by their columns."""
+    for columns, (api, request) in _OTHERS.items():
+        if {*names} >= {*columns}:
+            raise SpecError(
+                f"input.path: {path} has lines of {api} ({', '.join(columns)}), which batchinf does not read; write "
+                'each as {"custom_id": …, "body": {"messages": […], "max_tokens": …}} with the messages of its '
+                f"{request}, or make a column with the messages and name it in input.messages_column"
+            )
+
+
+def whole_line(values: Mapping[str, object]) -> Mapping[str, object]:
+    """The values of a line. Without method and URL, it has those of the form of its body."""
+    if values.get("method") is not None or values.get("url") is not None:
+        return values
+    try:
+        body = body_of(values)
+    except (ValueError, RecursionError):
+        return values
+    fields = body if isinstance(body, dict) else {}
+    url = next((url for field, url in _BY_FIELD.items() if fields.get(field) is not None), None)
+    return values if url is None else {**values, "method": "POST", "url": url}
 
 
 class Refused(Exception):
@@ -36,7 +82,7 @@ class Refused(Exception):
 
 def url_of(values: Mapping[str, object]) -> str | None:
     """The URL of a line in OpenAI's form; None if no task runs it."""
-    url = values.get("url")
+    url = whole_line(values).get("url")
     return _URLS.get(_AZURE.sub("", url, count=1).partition("?")[0]) if isinstance(url, str) else None
 
 
@@ -73,6 +119,7 @@ class LineReader(Generic[_Request]):
     def __init__(self, spec: JobSpec) -> None:
         """spec: resolved. `body.model` must be its model's name or one of `engine.served_model_name`."""
         served = spec.engine.get("served_model_name") or []
+        self._is_by_first_rules = spec.rules == FIRST_RULES  # lines without method and URL are error rows
         self._models = [spec.model.name, *([served] if isinstance(served, str) else served)]
 
     def read_row(self, row: Row) -> _Request | RowError:
@@ -92,6 +139,8 @@ class LineReader(Generic[_Request]):
 
     def open(self, values: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
         """The URL of a line in OpenAI's form, and its body without nulls and without the model. Raises Refused."""
+        if not self._is_by_first_rules:
+            values = whole_line(values)
         for name in COLUMNS:
             if values.get(name) is None:
                 raise Refused(f"{name} is missing; a batch request has {', '.join(COLUMNS)}")
@@ -99,6 +148,8 @@ class LineReader(Generic[_Request]):
             raise Refused(f"method: got {show(values['method'])}; must be POST")
         url = url_of(values)
         body = values["body"]
+        if url == RESPONSES_URL:
+            raise Refused(f"url: got {show(values['url'])}, which is not supported: {_NO_RESPONSES}")
         if url not in self.urls:
             why = "" if url is None else ", as the job's task does not run it: put such lines into a job of their own"
             raise Refused(f"url: got {show(values['url'])}; must be {' or '.join(self.urls)}{why}")
@@ -202,6 +253,14 @@ def take_truncation(body: dict[str, Any]) -> Truncation | None:
 
 
 NUM_LOOKED_AT = 100
+
+
+def check_urls(path: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Raise SpecError if all of the first lines of a batch file are for `/v1/responses`. rows: their values."""
+    if all(url_of(values) == RESPONSES_URL for values in rows):
+        raise SpecError(
+            f"input.path: {all_of(rows)} of {path} is for {RESPONSES_URL}, which is not supported: {_NO_RESPONSES}"
+        )
 
 
 def check_models(spec: JobSpec, rows: Sequence[Mapping[str, object]]) -> None:

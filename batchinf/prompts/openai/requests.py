@@ -15,18 +15,18 @@ from batchinf.prompts.openai.lines import (
     CHAT_URL,
     COLUMNS,
     COMPLETIONS_URL,
-    RESPONSES_URL,
     LineReader,
     Refused,
     Truncation,
     are_ids,
+    missing_columns,
+    refuse_other_api,
     show,
     take_flags,
     take_template_kwargs,
     take_truncation,
 )
-from batchinf.prompts.openai.responses import as_chat, in_own_names, repeated
-from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line, with_tool_calls
+from batchinf.prompts.tools import LineTools, ToolsError, tools_of_line
 from batchinf.records import Tools
 from batchinf.source.formats.lines import OpenAIBatch
 from batchinf.source.rows import Row
@@ -40,9 +40,7 @@ _OF_TEMPLATES = ("reasoning_effort", "verbosity")
 # As many as vLLM allows for one prompt.
 _MOST_ANSWERS = 16_384
 # What a line asks of the form of its answer, and that alone.
-_OF_THE_FORM = ("include_reasoning", "return_token_ids", "return_tokens_as_token_ids")
-# Of vLLM before 0.12, by the name that the structure has now.
-_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_OF_THE_FORM = ("include_reasoning", "return_token_ids")
 # Sampling fields that all rows share. A row may only repeat the job's value.
 _OF_THE_JOB = ("n", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 
@@ -68,8 +66,6 @@ class BatchRequest:
     """See `Prompt`."""
     adds_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens; None: to texts, but not to conversations."""
-    is_echoed: bool = False
-    """The answer begins with the prompt, whose ids are decoded if they are given without a text."""
     images: tuple[ImageSource, ...] = ()
     """Where the images of the text come from."""
     parts: "tuple[BatchRequest, ...]" = ()
@@ -90,7 +86,9 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
     the input is not one.
     """
     names = set(columns)
-    missing = [name for name in COLUMNS if name not in names]
+    missing = missing_columns(names)
+    if where.is_batch_file or (may_be_batch(where) and "prompt" not in names):
+        refuse_other_api(where.path, names)
     if where.is_batch_file:
         for form in where.given(PROMPT_FORMS):
             raise SpecError(f"input.{form}: got it with format openai, whose lines have their prompts; leave it out")
@@ -105,7 +103,7 @@ def recognised(where: InputSpec, columns: Iterable[str]) -> InputSpec:
 class BatchReader(LineReader[BatchRequest]):
     """Lines of a batch file → requests."""
 
-    urls = (CHAT_URL, COMPLETIONS_URL, RESPONSES_URL)
+    urls = (CHAT_URL, COMPLETIONS_URL)
 
     def __init__(self, spec: JobSpec, *, has_samples: bool = True) -> None:
         """See `LineReader`. has_samples: a line may have several answers."""
@@ -114,35 +112,22 @@ class BatchReader(LineReader[BatchRequest]):
         self._chat_kwargs = spec.input.chat_template_kwargs or {}
         self._parses_calls = spec.model.tool_parser is not None
         self._has_samples = has_samples
-        self._keeps_prompts = spec.output.include_prompt
         self._takes_images = spec.input.has_images
 
     def _read(self, values: Mapping[str, object]) -> BatchRequest:
         url, body = self.open(values)
-        if url == COMPLETIONS_URL:
-            return self._completion(body)
-        if url == CHAT_URL:
-            return self._chat(url, body, {})
-        if self._sampling.n != 1:
-            raise Refused(f"url: a response has one answer, but all rows have sampling.n {self._sampling.n}")
-        chat = as_chat(body, takes_images=self._takes_images)
-        try:
-            return self._chat(url, chat, {"request": repeated(body)})
-        except Refused as error:
-            raise Refused(in_own_names(str(error))) from None
+        return self._completion(body) if url == COMPLETIONS_URL else self._chat(body)
 
-    def _chat(self, url: str, body: dict[str, Any], form: dict[str, Any]) -> BatchRequest:
-        form = {"url": url} | form | _form(body)
+    def _chat(self, body: dict[str, Any]) -> BatchRequest:
+        form = {"url": CHAT_URL} | _form(body)
         if self._takes_images:
             _refuse_options_of_images(body)
         line = self._tools(body)
-        truncation = take_truncation(body) if url == CHAT_URL else None
+        truncation = take_truncation(body)
         prompt = {**self._messages(body), "truncation": truncation}
-        sampling = self._take_sampling(body, url)
+        sampling = self._take_sampling(body, CHAT_URL)
         if line is None:
             return BatchRequest(**prompt, sampling=sampling, form=json.dumps(form))
-        if line.is_legacy:
-            form["functions"] = True
         prompt["chat"]["tools"] = line.rendered
         self._check_choice(line.tools, sampling)
         return BatchRequest(**prompt, sampling=sampling, tools=line.tools, form=json.dumps(form))
@@ -151,7 +136,6 @@ class BatchReader(LineReader[BatchRequest]):
         form = {"url": COMPLETIONS_URL} | _form(body)
         truncation = take_truncation(body)
         prompts = self._texts(body)
-        is_echoed = self._echo(body, form)
         sampling = self._take_sampling(body, COMPLETIONS_URL)
         number = len(prompts)
         num_samples = sampling.get("n", self._sampling.n)
@@ -163,31 +147,10 @@ class BatchReader(LineReader[BatchRequest]):
                 got = f"{number:,} prompts with n {num_samples:,}"
                 raise Refused(f"body.prompt: got {got}; a line has at most {_MOST_ANSWERS:,} answers")
         requests = tuple(
-            BatchRequest(**prompt, sampling=sampling, truncation=truncation, is_echoed=is_echoed, form=json.dumps(form))
+            BatchRequest(**prompt, sampling=sampling, truncation=truncation, form=json.dumps(form))
             for prompt in prompts
         )
         return requests[0] if number == 1 else replace(requests[0], text=None, token_ids=None, parts=requests)
-
-    def _echo(self, body: dict[str, Any], form: dict[str, Any]) -> bool:
-        """Whether the answer begins with the prompt. Then 0 `max_tokens` are allowed: the answer is the prompt alone.
-
-        As in vLLM, the engine then generates one token.
-        """
-        echo = body.pop("echo", False)
-        if echo is False:
-            return False
-        if echo is not True:
-            raise Refused(f"body.echo: got {show(echo)}; must be true or false")
-        if not self._keeps_prompts:
-            raise Refused("body.echo: got true, but the job does not store prompts: set output.include_prompt: true")
-        form["echo"] = True
-        number = body.get("logprobs")
-        if type(number) is int and "prompt_logprobs" not in body:
-            body["prompt_logprobs"] = number  # those of the prompt stand before those of the output
-        if body.get("max_tokens") == 0 and type(body["max_tokens"]) is int:
-            form["max_tokens"] = 0
-            body["max_tokens"] = 1
-        return True
 
     def _tools(self, body: dict[str, Any]) -> LineTools | None:
         try:
@@ -214,7 +177,9 @@ class BatchReader(LineReader[BatchRequest]):
             if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
                 raise Refused(f"body.documents: got {show(documents)}; must be a list of mappings")
             chat["documents"] = documents
-        return {"messages": [_with_reasoning(with_tool_calls(message)) for message in messages], "chat": chat}
+        for number, message in enumerate(messages):
+            _refuse_functions(f"body.messages, message {number}", message)
+        return {"messages": [_with_reasoning(message) for message in messages], "chat": chat}
 
     def _variables(self, body: dict[str, Any]) -> dict[str, Any]:
         """The row's variables of the chat template, with those that vLLM's server makes of `reasoning_effort`."""
@@ -312,6 +277,16 @@ def _number_of_chat(has_logprobs: object, top: object) -> object:
     return top or 0 if has_logprobs else None
 
 
+def _refuse_functions(place: str, message: object) -> None:
+    """Raise Refused for OpenAI's `function_call` and role `function` of old, which chat templates do not show."""
+    if not isinstance(message, dict):
+        return
+    if message.get("function_call") is not None:
+        raise Refused(f"{place}: got function_call, which is not supported: write tool_calls")
+    if message.get("role") == "function":
+        raise Refused(f"{place}: got the role function, which is not supported: write the role tool")
+
+
 def _with_reasoning(message: object) -> object:
     """A message with its reasoning under both names that chat templates have for it, as vLLM's server gives it."""
     if isinstance(message, dict) and message.get("role") == "assistant" and message.get("reasoning") is not None:
@@ -328,7 +303,6 @@ def _structure_of(body: dict[str, Any]) -> dict[str, Any] | None:
     """The structure that a body asks for, by one of several fields, which are taken out; None without one."""
     found = {"response_format": _structure(body.pop("response_format", None))}
     found |= {"structured_outputs": body.pop("structured_outputs", None)}
-    found |= {name: {kind: body.pop(name)} for name, kind in _GUIDED.items() if name in body}
     given = {name: structure for name, structure in found.items() if structure is not None}
     if len(given) > 1:
         raise Refused(f"body.{sorted(given)[0]}: given beside {sorted(given)[1]}; give one of them")

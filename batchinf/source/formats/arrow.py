@@ -142,7 +142,7 @@ class ArrowReader(ColumnarReader):
         file = source_file.file
         entry = source_file.entry
         cache = source_file.cache
-        super().__init__(source_file.schema, entry.arrow_schema())
+        super().__init__(entry.arrow_schema())
         self._name = file.name
         rows = entry.artifacts.get("rows")
         self._firsts = map_int64(cache, entry.artifacts["batches"])

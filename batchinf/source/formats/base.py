@@ -106,8 +106,8 @@ class Reader(Protocol):
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         """Rows with the file's own values. `columns`: None means all; columns that a row lacks are absent."""
 
-    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
-        """Rows with the types of the source; null if a record is broken or lacks the column.
+    def table(self, start: int, stop: int, fields: pa.Schema, lost: Lost | None) -> pa.Table:
+        """Rows with these columns and types; null if a record is broken or lacks the column.
 
         lost: gets the rows with a value that these types cannot hold; the value is then null, or text with other
         characters in it. None: raise InputError for such a value, but not for text.
@@ -123,10 +123,9 @@ class SourceFile:
 
     file: InputFile
     entry: FileEntry
-    schema: pa.Schema
-    """All columns of the source with their present types, for `Reader.table`."""
     read_types: pa.Schema
-    """Their types when the file was taken in, for `Reader.records` of a format without types."""
+    """All columns of the source with their types when the file was taken in, for `Reader.records` of a format without
+    types."""
     cache: Folder
     digests: ReadDigests
     """For bytes that the scan did not read."""
@@ -156,7 +155,8 @@ class FileFormat(InputFormat, abc.ABC):
     hashes_all: ClassVar[bool] = True
     # Whether folders have such files beside their data, to describe it. They are rows only if there is no other data.
     is_often_beside_data: ClassVar[bool] = False
-    has_file_per_row: ClassVar[bool] = False  # so that a file of an unknown ending is a row that is missed
+    # Whether a number is printed, and is an id, as it stands in the file: `as_written` and `WrittenNumber`.
+    prints_fields: bool = False
 
     @property
     def key(self) -> str:
@@ -239,9 +239,9 @@ class ColumnarReader:
 
     _name = "the input"
 
-    def __init__(self, schema: pa.Schema, columns: Iterable[pa.Field]) -> None:
-        self._schema = schema  # of the source
-        self._columns = {field.name: field for field in columns}  # of this file
+    def __init__(self, columns: Iterable[pa.Field]) -> None:
+        """columns: of this file."""
+        self._columns = {field.name: field for field in columns}
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         names = [name for name in (self._columns if columns is None else columns) if name in self._columns]
@@ -250,14 +250,14 @@ class ColumnarReader:
         table = self._typed(start, stop, [self._columns[name] for name in names])
         return [(values, error and f"{self._name}: {error}") for values, error in python_rows(table)]
 
-    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
+    def table(self, start: int, stop: int, fields: pa.Schema, lost: Lost | None) -> pa.Table:
         lost_here = Lost()
-        table = self._typed(start, stop, [self._schema.field(name) for name in columns], lost_here)
+        table = self._typed(start, stop, list(fields), lost_here)
         if lost_here and lost is None:
             raise InputError(next(iter(lost_here.values())))
         texts = []
-        for name in columns:
-            text, places = with_text(table.column(name))
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            text, places = with_text(column)
             texts.append(text)
             reason = f"{self._name}: column {name!r} has text that is not UTF-8"
             lost_here.update((start + place, reason) for place in places)
@@ -266,7 +266,8 @@ class ColumnarReader:
         return pa.Table.from_arrays(texts, schema=table.schema)
 
     def _typed(self, start: int, stop: int, fields: Sequence[pa.Field], lost: Lost | None = None) -> pa.Table:
-        names = [field.name for field in fields if field.name in self._columns]
+        # A column may be read twice, with two types.
+        names = list(dict.fromkeys(field.name for field in fields if field.name in self._columns))
         try:
             here = self._slice(start, stop, names)
             arrays = [
@@ -285,11 +286,11 @@ class ColumnarReader:
 
     def _fitted(self, start: int, column: pa.ChunkedArray, field: pa.Field, lost: Lost | None) -> pa.ChunkedArray:
         try:
-            return self._cast(column, field.type)
+            return self._cast(column, field)
         except pa.ArrowInvalid:
             if lost is None or column.type.equals(field.type):
                 raise
-        fitted, values = cast_each(column, lambda values: self._cast(values, field.type), field.type)
+        fitted, values = cast_each(column, lambda values: self._cast(values, field), field.type)
         for place, value in values.items():
             lost[start + place] = (
                 f"{self._name}: column {field.name!r} has {_shown(value)} ({column.type}), which {field.type}, the "
@@ -303,8 +304,8 @@ class ColumnarReader:
     def _slice(self, start: int, stop: int, columns: list[str]) -> pa.Table:
         raise NotImplementedError
 
-    def _cast(self, column: pa.ChunkedArray, type: pa.DataType) -> pa.ChunkedArray:
-        return cast_column(column, type)
+    def _cast(self, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+        return cast_column(column, field.type)
 
     def close(self) -> None:
         """See `Reader`."""

@@ -6,6 +6,7 @@ Column types are decided afterwards, over all files.
 import codecs
 import contextlib
 import csv
+import importlib.util
 import io
 import itertools
 import json
@@ -20,7 +21,7 @@ import xxhash
 
 from batchinf.base.errors import InputError
 from batchinf.base.storage import Folder
-from batchinf.base.text import counted
+from batchinf.base.text import counted, list_names
 from batchinf.source.cache import FileEntry, FileFindings, Scratch
 from batchinf.source.files import (
     BLOCK_BYTES,
@@ -36,8 +37,19 @@ from batchinf.source.files import (
 )
 from batchinf.source.formats.arrow import BATCH_BYTES, BATCH_ROWS, ArrowReader, spool
 from batchinf.source.formats.base import FileFormat, Reader, Record, SourceFile
-from batchinf.source.types import CsvTypes, MixedTypes, is_utf8, refuse_twins, with_remark
+from batchinf.source.types import (
+    CsvTypes,
+    MixedTypes,
+    WrittenNumber,
+    as_written,
+    is_as_written,
+    is_utf8,
+    refuse_twins,
+    with_remark,
+    with_twins,
+)
 
+_FIRST_RULES = 1  # of jobs that print the number of a field, not the field; see `JobSpec.rules`
 ERRORS_COLUMN = "batchinf:error"  # the spool's last column: why a row could not be read
 _UNENDED = "unexpected end of data"  # the error of Python's `csv` for an open quote at the end
 _TAB = "\t"
@@ -55,21 +67,29 @@ class Csv(FileFormat):
     endings = (".csv", _TABS)
     mixed_types = MixedTypes.STRING
 
-    def __init__(self, dialect: CsvDialect | None = None) -> None:
+    def __init__(
+        self, dialect: CsvDialect | None = None, text_columns: Sequence[str] = (), rules: int | None = None
+    ) -> None:
+        """See `InputLocation`."""
         self._dialect = dialect or CsvDialect()
+        self._text_columns = text_columns
+        self.prints_fields = rules != _FIRST_RULES
 
     @property
     def key(self) -> str:
-        is_default = self._dialect == CsvDialect()
-        return self.name if is_default else f"{self.name} {json.dumps(asdict(self._dialect))}"
+        options = asdict(self._dialect)
+        if self._dialect.escapechar is None:  # as before there was one
+            del options["escapechar"]
+        key = self.name if self._dialect == CsvDialect() else f"{self.name} {json.dumps(options)}"
+        return f"{key} by rules 2" if self.prints_fields else key
 
     def for_input(self, input: InputLocation) -> FileFormat:
-        return Csv(input.csv)
+        return Csv(input.csv, input.text_columns, input.rules)
 
     def scan(self, file: InputFile, scratch: Scratch) -> FileFindings:
         with open_bytes(file) as stream:
             hashed = _Hashed(stream)
-            rows = _Rows(file, hashed, self._dialect)
+            rows = self._rows(file, hashed)
             types = CsvTypes(rows.header)
             schema = pa.schema([(name, pa.string()) for name in (*rows.header, ERRORS_COLUMN)])
             num_rows = spool(_batches(rows, types, self._dialect.null_values), schema, scratch)
@@ -77,25 +97,29 @@ class Csv(FileFormat):
             raise InputError(
                 f"{file.name}: a quote opens in line {rows.line:,} and is never closed, so that row would have the "
                 f"next {counted(rows.num_swallowed, 'line')} in it: close it, or write a quote that is text twice"
+                f"{rows.hint}"
             )
-        schema = with_remark(types.schema(), rows.remark)
+        schema = with_twins(with_remark(types.schema(), "; ".join(rows.remarks)), rows.twins)
         return FileFindings(hashed.digest.hexdigest(), num_rows, schema, hashed.num_bytes)
 
     def first_rows(self, file: InputFile) -> Sequence[Mapping[str, object]]:
         with open_bytes(file) as stream:
-            return [dict.fromkeys(_Rows(file, _Hashed(stream), self._dialect).header)]
+            return [dict.fromkeys(self._rows(file, _Hashed(stream)).header)]
+
+    def _rows(self, file: InputFile, stream: io.RawIOBase) -> "_Rows":
+        return _Rows(file, stream, self._dialect, is_by_first_rules=not self.prints_fields)
 
     def reader(self, source_file: SourceFile) -> Reader:
-        return _CsvReader(source_file)
+        return _CsvReader(source_file, self._text_columns, prints_fields=self.prints_fields)
 
     def prefix(self, file: InputFile, entry: FileEntry, num_bytes: int, cache: Folder) -> tuple[str, int] | None:
         with open_bytes(file) as stream:
             hashed = _Hashed(stream, num_bytes)
             num_rows = 0
             is_open = False
-            for row in _Rows(file, hashed, self._dialect):
+            for row in self._rows(file, hashed):
                 num_rows += 1
-                is_open = isinstance(row, str) and _UNENDED in row
+                is_open = is_open or (isinstance(row, str) and _UNENDED in row)
             end = hashed.end.strip(b"\0")  # in UTF-16 a null byte stands before or after the line end
             is_whole = not end or end[-1:] in b"\r\n" or stream.read(2).startswith(LINE_ENDS)
             if not is_whole or is_open or hashed.num_bytes != num_bytes:
@@ -153,43 +177,111 @@ class _Hashed(io.RawIOBase):
         return len(block)
 
 
+def _own_parser() -> Any:
+    """The parser of the module `csv`, once more: the limit of its fields would be that of the user's process, too."""
+    spec = importlib.util.find_spec("_csv")
+    assert spec is not None and spec.loader is not None
+    parser = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(parser)
+    parser.field_size_limit(MAX_LINE_BYTES)
+    return parser
+
+
+_PARSER = _own_parser()
+_DELIMITER_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # the first line that Excel writes and reads
+
+
 class _Rows:
-    """The rows of a CSV file: a list of fields, or a string with the row's error."""
+    """The rows of a CSV file: a list of fields, or a string with the row's error.
 
-    remark = ""
-    """How the file is read, if its own beginning decided that."""
+    header: the names of the columns, without those that are left out.
+    """
 
-    def __init__(self, file: InputFile, stream: io.RawIOBase, dialect: CsvDialect) -> None:
-        csv.field_size_limit(MAX_LINE_BYTES)
+    def __init__(
+        self, file: InputFile, stream: io.RawIOBase, dialect: CsvDialect, *, is_by_first_rules: bool = False
+    ) -> None:
         buffered = io.BufferedReader(stream, BLOCK_BYTES)
         self._encoding = _encoding(file, buffered, dialect.encoding)
         self._text = io.TextIOWrapper(buffered, self._encoding, _ESCAPES, newline="")
         self.num_chars = 0
         self.line = 0
         self.num_swallowed = 0  # by a quote that opens in `line` and is never closed
+        self.hint = ""
+        """What to write for the quotes of the last row, if they look like those of Spark."""
+        self.remarks: list[str] = []
+        """How the file is read, if its own beginning decided that."""
+        self.twins: tuple[str, ...] = ()
+        """Names that several columns have. These columns are left out."""
         self._wrong = ""
         self._is_new_row = True
+        self._is_by_first_rules = is_by_first_rules
+        self._lines_of_row: list[str] = []
+        self._escape = dialect.escapechar
+        # Before another character, the sign is text. The parser would take it away, so it gets two of them.
+        signs = re.escape(f"{self._escape}{dialect.quotechar}")
+        self._escaped = (
+            re.compile(f"({re.escape(self._escape)}[{signs}])|{re.escape(self._escape)}") if self._escape else None
+        )
         self._head = self._read_head()
+        said = self._take_delimiter_line()
         quoting = csv.QUOTE_MINIMAL if dialect.quotechar else csv.QUOTE_NONE
-        form: dict[str, Any] = {"quoting": quoting, "quotechar": dialect.quotechar or None, "strict": True}
-        usual = _TAB if _TABS in file.name.lower() else ","
-        delimiter = dialect.delimiter or _delimiter(self._head, usual, form)
-        if delimiter not in (dialect.delimiter, usual):
-            self.remark = f"its fields are separated by {_DELIMITERS[delimiter]}, as its first rows show"
+        form: dict[str, Any] = {"quoting": quoting, "quotechar": dialect.quotechar or None, "strict": True,
+                                "escapechar": self._escape}  # fmt: skip
+        usual = said or (_TAB if _TABS in file.name.lower() else ",")
+        head = list(map(self._with_text_escapes, self._head))
+        delimiter = dialect.delimiter or said or _delimiter(head, usual, form)
+        if said is not None and said != dialect.delimiter:
+            followed = "as" if delimiter == said else "but input.csv.delimiter has another one than"
+            self.remarks.append(f"its fields are separated by {_sign(delimiter)}, {followed} its first line says")
+        elif delimiter not in (dialect.delimiter, usual):
+            self.remarks.append(f"its fields are separated by {_sign(delimiter)}, as its first rows show")
         elif self._encoding not in (dialect.encoding, _UTF8):
-            self.remark = "it is UTF-16, as its first bytes show"
-        self._reader = csv.reader(self._lines(), delimiter=delimiter, **form)
-        self.header = self._read_header(file.name)
+            self.remarks.append("it is UTF-16, as its first bytes show")
+        self._form = {"delimiter": delimiter, **form}
+        self._escaped_quote = (self._escape or "\\") + dialect.quotechar
+        self._reader = _PARSER.reader(self._lines(), **self._form)
+        self._full_header = self._read_header(file.name)
+        self.header = self._chosen_names(file.name)
+        self._places = [place for place, name in enumerate(self._full_header) if name in self.header]
+
+    def _take_delimiter_line(self) -> str | None:
+        """The delimiter that the first line of the file names, as `sep=;`. The line is no row."""
+        first = self._head[0].removeprefix("\ufeff").rstrip("\r\n") if self._head else ""
+        match = None if self._is_by_first_rules else _DELIMITER_LINE.fullmatch(first)
+        if match is None:
+            self._num_skipped = 0
+            return None
+        self._num_skipped = 1
+        del self._head[0]
+        return match[1]
 
     def _read_header(self, name: str) -> list[str]:
         try:
-            header = next(filter(None, self._reader), [])
-        except csv.Error as error:
+            header: list[str] = next(filter(None, self._reader), [])
+        except _PARSER.Error as error:
             raise InputError(f"{name}: its header is not CSV: {error}") from None
         if self._wrong:
             raise InputError(f"{name}: its header is {self._wrong}; for a new spec, `init` takes --encoding")
-        refuse_twins(header, name)
         return header
+
+    def _chosen_names(self, name: str) -> list[str]:
+        """The header without columns that have no name, as spreadsheets write them, and without those of one name."""
+        header = self._full_header
+        if self._is_by_first_rules:
+            refuse_twins(header, name)
+            return header
+        num_nameless = sum(not column.strip() for column in header)
+        if num_nameless:
+            are = "column without a name is" if num_nameless == 1 else "columns without a name are"
+            self.remarks.append(f"{num_nameless} {are} left out")
+        self.twins = tuple(dict.fromkeys(column for column in header if column.strip() and header.count(column) > 1))
+        if self.twins:
+            self.remarks.append(f"its header has {list_names(self.twins)} more than once: these columns are left out")
+        chosen = [column for column in header if column.strip() and column not in self.twins]
+        if header and not chosen:
+            refuse_twins([column for column in header if column.strip()], name)
+            raise InputError(f"{name}: its header has no name of a column; name the columns in the first line")
+        return chosen
 
     def _read_head(self) -> list[str]:
         lines: list[str] = []
@@ -207,30 +299,62 @@ class _Rows:
                 self._is_new_row = False
             if not (line.isascii() or is_utf8(line)):  # other bytes are decoded to lone surrogates
                 self._wrong = self._wrong or _why_not_text(line, self._encoding)
+            line = self._with_text_escapes(line)
+            self._lines_of_row.append(line)
             yield line
 
+    def _with_text_escapes(self, line: str) -> str:
+        if self._escape is None or self._escaped is None or self._escape not in line:
+            return line
+        return self._escaped.sub(lambda sign: sign[0] if sign[1] else 2 * sign[0], line)
+
     def __iter__(self) -> Iterator[list[str] | str]:
-        width = len(self.header)
+        width = len(self._full_header)
+        has_all = len(self.header) == width
         while True:
-            line = self._reader.line_num + 1
+            line = self._num_skipped + self._reader.line_num + 1
             self._wrong = ""
             self._is_new_row = True
+            self._lines_of_row.clear()
             try:
                 row = next(self._reader)
             except StopIteration:
                 return
-            except csv.Error as error:
+            except _PARSER.Error as error:
                 if str(error) == _UNENDED:
                     self.line = line
-                    self.num_swallowed = self._reader.line_num - line
-                yield f"line {line}: not CSV: {error}"
+                    self.num_swallowed = self._num_skipped + self._reader.line_num - line
+                yield from self._broken(line, f"not CSV: {error}")
                 continue
             if self._wrong:
                 yield f"line {line}: {self._wrong}"
             elif len(row) == width:
-                yield row
+                yield row if has_all else [row[place] for place in self._places]
             elif row:
-                yield f"line {line}: {len(row)} fields where the header has {width}"
+                yield from self._broken(line, f"{len(row)} fields where the header has {width}")
+
+    def _broken(self, line: int, why: str) -> Iterator[str]:
+        """The error of a row that begins in this line, and one for each further line of it that looks like a row."""
+        if self._is_by_first_rules:
+            yield f"line {line}: {why}"
+            return
+        has_escapes = any(self._escaped_quote in text for text in self._lines_of_row) and self._escape is None
+        remedy = f"; if {self._escaped_quote} in it is a quote, write `input.csv: {{escapechar: '\\'}}`"
+        self.hint = remedy if has_escapes and self._form["quotechar"] else ""
+        last = line + len(self._lines_of_row) - 1
+        yield f"{f'line {line}' if last == line else f'lines {line} to {last}'}: {why}{self.hint}"
+        for number, text in enumerate(self._lines_of_row[1:], line + 1):
+            if self._is_row(text):
+                yield f"line {number}: it is inside the row that begins in line {line}, whose quotes do not fit"
+
+    def _is_row(self, line: str) -> bool:
+        """Whether a line has as many fields as the header, and no quote that is left open."""
+        line = line.replace(self._escaped_quote, "")
+        try:
+            [row] = _PARSER.reader([line], **self._form)
+        except (ValueError, _PARSER.Error):
+            return False
+        return len(row) == len(self._full_header) and line.count(self._form["quotechar"] or "\n") % 2 == 0
 
 
 def seems_cp1252(file: InputFile) -> bool:
@@ -293,6 +417,10 @@ def _refuse_other_mark(file: InputFile, head: bytes, encoding: str) -> None:
         )
 
 
+def _sign(delimiter: str) -> str:
+    return _DELIMITERS.get(delimiter) or repr(delimiter)
+
+
 def _delimiter(head: Sequence[str], usual: str, form: Mapping[str, Any]) -> str:
     """The delimiter of a file. Another than the usual one only if it alone makes header and first row alike."""
     fitting = [delimiter for delimiter in _DELIMITERS if _fits(head, delimiter, form)]
@@ -302,8 +430,8 @@ def _delimiter(head: Sequence[str], usual: str, form: Mapping[str, Any]) -> str:
 def _fits(head: Sequence[str], delimiter: str, form: Mapping[str, Any]) -> bool:
     """Whether the header has several fields and the first row as many. Later rows may be appended, so do not count."""
     try:
-        rows = list(itertools.islice(filter(None, csv.reader(head, delimiter=delimiter, **form)), 2))
-    except csv.Error:
+        rows = list(itertools.islice(filter(None, _PARSER.reader(head, delimiter=delimiter, **form)), 2))
+    except _PARSER.Error:
         return False
     return len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1
 
@@ -322,19 +450,28 @@ def _why_not_text(line: str, encoding: str) -> str:
 class _CsvReader(ArrowReader):
     """The spool of a CSV file: every value as a string, and the errors of broken rows."""
 
-    def __init__(self, source_file: SourceFile) -> None:
+    def __init__(self, source_file: SourceFile, text_columns: Sequence[str], *, prints_fields: bool) -> None:
+        """text_columns: see `InputLocation`. prints_fields: see `FileFormat`."""
         super().__init__(source_file)
         # A column has a number type only if all files have numbers in it.
         self._columns = {name: source_file.read_types.field(name) for name in self._columns}
+        if prints_fields:
+            self._columns |= {name: pa.field(name, pa.string()) for name in text_columns if name in self._columns}
+            self._columns = {name: as_written(field) for name, field in self._columns.items()}
 
     def records(self, start: int, stop: int, columns: Sequence[str] | None) -> list[Record]:
         errors = self._slice(start, stop, [ERRORS_COLUMN]).column(0).to_pylist()
+        records = super().records(start, stop, columns)
+        for name, field in self._columns.items():
+            if is_as_written(field) and (columns is None or name in columns):
+                for values, _ in records:
+                    values[name] = None if values[name] is None else WrittenNumber(values[name])
         return [
             record if error is None else ({}, f"{self._name} {error}")
-            for record, error in zip(super().records(start, stop, columns), errors, strict=True)
+            for record, error in zip(records, errors, strict=True)
         ]
 
-    def _cast(self, column: pa.ChunkedArray, type: pa.DataType) -> pa.ChunkedArray:
-        if pa.types.is_string(type):
+    def _cast(self, column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+        if pa.types.is_string(field.type) and not is_as_written(field):
             return column
-        return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column).cast(type)
+        return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column).cast(field.type)

@@ -15,7 +15,7 @@ from batchinf.base.storage import Folder
 from batchinf.base.text import list_names
 from batchinf.source.cache import locked, read_record, write_record
 from batchinf.source.digests import Watch, changed
-from batchinf.source.files import InputFile, InputLocation, Stamp, content_hash, settled_stamp, stamp
+from batchinf.source.files import InputFile, InputLocation, Stamp, content_hash, refuse_pointers, settled_stamp, stamp
 from batchinf.source.formats.arrow import copied
 from batchinf.source.formats.base import ColumnarReader, InputFormat, checked
 from batchinf.source.types import MixedTypes, settled_schema
@@ -88,6 +88,7 @@ def _inside(name: Any) -> str:
 def _look_through(file: pathlib.Path) -> None:
     if not file.is_file():
         raise ValueError(f"{file.name} is missing, or no file")
+    refuse_pointers([InputFile(file.name, os.fspath(file))])
     with pa.memory_map(os.fspath(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
         for batch in stream:
             checked(batch)
@@ -113,6 +114,11 @@ def is_saved(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
 
+def has_splits(path: str) -> bool:
+    """Whether a folder was written by `DatasetDict.save_to_disk`."""
+    return os.path.isfile(os.path.join(path, "dataset_dict.json"))
+
+
 class DatasetReader(ColumnarReader):
     """A dataset, read from its memory-mapped Arrow table."""
 
@@ -124,7 +130,7 @@ class DatasetReader(ColumnarReader):
         The fingerprint covers `about` and each byte of the files, but no path.
         """
         self.schema = settled_schema([(name, dataset.features.arrow_schema)], MixedTypes.REFUSED)
-        super().__init__(self.schema, self.schema)
+        super().__init__(self.schema)
         self.num_rows: int = dataset.num_rows
         self.remarks = remarks
         self._dataset = dataset.with_format("arrow")

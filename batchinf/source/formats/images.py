@@ -27,7 +27,6 @@ class Images(FileFormat):
     mixed_types = MixedTypes.REFUSED
     is_scanned_in_order = False
     is_often_beside_data = True
-    has_file_per_row = True
 
     def for_input(self, input: InputLocation) -> FileFormat:
         if "://" in input.path:
@@ -59,7 +58,6 @@ class _OneRow:
     def __init__(self, source_file: SourceFile) -> None:
         file = source_file.file
         entry = source_file.entry
-        self._schema = source_file.schema
         self._values: dict[str, Any] = {PATH: file.name, FOLDER: file.name.rpartition("/")[0], NUM_BYTES: entry.size}
         self._watch = Watch(file.name, [file.path], [entry.stamp], lambda: _hash(file) == entry.hash)
 
@@ -72,11 +70,10 @@ class _OneRow:
         names = _SCHEMA.names if columns is None else columns
         return [({name: self._values[name] for name in names if name in self._values}, None)] * (stop - start)
 
-    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
+    def table(self, start: int, stop: int, fields: pa.Schema, lost: Lost | None) -> pa.Table:
         """See `Reader`."""
-        schema = pa.schema([self._schema.field(name) for name in columns])
-        [(values, _)] = self.records(0, 1, columns)
-        return pa.Table.from_pylist([values] * (stop - start), schema)
+        [(values, _)] = self.records(0, 1, fields.names)
+        return pa.Table.from_pylist([values] * (stop - start), fields)
 
     def close(self) -> None:
         """See `Reader`."""

@@ -245,8 +245,6 @@ class LineReader:
         entry = source_file.entry
         cache = source_file.cache
         self._name = file.name
-        self._schema = source_file.schema
-        self._json_columns = {field.name for field in self._schema if is_json_column(field)}
         self._offsets = map_int64(cache, entry.artifacts["offsets"])
         self._blanks = map_int64(cache, entry.artifacts.get("blanks"))
         digests = None
@@ -287,17 +285,16 @@ class LineReader:
             raise changed(self._name)
         yield from lines
 
-    def table(self, start: int, stop: int, columns: Sequence[str], lost: Lost | None) -> pa.Table:
+    def table(self, start: int, stop: int, fields: pa.Schema, lost: Lost | None) -> pa.Table:
         """See `Reader`. The types hold all values but text with lone surrogates."""
-        records = [values for values, _ in self.records(start, stop, columns)]
-        fields = [self._schema.field(name) for name in columns]
+        records = [values for values, _ in self.records(start, stop, fields.names)]
         arrays = [
             self._to_arrow(start, [record.get(field.name) for record in records], field, lost) for field in fields
         ]
-        return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+        return pa.Table.from_arrays(arrays, schema=fields)
 
     def _to_arrow(self, start: int, values: list[Any], field: pa.Field, lost: Lost | None) -> pa.Array:
-        if field.name in self._json_columns:
+        if is_json_column(field):
             values = [value if value is None or isinstance(value, str) else _json_text(value) for value in values]
         try:
             return pa.array(values, field.type)

@@ -243,7 +243,7 @@ class _ParquetReader(ColumnarReader):
         file = source_file.file
         entry = source_file.entry
         digests = source_file.digests
-        super().__init__(source_file.schema, entry.arrow_schema())
+        super().__init__(entry.arrow_schema())
         self._name = file.name
         self._path = file.path
         self._input = file

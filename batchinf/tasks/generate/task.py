@@ -7,6 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pyarrow as pa
 
+from batchinf.model.identity import Model
 from batchinf.records import Prompt, Request, Result, ToolCall
 from batchinf.spec.job import JobSpec
 from batchinf.spec.sampling import CHOICE_COLUMN, SamplingSpec
@@ -21,15 +22,16 @@ from batchinf.tasks.columns import (
     output_columns,
     strings,
 )
-from batchinf.tasks.generate.compare import TextChanges, TextVerification
+from batchinf.tasks.compare import ComparedColumns
 
 
 class Generate(Task):
     """See `Task`. `spec.sampling` is resolved, so its temperature is never None."""
 
     name = "generate"
-    comparison = TextChanges
-    verification = TextVerification
+    compared = ComparedColumns(
+        decides=("text", "tool_calls"), others=("finish_reason", "cumulative_logprob", "token_ids", "logprobs")
+    )
     makes_text = True
     takes_images = True
     draws_tokens = True
@@ -42,6 +44,10 @@ class Generate(Task):
         self._sampling = spec.sampling
         self._output = spec.output
         self._logprob_dtype = np.dtype(spec.output.logprobs_dtype)
+
+    def why_unverified(self, model: Model) -> str | None:
+        """See `Task`."""
+        return None
 
     def estimated_bytes_per_row(self, prompts: Sequence[Prompt] | None = None) -> int:
         """See `Task`: 5 bytes for each stored logprob with its token id, 6 for a token and its text."""

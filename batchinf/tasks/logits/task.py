@@ -1,6 +1,6 @@
 """Task `logits`: logits or logprobs of all tokens, or of chosen ones, at positions of the prompt or the output."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from batchinf.tasks.columns import (
     strings,
     vector_lists,
 )
-from batchinf.tasks.logits.compare import VALUE_TOKEN_IDS, LogitsChanges, LogitsVerification
+from batchinf.tasks.compare import VALUE_TOKEN_IDS, ComparedColumns
 from batchinf.tasks.logits.section import SECTION, LogitsSpec, logits_of
 
 _GREEDY = SamplingSpec(temperature=0.0, max_tokens=1)
@@ -138,8 +138,7 @@ class Logits(Task):
     name = "logits"
     prompts = LogitsPrompts
     takes_images = True
-    comparison = LogitsChanges
-    verification = LogitsVerification
+    compared = ComparedColumns(others=("token_ids",), by_largest=True)
     section = SECTION
     # Parquet's writer needs 12 more bytes for each number of a row group: 0.8 GB for the usual 128 MiB of float16.
     row_group_bytes = 16 << 20
@@ -240,6 +239,17 @@ class Logits(Task):
     @property
     def shown_columns(self) -> ShownColumns:
         return ShownColumns((self._logits.values, "finish_reason"))
+
+    @classmethod
+    def other_meanings(cls, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
+        """See `Task`: the numbers of other tokens."""
+        one, other = (spec.get("logits") or {} for spec in (a, b))
+        is_other = any(one.get(name) != other.get(name) for name in ("token_ids", "num_token_ids"))
+        return ("logits", "logprobs") if is_other else ()
+
+    def why_unverified(self, model: Model) -> str | None:
+        """See `Task`."""
+        return None
 
     def expand(self, prompt: Prompt, max_model_len: int) -> list[Request]:
         """One request. The row after the prompt's last token is that of the first output token, so one is generated."""

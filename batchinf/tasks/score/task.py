@@ -37,9 +37,9 @@ from batchinf.tasks.columns import (
     result_schema,
     without_requests,
 )
+from batchinf.tasks.compare import ComparedColumns
 from batchinf.tasks.row_groups import RowGroups
 from batchinf.tasks.score.accuracy import ANSWER, ANSWER_ERROR, BEST_PMI, WINNERS, Accuracy, answer_lines, count_answers
-from batchinf.tasks.score.compare import ScoreVerification, begin_changes
 from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
 from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_columns
 
@@ -55,8 +55,11 @@ class Score(Task):
 
     name = "score"
     prompts = ScorePrompts
-    comparison = staticmethod(begin_changes)
-    verification = ScoreVerification
+    compared = ComparedColumns(
+        decides=("is_greedy", *WINNERS),
+        others=(BEST_PMI, "answer", "choice_logprob_sums", "logprob_sum", "logprob_mean", "num_tokens", "token_ids",
+                "logprobs"),
+    )  # fmt: skip
     section = SECTION
     takes_images = True
     batch_urls = ()
@@ -103,6 +106,10 @@ class Score(Task):
         yield from checks.prompt_warnings(self.spec, model, source, reads_prompt_logits=True, may_lack_template=True)
         if self.spec.input.text_column is not None and score_of(self.spec).add_bos_token is None:
             yield from _bos_warning(self.spec, model)
+
+    def why_unverified(self, model: Model) -> str | None:
+        """See `Task`."""
+        return None
 
     def warm_up_request(self) -> Request:
         return Request(-1, 0, [1] * 8, self._sampling)

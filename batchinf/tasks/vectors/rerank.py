@@ -24,8 +24,8 @@ from batchinf.tasks.columns import (
     result_schema,
     without_requests,
 )
+from batchinf.tasks.compare import ComparedColumns
 from batchinf.tasks.row_groups import RowGroups
-from batchinf.tasks.vectors.compare import RerankChanges
 from batchinf.tasks.vectors.rerank_prompts import RerankPrompts
 from batchinf.tasks.vectors.section import CROSS_ENCODER, RANKING, RERANK_COLUMNS, is_activated, stored_columns
 from batchinf.tasks.vectors.task import Pooled, check_shapes, count_inputs, vector_list_array
@@ -47,7 +47,7 @@ class Rerank(Pooled):
 
     name = "rerank"
     prompts = RerankPrompts
-    comparison = RerankChanges
+    compared = ComparedColumns(decides=RERANK_COLUMNS, others=(RANKING,))
     batch_urls = (RERANK_URL, SCORE_URL)
     pooling_tasks = ("classify",)
 

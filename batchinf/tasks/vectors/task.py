@@ -1,7 +1,7 @@
 """The tasks that store vectors, one output row for each input row: `embed`, `classify`, `reward`, `hidden_states`."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,14 +29,8 @@ from batchinf.tasks.columns import (
     strings,
     vector_lists,
 )
+from batchinf.tasks.compare import ComparedColumns
 from batchinf.tasks.row_groups import RowGroups
-from batchinf.tasks.vectors.compare import (
-    ClassifyChanges,
-    EmbedChanges,
-    HiddenStatesChanges,
-    PooledVerification,
-    RewardChanges,
-)
 from batchinf.tasks.vectors.prompts import EmbeddingPrompts
 from batchinf.tasks.vectors.section import (
     LINES_COLUMN,
@@ -45,6 +39,7 @@ from batchinf.tasks.vectors.section import (
     config_of,
     is_activated,
     pooling_of,
+    projected_width,
     resolved_fields,
     stored_columns,
 )
@@ -56,7 +51,6 @@ class Pooled(Task):
     """A task that stores `Completion.values` of vLLM's pooling runner."""
 
     section = SECTION
-    verification = PooledVerification
     takes_generation_config = False
     batch_urls: ClassVar[tuple[str, ...]] = ()
     output_room = 0
@@ -193,7 +187,7 @@ class Embed(Pooled):
     name = "embed"
     takes_images = True
     vector_column = "embedding"
-    comparison = EmbedChanges
+    compared = ComparedColumns(decides=("embedding", LINES_COLUMN))
     pooling_tasks = ("embed",)
     batch_urls = (EMBEDDINGS_URL,)
 
@@ -201,6 +195,12 @@ class Embed(Pooled):
         super().__init__(spec)
         self._has_lines = spec.input.is_batch_file
         self.prompts = EmbeddingPrompts if self._has_lines else PromptBuilder
+
+    def why_unverified(self, model: Model) -> str | None:
+        """See `Task`."""
+        if projected_width(model, self.spec) is None:
+            return None
+        return f"'{model.name}' has a dense layer behind it (modules.json), which transformers does not apply"
 
     def result_fields(self) -> Fields:
         """See `Task`. A line has a vector for each input."""
@@ -248,12 +248,18 @@ class Classify(Pooled):
 
     name = "classify"
     takes_images = True
-    comparison = ClassifyChanges
+    compared = ComparedColumns(decides=("label",))
     pooling_tasks = ("classify",)
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._labels = np.array(self._pooling.labels or (), np.object_)
+
+    @classmethod
+    def other_meanings(cls, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
+        """See `Task`: the numbers of other classes, or of the same ones in another order."""
+        labels = [(spec.get("pooling") or {}).get("labels") for spec in (a, b)]
+        return ("probabilities", "logits") if labels[0] != labels[1] else ()
 
     def describe(self) -> str:
         labels = self._pooling.labels or ()
@@ -303,7 +309,7 @@ class Reward(Pooled):
 
     name = "reward"
     takes_images = True
-    comparison = RewardChanges
+    compared = ComparedColumns(decides=("reward",))
     # Some reward models give a number for each token; only the last token's counts.
     pooling_tasks = ("classify", "token_classify")
 
@@ -328,7 +334,6 @@ class HiddenStates(Pooled):
 
     name = "hidden_states"
     takes_images = True
-    comparison = HiddenStatesChanges
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)

@@ -152,7 +152,7 @@ def token_scores(
 
     token_ids: [n]. A token's rank is the number of tokens that are as likely or likelier. Of equally likely tokens the
     first ones are taken, as `torch.topk` does on a GPU. tile: elements of a row in one step, and the warps that share
-    them; None is the fastest in `benchmarks/sampling.py --tiles`.
+    them; None is the fastest in benchmarks/history/vllm-0.26.md.
     """
     (num_rows, vocab_size), (block, num_warps) = logits.shape, tile or _TILE
     ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

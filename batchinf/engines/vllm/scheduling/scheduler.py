@@ -1,8 +1,8 @@
 """The scheduler of vLLM's engine process, changed to send a request's output when the request is finished.
 
 It keeps the rows of a step, with one write for all requests. Requests that only decode go through two short loops,
-`_schedule_head` and `_add_tokens`, which were compared with vLLM's methods step by step (`benchmarks/wire.py` and
-`benchmarks/scheduler_steps.py` have the costs). Requests with stop strings go through unchanged, because the front end
+`_schedule_head` and `_add_tokens`, which were compared with vLLM's methods step by step
+(`benchmarks/scheduler_steps.py` has the costs). Requests with stop strings go through unchanged, because the front end
 looks at their text after every token. `engine: {scheduler_cls: null}` in a spec restores vLLM's scheduler.
 
 The subclass holds at most 176 MB for 1,024 requests with their top 20, at any length. The constants below give this

@@ -1,4 +1,4 @@
-"""`batchinf inspect`: one row whole, with its prompt and its tokens decoded by the job's own tokenizer."""
+"""`batchinf head --row`: one row whole, with its prompt and its tokens decoded by the job's own tokenizer."""
 
 import functools
 import itertools
@@ -21,25 +21,21 @@ from batchinf.base.parquet import open_part, readable_rows
 from batchinf.base.text import choice_name, list_names, nested_text, one_line, plain, plain_line
 from batchinf.commands.screen import cell
 from batchinf.job.begun import open_begun
-from batchinf.job.input_job import image_folder
 from batchinf.job.job import Job, begun_at, max_model_len
 from batchinf.job.pictures import Picture, Pictures
 from batchinf.manifest.versions import stored_spec
 from batchinf.prompts.encoder import show, token_texts
 from batchinf.records import Prompt
-from batchinf.replica.images import ImagePrompts
 from batchinf.results import Results
 from batchinf.spec.file import SpecFile
-from batchinf.tasks.columns import IMAGE_DIGESTS, prompt_hash
-from batchinf.tasks.image_reference import ReferenceProcessor
+from batchinf.tasks.columns import IMAGE_DIGESTS, TOKEN_COLUMNS, UNRENDERED_HASH, prompt_hash
 from batchinf.tasks.registry import stored_task, task_of
-from batchinf.tasks.verification import TOKEN_COLUMNS
 
 # Columns with a value for each token of the output or the prompt.
 _OF_TOKENS = {f"{prefix}{name}" for prefix in ("", "prompt_") for name in ("token_ids", *TOKEN_COLUMNS)}
 _ALTERNATIVES = "alternatives, with their probabilities"
 _OF_CHOICE = "choice_"  # begins the names of columns with an item for each choice
-# Texts that are longer are cut in the terminal; the page has them whole.
+# Texts that are longer are cut in the terminal; `--json` has them whole.
 _MOST_CHARS = 10_000
 _MOST_TOKENS = 500
 # From so many on, equal special tokens are counted. An image has hundreds.
@@ -83,7 +79,7 @@ class PromptPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class InspectedChoice:
+class RowChoice:
     """One choice of a scored row."""
 
     text: str | None
@@ -95,7 +91,7 @@ class InspectedChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class InspectedSample:
+class RowSample:
     """One output row."""
 
     fields: dict[str, Any]
@@ -107,7 +103,7 @@ class InspectedSample:
     tokens: tuple[Token, ...]
     prompt_tokens: tuple[Token, ...]
     """With `prompt_logprobs` only."""
-    choices: tuple[InspectedChoice, ...] = ()
+    choices: tuple[RowChoice, ...] = ()
     """Of a row with choices that are scored; `fields` has their columns, too."""
     places: tuple[str, ...] = ()
     """Columns with the place of one of them."""
@@ -134,7 +130,7 @@ class InspectedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class InspectReport:
+class WholeRow:
     """A row with all its samples."""
 
     folder: str
@@ -148,7 +144,7 @@ class InspectReport:
     """The images of the row, as they are now."""
     pictures_note: str
     """Why they cannot be shown; empty if they are, or if the job has no images."""
-    samples: tuple[InspectedSample, ...]
+    samples: tuple[RowSample, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +158,8 @@ class BuiltAgain:
     """Their images are not loaded."""
 
 
-def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectReport:
-    """The row with this id or, if no id matches, at this position. Raises UserError if it is not finished.
-
-    has_copies: make small copies of the row's images, for a page.
-    """
+def read_whole_row(out: str, name: str) -> WholeRow:
+    """The row with this id or, if no id matches, at this position. Raises UserError if it is not finished."""
     results = Results(out)
     found = _find(results, name)
     wholes = [row for row in found if row["row_index"] == found[0]["row_index"]]
@@ -187,7 +180,7 @@ def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectRepo
         note = one_line(error)
     task = stored_task(results.spec)
     row_columns = task.row_columns
-    pictures, pictures_note = _pictures(results, rows[0], again, has_copies=has_copies)
+    pictures, pictures_note = _pictures(results, rows[0], again)
     shown = task_of(stored_spec(results.spec)).shown_columns
     places = {name: place for place, name in enumerate(results.schema.names)}
     copies = [name for name in places if name not in own_names]
@@ -197,7 +190,7 @@ def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectRepo
     fields = (
         sample.fields | {name: whole[name] for name in copies} for sample, whole in zip(samples, wholes, strict=True)
     )
-    return InspectReport(
+    return WholeRow(
         folder=out,
         row=name,
         same_id=tuple(dict.fromkeys(row["row_index"] for row in found[len(rows) :])),
@@ -218,14 +211,14 @@ def inspect_row(out: str, name: str, *, has_copies: bool = False) -> InspectRepo
     )
 
 
-def _choices(tokenizer: Any, row: Mapping[str, Any], texts: Sequence[str]) -> Iterator[InspectedChoice]:
+def _choices(tokenizer: Any, row: Mapping[str, Any], texts: Sequence[str]) -> Iterator[RowChoice]:
     """The choices of a scored row."""
     columns = {name.removeprefix(_OF_CHOICE): value for name, value in row.items() if name.startswith(_OF_CHOICE)}
     for place in range(len(columns.get("logprob_sums") or ())):
         own = {name: _at(value, place) for name, value in columns.items()}
         ids = own.get("token_ids")
         decoded = None if ids is None else show(tokenizer, ids)
-        yield InspectedChoice(
+        yield RowChoice(
             text=texts[place] if place < len(texts) else decoded,
             values={name: value for name, value in own.items() if name not in _OF_TOKENS},
             tokens=tuple(_tokens(tokenizer, own)),
@@ -234,14 +227,14 @@ def _choices(tokenizer: Any, row: Mapping[str, Any], texts: Sequence[str]) -> It
 
 def _sample(
     tokenizer: Any, row: Mapping[str, Any], stop: Sequence[str], row_columns: Collection[str], *, has_own: bool
-) -> InspectedSample:
+) -> RowSample:
     """stop: the job's stop strings. row_columns: names of columns of tokens in which the task stores other things.
     has_own: show the prompt of this sample, if it is known."""
     if has_own and row.get("prompt_token_ids"):
         row = {"prompt": None, **row} | {"prompt": show(tokenizer, row["prompt_token_ids"])}
     hidden = {*([] if has_own else ["prompt"]), *_OF_TOKENS}.difference(row_columns)
     of_tokens = {**row, **dict.fromkeys(row_columns)}
-    return InspectedSample(
+    return RowSample(
         fields={name: value for name, value in row.items() if name not in hidden},
         decoded=None if row.get("token_ids") is None else show(tokenizer, row["token_ids"]),
         stopped_by=_stopped_by(tokenizer, row, stop),
@@ -292,7 +285,7 @@ def _prompt_ids(rows: Sequence[Mapping[str, Any]], again: Callable[[], BuiltAgai
     """The token ids of each sample's prompt, stored or made again. Raises UserError."""
     if any(row.get("prompt_token_ids") is not None for row in rows):
         return [list(row["prompt_token_ids"] or ()) for row in rows]
-    prompt = _with_images(again())
+    prompt = _only_prompt(again())
     if prompt.scoring is not None:
         span = prompt.scoring.spans[0]
         return [span.token_ids[: span.start]] * len(rows)
@@ -310,26 +303,16 @@ def build_again(results: Results, positions: Sequence[int]) -> BuiltAgain:
         return BuiltAgain(job, begun_at(job, state), builder.build(rows, max_model_len(job)))
 
 
-def _with_images(built: BuiltAgain) -> Prompt:
-    """The only prompt with the tokens of its images. Raises UserError if it has no tokens."""
+def _only_prompt(built: BuiltAgain) -> Prompt:
+    """The prompt of the only row, whose images are placeholders. Raises UserError if it has no tokens."""
     [prompt] = built.prompts
     if prompt.error is not None and not prompt.token_ids:
         raise UserError("no prompt was run; the error below says why")
-    spec = built.job.spec
-    if not prompt.image_sources or spec.input.images is None:
-        return prompt
-    if spec.scripted is not None:
-        raise UserError("the prompt has images, and the scripted engine made their tokens; output.include_prompt "
-                        "stores prompts")  # fmt: skip
-    images = ImagePrompts(spec.input.images, base_folder=image_folder(spec.input))
-    prompt, _ = images.made(prompt, ReferenceProcessor(spec, built.job.model, built.begun_at).render, {})
-    if prompt.error is not None:
-        raise UserError(f"the prompt has images that cannot be loaded: {prompt.error.error_message}")
     return prompt
 
 
 def _pictures(
-    results: Results, row: Mapping[str, Any], again: Callable[[], BuiltAgain], *, has_copies: bool
+    results: Results, row: Mapping[str, Any], again: Callable[[], BuiltAgain]
 ) -> tuple[tuple[Picture, ...], str]:
     """The images of a row, and why they are not shown."""
     if results.spec["input"].get("images") is None:  # absent in jobs of older versions
@@ -339,23 +322,26 @@ def _pictures(
     except BatchinfError as error:
         return (), one_line(error)
     [prompt] = built.prompts
-    pictures = Pictures(built.job, has_copies=has_copies, fetches=True)
+    pictures = Pictures(built.job, has_copies=False, fetches=True)
     return pictures.of(prompt.image_sources, row.get(IMAGE_DIGESTS)), ""
 
 
 def _check_same(parts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if the prompts of samples are not those of the run."""
     for part, sample in zip(parts, rows, strict=True):
-        is_known = part.error is None and sample["prompt_hash"] is not None  # an error row may have none
-        hashed = prompt_hash(np.asarray(part.token_ids, np.int32), part.image_digests or ())
-        if is_known and hashed != sample["prompt_hash"]:
+        # Of a prompt with images, only the hash from before the processor added their tokens can be compared.
+        stored = sample.get(UNRENDERED_HASH) if part.image_sources else sample["prompt_hash"]
+        is_known = part.error is None and stored is not None  # an error row may have none
+        if is_known and prompt_hash(np.asarray(part.token_ids, np.int32)) != stored:
             raise UserError(
                 "the input has changed since the run, so the prompt is not known; output.include_prompt stores prompts"
             )
 
 
 def _pieces(tokenizer: Any, token_ids: Sequence[int]) -> Iterator[PromptPiece]:
-    special = set(tokenizer.all_special_ids)
+    # The marks of a chat are special in tokenizer.json, and are no named tokens of the tokenizer.
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
     for is_special, run in itertools.groupby(token_ids, special.__contains__):
         if not is_special:
             yield PromptPiece(show(tokenizer, list(run)), is_special)
@@ -398,7 +384,7 @@ def _at(values: Sequence[Any] | None, place: int) -> Any:
     return None if values is None or place >= len(values) else values[place]
 
 
-def row_items(report: InspectReport) -> Iterator[RenderableType]:
+def row_items(report: WholeRow) -> Iterator[RenderableType]:
     """The row as texts and tables for rich."""
     yield Text(f"{plain_line(report.folder)}: row {plain_line(report.row)}", "bold")
     if report.same_id:
@@ -420,7 +406,7 @@ def row_items(report: InspectReport) -> Iterator[RenderableType]:
         yield from _sample_items(sample)
 
 
-def _picture_items(report: InspectReport) -> Iterator[RenderableType]:
+def _picture_items(report: WholeRow) -> Iterator[RenderableType]:
     """A table of the images of the row."""
     if not report.pictures and not report.pictures_note:
         return
@@ -435,7 +421,7 @@ def _picture_items(report: InspectReport) -> Iterator[RenderableType]:
     yield table
 
 
-def _sample_items(sample: InspectedSample) -> Iterator[RenderableType]:
+def _sample_items(sample: RowSample) -> Iterator[RenderableType]:
     if sample.error is not None:
         yield Text(plain(sample.error), "red")
     if sample.decoded is not None:
@@ -461,7 +447,7 @@ def _token_items(title: str, tokens: Sequence[Token]) -> Iterator[RenderableType
     yield from _heading(title)
     yield _token_table(["#"], placed[:_MOST_TOKENS])
     if len(placed) > _MOST_TOKENS:
-        yield Text(f"… and {len(placed) - _MOST_TOKENS:,} more; --html FILE has them all", "dim")
+        yield Text(f"… and {len(placed) - _MOST_TOKENS:,} more; --json has them all", "dim")
 
 
 def _coloured(text: str, tokens: Sequence[Token]) -> Text:
@@ -472,7 +458,7 @@ def _coloured(text: str, tokens: Sequence[Token]) -> Text:
     return coloured if coloured.plain == plain(text) else Text(plain(text))
 
 
-def _whole(value: Any, choices: Sequence[InspectedChoice]) -> Text:
+def _whole(value: Any, choices: Sequence[RowChoice]) -> Text:
     """A value without cuts, up to a page of text. choices: those of which the value is a place."""
     if isinstance(value, int) and 0 <= value < len(choices) and (text := choices[value].text) is not None:
         return _cut(
@@ -483,7 +469,7 @@ def _whole(value: Any, choices: Sequence[InspectedChoice]) -> Text:
     return _cut(Text(plain_line(value, len(value)))) if isinstance(value, str) else cell(value)
 
 
-def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType]:
+def _choice_items(choices: Sequence[RowChoice]) -> Iterator[RenderableType]:
     """A table of the choices, and one of their tokens."""
     yield from _heading("choices")
     table = _table("choice", ["#", *choices[0].values])
@@ -496,7 +482,7 @@ def _choice_items(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType
     yield from _choice_tokens(choices)
 
 
-def _choice_tokens(choices: Sequence[InspectedChoice]) -> Iterator[RenderableType]:
+def _choice_tokens(choices: Sequence[RowChoice]) -> Iterator[RenderableType]:
     numbered = ((place, enumerate(choice.tokens)) for place, choice in enumerate(choices))
     rows = [((place, number), token) for place, tokens in numbered for number, token in tokens]
     if rows:
@@ -561,5 +547,5 @@ def _cut(text: Text) -> Text:
     if len(text) > _MOST_CHARS:
         num_more = len(text) - _MOST_CHARS
         text = text[:_MOST_CHARS]
-        text.append(f"… and {num_more:,} characters more; --html FILE has them all", "dim")
+        text.append(f"… and {num_more:,} characters more; --json has them all", "dim")
     return text

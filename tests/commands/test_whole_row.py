@@ -1,13 +1,10 @@
-"""`batchinf inspect` and `Results.tokens`: one row whole, decoded by the job's own tokenizer, whatever it holds."""
+"""`batchinf head --row` and `Results.tokens`: one row whole, decoded by the job's own tokenizer, whatever it holds."""
 
 import dataclasses
-import html.parser
 import json
 import pathlib
 import re
 import shutil
-import subprocess
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +15,7 @@ from transformers import AutoTokenizer
 
 import batchinf
 import jobs
-from batchinf.commands.inspect import inspect_row
-from batchinf.report.html import row_page
+from batchinf.commands.whole_row import read_whole_row
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +57,7 @@ def test_a_changed_model_does_not_decode(tmp_path: pathlib.Path) -> None:
     jobs.finish(jobs.spec_of(tmp_path, model=str(model), input={"limit": 3, "id_column": None}, **few))
     assert len(batchinf.open(tmp_path / "out").tokens()) == 3
     with pytest.raises(batchinf.UserError, match=r"the job has no input\.id_column"):
-        inspect_row(str(tmp_path / "out"), "en-1")
+        read_whole_row(str(tmp_path / "out"), "en-1")
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "extra": 1}))
     with pytest.raises(batchinf.DriftError, match="is not the one that the job began with"):
@@ -69,7 +65,7 @@ def test_a_changed_model_does_not_decode(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_row_is_shown_whole(out: pathlib.Path) -> None:
-    report = inspect_row(str(out), "title")
+    report = read_whole_row(str(out), "title")
     tokenizer = AutoTokenizer.from_pretrained(jobs.MODEL)
     assert report.prompt is not None
     assert "".join(piece.text for piece in report.prompt) == tokenizer.bos_token + HOSTILE[1]["prompt"]
@@ -96,12 +92,12 @@ def test_what_stopped_a_sample(out: pathlib.Path, tmp_path: pathlib.Path) -> Non
         found = [next(reasons) if name == "title" else None for name in table["id"].to_pylist()]
         at = table.schema.get_field_index("stop_reason")
         pq.write_table(table.set_column(at, "stop_reason", pa.array(found, pa.string())), path)
-    report = inspect_row(str(tmp_path / "out"), "title")
+    report = read_whole_row(str(tmp_path / "out"), "title")
     text = batchinf.open(out).tokens()[place][-1]
     words = [f"the token {text!r} ({token_ids[-1]})", r"the text '\n\n'"]
     assert [sample.stopped_by for sample in report.samples] == words
     assert [dict(sample.shown_fields())["stop_reason"] for sample in report.samples] == words
-    assert [sample.stopped_by for sample in inspect_row(str(tmp_path / "out"), "script").samples] == [None, None]
+    assert [sample.stopped_by for sample in read_whole_row(str(tmp_path / "out"), "script").samples] == [None, None]
 
 
 @pytest.mark.parametrize("positions", ["last", "generated"])
@@ -109,42 +105,54 @@ def test_the_logprobs_of_chosen_tokens_are_a_result(positions: str, tmp_path: pa
     logits = {"tokens": [" a", " the"], "values": "logprobs", "positions": positions}
     drawn = ["--set", "sampling={temperature: 0.0, max_tokens: 3}"] if positions == "generated" else []
     jobs.finish(jobs.spec_of(tmp_path, task="logits", sampling=None, input={"limit": 3}, logits=logits), *drawn)
-    done = jobs.run("inspect", tmp_path / "out", "0")
+    done = jobs.run("head", tmp_path / "out", "--row", "0")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^logprobs +\[\[-?\d", done.stdout, re.MULTILINE)
-    page = tmp_path / "row.html"
-    assert jobs.run("inspect", tmp_path / "out", "0", "--html", page).returncode == 0
-    assert "logprobs" in page.read_text()
-    [sample] = json.loads(jobs.run("inspect", tmp_path / "out", "0", "--json").stdout)["samples"]
+    [sample] = json.loads(jobs.run("head", tmp_path / "out", "--row", "0", "--json").stdout)["samples"]
     assert len(sample["fields"]["logprobs"][0]) == 2
     assert len(sample["tokens"]) == (sample["fields"]["num_output_tokens"] if positions == "generated" else 0)
 
 
 def test_a_row_without_output_has_a_result(out: pathlib.Path) -> None:
-    report = inspect_row(str(out), "title")
+    report = read_whole_row(str(out), "title")
     [sample, _] = report.samples
     assert sample.fields["num_output_tokens"] > 0
-    assert "<h2>Output</h2>" in row_page(dataclasses.replace(report, samples=(sample,)))
+    assert sample.title == "output"
     scored = dataclasses.replace(sample, fields={**sample.fields, "num_output_tokens": 0})
-    assert "<h2>Result</h2>" in row_page(dataclasses.replace(report, samples=(scored,)))
+    assert scored.title == "result"
 
 
-def test_the_row_is_an_argument_or_an_option(out: pathlib.Path) -> None:
-    assert jobs.run("inspect", out, "title").stdout == jobs.run("inspect", out, "--row", "title").stdout != ""
-    for arguments, got in (((), "got no row"), (("title", "--row", "script"), "got title and script")):
-        refused = jobs.run("inspect", out, *arguments)
-        assert refused.returncode == 2
-        assert refused.stderr == (
-            f"error: inspect: {got}; name one, by its id or its position from 0: batchinf inspect {out} ROW\n"
-        )
+def test_inspect_and_what_a_row_does_not_go_with_are_refused(out: pathlib.Path) -> None:
+    refused = jobs.run("inspect", out, "title")
+    assert refused.returncode == 2 and "`batchinf head OUT --row ID` shows one row whole" in refused.stderr
+    for option in (["--errors"], ["--columns", "text"]):
+        refused = jobs.run("head", out, "--row", "title", *option)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith(f"error: head: got {option[0]} with --row, which shows all of one row; leave")
+
+
+def test_the_marks_of_a_chat_are_special(tmp_path: pathlib.Path) -> None:
+    """They are special in tokenizer.json, and no named tokens of the tokenizer; a text that spells them is none."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "a", "text": "Tell me."}))
+    messages = [{"role": "user", "content": "{{ text }}"}]
+    spec = jobs.spec_of(
+        tmp_path, input={"path": str(tmp_path / "rows.jsonl"), "messages": messages},
+        scripted={"step_s": 0.0}, parallel={"data_parallel_size": 1}, output={"keep_columns": []},
+    )  # fmt: skip
+    jobs.finish(spec)
+    prompt = read_whole_row(str(tmp_path / "out"), "a").prompt
+    assert prompt is not None
+    special = "".join(piece.text for piece in prompt if piece.is_special)
+    for mark in ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
+        assert mark in special
 
 
 def test_rows_are_found_by_id_and_by_position(out: pathlib.Path) -> None:
-    assert inspect_row(str(out), "1") == inspect_row(str(out), "1")
-    assert inspect_row(str(out), "1").samples == inspect_row(str(out), "title").samples
-    assert inspect_row(str(out), "large").prompt_note == "no prompt was run; the error below says why"
+    assert read_whole_row(str(out), "1") == read_whole_row(str(out), "1")
+    assert read_whole_row(str(out), "1").samples == read_whole_row(str(out), "title").samples
+    assert read_whole_row(str(out), "large").prompt_note == "no prompt was run; the error below says why"
     with pytest.raises(batchinf.UserError, match="none of 8 committed rows has this as an id or a position"):
-        inspect_row(str(out), "99")
+        read_whole_row(str(out), "99")
 
 
 def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:
@@ -157,18 +165,18 @@ def test_an_id_of_several_rows(tmp_path: pathlib.Path) -> None:
     }
     jobs.finish(jobs.spec_of(tmp_path, input={"path": str(tmp_path / "rows.jsonl")}, **quick, **shards))
     out = tmp_path / "out"
-    first, fourth = inspect_row(str(out), "a"), inspect_row(str(out), "3")
+    first, fourth = read_whole_row(str(out), "a"), read_whole_row(str(out), "3")
     assert ([sample.fields["row_index"] for sample in first.samples], first.same_id) == ([0, 0], (2, 4))
     assert ([sample.fields["row_index"] for sample in fourth.samples], fourth.same_id) == ([3, 3], ())
     said = "Rows at other positions have this id too: 2, 4"
-    shown = jobs.run("inspect", out, "a").stdout
-    assert said in shown and said in row_page(first)
+    shown = jobs.run("head", out, "--row", "a").stdout
+    assert said in shown
     assert "This is the row at position 0. Give another position in place of the id." in shown
 
 
 @pytest.mark.parametrize("row", ["script", "title", "large", "empty"])
 def test_the_terminal_obeys_nothing_in_a_row(row: str, out: pathlib.Path) -> None:
-    shown = jobs.run("inspect", out, "--row", row, COLUMNS="80")
+    shown = jobs.run("head", out, "--row", row, COLUMNS="80")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert not OBEYED.search(shown.stdout)
     assert "attempts" in shown.stdout
@@ -181,76 +189,31 @@ COLOUR = "\x1b\\[[0-9;]*(3[0-7]|38|9[0-7])[;m]"
 
 
 def test_colour_is_for_terminals_that_want_it(out: pathlib.Path) -> None:
-    coloured = jobs.run("inspect", out, "--row", "script", FORCE_COLOR="1", TERM="xterm-256color").stdout
+    coloured = jobs.run("head", out, "--row", "script", FORCE_COLOR="1", TERM="xterm-256color").stdout
     assert set(re.findall("\x1b.", coloured)) == {"\x1b["}
     assert re.search(COLOUR, coloured)
-    plain = jobs.run("inspect", out, "--row", "script", FORCE_COLOR="1", NO_COLOR="1").stdout
+    plain = jobs.run("head", out, "--row", "script", FORCE_COLOR="1", NO_COLOR="1").stdout
     assert not re.search(COLOUR, plain)
 
 
-class Page(html.parser.HTMLParser):
-    """The tags of a page and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.add(tag)
-        assert not any(name.startswith("on") for name, _ in attrs)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-@pytest.mark.parametrize("row", ["script", "title", "large", "empty"])
-def test_the_page_obeys_nothing_in_a_row(row: str, out: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "row.html"
-    assert jobs.run("inspect", out, "--row", row, "--html", path).returncode == 0
-    text = path.read_text()
-    page = Page(text)
-    assert not page.tags & {"script", "img", "link", "iframe", "a"}
-    assert "default-src 'none'" in text
-    assert not OBEYED.search(text.replace("\n", ""))
-    if row == "script":
-        assert "<script>alert(1)</script>" in page.text and "\\u202egnp.exe" in page.text
-
-
-@pytest.mark.parametrize("command", [("inspect", "--row", "script", "--html"), ("report", "-o")])
-def test_a_page_replaces_only_pages(command: tuple[str, ...], out: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    name, *options = command
+def test_a_page_replaces_only_pages(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
     spec, link, page = (tmp_path / name for name in ("job.yaml", "link.html", "page.html"))
     spec.write_text("model: mine")
     link.symlink_to(spec)
     for path in (spec, link):
-        done = jobs.run(name, out, *options, path)
+        done = jobs.run("report", out, "-o", path)
         assert (done.returncode, spec.read_text(), link.is_symlink()) == (2, "model: mine", True)
         assert f"cannot write {path}: a file is there that this command has not written; name another" in done.stderr
     for _ in range(2):
-        assert jobs.run(name, out, *options, page).returncode == 0
+        assert jobs.run("report", out, "-o", page).returncode == 0
     assert page.read_text().startswith("<!doctype html>")
-    assert jobs.run(name, out, *options, "/dev/null").returncode == 0
+    assert jobs.run("report", out, "-o", "/dev/null").returncode == 0
     assert pathlib.Path("/dev/null").is_char_device()
 
 
 def test_json_has_the_same(out: pathlib.Path) -> None:
-    shown = json.loads(jobs.run("inspect", out, "--row", "script", "--json").stdout)
+    shown = json.loads(jobs.run("head", out, "--row", "script", "--json").stdout)
     assert shown["samples"][0]["tokens"][0].keys() == {"text", "token_id", "logprob", "rank", "alternatives"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_a_browser_runs_nothing_of_a_row(out: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "row.html"
-    path.write_text(row_page(inspect_row(str(out), "script")).replace("<title>Row", "<title>Unharmed"))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-               f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]  # fmt: skip
-    seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "<title>Unharmed" in seen.stdout
-    assert "CONSOLE" not in seen.stderr
-    assert "<script" not in seen.stdout
 
 
 def test_values_that_python_cannot_build(tmp_path: pathlib.Path) -> None:
@@ -263,7 +226,7 @@ def test_values_that_python_cannot_build(tmp_path: pathlib.Path) -> None:
     pq.write_table(pa.table({"id": ["x"], "prompt": ["Say 1."], **unknown}), tmp_path / "rows.parquet")
     output = {"keep_columns": list(unknown)}
     jobs.finish(jobs.spec_of(tmp_path, input={"path": str(tmp_path / "rows.parquet")}, output=output))
-    [sample] = inspect_row(str(tmp_path / "out"), "x").samples
+    [sample] = read_whole_row(str(tmp_path / "out"), "x").samples
     assert sample.fields["id"] == "x"
     assert sample.fields["zone"] == "0 (timestamp[us, tz=Mars/Base])"
     assert sample.fields["long"] == "1000000000000000000 (duration[s])"
@@ -288,11 +251,11 @@ def test_a_row_of_choices(own: bool, tmp_path: pathlib.Path) -> None:
         parallel={"data_parallel_size": 1},
     )
     jobs.finish(spec)
-    shown = jobs.run("inspect", tmp_path / "out", "x", COLUMNS="120")
+    shown = jobs.run("head", tmp_path / "out", "--row", "x", COLUMNS="120")
     assert shown.returncode == 0, shown.stderr
     words = " ".join(shown.stdout.split())
     assert "Is it?" in words and "not shown" not in words
-    [sample] = inspect_row(str(tmp_path / "out"), "x").samples
+    [sample] = read_whole_row(str(tmp_path / "out"), "x").samples
     best = sample.fields["best"]
     assert [choice.text for choice in sample.choices] == choices
     assert f"best {best}: {choices[best].strip()[:60]}" in words

@@ -1,0 +1,88 @@
+"""A field that has no effect for the form of the input or of the prompts is refused in new jobs."""
+
+import json
+import pathlib
+from typing import Any
+
+import datasets
+import pytest
+
+import jobs
+from batchinf.base.errors import SpecError
+from batchinf.job.forms import FILES, HUB, LINES, SAVED, SPLITS, unused_fields
+from batchinf.job.open import open_job
+from batchinf.spec.file import read_spec
+
+LEAST: dict[str, Any] = {"model": "m", "input": {"path": "x"}, "output": {"path": "y"}}
+CHOICES = {"context_column": "q", "choices": ["a", "b"]}
+# The form of the input, fields of the spec, and those among them that have no effect.
+CASES: list[tuple[str, dict[str, Any], list[str]]] = [
+    (FILES, {"input.split": "train", "input.name": "n", "input.revision": "main"},
+     ["input.split", "input.name", "input.revision"]),
+    (HUB, {"input.split": "train", "input.name": "n", "input.revision": "main"}, []),
+    (SPLITS, {"input.split": "train", "input.name": "n"}, ["input.name"]),
+    (SAVED, {"input.split": "train", "input.revision": "main"}, ["input.split", "input.revision"]),
+    (FILES, {"input.images": {}}, ["input.images"]),
+    (FILES, {"input.images": {}, "input.images_column": "p"}, []),
+    (FILES, {"input.images": {}, "input.messages_column": "m"}, []),
+    (FILES, {"input.images": {}, "input.format": "openai"}, []),
+    (FILES, {"input.images_column": "p", "input.format": "openai"}, ["input.images_column"]),
+    (FILES, {"input.images": {}, "input.messages": [{"role": "user", "content": "{{ a }}"}]}, ["input.images"]),
+    (FILES, {"input.messages": [{"role": "user", "content": [{"type": "image", "column": "p"}]}]}, []),
+    (FILES, {"input.apply_chat_template": False}, []),
+    (FILES, {"input.apply_chat_template": False, "input.token_ids_column": "t"}, ["input.apply_chat_template"]),
+    (FILES, {"input.apply_chat_template": False, "input.format": "openai"}, ["input.apply_chat_template"]),
+    (FILES, {"input.parallel_tool_calls": False, "input.messages_column": "m"}, ["input.parallel_tool_calls"]),
+    (FILES, {"input.parallel_tool_calls": False, "input.messages_column": "m", "model.tool_parser": "hermes"}, []),
+    (FILES, {"task": "score", "input.text_column": "t", "score.one_pass": False}, ["score.one_pass"]),
+    (FILES, {"task": "score", **{f"input.{k}": v for k, v in CHOICES.items()}, "score.one_pass": False}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("of_input", "fields", "unused"), CASES)
+def test_fields_without_an_effect_are_found(of_input: str, fields: dict[str, Any], unused: list[str]) -> None:
+    messages = unused_fields(read_spec(LEAST, fields).spec, of_input=of_input)
+    assert [message.partition(":")[0] for message in messages] == unused
+
+
+def test_the_message_says_what_the_field_is_for() -> None:
+    [message] = unused_fields(read_spec(LEAST, {"input.split": "train"}).spec, of_input=FILES)
+    assert message == (
+        "input.split: got 'train', which has no effect with files; it is for a dataset of the hub or a saved dataset "
+        "with splits: leave it out and narrow input.path, or set input.format: hf to read a dataset"
+    )
+    fields = {"input.apply_chat_template": False, "input.format": "openai"}
+    [message] = unused_fields(read_spec(LEAST, fields).spec, of_input=FILES)
+    assert f"got false, which has no effect with files and {LINES}; it is for prompts that are plain text" in message
+
+
+def test_a_new_job_refuses_them_and_one_that_began_passes_over_them(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"input": {"split": "nonsense"}}
+    spec = jobs.spec_of(tmp_path, **given)
+    with pytest.raises(SpecError, match=r"job\.yaml:\S+ input\.split: got 'nonsense', which has no effect with files"):
+        open_job(read_spec(spec), tmp_path / "cache")
+    assert "input.split" in jobs.run("run", spec).stderr
+    done = jobs.finish(jobs.spec_of(tmp_path, **given, rules=1))
+    [note] = [line for line in done.stderr.splitlines() if "input.split" in line]
+    assert note.startswith("note: input.split: got 'nonsense'") and note.endswith("so the field is passed over")
+    assert jobs.state_of(tmp_path / "out").header.identity["input.split"] == "nonsense"
+    # The same job goes on with its rules, whatever the spec says now.
+    again = jobs.finish(jobs.spec_of(tmp_path, **given))
+    assert "already done" in again.stdout + again.stderr
+    open_job(read_spec(spec), tmp_path / "cache", jobs.state_of(tmp_path / "out")).source.close()
+    assert "passed over" in capsys.readouterr().err
+
+
+def test_a_saved_dataset_without_splits_has_no_split(tmp_path: pathlib.Path) -> None:
+    rows = [{"id": i, "prompt": f"Say {i}.", "language": "en"} for i in range(3)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "several"))
+    file = read_spec(jobs.spec_of(tmp_path, input={"path": str(tmp_path / "one"), "split": "test"}))
+    with pytest.raises(SpecError, match=r"input\.split: got 'test', which has no effect with a saved dataset without"):
+        open_job(file, tmp_path / "cache")
+    file = read_spec(jobs.spec_of(tmp_path, input={"path": str(tmp_path / "several"), "split": "test"}))
+    job = open_job(file, tmp_path / "other cache")
+    assert (job.source.num_rows, json.loads((tmp_path / "job.yaml").read_text())["input"]["split"]) == (3, "test")
+    job.source.close()

@@ -1,0 +1,178 @@
+"""What a folder leaves out is said, and what must not be read as plain files is refused for new jobs."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import fsspec
+import pytest
+from inputs import refusal
+
+import jobs
+from batchinf.base.errors import InputError
+from batchinf.job.columns import column_warnings
+from batchinf.job.open import open_job
+from batchinf.source import left_out
+from batchinf.source.files import InputLocation
+from batchinf.source.rows import Source, open_source
+from batchinf.spec.file import read_spec
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 24960\n"
+PNG = b"\x89PNG"
+ROW = b'{"text": "a"}\n'
+BEGUN = {"is_new": False}
+
+
+def opened(folder: pathlib.Path, files: dict[str, bytes], **location: Any) -> Source:
+    for name, content in files.items():
+        (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "in" / name).write_bytes(content)
+    return open_source(InputLocation(**{"path": str(folder / "in"), **location}), folder / "cache")
+
+
+def test_what_a_folder_leaves_out_is_said(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/b.jsonl").write_bytes(ROW)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/2023").symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / "in/pipe.jsonl")
+    unknown = ["b.jsonlines", "c.jl", "d.jsonl-00001-of-00002", "sub/f.jsonl.xz"]
+    files = {
+        "a.jsonl": ROW,
+        "e.json": b'[{"text": "a"}]',
+        "dataset_info.json": b'{"rows": 1}',
+        "p.png": PNG,
+        "_x.jl": b"",
+    }
+    source = opened(tmp_path, {**files, **dict.fromkeys(unknown, ROW)})
+    said = {
+        left_out.UNKNOWN: unknown,
+        left_out.LINKS.format(path=tmp_path / "in"): ["2023"],
+        left_out.NOT_FILES: ["pipe.jsonl"],
+        left_out.JSON: ["e.json"],
+        left_out.PICTURES: ["p.png"],
+    }
+    assert (source.num_rows, source.remarks) == (1, said)
+    # Also when it is opened again, but with a format of the spec only what no format reads.
+    assert opened(tmp_path, {}, format="jsonl").remarks == {key: said[key] for key in [*said][:3]}
+    (tmp_path / "in/a.jsonl").unlink()
+    (tmp_path / "in/e.json").unlink()
+    (tmp_path / "in/dataset_info.json").unlink()
+    with pytest.raises(InputError, match=r"has no jsonl file; 2023: a link to a folder is not followed; a glob"):
+        opened(tmp_path, {}, format="jsonl")
+
+
+def test_a_folder_behind_a_url_says_it_too(tmp_path: pathlib.Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("a.jsonl", "b.jl", "_delta_log/0.json"):
+        memory.pipe(f"/left/{tmp_path.name}/{name}", ROW)
+    url = f"memory://left/{tmp_path.name}"
+    with pytest.raises(InputError, match="is or has a Delta table"):
+        open_source(InputLocation(url), tmp_path / "cache")
+    source = open_source(InputLocation(url, is_new=False), tmp_path / "cache")
+    assert (source.num_rows, source.remarks) == (1, {left_out.UNKNOWN: ["b.jl"]})
+    memory.pipe(f"/left/{tmp_path.name}/pointer.txt", POINTER)
+    with pytest.raises(InputError, match=r"pointer\.txt: a pointer of Git LFS"):
+        open_source(InputLocation(f"{url}/pointer.txt"), tmp_path / "of pointer")
+
+
+TABLE = {"data/p=1/a.jsonl": ROW}
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "message"),
+    [
+        ({"_delta_log/0.json": b"{}"}, "in", "is or has a Delta table, whose log says which of its files count"),
+        ({"_delta_log/0.json": b"{}"}, "in/data", "a Delta table"),
+        ({"_delta_log/0.json": b"{}"}, "in/data/p=1", "a Delta table"),
+        ({"metadata/00001-a.metadata.json": b"{}"}, "in/data", "an Iceberg table"),
+        ({".hoodie/hoodie.properties": b""}, "in/data", "a Hudi table"),
+        ({"data/_delta_log/0.json": b"{}"}, "in", "a Delta table"),
+        ({"metadata/about.json": b"{}"}, "in", None),
+    ],
+)
+def test_a_table_is_refused_and_a_glob_reads_its_files(
+    files: dict[str, bytes], path: str, message: str | None, tmp_path: pathlib.Path
+) -> None:
+    if message is None:
+        assert opened(tmp_path, {**TABLE, **files}).num_rows == 1
+    else:
+        with pytest.raises(InputError, match=message):
+            opened(tmp_path, {**TABLE, **files}, path=str(tmp_path / path))
+    assert opened(tmp_path, {}, path=str(tmp_path / path), **BEGUN).num_rows == 1
+    assert opened(tmp_path, {}, path=str(tmp_path / path / "**/*.jsonl")).num_rows == 1
+
+
+@pytest.mark.parametrize("path", ["in", "in/*"])
+def test_a_file_beside_its_compressed_copy_is_refused(path: str, tmp_path: pathlib.Path) -> None:
+    files = {"a.jsonl": ROW, "a.jsonl.gz": ROW, "b.jsonl.zst": ROW}
+    with pytest.raises(InputError, match=r"has a\.jsonl and a\.jsonl\.gz, so that its rows would run twice"):
+        opened(tmp_path, files, path=str(tmp_path / path))
+    assert opened(tmp_path, {}, path=str(tmp_path / path), **BEGUN).num_rows == 3
+
+
+def test_pictures_beside_texts_alone_are_refused_and_a_job_keeps_its_format(tmp_path: pathlib.Path) -> None:
+    first = opened(tmp_path, {"a.png": PNG, "b.png": PNG})
+    assert first.num_rows == 2
+    with pytest.raises(
+        InputError, match=r"2 of pictures and 1 of text, such as notes\.txt; set `input\.format: images`"
+    ):
+        opened(tmp_path, {"notes.txt": b"a\nb\nc\n"})
+    assert opened(tmp_path, {}, format="text").num_rows == 3
+    assert opened(tmp_path, {}, format="images").num_rows == 2
+    # A job that began keeps its format, also one that read the texts.
+    location = InputLocation(str(tmp_path / "in"))
+    (tmp_path / "in/c.png").write_bytes(PNG)
+    again = open_source(location, tmp_path / "cache", first.fingerprints, "take")
+    assert (again.num_rows, again.schema.names[0]) == (3, "path")
+    texts = open_source(dataclasses.replace(location, **BEGUN), tmp_path / "of texts")
+    assert (texts.num_rows, texts.schema.names) == (3, ["text"])
+    assert open_source(location, tmp_path / "of texts", texts.fingerprints).num_rows == 3
+    # Rows that name pictures are the usual case.
+    (tmp_path / "in/metadata.jsonl").write_bytes(ROW)
+    (tmp_path / "in/notes.txt").unlink()
+    assert open_source(location, tmp_path / "rows").remarks == {left_out.PICTURES: ["a.png", "b.png", "c.png"]}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "txt", "parquet", "arrow", "png"])
+def test_a_pointer_of_git_lfs_is_refused_by_name_in_every_format(ending: str, tmp_path: pathlib.Path) -> None:
+    files = {f"f/x.{ending}": POINTER, f"f/_y.{ending}": POINTER}
+    said = refusal(files, InputLocation("f"), tmp_path)
+    assert said == f"x.{ending}: a pointer of Git LFS, and no data; `git lfs pull` fetches the files"
+
+
+def test_a_job_that_began_with_a_pointer_goes_on(tmp_path: pathlib.Path) -> None:
+    assert opened(tmp_path, {"x.txt": POINTER}, **BEGUN).num_rows == 3
+
+
+def test_a_file_without_a_good_row_is_named(tmp_path: pathlib.Path) -> None:
+    rows = {
+        "a": [b'{"prompt": "Say %d."}' % i for i in range(150)],
+        "b": [b"no JSON"] * 120,
+        "c": [b'{"text": "Say %d."}' % i for i in range(130)],
+        "d": [b"no JSON"] * 99,
+        "e": [b'{"prompt": ""}'] * 101,
+        "f": [*[b'{"prompt": ""}'] * 140, b'{"prompt": "Say."}'],
+    }
+    (tmp_path / "in").mkdir()
+    for name, lines in rows.items():
+        (tmp_path / f"in/{name}.jsonl").write_bytes(b"\n".join(lines))
+    own = {"input": {"path": str(tmp_path / "in"), "id_column": None}, "output": {"keep_columns": []}}
+    spec = jobs.spec_of(tmp_path, **own, max_error_rate=1)
+    job = open_job(read_spec(spec), tmp_path / "cache")
+    said = [line for line in column_warnings(job.task, job.source) if "every row" in line]
+    job.source.close()
+    remedy = "so every row there becomes an error row; correct or move it"
+    assert said == [
+        f"warning: b.jsonl: no row can be read, {remedy}",
+        f"warning: c.jsonl: no row has the column 'prompt', {remedy}",
+    ]
+    named = "every row of b.jsonl (120 rows), c.jsonl (130 rows), e.jsonl (101 rows) is an error row"
+    done = jobs.finish(spec)
+    assert named in done.stdout + done.stderr
+    # With a selection, parts without an error are looked at too.
+    some = tmp_path / "some"
+    some.mkdir()
+    limited = jobs.finish(jobs.spec_of(some, **own, max_error_rate=1), "--set", "input.limit=300")
+    assert "every row of b.jsonl (120 rows) is an error row" in limited.stdout + limited.stderr
