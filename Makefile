@@ -36,7 +36,7 @@ help:
 	@echo 'make test-slow    the tests that are marked slow; ARGS="tests/coordinator -k kill" chooses tests, here and above'
 	@echo 'make test-slurm   the tests on a real Slurm of two nodes on this host; as root, it installs Slurm with apt-get'
 	@echo 'make browser      chromium, which the slow tests open pages in, where apt-get is'
-	@echo 'make soak         MINUTES=30 of jobs that are killed, stopped and resumed at random; SEED=n repeats the choices'
+	@echo 'make soak         MINUTES=30 of jobs of real processes that are killed, stopped and resumed at random; SEED=n repeats the choices'
 	@echo 'make model        KILLS=10000 at steps of tiny jobs and at random times, each followed by a comparison of all rows'
 	@echo 'make fuzz         hurt every kind of file 50,000 times; CASES=…, SEED=…, ARGS="--target csv"'
 	@echo 'make lint         ruff, mypy, the order of imports, and the size of each package'
@@ -129,8 +129,9 @@ MINUTES ?= 30
 CASES ?= 50000
 KILLS ?= 10000
 
+# The real processes of `model` alone, for a time.
 soak: install
-	$(VENV)/bin/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	$(VENV)/bin/python tests/job_model.py --real --kills 1000000 --minutes $(MINUTES) --seed $(or $(SEED),1)
 
 # A tenth of the kills hit real processes, beside the others.
 model: install

@@ -75,20 +75,6 @@ class Reranking:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedSpeed:
-    """What was predicted of a run at its start. Rates are of all replicas."""
-
-    work_s: Seconds
-    """For the rows that were left, from the first request to the last part."""
-    prompt_tokens_per_s: Rate
-    output_tokens_per_s: Rate
-    cache_tokens: Count
-    """Of one replica."""
-    limited_by: JsonText
-    """In words."""
-
-
-@dataclass(frozen=True, slots=True)
 class Bottleneck:
     """What limited a run, by its telemetry."""
 
@@ -126,8 +112,6 @@ class Speed:
     """0 on processors."""
     cache_tokens: Count | None = None
     """Of one engine; None if it does not say."""
-    expected: ExpectedSpeed | None = None
-    """None without GPUs that the table knows."""
     bottleneck: Bottleneck | None = None
     """None if the run was too short to say."""
     replicas: tuple[ReplicaShare, ...] = ()

@@ -41,7 +41,7 @@ os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "", False
 jobs.environment = dict(os.environ)
 
 # The same examples in every run, however slow the machine is. `--hypothesis-profile=default` draws others; `make fuzz`
-# and `make soak` have seeds.
+# and `make model` have seeds.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
@@ -176,7 +177,7 @@ class Fast:
 class Real:
     """Real processes, struck at a time: `at` is in 1/200 s."""
 
-    kinds = (*["everything"] * 3, *["coordinator"] * 3, *["replica"] * 2, *SIGNALS)
+    kinds = (*["everything"] * 3, *["coordinator"] * 3, *["replica"] * 2, *SIGNALS, "SIGHUP", "SIGTERM to all")
     NUM_STEPS = 600
 
     def run(self, folder: pathlib.Path, arguments: Sequence[str], strike: Strike | None) -> Ended:
@@ -212,7 +213,9 @@ class Real:
             case name:
                 # Before that, the signal would end Python itself.
                 jobs.wait_until(lambda: process.poll() is not None or catches_stops(process.pid))
-                process.send_signal(signal.Signals[name])
+                for member in jobs.family(process.pid) if name.endswith(" to all") else everyone[-1:]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.send_signal(signal.Signals[name.split()[0]])
         return strike.kind
 
     def close(self) -> None:
@@ -394,9 +397,9 @@ class JobModel(RuleBasedStateMachine):
         if kind in ("everything", "power cut", "coordinator"):
             # A real process may have ended just before its kill.
             allowed = {-signal.SIGKILL, 0} if self.make_runner is Real else {-signal.SIGKILL}
-        elif kind in SIGNALS:
+        elif kind.startswith("SIG"):
             # Only `run` stops in an orderly way.
-            allowed = {0, 75} if arguments[0] == "run" else {0, 130, -signal.SIGTERM}
+            allowed = {0, 75} if arguments[0] == "run" else {0, 130, -signal.Signals[kind.split()[0]]}
         elif kind in DISK_FAULTS:
             allowed = {0, 2}
         if may_refuse:

@@ -35,10 +35,10 @@ PROMPTS = ROOT / "sample_data" / "prompts.jsonl"
 NUM_FEWER = 240
 
 # Whether a process that a test kills may be forked by a server instead of a new Python. conftest.py sets it for each
-# test; the soak does not.
+# test; the model of the job does not.
 may_fork = False
 # Whether jobs have NUM_FEWER rows instead of 657, in a third of the time. conftest.py sets it for each test that is not
-# marked `all_rows`; the soak does not.
+# marked `all_rows`; the model of the job does not.
 has_fewer_rows = False
 fork_servers: list[ForkServer] = []
 # The latest processes of `start`. conftest.py kills those of a test that fails.

@@ -336,6 +336,6 @@ def _slurm(
 def _schema() -> None:
     """Print the JSON schema of a job spec, for editors."""
     import batchinf.tasks.registry  # noqa: F401  # it adds the tasks to the spec
-    from batchinf.spec.job import json_schema
+    from batchinf.spec.reference import json_schema
 
     print(json.dumps(json_schema(), indent=2))

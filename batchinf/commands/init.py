@@ -363,7 +363,7 @@ def _kind_in_base64(source: ImageSource) -> str | None:
     if not isinstance(source, str) or len(source) < _LEAST_BASE64:
         return None
     kind = next((kind for start, kind in _STARTS_IN_BASE64.items() if source.startswith(start)), None)
-    return kind if re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", source[:_LEAST_BASE64]) else None
+    return kind if re.fullmatch(r"[A-Za-z0-9+/\r\n]+={0,2}[\r\n]*", source[:_LEAST_BASE64]) else None
 
 
 def _is_named_as_picture(text: str) -> bool:

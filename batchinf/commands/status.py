@@ -15,7 +15,7 @@ from typing import Literal
 from batchinf.base.slices import SOURCE_FOLDER, JobFolder, read_cut
 from batchinf.base.text import counted, duration, list_names, short_count, size_text
 from batchinf.coordinator.display import status_line
-from batchinf.fleet.speed_text import expected_line, speed_lines, tokens_text
+from batchinf.fleet.speed_text import speed_lines, tokens_text
 from batchinf.fleet.status import JobStatus, ReplicaStatus, read_status
 from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import Look
@@ -24,7 +24,7 @@ from batchinf.manifest.versions import stored_spec
 from batchinf.output.journal import num_results
 from batchinf.output.remarks import non_finite_lines, rules_out_tokens
 from batchinf.prompts.encoder import second_bos_lines
-from batchinf.records import ExpectedSpeed, InputJob, PartCounts, Speed
+from batchinf.records import InputJob, PartCounts, Speed
 from batchinf.schedule.shards import total_rows, total_shards
 from batchinf.source.cache import COPY_ROLES
 from batchinf.tasks.registry import TASKS, task_of
@@ -163,8 +163,6 @@ class JobState:
     """Those of a live job, or of one whose process died."""
     num_journalled: int = 0
     """Finished requests that a stopped job keeps beside its parts."""
-    expected_speed: ExpectedSpeed | None = None
-    """That of a live job."""
     speed: Speed | None = None
     """Speed of the last run of a job that is done."""
     slower: tuple[str, ...] = ()
@@ -187,8 +185,6 @@ class JobState:
         yield from self._source_lines()
         if self.speed is not None:
             yield from speed_lines(self.speed)
-        if self.expected_speed is not None:
-            yield expected_line(self.expected_speed)
         yield from self._progress_lines("")
         if load is not None:
             yield load.line()
@@ -454,7 +450,6 @@ def _begun(job_state: JobState, job: JobFolder, state: State, holder: Holder | N
         progress=snapshot,
         progress_age_s=None if snapshot is None else time.time() - snapshot.updated_at,
         replicas=() if last is None else last.replicas,
-        expected_speed=state.expected_speed,
     )
 
 

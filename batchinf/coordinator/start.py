@@ -10,14 +10,14 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from batchinf.base import faults
 from batchinf.base.storage import Folder
-from batchinf.base.text import counted, describe_error, size_text
+from batchinf.base.text import counted, size_text
 from batchinf.coordinator.begin import begin_job, check_extended, extend_job
 from batchinf.coordinator.display import ProgressDisplay
 from batchinf.coordinator.identity import IdentityGate
@@ -29,8 +29,6 @@ from batchinf.fleet.backend import Backend
 from batchinf.fleet.fleet import Fleet
 from batchinf.fleet.launcher import Launcher, Replicas, work_of
 from batchinf.fleet.parallel import with_degrees
-from batchinf.fleet.speed import expected_speed
-from batchinf.fleet.speed_text import expected_line
 from batchinf.fleet.status import JobStatus, read_status
 from batchinf.job import ordering
 from batchinf.job.choose import Say
@@ -41,7 +39,6 @@ from batchinf.job.job import Job, PreparedJob, carried_columns, max_model_len
 from batchinf.job.model_len import with_known_length
 from batchinf.job.open import open_input, placing
 from batchinf.job.sample import RUN_ROWS, refuse_hopeless, sample_rows
-from batchinf.manifest.lines import EXPECTED_SPEED
 from batchinf.manifest.lock import JobLock
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.names import others_note
@@ -363,7 +360,6 @@ def _give_work(
     fetch_input(job, state, pieces, say)
     replicas.fleet.give_work(work_of(job, state, None))
     _warn(job, order, say, None if choice is None else make_builder())
-    _note_expected(job, state, replicas.launcher, manifest, say=say)
 
 
 def _warn(job: Job, positions: Sequence[int], say: Say, builder: PromptBuilder | None) -> None:
@@ -404,18 +400,3 @@ def _error_row_lines(job: Job, positions: Sequence[int], builder: PromptBuilder)
 
 def _groups(positions: Sequence[int]) -> Iterator[Sequence[int]]:
     return (positions[start : start + RUN_ROWS] for start in range(0, len(positions), RUN_ROWS))
-
-
-def _note_expected(job: Job, state: State, launcher: Launcher, manifest: Manifest, *, say: Say) -> None:
-    """Predict the speed while the engines start, and store it."""
-    if job.spec.scripted is not None:
-        return
-    try:
-        expected = expected_speed(job, state, launcher.settings, [slot.sharers for slot in launcher.slots])
-    except Exception as error:  # the job does not depend on it
-        say(f"note: the speed could not be predicted: {describe_error(error)}")
-        return
-    if expected is not None:
-        say(expected_line(expected))
-        manifest.event(EXPECTED_SPEED, kept_as=EXPECTED_SPEED, epoch=launcher.epoch, speed=asdict(expected))
-        manifest.commit()

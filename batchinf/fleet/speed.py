@@ -1,10 +1,6 @@
-"""The speed of a run: what was predicted, what was measured, and what limited it, with one change to try.
-
-A start stores the prediction in the manifest, and the end of a run stores the measured speed.
-"""
+"""The measured speed of a run, and what limited it, with one change to try. The end of a run stores it."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,20 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinf.base.storage import Folder
-from batchinf.fleet.memory.engine_settings import EngineSettings
 from batchinf.fleet.status import ON_TRIAL, read_status
-from batchinf.job.job import Job
 from batchinf.manifest.lines import EventLine
 from batchinf.manifest.names import TELEMETRY_FOLDER
 from batchinf.manifest.state import State
 from batchinf.model.memory import share_of
-from batchinf.planning.degrees import degrees_of
-from batchinf.planning.gpus import gpu_like
-from batchinf.planning.lengths import lengths_of_rows
-from batchinf.planning.throughput import prediction_of, shape_of
-from batchinf.records import Bottleneck, ExpectedSpeed, ReplicaShare, Speed
-from batchinf.schedule.positions import RunOrder
-from batchinf.schedule.shards import total_rows
+from batchinf.records import Bottleneck, ReplicaShare, Speed
 
 # Samples of the telemetry that are read at most, spread evenly, and those that say something at least.
 _MOST_LOOKS = 2000
@@ -40,42 +28,6 @@ _AHEAD = ("num_running", "num_waiting", "num_ready")
 # Python for 59 to 80 % (`benchmarks/history/vllm-0.26.md`).
 _BUSY = 0.85
 _MOST_UTILIZATION = 0.95
-
-
-# -- predicted ---------------------------------------------------------------------------------------------------------
-
-
-def expected_speed(job: Job, state: State, settings: EngineSettings, sharers: Sequence[int]) -> ExpectedSpeed | None:
-    """The prediction for the rows that are left; None without GPUs that the table knows.
-
-    Reads a sample of the rows. settings: of the engines. sharers: for each replica, the replicas on its device.
-    """
-    fit = dataclasses.replace(settings.fit, engine=settings.engine)
-    gpu = gpu_like(fit.device_name, fit.device_bytes)
-    shape = shape_of(fit.needs)
-    if gpu is None or shape is None or fit.needs.weights is None or fit.needs.kv_cache is None:
-        return None
-    num_left = round(total_rows(state.extents) * (1 - state.committed.mean()))
-    lengths = lengths_of_rows(job, RunOrder(job.folder, state.extents), num_left, is_estimated=False)
-    if not lengths.prompts:
-        return None
-    work = lengths.workload(job)
-    work = dataclasses.replace(work, num_requests=max(1, -(-work.num_requests // len(sharers))))
-    share = share_of(fit.engine)
-    context = fit.max_model_len or lengths.longest
-    degrees = degrees_of(fit, fit.tensor_parallel_size, fit.pipeline_parallel_size, context=context, share=share)
-    each = {number: prediction_of(fit, shape, gpu=gpu, work=work, share=share, sharers=number) for number in sharers}
-    # Each replica takes rows at its own speed.
-    slowest = each[max(sharers)]
-    in_all = sum(each[number].tokens_per_s for number in sharers)
-    ratio = in_all / max(1e-9, slowest.tokens_per_s)
-    return ExpectedSpeed(
-        work_s=round(slowest.seconds * len(sharers) / max(1.0, ratio), 1),
-        prompt_tokens_per_s=round(slowest.prompt_tokens_per_s * ratio, 1),
-        output_tokens_per_s=round(slowest.output_tokens_per_s * ratio, 1),
-        cache_tokens=degrees.cache_tokens,
-        limited_by=slowest.limited_by,
-    )
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------
@@ -100,7 +52,6 @@ def measured_speed(folder: Folder, state: State, run_s: float) -> Speed | None:
         output_tokens_per_s=status.num_output_tokens / work_s,
         num_gpus=num_gpus,
         cache_tokens=min((engine.cache_tokens for engine in engines.values() if engine.cache_tokens), default=None),
-        expected=state.expected_speed,
         bottleneck=bottleneck(looks, engines, num_gpus, has_images=bool(state.header.spec["input"].get("images"))),
         replicas=shares(looks, len(status.replicas), work_s),
     )

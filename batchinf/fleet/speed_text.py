@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from batchinf.base.text import counted, short_count, time_taken
-from batchinf.records import ExpectedSpeed, ReplicaShare, Speed
+from batchinf.records import ReplicaShare, Speed
 
 _NAMES = {
     "memory": "the cache",
@@ -16,17 +16,13 @@ _NAMES = {
 
 
 def speed_lines(speed: Speed) -> Iterator[str]:
-    """The speed for people: measured, predicted, and what limited it."""
+    """The speed for people, and what limited it."""
     tokens = tokens_text(speed.prompt_tokens_per_s, speed.output_tokens_per_s)
     each = "" if (rate := speed.tokens_per_s_per_gpu) is None else f", {short_count(rate)} tokens/s per GPU"
     yield (
         f"this run took {time_taken(speed.run_s)}, and its engines worked {time_taken(speed.work_s)} of it: "
         f"{tokens}/s{each}"
     )
-    if (expected := speed.expected) is not None:
-        share = speed.tokens_per_s / max(1e-9, expected.prompt_tokens_per_s + expected.output_tokens_per_s)
-        cache = "" if speed.cache_tokens is None else f", and {speed.cache_tokens:,} tokens of cache"
-        yield f"{expected_line(expected)}; measured: {share:.2f} times the tokens/s{cache}"
     yield from _share_lines(speed.replicas)
     if (bottleneck := speed.bottleneck) is not None:
         yield f"limited by {_NAMES[bottleneck.kind]}: {bottleneck.reason}; to try: {bottleneck.change}"
@@ -53,12 +49,3 @@ def _share_lines(replicas: Sequence[ReplicaShare]) -> Iterator[str]:
 def tokens_text(prompt: float, output: float) -> str:
     """Numbers of tokens, without output tokens if the task generates none."""
     return f"{short_count(prompt)} prompt {f'and {short_count(output)} output ' if output else ''}tokens"
-
-
-def expected_line(expected: ExpectedSpeed) -> str:
-    """The prediction for people."""
-    return (
-        f"predicted: {tokens_text(expected.prompt_tokens_per_s, expected.output_tokens_per_s)}/s, "
-        f"{time_taken(expected.work_s)}, "
-        f"{expected.cache_tokens:,} tokens of cache"
-    )

@@ -14,7 +14,6 @@ from batchinf.manifest.commit_log import Fields
 from batchinf.records import (
     COUNT_NAMES,
     Count,
-    ExpectedSpeed,
     Extent,
     Flag,
     InputJob,
@@ -36,7 +35,6 @@ CHOSEN = "chosen"  # an event: how many rows were chosen from how many
 INPUT_JOB = "input_job"  # an event: the job whose output is read, when --extend took in its new rows
 BEGINNING = "beginning"  # the event that begins the log of a new job, before replicas start and the job has a header
 
-EXPECTED_SPEED = "expected_speed"  # an event: the prediction of a run
 SPEED = "speed"  # an event: the speed of a run that has ended
 
 
@@ -163,7 +161,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "forgotten": {"kept_as": JsonText},
     "lost": {"shards": list[Count]},
     "oom_step_down": {"lowered": dict[JsonText, Any], "applies_to": dict[JsonText, Any]},
-    EXPECTED_SPEED: {"epoch": Count, "speed": ExpectedSpeed},
     SPEED: {"speed": Speed},
 }
 _TAKEN = {"kind", "name", "at", "commit", "crc"}

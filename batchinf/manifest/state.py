@@ -14,7 +14,6 @@ from batchinf.base.storage import Folder, adapter, reason
 from batchinf.manifest.commit_log import Fields, damage, read_lines
 from batchinf.manifest.lines import (
     BEGINNING,
-    EXPECTED_SPEED,
     INPUT_JOB,
     SPEED,
     EventLine,
@@ -26,7 +25,7 @@ from batchinf.manifest.lines import (
     read_started,
 )
 from batchinf.manifest.versions import check_version
-from batchinf.records import BoolArray, ExpectedSpeed, Extent, InputJob, Part, PartCounts, Speed, StartedReplica
+from batchinf.records import BoolArray, Extent, InputJob, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import follows, num_shards, rows_of_shards
 
 NUM_KEPT_EVENTS = 1000
@@ -96,14 +95,6 @@ class State:
     def lowered(self) -> Fields:
         """The fields of the last `oom_step_down`; none if there was none."""
         return self.kept["oom_step_down"].fields if "oom_step_down" in self.kept else {}
-
-    @property
-    def expected_speed(self) -> ExpectedSpeed | None:
-        """The prediction of the last epoch; None if it made none."""
-        event = self.kept.get(EXPECTED_SPEED)
-        if event is None or event.fields["epoch"] != self.last_epoch:
-            return None
-        return adapter(ExpectedSpeed).validate_python(event.fields["speed"])
 
     @property
     def speed(self) -> Speed | None:

@@ -16,7 +16,7 @@ from batchinf.prompts.chat import without_nulls
 from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import is_json_column, is_text
-from batchinf.spec.job import field_docs
+from batchinf.spec.reference import field_docs
 from batchinf.spec.sampling import MAPPINGS, PER_ROW_FIELDS, STRUCTURE_FIELDS, SamplingSpec, allowed_structure
 
 # Size of the cache of checked settings. To check one costs about 20 µs, a hit less than 1 µs.

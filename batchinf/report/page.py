@@ -198,17 +198,16 @@ def _speed_cards(report: StatusReport, totals: JobTotals, history: Timeline) -> 
 
 @dataclass(frozen=True, slots=True)
 class RunSpeed:
-    """What a run was predicted to do, and what it did."""
+    """How fast the last run of a job was."""
 
     name: str
     """Of the slice, if there are slices."""
-    rows: tuple[tuple[str, float | None, float | None], ...]
-    """Names with the predicted and the measured value; a value is None if it is unknown."""
+    rows: tuple[tuple[str, float | None], ...]
+    """Names with the measured values; None if unknown."""
     limit: str
-    """What limited the run, in words."""
+    """What limited the run, in words; empty if it was too short to say."""
 
 
-# In the events `expected_speed`, of a run that has begun, and `speed`, of one that has ended.
 _RATES = {
     "prompt_tokens_per_s": "prompt tokens/s",
     "output_tokens_per_s": "output tokens/s",
@@ -218,15 +217,12 @@ _RATES = {
 
 
 def _run_speed(job: JobFolder, state: State) -> RunSpeed | None:
-    """Of the last run that was predicted; None if none was."""
-    measured = state.speed if state.is_done else None
-    expected = state.expected_speed if measured is None else measured.expected
-    if expected is None:
+    """Of the last run; None while the job is not done."""
+    speed = state.speed if state.is_done else None
+    if speed is None:
         return None
-    rows = tuple((name, getattr(expected, field), getattr(measured, field, None)) for field, name in _RATES.items())
-    limit = expected.limited_by
-    if measured is not None and measured.bottleneck is not None:
-        limit = f"{measured.bottleneck.reason}; to try: {measured.bottleneck.change}"
+    rows = tuple((name, getattr(speed, field)) for field, name in _RATES.items())
+    limit = "" if speed.bottleneck is None else f"{speed.bottleneck.reason}; to try: {speed.bottleneck.change}"
     return RunSpeed(str(job.slice or ""), rows, clip(limit, 400))
 
 

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from batchinf.spec.fields import null_hint
-from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, field_docs, is_task_section
+from batchinf.spec.job import RUNTIME_ENGINE_ARGUMENTS, is_task_section
+from batchinf.spec.reference import field_docs
 from batchinf.spec.yaml_text import FLOAT, got, shown_text
 
 # Section → names that people try, most of them from other programs → the field, from the same section or the top.

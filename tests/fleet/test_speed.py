@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,19 +9,12 @@ import pytest
 import batchinf
 import jobs
 from batchinf.base.storage import Folder
-from batchinf.coordinator import start
 from batchinf.coordinator.ending import Summary
-from batchinf.fleet.memory.engine_settings import EngineSettings
-from batchinf.fleet.speed import StartedEngine, bottleneck, expected_speed
+from batchinf.fleet.speed import StartedEngine, bottleneck
 from batchinf.fleet.speed_text import speed_lines
 from batchinf.fleet.status import ON_TRIAL
-from batchinf.job.open import open_job
 from batchinf.manifest.state import read_state
-from batchinf.model.identity import resolve
-from batchinf.model.memory import fit_of
-from batchinf.planning.gpus import gpu_named
-from batchinf.records import Bottleneck, ExpectedSpeed, Speed
-from batchinf.spec.file import read_spec
+from batchinf.records import Bottleneck, Speed
 
 pytestmark = pytest.mark.usefixtures("quick_replicas")
 
@@ -87,7 +79,7 @@ def test_a_gpu_that_is_idle_beside_full_queues_waits_for_python() -> None:
     assert (hungry := bottleneck(starved, engines(), 1)) is not None and hungry.kind == "input"
     seen = bottleneck(starved, engines(), 1, has_images=True)
     assert seen is not None and seen.kind == "images" and "rendered" in seen.reason
-    speed = Speed(10.0, 5.0, 1.0, 0.0, 1, None, None, found)
+    speed = Speed(10.0, 5.0, 1.0, 0.0, 1, None, found)
     assert "limited by the engine's Python: " in "\n".join(speed_lines(speed))
 
 
@@ -147,7 +139,7 @@ def test_a_finished_job_has_its_speed_in_the_folder_and_in_status(tmp_path: path
     assert found is not None
     assert found == summary.speed == batchinf.status(tmp_path / "out").jobs[0].speed
     assert round(found.tokens_per_s * found.work_s) == summary.num_prompt_tokens + summary.num_output_tokens
-    assert (found.num_gpus, found.expected, found.tokens_per_s_per_gpu) == (0, None, None)
+    assert (found.num_gpus, found.tokens_per_s_per_gpu) == (0, None)
     lines = list(batchinf.status(tmp_path / "out").lines())
     assert next(speed_lines(found)) in lines
 
@@ -164,71 +156,12 @@ def test_a_long_run_says_what_limited_it(tmp_path: pathlib.Path) -> None:
     assert "engine.max_num_seqs 128" in "\n".join(summary.lines())
 
 
-@pytest.mark.all_rows
-def test_the_prediction_is_of_the_rows_that_are_left(tmp_path: pathlib.Path) -> None:
-    """On GPUs that are not here: the speed of both replicas, and the time for half of the rows."""
-    batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
-    state = jobs.state_of(tmp_path / "out")
-    file = read_spec(jobs.spec_of(tmp_path, scripted=None, model={"name": str(jobs.MODEL), "load_format": "dummy"},
-                                  engine={"max_model_len": 512}))  # fmt: skip
-    gpu = gpu_named("h200")
-    fit = fit_of(resolve(file.spec.model), file.spec, gpu.memory_bytes, "NVIDIA H200")
-    job = open_job(file, tmp_path / "scan")
-    state.committed[:] = False
-    settings = EngineSettings(job.spec, fit)
-    whole, both = (expected_speed(job, state, settings, [1] * number) for number in (1, 2))
-    assert whole is not None and both is not None
-    assert whole.cache_tokens == both.cache_tokens > 10**6
-    assert both.output_tokens_per_s > 1.2 * whole.output_tokens_per_s
-    assert whole.work_s * whole.output_tokens_per_s == pytest.approx(657 * 32, rel=0.06)
-    state.committed[: len(state.committed) // 2] = True
-    half = expected_speed(job, state, settings, [1])
-    assert half is not None and half.work_s < 0.8 * whole.work_s
-    assert expected_speed(job, state, EngineSettings(job.spec, dataclasses.replace(fit, device_name="X1")), [1]) is None
-    job.source.close()
-
-
-@pytest.mark.all_rows
-def test_replicas_that_share_a_gpu_are_slower_than_those_that_have_one(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batchinf.run(jobs.spec_of(tmp_path, **QUICK), quiet=True)
-    state, gpu = jobs.state_of(tmp_path / "out"), gpu_named("h200")
-    state.committed[:] = False
-    file = read_spec(jobs.spec_of(tmp_path, scripted=None, model={"name": str(jobs.MODEL), "load_format": "dummy"},
-                                  engine={"max_model_len": 512}))  # fmt: skip
-    fit = fit_of(resolve(file.spec.model), file.spec, gpu.memory_bytes, "NVIDIA H200")
-    job = open_job(file, tmp_path / "scan")
-    # One tiny model waits for Python, however many share a GPU. So the device is made slow.
-    monkeypatch.setattr("batchinf.fleet.speed.gpu_like", lambda *_: dataclasses.replace(gpu, bf16=2e9, fp16=2e9))
-    settings = EngineSettings(job.spec, fit)
-    own, mixed, shared = (expected_speed(job, state, settings, each) for each in ([1, 1, 1], [2, 1, 2], [3, 3, 3]))
-    assert own is not None and mixed is not None and shared is not None
-    assert shared.output_tokens_per_s < 0.4 * own.output_tokens_per_s
-    assert shared.output_tokens_per_s < mixed.output_tokens_per_s < 0.8 * own.output_tokens_per_s
-    assert own.work_s < mixed.work_s < shared.work_s
-    assert mixed.work_s * mixed.output_tokens_per_s == pytest.approx(657 * 32, rel=0.1)
-    job.source.close()
-
-
-def test_the_start_of_a_job_says_which_replicas_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-    monkeypatch.setattr(start, "expected_speed", lambda *given: asked.append(given[-1]))
-    launcher: Any = SimpleNamespace(slots=[SimpleNamespace(sharers=each) for each in (2, 1, 2)], settings=None)
-    job: Any = SimpleNamespace(spec=SimpleNamespace(scripted=None))
-    unused: Any = None
-    start._note_expected(job, unused, launcher, unused, say=unused)
-    assert asked == [[2, 1, 2]]
-
-
-def test_lines_compare_measured_with_predicted() -> None:
-    expected = ExpectedSpeed(100.0, 30_000.0, 10_000.0, 400_000, "the cache")
+def test_lines_say_what_was_measured_and_what_limited_it() -> None:
     limit = Bottleneck("memory", 0.8, "for 80 % it was full", "engine.gpu_memory_utilization 0.95")
-    speed = Speed(150.0, 110.0, 27_000.0, 9_000.0, 4, 404_000, expected, limit)
-    first, second, third = speed_lines(speed)
+    speed = Speed(150.0, 110.0, 27_000.0, 9_000.0, 4, 404_000, limit)
+    first, second = speed_lines(speed)
     assert "9k output tokens/s, 9k tokens/s per GPU" in first
-    assert "measured: 0.90 times the tokens/s, and 404,000 tokens of cache" in second
-    assert third == "limited by the cache: for 80 % it was full; to try: engine.gpu_memory_utilization 0.95"
+    assert second == "limited by the cache: for 80 % it was full; to try: engine.gpu_memory_utilization 0.95"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +169,7 @@ def test_lines_compare_measured_with_predicted() -> None:
     [(0.0, "less than 1s"), (0.4, "less than 1s"), (0.99, "less than 1s"), (1.0, "1s"), (61, "1m01s")],
 )
 def test_no_run_takes_0s(seconds: float, told: str) -> None:
-    speed = Speed(seconds, seconds, 27_000.0, 9_000.0, 4, 404_000, None, None)
+    speed = Speed(seconds, seconds, 27_000.0, 9_000.0, 4, 404_000, None)
     assert next(speed_lines(speed)).startswith(f"this run took {told}, and its engines worked {told} of it: ")
     summary = Summary(
         "out", num_rows=1, num_prompt_tokens=1, num_output_tokens=1, num_parts=1, num_bytes=1, device_s=seconds

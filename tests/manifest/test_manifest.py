@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from batchinf.base.errors import OutputError
 from batchinf.base.storage import Folder
 from batchinf.manifest.commit_log import encode_commits
-from batchinf.manifest.lines import EXPECTED_SPEED, SPEED, Retry, part_line, read_line
+from batchinf.manifest.lines import SPEED, Retry, part_line, read_line
 from batchinf.manifest.lock import LOCK, JobLock, LockLost
 from batchinf.manifest.log import Manifest
 from batchinf.manifest.state import NUM_KEPT_EVENTS, State, last_epoch, read_beginning, read_state
 from batchinf.manifest.versions import FORMAT_VERSION, OLDEST_VERSION
-from batchinf.records import Bottleneck, ExpectedSpeed, Extent, Lease, Part, PartCounts, Speed, StartedReplica
+from batchinf.records import Bottleneck, Extent, Lease, Part, PartCounts, Speed, StartedReplica
 from batchinf.schedule.shards import total_shards
 
 HEADER = header_of(job_id="job", identity={"model": "é", "n": 1}, layout={"x": [1, None]}, spec={"y": 2.5})
@@ -108,22 +108,20 @@ def logs(folder: Folder) -> list[str]:
 
 def test_the_speed_of_the_last_run_is_kept(folder: Folder) -> None:
     manifest = begin(folder)
-    expected = ExpectedSpeed(90.5, 3000.0, 1000.0, 400_000, "memory")
-    speed = Speed(
-        120.0, 100.0, 2700.0, 900.0, 4, 404_000, expected, Bottleneck("input", 0.75, "it waited", "more cores")
-    )
-    manifest.event(EXPECTED_SPEED, kept_as=EXPECTED_SPEED, epoch=1, speed=asdict(expected))
-    manifest.event(SPEED, kept_as=SPEED, speed=asdict(speed))
+    speed = Speed(120.0, 100.0, 2700.0, 900.0, 4, 404_000, Bottleneck("input", 0.75, "it waited", "more cores"))
+    # Jobs of before have a prediction, which is passed over.
+    expected = {"work_s": 90.5, "prompt_tokens_per_s": 3000.0, "output_tokens_per_s": 1000.0, "cache_tokens": 400_000}
+    manifest.event("expected_speed", kept_as="expected_speed", epoch=1, speed={**expected, "limited_by": "memory"})
+    manifest.event(SPEED, kept_as=SPEED, speed={**asdict(speed), "expected": {**expected, "limited_by": "memory"}})
     with pytest.raises(ValueError, match="event speed could not be read again"):
         manifest.event(SPEED, kept_as=SPEED, speed={**asdict(speed), "num_gpus": -1})
     manifest.commit()
     manifest.close()
-    assert (state_of(folder).expected_speed, state_of(folder).speed) == (expected, speed)
+    assert state_of(folder).speed == speed
     later = open_(folder, 2)
     later.event("epoch", epoch=2)
     later.commit()
-    # The next run makes a prediction of its own, or none.
-    assert (state_of(folder).expected_speed, state_of(folder).speed) == (None, speed)
+    assert state_of(folder).speed == speed
 
 
 def test_a_round_trip(folder: Folder) -> None:

@@ -23,7 +23,8 @@ from batchinf.records import Prompt
 from batchinf.source.rows import Row
 from batchinf.source.types import JSON_MARK
 from batchinf.spec.file import read_spec
-from batchinf.spec.job import JobSpec, field_docs, json_schema
+from batchinf.spec.job import JobSpec
+from batchinf.spec.reference import field_docs, json_schema
 from batchinf.spec.sampling import MAPPINGS, PER_ROW_FIELDS, SamplingSpec
 from batchinf.tasks.base import seed_of
 from batchinf.tasks.generate.task import Generate

@@ -151,7 +151,7 @@ def test_what_the_page_says(hostile: pathlib.Path) -> None:
     assert page.tags["title"] > 50
 
 
-def test_predicted_and_measured_stand_side_by_side(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_speed_of_the_last_run_and_what_limited_it(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:
     [out] = hostile.parent.glob("out *")
     job = tmp_path / "out"
     shutil.copytree(out, job)
@@ -159,6 +159,7 @@ def test_predicted_and_measured_stand_side_by_side(hostile: pathlib.Path, tmp_pa
     rates = {"work_s": 100.0, "prompt_tokens_per_s": 5000.0, "output_tokens_per_s": 2000.0, "cache_tokens": 400_000}
     measured = {**rates, "run_s": 150.0, "output_tokens_per_s": 1500.0, "cache_tokens": 400_100, "num_gpus": 1}
     found = {"kind": "sequences", "share": 0.9, "reason": "all 256 ran", "change": "engine.max_num_seqs 512 <b>"}
+    # A job of before has a prediction beside it, which is passed over.
     speed = {**measured, "expected": {**rates, "limited_by": "memory"}, "bottleneck": found}
     with contextlib.closing(Manifest(folder, last_epoch(folder) + 1, state=read_state(folder))) as manifest:
         manifest.event("speed", kept_as="speed", speed=speed)
@@ -168,12 +169,12 @@ def test_predicted_and_measured_stand_side_by_side(hostile: pathlib.Path, tmp_pa
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     text = re.sub(r"\s+", " ", page.text)
     assert_harmless(page)
-    assert "output tokens/s2,0001,5000.75" in text
-    assert "tokens of cache400,000400,1001.00" in text
+    assert "output tokens/s1,500" in text
+    assert "tokens of cache400,100" in text
     # The rate of the closing lines has its own tile.
     assert re.search(r"output tokens/s ?1\.5k ?while the engines worked \(1m40s\)", text), text[:800]
     assert "all 256 ran; to try: engine.max_num_seqs 512 <b>" in text
-    assert "Predicted and measured" not in Page(hostile.read_text(encoding="utf-8")).text
+    assert "predicted" not in text
 
 
 def test_the_rate_of_a_resumed_job_is_over_all_runs(hostile: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -27,11 +27,10 @@ from batchinf.spec.job import (
     ENGINE_ARGUMENTS_ELSEWHERE,
     RUNTIME_ENGINE_ARGUMENTS,
     JobSpec,
-    field_docs,
     fields,
     fingerprint,
-    json_schema,
 )
+from batchinf.spec.reference import field_docs, json_schema
 from batchinf.spec.yaml_text import MAX_SPEC_BYTES
 
 ROOT = pathlib.Path(__file__).parents[2]

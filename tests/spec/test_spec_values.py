@@ -13,7 +13,8 @@ import yaml
 
 from batchinf.base.errors import SpecError
 from batchinf.spec.file import MAX_VALUE_BYTES, dump_spec, read_spec
-from batchinf.spec.job import field_docs, fields, fingerprint, json_schema
+from batchinf.spec.job import fields, fingerprint
+from batchinf.spec.reference import field_docs, json_schema
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{{ q }}\n"}]
