@@ -21,11 +21,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 # The pieces of `step_hook` that may change the speed of a workload.
 PIECES = {
     "bare-top20": ("attention", "token_loops", "holding", "scores"),
-    "bare-small-top20": ("token_loops", "holding", "admission", "scores"),
+    "bare-small-top20": ("token_loops", "holding", "scores"),
     "bare-fp8": ("attention", "token_loops", "holding"),
     "uneven": ("attention", "graph_choice"),
-    "small-score": ("whole_steps", "admission", "joined", "scores"),
-    "small-embed": ("whole_steps", "admission", "joined"),
+    "small-score": ("whole_steps", "joined", "scores"),
+    "small-embed": ("whole_steps", "joined"),
 }
 
 

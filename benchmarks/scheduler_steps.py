@@ -2,7 +2,6 @@
 
     python benchmarks/scheduler_steps.py --requests 2048 --logprobs 20
     python benchmarks/scheduler_steps.py --score        # prompts of 128 tokens that are only read, 16,384 tokens a step
-    python benchmarks/scheduler_steps.py --embed --prompt-tokens 16     # the same for vectors of short texts
     python benchmarks/scheduler_steps.py --structured --requests 1024   # with the JSON schema of the workload `json`
 
 Prints processor milliseconds a step in the schedulers of the installed vLLM, with asynchronous scheduling and without a
@@ -14,42 +13,65 @@ the allowed tokens, of a made-up vocabulary of 128,256 words. Needs no device.
 import argparse
 import gc
 import json
+import math
 import random
 import string
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xgrammar
-from vllm import EngineArgs, PoolingParams, SamplingParams
+from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler
 from batchinf.engines.vllm.scheduling.scheduler import scheduler
 
 MODEL = Path(__file__).parent.parent / "sample_data" / "tiny-llama"
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 128
-_VECTOR = torch.zeros(1024)
+
+
+SIZES: dict[str, Any] = {"block_size": _BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SIZES)
+
+
+def groups_of(kind: str, max_model_len: int) -> list[KVCacheSpec]:
+    """The groups of cache of a kind of model: `full`, `windows` (as gpt-oss), or `states` (as Qwen3.5)."""
+    window = SlidingWindowSpec(sliding_window=128, **SIZES)
+    state = MambaSpec(block_size=max_model_len, shapes=((1,),), dtypes=(torch.float32,))
+    return {"full": [FULL], "windows": [FULL, window], "states": [FULL, state, state, state]}[kind]
 
 
 def arguments(
-    num_blocks: int, max_num_seqs: int, is_async: bool, is_caching: bool, max_model_len: int = 1024
+    num_blocks: int,
+    max_num_seqs: int,
+    is_async: bool,
+    is_caching: bool,
+    max_model_len: int = 1024,
+    *,
+    groups: Sequence[KVCacheSpec] = (FULL,),
 ) -> dict[str, Any]:
-    """Arguments of vLLM's schedulers, for a model with one group of full attention."""
+    """Arguments of vLLM's schedulers, for a model with these groups of cache."""
     init_none_hash(sha256)
     engine = EngineArgs(
         model=str(MODEL),
@@ -63,12 +85,13 @@ def arguments(
     config = engine.create_engine_config()
     config.scheduler_config.async_scheduling = is_async
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return {
         "vllm_config": config,
-        "kv_cache_config": KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        "kv_cache_config": KVCacheConfig(
+            num_blocks, [], [KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate(groups)]
+        ),
         "structured_output_manager": StructuredOutputManager(config),
-        "block_size": _BLOCK_SIZE,
+        "block_size": math.lcm(*(spec.block_size for spec in groups)),
         "hash_block_size": _BLOCK_SIZE,
         "log_stats": True,
     }
@@ -81,16 +104,11 @@ def request(name: str, prompt: list[int], is_caching: bool, **params: Any) -> Re
     return Request(name, prompt, sampling, None, block_hasher=hasher, arrival_time=0.0)
 
 
-def pooling_request(name: str, prompt: list[int], is_caching: bool) -> Request:
-    hasher = get_request_block_hasher(_BLOCK_SIZE, sha256) if is_caching else None
-    return Request(name, prompt, None, PoolingParams(task="embed"), block_hasher=hasher, arrival_time=0.0)
-
-
 class Load:
     """A full batch of requests that end at different steps, of which some always wait.
 
-    k: logprobs of output tokens. reads: the prompts alone are read, for `score` with a logprob of each token, for
-    `embed` with a vector. grammar: makes the state of a grammar for each request.
+    k: logprobs of output tokens. reads: the prompts alone are read, with a logprob of each token. grammar: makes the
+    state of a grammar for each request.
     """
 
     def __init__(
@@ -99,7 +117,7 @@ class Load:
         num: int,
         k: int | None,
         *,
-        reads: str | None = None,
+        reads: bool = False,
         grammar: Callable[[], Any] | None = None,
         prompt_tokens: int = _PROMPT_TOKENS,
     ) -> None:
@@ -121,13 +139,10 @@ class Load:
             most = 1 + self.num_added % 128 if self.num_added < self.num else 128
             prompt = self.random.integers(0, 1000, self.prompt_tokens).tolist()
             caches = self.made.kv_cache_manager.enable_caching
-            wanted = {"max_tokens": 1, "prompt_logprobs": 1} if self.reads == "score" else {"max_tokens": most}
+            wanted = {"max_tokens": 1, "prompt_logprobs": 1} if self.reads else {"max_tokens": most}
             began = time.process_time()
             name = f"{self.num_added}-0-0123abcd"
-            if self.reads == "embed":
-                new = pooling_request(name, prompt, caches)
-            else:
-                new = request(name, prompt, caches, logprobs=self.k, **wanted)
+            new = request(name, prompt, caches, logprobs=self.k, **wanted)
             if self.grammar is not None:
                 structure = StructuredOutputsParams(regex="unused")
                 new.structured_output_request = StructuredOutputRequest(structure, self.grammar())
@@ -165,9 +180,6 @@ class Load:
             sampled_token_ids=[[self.tokens.get(name, 5)] if name in is_ready else [] for name in names],
             logprobs=None if self.k is None else LogprobsLists(*self.arrays),
         )
-        if self.reads == "embed":
-            given.sampled_token_ids = []
-            given.pooler_output = [_VECTOR if name in is_ready else None for name in names]
         began = time.process_time()
         self.made.update_from_output(scheduled, given)
         self.spent["update"] += time.process_time() - began
@@ -190,17 +202,12 @@ def json_grammar(num: int, manager: StructuredOutputManager) -> Callable[[], Any
     return lambda: XgrammarGrammar(len(vocabulary), xgrammar.GrammarMatcher(compiled), compiled)
 
 
-def made_by(title: str, embeds: bool, made_of: dict[str, Any]) -> Any:
+def made_by(title: str, made_of: dict[str, Any]) -> Any:
     """A scheduler, with the runner that a GPU has."""
-    if title == "vLLM's own":
-        made: Any = AsyncScheduler(**made_of)
-    else:
-        made = (pooling_scheduler if embeds else scheduler)(**made_of)
-    if embeds:
-        made.num_sampled_tokens_per_step = 0
-    made.use_v2_model_runner = not embeds
+    made: Any = AsyncScheduler(**made_of) if title == "vLLM's own" else scheduler(**made_of)
+    made.use_v2_model_runner = True
     if title == "outputs held back":
-        made._block_size = made._blocks = None
+        made._changes = None
     return made
 
 
@@ -211,41 +218,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompt-tokens", type=int, default=_PROMPT_TOKENS)
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--groups", choices=("full", "windows", "states"), default="full", help="of the KV cache")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--score", action="store_true", help="prompts are only read, with logprobs of their tokens")
-    kind.add_argument("--embed", action="store_true", help="prompts are only read, with a vector of each")
     kind.add_argument("--structured", action="store_true", help="outputs follow a JSON schema")
     args = parser.parse_args()
     num, is_caching = args.requests, not args.no_prefix_caching
-    made_of = arguments(num * 20, num, True, is_caching)
+    made_of = arguments(num * 40, num, True, is_caching, groups=groups_of(args.groups, 1024))
     grammar = json_grammar(num, made_of["structured_output_manager"]) if args.structured else None
     columns = ["admit", "schedule", "update", *(["mask"] if grammar else []), "all"]
     lines = [" | ".join(["| of a step", *(f"{column}, ms" for column in columns)]) + " |"]
     lines.append("| --- |" + " ---: |" * len(columns))
-    reads = "score" if args.score else "embed" if args.embed else None
-    titles = (
-        "vLLM's own",
-        *(["short loops"] if args.embed else ["outputs held back", "outputs held back, short loops"]),
-    )
-    for k in (None,) if reads else (None, args.logprobs):
-        for title in titles:
+    for k in (None,) if args.score else (None, args.logprobs):
+        for title in ("vLLM's own", "outputs held back", "outputs held back, short loops"):
             gc.collect()
             gc.freeze()  # as vLLM does when an engine has started
-            made = made_by(title, args.embed, made_of)
-            load = Load(made, num, k, reads=reads, grammar=grammar, prompt_tokens=args.prompt_tokens)
+            made = made_by(title, made_of)
+            load = Load(made, num, k, reads=args.score, grammar=grammar, prompt_tokens=args.prompt_tokens)
             for _ in range(150):  # until the first requests are gone
                 load.step()
             load.spent = dict.fromkeys(load.spent, 0.0)
             for _ in range(args.steps):
                 load.step()
             spent = [load.spent[column] / args.steps * 1e3 for column in columns[:-1]]
-            what = (
-                {"score": "scoring", "embed": "embedding"}[reads]
-                if reads
-                else "no logprobs"
-                if k is None
-                else f"top {k}"
-            )
+            what = "scoring" if args.score else "no logprobs" if k is None else f"top {k}"
             name = f"{title}, {what}" + (", structured" if grammar else "")
             lines.append(" | ".join([f"| {name}", *(f"{each:.2f}" for each in (*spent, sum(spent)))]) + " |")
     print("\n".join(lines))

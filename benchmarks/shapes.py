@@ -32,6 +32,12 @@ _CHAT = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+
+def _pattern(num_layers: int, *kinds: str) -> list[str]:
+    """The kinds of all layers of a model that repeats a few in turn."""
+    return [kinds[place % len(kinds)] for place in range(num_layers)]
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -72,6 +78,55 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_MOE, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
         "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+    },
+    # Windows of 128 tokens and sinks in every second layer; in bfloat16, where the published weights are MXFP4.
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "layer_types": _pattern(24, "sliding_attention", "full_attention"), "vocab_size": 201088,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "sliding_window": 512,
+        "layer_types": _pattern(26, *["sliding_attention"] * 5, "full_attention"), "vocab_size": 262144,
+        "max_position_embeddings": 32768, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "gemma3-12b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 3840,
+        "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 256, "sliding_window": 1024,
+        "layer_types": _pattern(48, *["sliding_attention"] * 5, "full_attention"), "vocab_size": 262208,
+        "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+        "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+        "full_attention_interval": 4, "layer_types": _pattern(40, *["linear_attention"] * 3, "full_attention"),
+        "vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    },
+    # Granite 4.0 H Micro: Mamba 2 in 36 of 40 layers, without experts.
+    "granite4-h-3b": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 2048,
+        "intermediate_size": 8192, "shared_intermediate_size": 8192, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "layer_types": ["attention" if place in (5, 15, 25, 35) else "mamba" for place in range(40)],
+        "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4,
+        "mamba_expand": 2, "mamba_chunk_size": 256, "position_embedding_type": "nope", "embedding_multiplier": 12,
+        "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8, "vocab_size": 100352,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     },
     "tiny-moe": {
         **_MOE, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 2,

@@ -35,7 +35,7 @@ FIELD = "model.lora"
 TOWERS = "enable_tower_connector_lora"
 # The name of the one adapter of all rows, which has none in the spec.
 UNNAMED = "lora"
-# vLLM's MaxLoRARanks from 0.26 to 0.33: the allowed values of `max_lora_rank`.
+# vLLM's MaxLoRARanks in 0.32 and 0.33: the allowed values of `max_lora_rank`.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # The name of one of a module's two matrices in an adapter's file.
 TENSOR_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
@@ -180,7 +180,7 @@ def _config_problem(config: Mapping[str, Any]) -> str | None:
             return f"has {key} {config[key]!r}, which vLLM cannot apply; train it without"
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
-        # Such a start changes the base weights. vLLM 0.26 adds the adapter to the unchanged ones; 0.32 refuses it.
+        # Such a start changes the base weights. vLLM refuses it.
         return (
             f"has init_lora_weights {start}, which changes the base model's weights too; make a plain adapter of it "
             "with path_initial_model_for_weight_conversion of PEFT's save_pretrained"

@@ -43,7 +43,7 @@ def vocab_size_of(config: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-# vLLM's default in 0.26 and 0.32.
+# vLLM's default in 0.32.
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 GIB = 1 << 30
 

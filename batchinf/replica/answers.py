@@ -290,7 +290,7 @@ def _decodes_locally(backend: Tokenizer) -> bool:
 
 
 def _replay(backend: Tokenizer, prompt: list[int], output: list[int], skip_special: bool) -> str:
-    """The text by vLLM's FastIncrementalDetokenizer, 0.26 to 0.33."""
+    """The text by vLLM's FastIncrementalDetokenizer, 0.32 and 0.33."""
     stream = DecodeStream(ids=prompt, skip_special_tokens=skip_special)
     pieces = []
     for token_id in output:
@@ -306,7 +306,7 @@ def _replay(backend: Tokenizer, prompt: list[int], output: list[int], skip_speci
 
 
 def _replay_slow(tokenizer: Any, prompt: list[int], output: list[int], skip_special: bool) -> str:
-    """The text by vLLM's SlowIncrementalDetokenizer, 0.26 to 0.33, for tokenizers written in Python."""
+    """The text by vLLM's SlowIncrementalDetokenizer, 0.32 and 0.33, for tokenizers written in Python."""
     added = frozenset(tokenizer.get_added_vocab())
     skipped = frozenset(tokenizer.all_special_tokens if skip_special else ())
     tokens = _tokens(tokenizer, prompt[-_SLOW_OFFSET - 2 :], skip_special)

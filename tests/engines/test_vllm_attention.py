@@ -237,8 +237,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
         flash_attn_varlen_func=pytorch_attention,
         FlashAttentionImpl=Impl,
     )
-    monkeypatch.setattr(attention, "optional", lambda _, name, cost: getattr(module, name, None))
-    monkeypatch.setattr(attention.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(attention, "flash_attn", module)
     monkeypatch.setattr(attention, "HAS_TRITON", True)
     monkeypatch.setattr(attention, "is_right", functools.partial(attention.is_right, device="cpu"))
     monkeypatch.setattr(attention, "_CHECKED_TIMES", 1)  # other tests have all requests of the comparison
@@ -290,7 +289,7 @@ def test_it_replaces_vllm_s_only_where_it_gives_the_same(
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("missing", ["flash_attn_varlen_func", "FlashAttentionImpl", "Triton", "variance"])
+@pytest.mark.parametrize("missing", ["flash_attn_varlen_func", "Triton", "variance"])
 def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = backend.flash_attn_varlen_func
     if missing == "Triton":
@@ -298,10 +297,10 @@ def test_where_it_cannot_run_vllm_s_stays(missing: str, backend: Any, monkeypatc
     elif missing == "variance":  # an engine in this process may have made vLLM keep the variables' values
         assert hasattr(attention.envs, "VLLM_BATCH_INVARIANT")
         monkeypatch.setattr(attention, "envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=True))
-    else:
-        monkeypatch.setattr(attention, "optional", lambda _, name, cost: None if name == missing else theirs)
+    else:  # vLLM imports it where its library is
+        del backend.flash_attn_varlen_func
     assert not install(layers(Impl()))
-    assert backend.flash_attn_varlen_func is theirs
+    assert getattr(backend, "flash_attn_varlen_func", theirs) is theirs
 
 
 @pytest.mark.parametrize(("mode", "is_installed"), [

@@ -1,4 +1,4 @@
-"""Pieces that rely on vLLM's methods: on with the versions that were read, and off where a method differs."""
+"""Pieces that rely on vLLM's methods: on with the files that were read, and off where a file differs."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ import jobs
 pytest.importorskip("vllm")
 
 from batchinf.engines.vllm import known_sources
-from batchinf.engines.vllm.known_sources import METHODS, PIECES, allowed, line_if_off
+from batchinf.engines.vllm.known_sources import FILES, PIECES, allowed, line_if_off
 
 if TYPE_CHECKING:
     from batchinf.engines.vllm.engine import VllmEngine
@@ -28,17 +28,15 @@ SCHEDULE = "v1/core/sched/scheduler.py", "        num_scheduled_tokens: dict[str
 BUILD = "v1/attention/backends/flash_attn.py", "        num_reqs = common_attn_metadata.num_reqs\n"
 DISPATCH = "v1/cudagraph_dispatcher.py", "        effective_num_active_loras = "
 SCORES = "v1/worker/gpu/sample/logprob.py", "    assert num_logprobs >= 0\n"
-OF_SCHEDULE = "vllm.v1.core.sched.scheduler.Scheduler.schedule"
+OF_SCHEDULE = "vllm/v1/core/sched/scheduler.py"
 
 
 def copy_of(folder: pathlib.Path) -> pathlib.Path:
     """The modules that pieces rely on, as files of a vLLM 0.32.9."""
     root = folder / "vllm"
-    for module in {method.module for method in METHODS}:
-        base = pathlib.Path(*module.split("."))
-        path = next(each for each in (base.with_suffix(".py"), base / "__init__.py") if (VLLM / each).exists())
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(VLLM / path, root / path)
+    for file in FILES:
+        (root / file.path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(VLLM / file.path, root / file.path)
     (root / "_version.py").write_text("__version__ = version = '0.32.9'\n")
     return root
 
@@ -53,38 +51,41 @@ def off(root: pathlib.Path) -> set[str]:
     return {piece for piece in PIECES if line_if_off(piece, root)}
 
 
+def forget() -> None:
+    """Let the files be read again."""
+    for cached in (line_if_off, allowed, known_sources._digest):
+        cached.cache_clear()
+
+
 @pytest.fixture
 def other_vllm(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """A copy that counts as the installed vLLM."""
     root = copy_of(tmp_path)
     monkeypatch.setattr(known_sources, "_installed", lambda: root)
-    for cached in (line_if_off, allowed):
-        cached.cache_clear()
+    forget()
     yield root
-    for cached in (line_if_off, allowed):
-        cached.cache_clear()
+    forget()
 
 
 def test_every_piece_is_on_with_the_installed_version() -> None:
     assert [line for piece in PIECES if (line := line_if_off(piece))] == []
 
 
-def test_every_piece_relies_on_methods_of_the_installed_version() -> None:
-    assert {piece for method in METHODS for piece in method.pieces} == PIECES.keys()
-    there = {piece for method in METHODS if method.digest(VLLM) != "absent" for piece in method.pieces}
-    assert there == PIECES.keys()
+def test_every_piece_relies_on_files_of_the_installed_version() -> None:
+    assert {piece for file in FILES for piece in file.pieces} == PIECES.keys()
+    assert [file.path for file in FILES if file.digest(VLLM) == "absent"] == []
 
 
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (SCHEDULE, {"decode", "admit"}),
-        (BUILD, {"whole"}),
+        (SCHEDULE, {"decode", "hold"}),
+        (BUILD, {"kernel", "whole"}),
         (DISPATCH, {"long"}),
         (SCORES, {"rows_v2"}),
     ],
 )
-def test_a_changed_method_turns_off_the_pieces_that_rely_on_it(
+def test_a_changed_file_turns_off_the_pieces_that_rely_on_it(
     tmp_path: pathlib.Path, place: tuple[str, str], expected: set[str]
 ) -> None:
     root = copy_of(tmp_path)
@@ -94,35 +95,30 @@ def test_a_changed_method_turns_off_the_pieces_that_rely_on_it(
     assert off(root) == expected
 
 
-def test_another_version_with_the_same_source_has_all_pieces(tmp_path: pathlib.Path) -> None:
+def test_another_version_with_the_same_files_has_all_pieces(tmp_path: pathlib.Path) -> None:
     assert off(copy_of(tmp_path)) == set()
 
 
-def test_comments_formatting_docstrings_and_annotations_do_not_matter(tmp_path: pathlib.Path) -> None:
-    root = copy_of(tmp_path)
-    path, line = SCHEDULE
-    other = line.replace("dict[str, int]", "Any").replace("{}", "(\n  {})")
-    change(root, path, line, f'        # A comment.\n        """A text."""\n{other}')
-    assert off(root) == set()
-
-
-def test_a_module_that_is_gone_turns_off_what_relies_on_it(tmp_path: pathlib.Path) -> None:
+def test_a_file_that_is_gone_turns_off_what_relies_on_it(tmp_path: pathlib.Path) -> None:
     root = copy_of(tmp_path)
     (root / "v1/core/sched/utils.py").unlink()
     assert off(root) == {"decode"}
 
 
-def test_a_mixture_of_versions_was_not_compared(tmp_path: pathlib.Path) -> None:
-    """`_update_request_with_output` of `AsyncScheduler` is absent in 0.33.0, and must not be in 0.32."""
-    root = copy_of(tmp_path)
-    change(root, "v1/core/sched/async_scheduler.py", "def _update_request_with_output", "def _another")
+def test_a_mixture_of_versions_was_not_compared(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files are known, one of them from another version than the others."""
+    path = "v1/core/block_pool.py"
+    [file] = [each for each in FILES if each.path == path]
+    root, read = copy_of(tmp_path), known_sources._digest
+    other = next(digest for digest in file.digests if digest != file.digest(root))
+    monkeypatch.setattr(known_sources, "_digest", lambda found: other if found == root / path else read(found))
     assert off(root) == {"decode"}
 
 
 def test_the_log_has_one_line(other_vllm: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, line = SCHEDULE
     change(other_vllm, path, line, f"        changed = True\n{line}")
-    assert [allowed("decode"), allowed("decode"), allowed("hold")] == [False, False, True]
+    assert [allowed("decode"), allowed("decode"), allowed("join")] == [False, False, True]
     assert capsys.readouterr().out == (
         f"vLLM 0.32.9: the scheduler's short loops for decoding are off, since {OF_SCHEDULE} is not one that they were "
         "written for; steps take longer\n"
@@ -130,30 +126,22 @@ def test_the_log_has_one_line(other_vllm: pathlib.Path, capsys: pytest.CaptureFi
 
 
 def test_the_schedulers_leave_all_requests_to_vllm(other_vllm: pathlib.Path) -> None:
-    from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler
     from batchinf.engines.vllm.scheduling.scheduler import HoldingMixin, scheduler
     from benchmarks.scheduler_steps import arguments
 
     given = arguments(num_blocks=300, max_num_seqs=8, is_async=True, is_caching=False)
+    assert scheduler(**given)._changes is not None
+    forget()
+    path = "v1/core/block_pool.py"
+    change(other_vllm, path, "class BlockPool", "changed = True\n\n\nclass BlockPool")
     made = scheduler(**given)
-    assert (made._block_size, made._blocks is not None) == (16, True)
-    assert pooling_scheduler(**given)._blocks is not None
-    for cached in (line_if_off, allowed, known_sources._digests):
-        cached.cache_clear()
+    assert (isinstance(made, HoldingMixin), made._changes) == (True, None)
+    forget()
     path, line = SCHEDULE
     change(other_vllm, path, line, f"        changed = True\n{line}")
-    change(other_vllm, path, "outputs: dict[int, list[EngineCoreOutput]] =", "changed =")
-    made, pooling = scheduler(**given), pooling_scheduler(**given)
+    made = scheduler(**given)
     assert not isinstance(made, HoldingMixin)
-    assert (made._blocks, pooling._blocks) == (None, None)
     assert made.schedule(throttle_prefills=False).total_num_scheduled_tokens == 0
-
-
-def test_ranks_that_cannot_be_asked_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchinf.engines.vllm.kernels import long_requests
-
-    monkeypatch.setattr(long_requests, "get_tp_group", None)
-    assert not long_requests.all_agree(True)
 
 
 def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,17 +151,15 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER
     from batchinf.spec.job import WHOLE_STEPS
 
-    for method in METHODS:
-        path = other_vllm.joinpath(*method.module.split("."))
-        path.with_suffix(".py").unlink(missing_ok=True)
-        (path / "__init__.py").unlink(missing_ok=True)
+    for file in FILES:
+        (other_vllm / file.path).unlink()
     generating = {"scheduler_cls": SCHEDULER, "worker_cls": "x.DecodingWorker", "worker_extension_cls": WORKER}
     reading = {"scheduler_cls": POOLING_SCHEDULER, "worker_cls": "x.PromptWorker"}
 
     def named(arguments: dict[str, Any], is_v2: bool = True) -> set[str]:
         return {*known_sources.pieces_off(engine.parts_of(arguments, is_v2))}
 
-    plain = {"decode", "admit", "hold", "join", "arrays", "rows_v2", "mask_v2"}
+    plain = {"decode", "masks", "hold", "join", "arrays", "rows_v2", "mask_v2"}
     assert named(generating) == plain
     assert named(generating, is_v2=False) == plain - {"rows_v2", "mask_v2"} | {"rows_v1", "mask_v1"}
     monkeypatch.setattr(engine.current_platform, "is_cuda", lambda: True)
@@ -181,9 +167,9 @@ def test_an_engine_names_what_it_does_without(other_vllm: pathlib.Path, monkeypa
     assert named(generating) == plain
     monkeypatch.setattr(type(engine.current_platform), "is_device_capability", lambda *_: True)
     assert named(generating) == plain | {"kernel", "long"}
-    assert named(reading) == {"admit", "join", "arrays"}
+    assert named(reading) == {"join", "arrays"}
     whole = {**reading, "additional_config": {WHOLE_STEPS: True}}
-    assert named(whole) == {"admit", "join", "arrays", "whole"}
+    assert named(whole) == {"join", "arrays", "whole"}
     assert named({"scheduler_cls": "their.Scheduler"}) == {"arrays"}
 
 
@@ -216,7 +202,7 @@ print("\\n" + json.dumps([vllm.__file__, settings["not_used"], settings["slower"
 
 @pytest.mark.slow
 def test_a_real_engine_of_a_version_with_another_scheduler(tmp_path: pathlib.Path) -> None:
-    """All files of the installed vLLM, of which one method has another statement."""
+    """All files of the installed vLLM, of which one has another statement."""
     root = tmp_path / "vllm"
     shutil.copytree(VLLM, root, copy_function=lambda source, to: pathlib.Path(to).symlink_to(source))
     path, line = SCHEDULE
@@ -232,7 +218,7 @@ def test_a_real_engine_of_a_version_with_another_scheduler(tmp_path: pathlib.Pat
     *log, answer = done.stdout.strip().splitlines()
     file, not_used, slower, num_tokens = json.loads(answer)
     assert (file, num_tokens) == (str(root / "__init__.py"), 8)
-    assert not_used == ["decode", "admit"]
+    assert not_used == ["decode", "hold"]
     assert [f"since {OF_SCHEDULE} is not one that they were written for" in line for line in slower] == [True, True]
     assert {*slower} <= {*log}
 
@@ -244,7 +230,7 @@ def test_the_program_shows_each_version(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, known_sources.__file__, str(VLLM), str(tmp_path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in shown[1 : len(PIECES) + 1]}
-    assert rows == {piece: ["on", "off" if piece in ("decode", "admit") else "on"] for piece in PIECES}
+    assert rows == {piece: ["on", "off" if piece in ("decode", "hold") else "on"] for piece in PIECES}
     [last] = shown[len(PIECES) + 1 :]
     assert last.startswith(f"vLLM 0.32.9: {OF_SCHEDULE} is ")
-    assert last.endswith(", for decode, admit")
+    assert last.endswith(", for decode, hold")

@@ -32,8 +32,9 @@ vllm = pytest.importorskip("vllm")
 from vllm.outputs import PoolingOutput  # noqa: E402
 
 from batchinf.engines.vllm.layers import give_layers  # noqa: E402
-from batchinf.engines.vllm.pooling import VllmPooling, check_runner, wanted_of  # noqa: E402
+from batchinf.engines.vllm.pooling import VllmPooling, wanted_of  # noqa: E402
 from batchinf.engines.vllm.scheduling import joined  # noqa: E402
+from batchinf.engines.vllm.scheduling.joined import JoiningMixin  # noqa: E402
 from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER  # noqa: E402
 
 MAX_MODEL_LEN = 256
@@ -208,7 +209,7 @@ def test_prompts_in_pieces(
     spec = resolved(MODEL, "embed", pooling={"pooling_type": "last", "normalize": False}, engine=arguments)
     with engine_of(spec) as engine:
         made = engine._engine.engine_core.engine_core.scheduler
-        assert made._blocks is not None  # the loop runs
+        assert isinstance(made, JoiningMixin)
         assert engine._engine.vllm_config.scheduler_config.scheduler_cls == POOLING_SCHEDULER
         found = rows(engine, spec, prompts * 3)
     assert sum(num_joined) >= len(prompts)  # vectors of a step travel together
@@ -291,21 +292,6 @@ def test_a_whole_job(tmp_path: pathlib.Path) -> None:
         assert row["num_prompt_tokens"] == ids["input_ids"].shape[1]
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
         assert vector @ expected / np.linalg.norm(expected) >= 0.9999
-
-
-def test_a_runner_that_does_not_look_at_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.pool.pooling_runner import PoolingRunner
-
-    from batchinf.engines.vllm import pooling
-
-    # Set where it is read: once an engine has run in this process, vLLM looks at the environment no more.
-    monkeypatch.setattr(pooling.envs, "VLLM_USE_V2_MODEL_RUNNER", True)
-    check_runner()
-    monkeypatch.delattr(PoolingRunner, "add_request")  # as in 0.26
-    with pytest.raises(SpecError, match=r"^VLLM_USE_V2_MODEL_RUNNER: got 1, but .* leave it out of the environment$"):
-        check_runner()
-    monkeypatch.setattr(pooling.envs, "VLLM_USE_V2_MODEL_RUNNER", False)
-    check_runner()
 
 
 def test_a_vector_that_was_cut_short_is_no_completion() -> None:

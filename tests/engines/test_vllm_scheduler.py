@@ -191,7 +191,7 @@ def test_the_engine_holds_outputs_back(vllm_engine: VllmEngine) -> None:
     """In the engine that the other tests hold against `LLM.generate`; tokens come out of the core in one message."""
     core = vllm_engine._engine.engine_core.engine_core
     assert isinstance(core.scheduler, HoldingMixin)
-    assert core.scheduler._block_size is not None  # decodes in the short loops
+    assert core.scheduler._changes is not None  # decodes in the short loops
     sampling = SamplingSpec(temperature=0, logprobs=3, ignore_eos=True)
     assert not sampling_params(sampling).detokenize
     requests = [Request(row, 0, [5, 6, 7 + row], sampling, max_tokens=6 + 2 * row) for row in range(4)]

@@ -1,9 +1,10 @@
 """Our scheduler's short loops against vLLM's own scheduler, both driven by the same requests, steps and aborts."""
 
+import dataclasses
 import random
 import zlib
 from collections import deque
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,32 @@ import pytest
 import torch
 
 vllm = pytest.importorskip("vllm")
-from vllm import PoolingParams  # noqa: E402
+import llguidance  # noqa: E402
+import llguidance.hf  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar  # noqa: E402
 from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E402
 
 from batchinf.engines.vllm.scheduling import scheduler as ours  # noqa: E402
-from batchinf.engines.vllm.scheduling.admission import AdmissionMixin  # noqa: E402
-from batchinf.engines.vllm.scheduling.pooling_scheduler import pooling_scheduler  # noqa: E402
-from benchmarks.scheduler_steps import arguments, pooling_request, request  # noqa: E402
+from batchinf.engines.vllm.scheduling.masks import GuidedRows  # noqa: E402
+from benchmarks.scheduler_steps import FULL, SIZES, arguments, request  # noqa: E402
+from benchmarks.shapes import make_tokenizer  # noqa: E402
 
 EOS, STOP, WORDS, THOUGHT = 3, 4, 40, 1
 REFUSED = range(11, 16)
@@ -83,9 +94,8 @@ class Reasoner:
         return token_ids[token_ids.index(THOUGHT) + 1 :]
 
 
-def make_structured(new: Any) -> Grammar:
+def make_structured(new: Any, grammar: Any) -> Any:
     """Give a request a structured output."""
-    grammar = Grammar()
     new.structured_output_request = StructuredOutputRequest(StructuredOutputsParams(regex="x"), grammar)
     return grammar
 
@@ -146,8 +156,8 @@ class Driver:
 
     def state(self) -> dict[str, Any]:
         """All that a later step depends on."""
-        made, manager = self.made, self.made.kv_cache_manager.coordinator.single_type_managers[0]
-        pool = manager.block_pool
+        made, managers = self.made, self.made.kv_cache_manager.coordinator.single_type_managers
+        pool = managers[0].block_pool
         names = "status num_computed_tokens num_output_placeholders num_in_flight_tokens num_stale_output_tokens"
         names += " is_prefill_chunk num_preemptions stop_reason block_hashes _all_token_ids _output_token_ids"
         return {
@@ -157,18 +167,21 @@ class Driver:
                 name: [getattr(one, field, None) for field in names.split()] for name, one in made.requests.items()
             },
             "grammars": {
-                name: one.structured_output_request.grammar.accepted
+                name: getattr(one.structured_output_request.grammar, "accepted", None)
                 for name, one in made.requests.items()
                 if one.structured_output_request
             },
-            "blocks": {name: [block.block_id for block in blocks] for name, blocks in manager.req_to_blocks.items()},
-            "cached": manager.num_cached_block,
+            "blocks": [
+                {name: [block.block_id for block in blocks] for name, blocks in manager.req_to_blocks.items()}
+                for manager in managers
+            ],
+            "cached": [manager.num_cached_block for manager in managers],
             "free": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
             "hashes": {key: repr(blocks) for key, blocks in pool.cached_block_hash_to_block._cache.items()},
             "limits": {name: number for name, number in vars(made).items() if name.startswith("max_num")},
             "before": made.prev_step_scheduled_req_ids,
             "prefills": sorted(one.request_id for one in made._inflight_prefills),
-            "deferred": sorted(one.request_id for one in getattr(made, "deferred_waiting", ())),  # not in 0.26
+            "deferred": sorted(one.request_id for one in made.deferred_waiting),
         }
 
     def output(self, name: str) -> tuple[Any, ...]:
@@ -228,26 +241,108 @@ def test_the_loops_do_what_vllm_does(
     is_v2: bool, is_async: bool, is_caching: bool, num_blocks: int, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few blocks: requests are preempted. Two words: the outputs, and so their blocks, are alike."""
+    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)
+    hold_against_vllm(made_of, words, monkeypatch, is_v2=is_v2, is_caching=is_caching)
+
+
+WINDOW = SlidingWindowSpec(sliding_window=24, **SIZES)
+STATE = MambaSpec(block_size=MODEL_LEN, shapes=((1,),), dtypes=(torch.float32,))
+# Groups of cache, and the number of blocks with which requests are preempted.
+GROUPS: dict[str, tuple[list[Any], int]] = {
+    "windows": ([FULL, WINDOW, WINDOW], 34),
+    "windows alone": ([WINDOW], 14),
+    "windows of two sizes": ([FULL, SlidingWindowSpec(sliding_window=17, **SIZES), WINDOW], 34),
+    "windows with other blocks": ([FULL, SlidingWindowSpec(sliding_window=10, **{**SIZES, "block_size": 32})], 34),
+    "chunks": ([FULL, ChunkedLocalAttentionSpec(attention_chunk_size=32, **SIZES)], 24),
+    "reference windows": ([FULL, RSWASpec(rswa_window=20, **SIZES)], 24),
+    "rings": ([FULL, CircularBufferSpec(**{**SIZES, "block_size": 8})], 24),
+    "states": ([FULL, STATE, STATE], 28),
+    "states alone": ([STATE], 7),
+    "states in blocks": ([FULL, dataclasses.replace(STATE, block_size=16, mamba_cache_mode="all")], 30),
+}
+
+
+@pytest.mark.parametrize("is_caching", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_they_do_so_with_other_groups_of_cache(
+    kind: str, is_async: bool, is_caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks leave windows, and the free blocks are the same after each step."""
+    if kind == "states alone" and is_caching:
+        pytest.skip("vLLM has no prefix cache for states alone")
+    groups, num_blocks = GROUPS[kind]
+    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN, groups=groups)
+    hold_against_vllm(made_of, WORDS, monkeypatch, is_v2=True, is_caching=is_caching)
+
+
+@pytest.mark.parametrize("is_caching", [False, True])
+def test_unknown_managers_are_left_to_vllm(is_caching: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    aligned = dataclasses.replace(STATE, block_size=16, mamba_cache_mode="align")
+    made = ours.scheduler(**arguments(60, 8, True, is_caching, MODEL_LEN, groups=[FULL, aligned]))
+    assert made._changes is None
+    line = "the scheduler's short loops are off for MambaManager in mode align; steps take longer\n"
+    assert capsys.readouterr().out == line
+    crossed = CrossAttentionSpec(**SIZES)
+    made = ours.scheduler(**arguments(60, 8, True, False, MODEL_LEN, groups=[FULL, crossed]))
+    assert made._changes is None
+    assert capsys.readouterr().out == line.replace("MambaManager in mode align", "CrossAttentionManager")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_they_do_so_with_grammars_of_guidance(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammars of a step are advanced in one call, and refuse tokens now and then."""
+    made_of = arguments(60, 8, is_async, False, MODEL_LEN)
+    made_of["structured_output_manager"].backend = object()
+    accepted: list[int] = []
+    accept = GuidedRows.accept
+
+    def count_accepted(self: GuidedRows, tokens: Any) -> dict[str, bool]:
+        found = accept(self, tokens)
+        accepted.append(len(found))
+        return found
+
+    monkeypatch.setattr(GuidedRows, "accept", count_accepted)
+    tokenizer = llguidance.hf.from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(2000)))
+    grammar = llguidance.grammar_from("regex", r"[^,\-./0]*")  # the tokens REFUSED
+
+    def guided() -> GuidanceGrammar:
+        return GuidanceGrammar(llguidance.LLMatcher(tokenizer, grammar, log_level=0), tokenizer, 2000)
+
+    hold_against_vllm(made_of, WORDS, monkeypatch, is_v2=True, is_caching=False, grammar_of=guided)
+    assert sum(accepted) > 50
+
+
+def hold_against_vllm(
+    made_of: dict[str, Any],
+    words: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_v2: bool,
+    is_caching: bool,
+    grammar_of: Callable[[], Any] = Grammar,
+) -> None:
+    """Drive our scheduler and vLLM's by the same requests, and compare them after each step."""
     # Short pieces: 8 tokens in a slot, 16 with logprobs in a piece, and 30 without.
     for name, value in (("_SLOT_ENTRIES", 8 * (WIDTH + 1)), ("_PIECE_BYTES", 640), ("_PIECE_TOKENS", 30)):
         monkeypatch.setattr(ours, name, value)
+    is_async = made_of["vllm_config"].scheduler_config.async_scheduling
+    num_blocks = made_of["kv_cache_config"].num_blocks
     chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {words}")
-    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)
     made_of["vllm_config"].scheduler_config.watermark = 0.3 if words == 2 else 0.0
-    has_reasoner = chance.random() < 0.5
+    has_reasoner = chance.random() < 0.5 and grammar_of is Grammar
     if has_reasoner:
         made_of["structured_output_manager"].reasoner_cls = Reasoner
         made_of["structured_output_manager"].tokenizer = None
     vllms_own = AsyncScheduler if is_async else Scheduler
     drivers = [Driver(made, words) for made in (ours.scheduler(**made_of), vllms_own(**made_of))]
     one, other = drivers
-    assert one.made._block_size == 16
-    assert (one.made._blocks is None) is is_caching  # the loop that admits prompts knows no cached blocks
-    counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0, "admitted": 0}
-    schedule_head, add_tokens, admit = one.made._schedule_head, one.made._add_tokens, one.made._admit
+    assert one.made._changes is not None
+    counts = {"head": 0, "quiet": 0, "preempted": 0, "masked": 0}
+    schedule_head, add_tokens = one.made._schedule_head, one.made._add_tokens
 
-    def count_head(block_size: int) -> Any:
-        result = schedule_head(block_size)
+    def count_head(changes: Any) -> Any:
+        result = schedule_head(changes)
         counts["head"] += len(result[1].req_ids)
         counts["masked"] += bool(result[2])
         return result
@@ -257,19 +352,13 @@ def test_the_loops_do_what_vllm_does(
         counts["quiet"] += len(scheduled) - len(result)
         return result
 
-    def count_admitted(output: Any) -> Any:
-        result = admit(output)
-        counts["admitted"] += len(result)
-        return result
-
-    monkeypatch.setattr(one.made, "_admit", count_admitted)
     monkeypatch.setattr(one.made, "_schedule_head", count_head)
     monkeypatch.setattr(one.made, "_add_tokens", count_quiet)
     for driver in drivers:
         driver.made.use_v2_model_runner = is_v2
     prefix = [7] * 40
     names: list[str] = []
-    grammars: list[list[Grammar]] = [[], []]
+    grammars: list[list[Any]] = [[], []]
     aborted: set[str] = set()
     for step in range(2000):
         while step < 200 and len(one.made.requests) < 10:
@@ -284,7 +373,7 @@ def test_the_loops_do_what_vllm_does(
                 new = request(name, prompt, is_caching, **params)
                 new.sampling_params._eos_token_id = EOS if has_eos else None
                 if has_grammar:
-                    own.append(make_structured(new))
+                    own.append(make_structured(new, grammar_of()))
                 driver.made.add_request(new)
         disturb(drivers, chance, step, aborted)
         if not one.made.requests and not one.flying:
@@ -299,143 +388,14 @@ def test_the_loops_do_what_vllm_does(
         if name not in aborted:
             assert one.output(name) == other.output(name), name
             assert one.output(name)[2][0][0] is not None
-    assert [each.accepted for each in grammars[0]] == [each.accepted for each in grammars[1]]
+    if grammar_of is Grammar:
+        assert [each.accepted for each in grammars[0]] == [each.accepted for each in grammars[1]]
     assert not one.made._held
     assert not one.made._others
     assert counts["head"] > 100
     assert counts["quiet"] > 100
     assert counts["preempted"]
     assert counts["masked"] > 10
-    assert (counts["admitted"] > 20) is not is_caching
     ends = [one.output(name)[2][0][0] for name in names if name not in aborted]
     if not has_reasoner:
         assert (FinishReason.ERROR in ends) == (words == WORDS)
-
-
-class PoolingDriver(Driver):
-    """The made-up model gives each prompt a vector when all of it is computed."""
-
-    def update(self) -> None:
-        output, ready = self.flying.popleft()
-        names = sorted(output.num_scheduled_tokens)
-        vectors = [torch.tensor([zlib.crc32(name.encode())]) if name in ready else None for name in names]
-        index = {name: place for place, name in enumerate(names)}
-        given = ModelRunnerOutput(req_ids=names, req_id_to_index=index, pooler_output=vectors)
-        for message in self.made.update_from_output(output, given).values():
-            assert message.scheduler_stats.num_running_reqs == len(self.made.running)
-            for one in message.outputs:
-                self.sent.setdefault(one.request_id, []).append(one)
-
-
-@pytest.mark.parametrize("is_chunked", [False, True])
-@pytest.mark.parametrize("num_blocks", [14, 60])
-@pytest.mark.parametrize("is_caching", [False, True])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("is_v2", [False, True])
-def test_prompts_for_vectors_are_admitted_as_vllm_does(
-    is_v2: bool, is_async: bool, is_caching: bool, num_blocks: int, is_chunked: bool
-) -> None:
-    chance = random.Random(f"{is_v2} {is_async} {is_caching} {num_blocks} {is_chunked}")
-    made_of = arguments(num_blocks, 8, is_async, is_caching, MODEL_LEN)  # a step has 64 tokens
-    config = made_of["vllm_config"].scheduler_config
-    config.watermark, config.enable_chunked_prefill = chance.choice([0.0, 0.3]), is_chunked
-    vllms_own = AsyncScheduler if is_async else Scheduler
-    drivers = [PoolingDriver(made, WORDS) for made in (pooling_scheduler(**made_of), vllms_own(**made_of))]
-    one, other = drivers
-    other.made.num_sampled_tokens_per_step = 0  # as for pooling models in 0.32
-    for driver in drivers:
-        driver.made.use_v2_model_runner = is_v2
-    names: list[str] = []
-    aborted: set[str] = set()
-    num_preempted = num_admitted = 0
-    admit = one.made._admit
-
-    def count_admitted(output: Any) -> dict[str, int]:
-        nonlocal num_admitted
-        admitted: dict[str, int] = admit(output)
-        num_admitted += len(admitted)
-        return admitted
-
-    one.made._admit = count_admitted
-    for step in range(2000):
-        while step < 200 and len(one.made.requests) < 12:
-            name = f"row {len(names)}"
-            names.append(name)
-            prompt = [7] * chance.choice([0, 20]) + [chance.randrange(9) for _ in range(chance.randint(1, 40))]
-            if chance.random() < 0.1 and is_chunked:
-                prompt = prompt * 5
-            for driver in drivers:
-                driver.made.add_request(pooling_request(name, prompt[:MODEL_LEN], is_caching))
-        disturb(drivers, chance, step, aborted)
-        num_preempted += any(each.num_preemptions for each in one.made.requests.values())
-        if not one.made.requests and not one.flying:
-            break
-        advance(one, other, chance, is_async)
-    assert not one.made.requests
-    assert num_preempted or not is_async  # otherwise each prompt ends in the step that reads it
-    assert (num_admitted > 100) is not is_caching
-    for name in names:
-        found, expected = one.sent.get(name, []), other.sent.get(name, [])
-        assert len(found) == len(expected) == 1 or name in aborted
-        for mine, theirs in zip(found, expected, strict=True):
-            assert (mine.new_token_ids, mine.finish_reason) == (theirs.new_token_ids, theirs.finish_reason)
-            assert mine.pooling_output.tolist() == theirs.pooling_output.tolist() == [zlib.crc32(name.encode())]
-
-
-def test_a_request_that_had_to_wait_is_known_as_admitted() -> None:
-    made = pooling_scheduler(**arguments(60, 8, False, False, MODEL_LEN))
-    new = pooling_request("a", [1, 2, 3], False)
-    made.add_request(new)
-    made.deferred_waiting.add(new)  # as while its grammar was compiled
-    assert made.schedule().num_scheduled_tokens == {"a": 3}
-    assert not made.deferred_waiting
-
-
-class Preempting:
-    """In place of vLLM's scheduler: remembers what waited, and preempts two requests. skipped: of 0.26."""
-
-    pause_state = PauseState.UNPAUSED
-
-    def __init__(self, skipped: list[str]) -> None:
-        self.waiting, self.skipped_waiting = FCFSRequestQueue(), skipped
-        self.waiting.append(pooling_request("new", [1], False))
-        self.waited: list[str] = []
-
-    def schedule(self, throttle_prefills: bool = False) -> Any:
-        self.waited = [one.request_id for one in self.waiting]
-        for name in ("second", "first"):
-            preempted = pooling_request(name, [1], False)
-            preempted.status = RequestStatus.PREEMPTED
-            self.waiting.prepend_request(preempted)
-        return SimpleNamespace(total_num_scheduled_tokens=0)
-
-
-@pytest.mark.parametrize("skipped", [[], ["older"]])
-def test_preempted_requests_come_first_and_older_ones_are_left_to_vllm(skipped: list[str]) -> None:
-    made: Any = type("Admitting", (AdmissionMixin, Preempting), {})(skipped)
-    pool = SimpleNamespace(get_num_free_blocks=lambda: 9)
-    made._blocks, made._tells_mrope, made.running = SimpleNamespace(block_size=16), False, []
-    made.kv_cache_manager = SimpleNamespace(block_pool=pool, watermark_blocks=0)
-    made.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
-    made.max_num_scheduled_tokens, made.max_num_running_reqs, made.num_waiting_for_streaming_input = 64, 8, 0
-    made.schedule()
-    assert made.waited == (["new"] if skipped else [])
-    assert [one.request_id for one in made.waiting] == ["first", "second", "new"]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("length", [1024, 1023, 1000])
-def test_a_prompt_without_a_token_after_it_may_fill_the_length(length: int, is_async: bool) -> None:
-    """The config is of a generating model, so the base keeps room for a token, as 0.26 does for pooling models too."""
-    given = arguments(num_blocks=300, max_num_seqs=8, is_async=is_async, is_caching=False, max_model_len=1024)
-    made = pooling_scheduler(**given)
-    assert isinstance(made, AsyncScheduler) is is_async
-    made.add_request(Request("a", list(range(length)), None, PoolingParams(task="embed")))
-    num_scheduled = 0
-    while made.has_unfinished_requests():
-        output = made.schedule()
-        assert output.total_num_scheduled_tokens > 0
-        num_scheduled += output.total_num_scheduled_tokens
-        vectors = [torch.ones(2) if num_scheduled == length else None]
-        made.update_from_output(output, ModelRunnerOutput(["a"], {"a": 0}, pooler_output=vectors))
-    assert num_scheduled == length

@@ -33,7 +33,7 @@ from batchinf.tasks.registry import task_of
 from benchmarks.shapes import SHAPES
 
 H100_BYTES = 85_017_493_504
-# vLLM's and torch's words, whole. Those of vLLM are the same in 0.26.0 and 0.32.0.
+# vLLM's and torch's words, whole. Those of vLLM are of 0.32.0.
 FREE = (
     "ValueError: Free memory on device cuda:0 (60.25/79.18 GiB) on startup is less than desired GPU memory utilization "
     "(0.92, 72.85 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."

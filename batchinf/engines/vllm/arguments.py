@@ -1,6 +1,5 @@
 """Converts a spec to vLLM's types: EngineArgs, SamplingParams, and requests for LoRA adapters."""
 
-import dataclasses
 import json
 import operator
 import pathlib
@@ -15,11 +14,10 @@ from batchinf.base.errors import EngineStartError
 from batchinf.base.text import one_line
 from batchinf.engines.installed import importing
 from batchinf.engines.vllm.images import image_arguments
-from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling.scheduler import PREEMPTS_IN_FLIGHT, SCHEDULER
+from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import POSITIONS
 from batchinf.engines.vllm.worker import WORKER_EXTENSION as WORKER
-from batchinf.model.files import ADAPTER_CONFIG, read_json
+from batchinf.model.files import read_json
 from batchinf.model.identity import derive_max_model_len
 from batchinf.model.lora import Adapter, rank_for
 from batchinf.model.memory import on_cpu, vocab_size_of
@@ -74,15 +72,6 @@ def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
     for name, request in requests.items():
         if request is None:
             continue
-        # vLLM 0.26 ignores ranks of single modules, and would scale all modules by the rank of the whole adapter.
-        config = read_json(pathlib.Path(request.path) / ADAPTER_CONFIG)
-        helper = optional("vllm.lora.peft_helper", "PEFTHelper", "patterns of ranks in adapters are not looked for")
-        known = None if helper is None else {field.name for field in dataclasses.fields(helper)}
-        for key in ("rank_pattern", "alpha_pattern"):
-            if config.get(key) and known is not None and key not in known:
-                raise EngineStartError(
-                    f"the LoRA adapter '{name}' has a {key}, which this version of vLLM cannot apply"
-                )
         try:
             engine.add_lora(request)
         except Exception as error:
@@ -93,7 +82,7 @@ def load_adapters(engine: Any, requests: Mapping[str | None, Any]) -> None:
 # Fields of SamplingSpec with the same name in SamplingParams. None: vLLM's default.
 _SAMPLING = """temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty min_tokens
     include_stop_str_in_output ignore_eos skip_special_tokens logprobs prompt_logprobs""".split()
-# Fields that are given to SamplingParams only where they are set: 0.26 lacks some of them.
+# Fields that are given to SamplingParams only where they are set.
 _IF_SET = ("allowed_token_ids", "bad_words", "thinking_token_budget", *MAPPINGS)
 _UNSET: tuple[Any, ...] = (None, (), {})
 # The values of a SamplingSpec that make a template of SamplingParams. Requests with the same values share a template,
@@ -143,15 +132,8 @@ def _device_arguments(task: Task, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scheduling_arguments(task: Task) -> dict[str, Any]:
-    """What the scheduler leaves out: steps in flight, if it cannot preempt them, and prefixes that no request reads."""
-    spec = task.spec
-    arguments = {}
-    has_steps_in_flight = spec.parallel.pipeline_parallel_size != 1 or bool(spec.engine.get("speculative_config"))
-    if has_steps_in_flight and not PREEMPTS_IN_FLIGHT:
-        arguments["async_scheduling"] = False
-    if not task.reads_prefix_cache:  # filling it takes up to half of the scheduler's Python
-        arguments["enable_prefix_caching"] = False
-    return arguments
+    """Prefixes that no request reads are not kept: filling the cache takes up to half of the scheduler's Python."""
+    return {} if task.reads_prefix_cache else {"enable_prefix_caching": False}
 
 
 def _worker_arguments(task: Task) -> dict[str, Any]:
@@ -275,5 +257,5 @@ def sampling_params(
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
         flat_logprobs=True,
-        skip_clone=True,  # a shallow copy instead of a deep one, from 0.26 to 0.33
+        skip_clone=True,  # a shallow copy instead of a deep one
     )

@@ -1,6 +1,6 @@
 """The adapter to vLLM's engine for text.
 
-Tested with vLLM 0.32.0 and compared with the source of 0.26.0 and 0.33.0. Comments name the differences.
+Tested with vLLM 0.32.0 and compared with the source of 0.33.0. Comments name the differences.
 """
 
 import contextlib
@@ -22,10 +22,13 @@ import torch
 import transformers
 import vllm
 from vllm import LLMEngine, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import core_client
+from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from batchinf.base import faults
 from batchinf.base.errors import BatchinfError, EngineDeadError, EngineStartError, RequestRefused, RowError
@@ -49,7 +52,6 @@ from batchinf.engines.vllm.hosts import engine_on_hosts
 from batchinf.engines.vllm.images import Rendering
 from batchinf.engines.vllm.known_sources import PIECES, line_if_off, pieces_off
 from batchinf.engines.vllm.logprobs import install_arrays, token_logprobs, vocabulary_rows
-from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.worker import install, join_results
 from batchinf.model.lora import Adapter
 from batchinf.prompts.encoder import load_tokenizer
@@ -58,16 +60,6 @@ from batchinf.spec.job import WHOLE_STEPS
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import Task
 from batchinf.version import __version__
-
-cleanup_dist_env_and_memory: Any = optional(
-    "vllm.distributed.parallel_state", "cleanup_dist_env_and_memory", "an engine in this process keeps its memory"
-)
-VLLMValidationError: Any = optional(
-    "vllm.exceptions", "VLLMValidationError", "only ValueError and TypeError refuse a request", ValueError
-)
-VllmEngineDeadError: Any = optional(
-    "vllm.v1.engine.exceptions", "EngineDeadError", "a killed engine has another name", RuntimeError
-)
 
 # All values of vLLM's FinishReason. Outputs that were cut short have to run again: a signal to the process group ends
 # every running request with `abort`.
@@ -82,7 +74,7 @@ _NO_RAW = (
 _NO_THINKING = (
     "thinking_token_budget needs model.reasoning_parser, or engine.reasoning_config, with the marks of the reasoning"
 )
-_REFUSALS = (VLLMValidationError, ValueError, TypeError)  # from 0.32 on, the first is not a ValueError
+_REFUSALS = (VLLMValidationError, ValueError, TypeError)  # the first is not a ValueError
 _WARM_UP_REQUESTS = 8
 _WATCH_S = 0.2
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
@@ -368,7 +360,7 @@ class VllmEngine:
             message = f"the prompt has {len(token_ids)} tokens; at most {fits}"
             return RowError("prompt_too_long", message)
         low, high = min(token_ids), max(token_ids)  # 7 µs for a list of 256; numpy takes 15
-        if low < 0 or high >= size:  # 0.26 accepts negative ids
+        if low < 0 or high >= size:
             return RowError("invalid_token_id", f"got token ids from {low} to {high}; the vocabulary has {size}")
         if request.sampling.thinking_token_budget not in (None, -1) and not self._finds_thinking:
             return RowError("invalid_sampling", _NO_THINKING)
@@ -463,7 +455,7 @@ def _describe(error: Exception) -> str:
 
 
 class _Watchdog(threading.Thread):
-    """Ends waits for a killed EngineCore process: vLLM 0.26 to 0.33 notices its death, but wakes no waiting thread."""
+    """Ends waits for a killed EngineCore process: vLLM 0.32 and 0.33 notice its death, but wakes no waiting thread."""
 
     NEEDS = ("resources", "outputs_queue", "utility_results")  # missing if the engine runs in this process
 
@@ -491,7 +483,7 @@ class _Stats:
         self.latest = EngineStats()
 
     def replace_loggers(self, engine: Any) -> None:
-        """Let vLLM call only `record`, after each step; in 0.26 loggers see only steps with outputs."""
+        """Let vLLM call only `record`, after each step."""
         engine.logger_manager, engine.log_stats, engine.output_processor.log_stats = None, False, False
         engine.output_processor.update_scheduler_stats = lambda stats: self.record(stats) if stats else None
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.platforms import current_platform
+from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 
 from batchinf.base.errors import EngineStartError, RequestRefused, RowError
 from batchinf.base.text import counted, describe_error, shorten
-from batchinf.engines.vllm.names import optional
 from batchinf.records import RenderedPrompt
 from batchinf.spec.job import JobSpec
 
@@ -50,10 +50,9 @@ class Rendering:
         if getattr(getattr(engine, "renderer", None), "mm_processor", None) is None:
             raise EngineStartError("the job has images, but vLLM runs this model without them: give another model")
         self._renderer = engine.renderer
-        cost = "one thread of a replica makes tensors of images"
-        safe_tokenizer = optional("vllm.tokenizers.hf", "ThreadSafeHFTokenizerMixin", cost, ())
         model_type = engine.vllm_config.model_config.hf_config.model_type
-        is_safe = isinstance(engine.renderer.tokenizer, safe_tokenizer) and model_type not in _ONE_AT_A_TIME
+        tokenizer = engine.renderer.tokenizer
+        is_safe = isinstance(tokenizer, ThreadSafeHFTokenizerMixin) and model_type not in _ONE_AT_A_TIME
         self._threads = threading.BoundedSemaphore(_num_threads() if is_safe else 1)
         if not current_platform.is_cpu():
             # Around each prompt, vLLM sets the number of PyTorch's threads for the whole process and sets it back. Each

@@ -1,6 +1,6 @@
 """Runs in vLLM's worker processes for `pooling.layers`: makes the model return the states between its layers.
 
-Tested with vLLM 0.32.0 and compared with the source of 0.26.0.
+Tested with vLLM 0.32.0.
 """
 
 from typing import Any

@@ -3,19 +3,16 @@
 vLLM makes Python objects of them: 1,960 bytes for a token with its top 20. As arrays they take 172 bytes.
 """
 
-import importlib
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.engine import output_processor
+from vllm.v1.engine.output_processor import LogprobsProcessor
 
 from batchinf.base.errors import BatchinfError
 from batchinf.engines.vllm.known_sources import allowed
-from batchinf.engines.vllm.names import optional
 from batchinf.records import RowsWanted, TokenLogprobs
-
-_PLACE = "vllm.v1.engine.output_processor"
-LogprobsProcessor: Any = optional(_PLACE, "LogprobsProcessor", "logprobs come as Python objects, slowly", object)
 
 
 class LogprobRows:
@@ -125,8 +122,8 @@ def vocabulary_rows(wanted: RowsWanted, generated: Any, prompt: Any) -> npt.NDAr
 
 def install_arrays() -> bool:
     """Let vLLM keep arrays. False if this version cannot; its flat logprobs are then converted."""
-    if is_known := LogprobsProcessor is not object and allowed("arrays"):
-        importlib.import_module(_PLACE).LogprobsProcessor = ArrayLogprobsProcessor  # type: ignore[attr-defined]
+    if is_known := allowed("arrays"):
+        output_processor.LogprobsProcessor = ArrayLogprobsProcessor
     return is_known
 
 

@@ -1,17 +1,16 @@
 """The adapter to vLLM's pooling runner, which makes vectors of prompts, with the loop of `engine.py`.
 
-Tested with vLLM 0.32.0 and compared with the source of 0.26.0, where such models use the V1 runner.
+Tested with vLLM 0.32.0.
 """
 
 from typing import Any
 
 import numpy as np
-from vllm import PoolingParams, envs
+from vllm import PoolingParams
 
 from batchinf.base.errors import SpecError
 from batchinf.engines.vllm.arguments import engine_arguments
 from batchinf.engines.vllm.engine import VllmEngine
-from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling.pooling_scheduler import POOLING_SCHEDULER
 from batchinf.engines.vllm.scheduling.scheduler import SCHEDULER
 from batchinf.engines.vllm.worker import WORKER_EXTENSION, join_results
@@ -25,25 +24,12 @@ def wanted_of(task: Task) -> PoolingWanted:
     return task.pooling
 
 
-def check_runner() -> None:
-    """Raise SpecError if the V2 runner is requested and returns only the normalised last state."""
-    if not getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", None):
-        return
-    runner = optional("vllm.v1.worker.gpu.pool.pooling_runner", "PoolingRunner", "the V2 runner makes no vectors")
-    if not hasattr(runner, "add_request"):  # that of 0.26 ignores a request's parameters
-        raise SpecError(
-            "VLLM_USE_V2_MODEL_RUNNER: got 1, but in this version of vLLM that runner gives normalised last states "
-            "alone; leave it out of the environment"
-        )
-
-
 def pooling_arguments(task: Task, model_path: str, tokenizer_path: str, revision: str | None) -> dict[str, Any]:
     """EngineArgs by name: those for text, with the runner, the pooler and the worker that the task needs."""
-    check_runner()
     spec = task.spec
     wanted = wanted_of(task)
     arguments = engine_arguments(task, model_path, tokenizer_path, revision)
-    if SCHEDULER is not None and arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens; pooling has none
+    if arguments.get("scheduler_cls") == SCHEDULER:  # it collects tokens; pooling has none
         arguments["scheduler_cls"] = POOLING_SCHEDULER
     pooler = dict(spec.engine.get("pooler_config") or {})
     types = {"seq_pooling_type": wanted.seq_pooling_type, "tok_pooling_type": wanted.tok_pooling_type}
@@ -112,7 +98,7 @@ class VllmPooling(VllmEngine):
         )
 
     def _came_whole(self, output: Any) -> bool:
-        # From 0.26 to 0.32 an aborted request returns an empty tensor.
+        # In 0.32 an aborted request returns an empty tensor.
         return bool(output.outputs.data.numel())
 
     def _values(self, output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -15,23 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors
 
 from batchinf.engines.vllm.kernels.scores import is_right, takes, token_scores
 from batchinf.engines.vllm.known_sources import allowed
-from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.scheduling import joined
 from batchinf.engines.vllm.scheduling.joined import splitting, start_joining
-
-_COST = "rows of logits come in vLLM's own order, which is slower"
-get_tp_group: Any = optional("vllm.distributed.parallel_state", "get_tp_group", _COST)
-LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
 
 # What `engine_arguments` gives as `worker_extension_cls`: vLLM imports it by name in each worker.
 WORKER_EXTENSION = f"{__name__}.RowsExtension"
 # Rows processed at once, each of about 128k float32.
 _CHUNK = 256
-# Key in `extra_args` of SamplingParams (0.26 to 0.33): the prompt positions, ascending, that a request asks for; all
+# Key in `extra_args` of SamplingParams (0.32 and 0.33): the prompt positions, ascending, that a request asks for; all
 # without it. Rows of chosen positions have position + 1 as their rank.
 POSITIONS = "batchinf_positions"
 _GRAMMAR = "vllm.v1.structured_output.utils"
@@ -49,7 +46,7 @@ class RowsExtension:
     def install_vocabulary_rows(self, dtype: str, token_ids: Sequence[int] | None) -> bool:
         """Send rows as they are stored. False if this version has other names: `logprobs.py` then sorts vLLM's rows."""
         is_v2 = _is_v2(self.model_runner)
-        if get_tp_group is None or not allowed("rows_v2" if is_v2 else "rows_v1"):
+        if not allowed("rows_v2" if is_v2 else "rows_v1"):
             return False
         rows = ScoreRows(dtype, token_ids, is_sent=get_tp_group().rank_in_group == 0)
         return (_install_v2 if is_v2 else _install_v1)(self.model_runner, rows)
@@ -314,7 +311,7 @@ def scores_in_one_pass(theirs: Callable[..., Any], ks: list[int]) -> Callable[..
 def _mask_late_v2(runner: Any) -> bool:
     """vLLM's sampler calls `sample`, which may not change the logits, and then takes raw scores of them.
 
-    Compared with the source of 0.26.0, 0.32.0 and 0.33.0, not tested.
+    Compared with the source of 0.32.0 and 0.33.0, not tested.
     """
     grammar: Any = getattr(runner, "structured_outputs_worker", None)
     sampler: Any = getattr(runner, "sampler", None)

@@ -10,7 +10,6 @@ import tempfile
 
 from batchinf.base.errors import EngineStartError
 from batchinf.base.process import python_path
-from batchinf.engines.installed import vllm_version
 from batchinf.engines.protocol import DEVICE_LOCK
 from batchinf.fleet.devices import Slot
 from batchinf.replica.messages import Launch
@@ -52,10 +51,8 @@ def engine_environment(slot_devices: tuple[str, ...], num_cpus: int) -> dict[str
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if slot_devices:
-        # Threads that wait for work slow the engine's own thread. From 0.32 on vLLM takes one by itself if this is not
-        # set: structured outputs are then 2 to 6 times as fast (vllm#49013).
-        if (version := vllm_version()) is not None and version < (0, 32):
-            defaults["OMP_NUM_THREADS"] = "1"
+        # vLLM takes one thread if OMP_NUM_THREADS is not set: threads that wait for work slow structured outputs 2 to 6
+        # times (vllm#49013).
         # Without it, PyTorch puts vLLM's Triton kernels into the folder of the model that it compiles, and vLLM looks
         # for them elsewhere when it loads the compiled model. So a second start would compile them again, for 15 s.
         defaults["TRITON_CACHE_DIR"] = os.fspath(cache_root() / "triton")

@@ -43,7 +43,7 @@ from batchinf.tasks.score.accuracy import ANSWER, ANSWER_ERROR, BEST_PMI, WINNER
 from batchinf.tasks.score.prompts import NUM_RESERVED, ScorePrompts
 from batchinf.tasks.score.section import SECTION, has_choices, score_of, scored_columns
 
-# The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS, 0.26 to 0.33).
+# The most that vLLM takes for one request (MAX_LOGPROB_TOKEN_IDS).
 _MOST_IN_ONE_PASS = 128
 # Columns that are means of others.
 _NEUTRAL_SUMS = "choice_neutral_logprob_sums"

@@ -8,16 +8,17 @@ work while others wait. `benchmarks/attention.py` compares both. FlashAttention 
 A program reads all tokens of a request, one after the other. If one request of many has tens of thousands of tokens,
 FlashAttention is faster (`long_requests.py`).
 
-Compared with FlashAttention 3 of vLLM 0.26.0 on an NVIDIA H200, and with the source of 0.32.0 and 0.33.0.
+An engine's start compares it with the installed FlashAttention 3.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from vllm import envs
+from vllm.triton_utils import HAS_TRITON, tl, triton
+from vllm.v1.attention.backends import flash_attn
 
 from batchinf.base.text import one_line
 from batchinf.engines.vllm.kernels.base_worker import Worker
@@ -31,12 +32,8 @@ from batchinf.engines.vllm.kernels.comparison import (
     scales_of,
 )
 from batchinf.engines.vllm.kernels.long_requests import GraphChoice, all_agree
-from batchinf.engines.vllm.kernels.triton_names import HAS_TRITON, tl, triton
 from batchinf.engines.vllm.known_sources import allowed
-from batchinf.engines.vllm.names import optional
 
-_BACKEND = "vllm.v1.attention.backends.flash_attn"
-_COST = "FlashAttention decodes, which is slower for short contexts"
 _ATTRIBUTE = "is_of_batchinf"
 # Rows of a program's tile of queries: the least that the tensor cores take.
 _ROWS = 16
@@ -221,8 +218,7 @@ class DecodingWorker(Worker):
         """See vLLM. Installs the kernel here, because vLLM captures its CUDA graphs in this step."""
         config, compilation = self.vllm_config, self.vllm_config.compilation_config
         mixed = compilation.cudagraph_mode.mixed_mode().name
-        # With one kind of graph for all batches, the V2 runner of 0.26 captures it with one token for each request. The
-        # graph would have the kernel, and would also run prompts, which the kernel cannot.
+        # A graph for all batches would have the kernel, and would also run prompts, which the kernel cannot.
         can = mixed != "FULL" and allowed("kernel")
         sizes = config.model_config.dtype, config.cache_config.block_size, config.model_config.max_model_len
         choice = GraphChoice(config.model_config.get_num_kv_heads(config.parallel_config), pays_in_step)
@@ -249,10 +245,9 @@ def install(
     layers: the model's layers, by name, of which some have attention. dtype, longest: the model's type, and tokens of
     its longest request. choice: knows the steps that FlashAttention keeps.
     """
-    theirs = optional(_BACKEND, "flash_attn_varlen_func", _COST)
-    kind = optional(_BACKEND, "FlashAttentionImpl", _COST)
+    theirs = getattr(flash_attn, "flash_attn_varlen_func", None)
     # With that variable, vLLM's results do not depend on the batch; the kernel is not for all batches.
-    if theirs is None or kind is None or getattr(envs, "VLLM_BATCH_INVARIANT", False):
+    if theirs is None or getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return False
     if hasattr(theirs, _ATTRIBUTE):  # it is ours, for an earlier engine of this process
         theirs = theirs.__wrapped__
@@ -260,11 +255,11 @@ def install(
     shapes = {
         AttentionShape.of(impl, dtype, block_size): AttentionShape.of(impl, dtype, block_size, scales_of(layer))
         for layer, impl in ((layer, getattr(layer, "impl", None)) for layer in layers.values())
-        if isinstance(impl, kind) and _is_known(impl)
+        if isinstance(impl, flash_attn.FlashAttentionImpl) and _is_known(impl)
     }
     if not shapes or not all(is_right(theirs, shape, longest) for shape in shapes.values()):
         return False
-    importlib.import_module(_BACKEND).flash_attn_varlen_func = attention_of_decoding(theirs, choice)  # type: ignore[attr-defined]
+    flash_attn.flash_attn_varlen_func = attention_of_decoding(theirs, choice)
     return True
 
 

@@ -5,7 +5,7 @@ keeps such a step. A step that only decodes runs as one CUDA graph, which has th
 lengths were known. Here such a step runs as vLLM runs steps with prompts: in a graph for each piece between two layers
 of attention, and FlashAttention beside the graphs.
 
-Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
+Written for the sources of vLLM 0.32.0 and 0.33.0.
 """
 
 import functools
@@ -14,11 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
-from batchinf.engines.vllm.names import optional
-
-_COST = "one very long request makes the steps that decode slower"
-get_tp_group: Any = optional("vllm.distributed.parallel_state", "get_tp_group", _COST)
+from vllm.distributed.parallel_state import get_tp_group
 
 # The kernel reads a request's tokens in 34 ns each for an 8B model on an H200, and all tokens of a batch in 1 ns each.
 # FlashAttention needs 1.3 ns for each. With 8 heads of keys, a request with more than 1/26 of all tokens takes longer
@@ -77,13 +73,11 @@ class GraphChoice:
 
 
 def all_agree(is_so: bool) -> bool:
-    """Whether it is so in all tensor parallel ranks. Each rank must call this. False if the ranks cannot be asked.
+    """Whether it is so in all tensor parallel ranks. Each rank must call this.
 
     All ranks must run the same graph in a step. The all-reduce in a graph reads the buffers that the other ranks had
     when they captured that graph.
     """
-    if get_tp_group is None:
-        return False
     group = get_tp_group()
     if group.world_size == 1:
         return is_so

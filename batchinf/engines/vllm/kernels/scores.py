@@ -1,17 +1,16 @@
 """Kernels for logprobs: a token's logprob and rank, and the likeliest tokens, in one pass over the logits.
 
-vLLM's V2 runner calls `torch.topk`, which makes several passes, and then makes three. Compared with the functions of
-0.26.0 in Triton's interpreter, for float16 and float32 and vocabularies of 3,000 and 151,936, and with the source of
-0.32.0 and 0.33.0. Run with Triton 3.6.0 on an NVIDIA H200.
+vLLM's V2 runner calls `torch.topk`, which makes several passes, and then makes three. An engine's start compares the
+kernels with its function. Run with Triton 3.6.0 on an NVIDIA H200.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from vllm.triton_utils import HAS_TRITON, tl, triton
 
 from batchinf.base.text import one_line
-from batchinf.engines.vllm.kernels.triton_names import HAS_TRITON, tl, triton
 
 # Elements of a row in one step of a kernel, and the warps that share them.
 _TILE = (2048, 8)

@@ -7,13 +7,16 @@ tiles by the longest request, so steps with other lengths would need another gra
 wrong tiles, or let a token see the tokens after it. Here FlashAttention always gets the largest lengths that a step can
 have. The real lengths are on the GPU, where it reads them.
 
-Written for the sources of vLLM 0.26.0, 0.32.0 and 0.33.0.
+Written for the sources of vLLM 0.32.0 and 0.33.0.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backends import flash_attn
 
 from batchinf.base.text import one_line
 from batchinf.engines.vllm.kernels.base_worker import Worker
@@ -28,11 +31,8 @@ from batchinf.engines.vllm.kernels.comparison import (
     require_close,
 )
 from batchinf.engines.vllm.known_sources import allowed
-from batchinf.engines.vllm.names import optional
 from batchinf.spec.job import WHOLE_STEPS
 
-_BACKEND = "vllm.v1.attention.backends.flash_attn"
-_LAYERS = "vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"
 _COST = "steps of prompts start layer by layer, which is slower for small models"
 _ATTRIBUTE = "is_for_any_lengths"
 _DECODER = "decoder"
@@ -53,8 +53,10 @@ class PromptWorker(Worker):
             compilation.cudagraph_mode = mode.FULL
         loaded = super().load_model(*arguments, **named)
         if has_whole_steps(compilation):
-            can = allowed("whole") and are_right(compilation.static_forward_context, self.vllm_config) and install()
-            if is_ours and not can:
+            can = allowed("whole") and are_right(compilation.static_forward_context, self.vllm_config)
+            if can:
+                install()
+            elif is_ours:
                 print(_COST, flush=True)
                 compilation.cudagraph_mode = mode.PIECEWISE
         return loaded
@@ -70,15 +72,17 @@ def are_right(layers: Mapping[str, Any], vllm_config: Any) -> bool:
 
     layers: of the model, by name.
     """
-    names = "FlashAttentionImpl", "flash_attn_varlen_func", "get_scheduler_metadata"
-    kind, theirs, plan = (optional(_BACKEND, name, _COST) for name in names)
-    layer_kind = optional(*_LAYERS, _COST)
-    if None in (kind, theirs, layer_kind):
+    theirs, plan = (getattr(flash_attn, name, None) for name in ("flash_attn_varlen_func", "get_scheduler_metadata"))
+    if theirs is None:
         return False
     # None for layers with a state, such as Mamba's, which have no such attention.
-    impls: list[Any] = [getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, layer_kind)]
+    impls: list[Any] = [
+        getattr(layer, "impl", None) for layer in layers.values() if isinstance(layer, AttentionLayerBase)
+    ]
     is_known = impls and all(
-        type(impl) is kind and impl.vllm_flash_attn_version == FLASH_ATTENTION and impl.attn_type == _DECODER
+        type(impl) is flash_attn.FlashAttentionImpl
+        and impl.vllm_flash_attn_version == FLASH_ATTENTION
+        and impl.attn_type == _DECODER
         for impl in impls
     )
     sizes = vllm_config.model_config.dtype, vllm_config.cache_config.block_size
@@ -126,18 +130,12 @@ def is_right(
     return True
 
 
-def install(builder: Any = None) -> bool:
-    """Let FlashAttention's plans be for any lengths. False if this version plans in a way that is not known.
-
-    builder: the class that makes plans; None is vLLM's.
-    """
-    if builder is None:
-        builder = optional(_BACKEND, "FlashAttentionMetadataBuilder", _COST)
-    theirs = getattr(builder, "build", None)
-    if theirs is None:
-        return False
+def install(builder: Any = None) -> None:
+    """Let FlashAttention's plans be for any lengths. builder: the class that makes plans; None is vLLM's."""
+    builder = builder or flash_attn.FlashAttentionMetadataBuilder
+    theirs = builder.build
     if hasattr(theirs, _ATTRIBUTE):
-        return True
+        return
 
     @functools.wraps(theirs)
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *more: Any, **named: Any) -> Any:
@@ -152,4 +150,3 @@ def install(builder: Any = None) -> bool:
 
     setattr(build, _ATTRIBUTE, True)
     builder.build = build
-    return True

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from vllm.v1.outputs import LogprobsTensors
 
 from batchinf.base.text import one_line
 from batchinf.engines.vllm.known_sources import allowed
-from batchinf.engines.vllm.names import optional
 
 _COST = "results of prompts are sent one by one"
-LogprobsTensors: Any = optional("vllm.v1.outputs", "LogprobsTensors", _COST)
 # Numbers of all prompts of a step that are joined, which copies them. Rows of a whole vocabulary have more.
 _MOST_NUMBERS = 1 << 22
 

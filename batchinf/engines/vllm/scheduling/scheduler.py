@@ -11,36 +11,26 @@ MB of token ids.
 """
 
 import copy
-import inspect
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
 
 from batchinf.engines.vllm.known_sources import allowed
-from batchinf.engines.vllm.names import optional
-from batchinf.engines.vllm.scheduling.admission import AdmissionMixin, InFront, is_plain
 from batchinf.engines.vllm.scheduling.joined import JoiningMixin
+from batchinf.engines.vllm.scheduling.masks import GuidedRows
 
-_COST = "outputs are sent at each step, which is slower for small models"
-Scheduler: Any = optional("vllm.v1.core.sched.scheduler", "Scheduler", _COST)
-AsyncScheduler: Any = optional("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", _COST)
-LogprobsLists: Any = optional("vllm.v1.outputs", "LogprobsLists", _COST)
-CachedRequestData: Any = optional("vllm.v1.core.sched.output", "CachedRequestData", _COST)
-EngineCoreOutputs: Any = optional("vllm.v1.engine", "EngineCoreOutputs", _COST)
-
-# What `engine_arguments` gives as `scheduler_cls`: vLLM imports it by name, in whichever process it schedules. None
-# leaves vLLM its own.
-_NAMES = (Scheduler, AsyncScheduler, LogprobsLists, CachedRequestData, EngineCoreOutputs)
-SCHEDULER = None if None in _NAMES else f"{__name__}.scheduler"
-
-# Whether a request may be preempted while several of its steps are in flight: in a pipeline, or with speculation. Under
-# asynchronous scheduling 0.26 then dies of `assert request.num_output_placeholders >= 0`. vLLM's pull request 48245
-# mended that, and added this parameter.
-_update: Any = getattr(AsyncScheduler, "_update_request_with_output", None)
-PREEMPTS_IN_FLIGHT = _update is None or "is_stale" in inspect.signature(_update).parameters
+# What `engine_arguments` gives as `scheduler_cls`: vLLM imports it by name, in whichever process it schedules.
+SCHEDULER = f"{__name__}.scheduler"
 # Settings that add values to each step's output that this scheduler does not collect.
 _STEPWISE = ("enable_return_routed_experts", "return_sampling_mask")
 # Logprobs that a slot holds before they are moved out of it: 64 tokens with their top 20.
@@ -57,20 +47,96 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.in
 
 def scheduler(**arguments: Any) -> Any:
     """Our scheduler, or vLLM's own if a setting needs the outputs of every step."""
-    base = AsyncScheduler if arguments["vllm_config"].scheduler_config.async_scheduling else Scheduler
-    mixins = (JoiningMixin, HoldingMixin, AdmissionMixin) if allowed("hold") else (AdmissionMixin,)
-    made = type(f"Holding{base.__name__}", (*mixins, base), {})(**arguments)
+    is_async = arguments["vllm_config"].scheduler_config.async_scheduling
+    base: Any = AsyncScheduler if is_async else Scheduler
+    if not allowed("hold"):
+        return base(**arguments)
+    made = type(f"Holding{base.__name__}", (JoiningMixin, HoldingMixin, base), {})(**arguments)
     if any(getattr(made, name, False) for name in _STEPWISE):
         return base(**arguments)
-    made._block_size = _decode_block_size(made)
-    made.admits_itself()
+    made._changes = _block_changes(made)
+    if allowed("masks"):
+        made._guided = GuidedRows(made.structured_output_manager)
+        made.structured_output_manager.grammar_bitmask = made._guided.grammar_bitmask
     return made
 
 
-def _decode_block_size(made: Any) -> int | None:
-    """Tokens of a KV cache block if the short loops do the same as vLLM's methods with these settings, else None."""
-    is_exact = is_plain(made, "decode") and made.num_sampled_tokens_per_step == 1
-    return made.kv_cache_manager.coordinator.single_type_managers[0].block_size if is_exact else None
+# Parts of vLLM's scheduler that look at each request of a step. The loops know nothing of them, so they must be off.
+_LOOKS_AT_ALL = (
+    *("connector", "ec_connector", "aux_output_connector", "lora_config", "perf_metrics", "use_pp", "num_spec_tokens"),
+    *("num_lookahead_tokens", "need_mamba_block_aligned_split", "prefix_replay_tokens", "defer_block_free"),
+    *("is_encoder_decoder", "is_mm_encoder_only"),
+)
+
+
+# Managers of a group of cache that were compared with the loops. Of MambaManager, not its mode `align`.
+_KNOWN_MANAGERS = frozenset(
+    """FullAttentionManager SlidingWindowManager ChunkedLocalAttentionManager RSWAManager CircularBufferManager
+    MambaManager""".split()
+)
+# A request's first steps of decoding, in which its prompt may still be in flight, so that many blocks leave a window.
+_FIRST_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChanges:
+    """The steps in which the blocks of a request that decodes may change, in any group of the KV cache."""
+
+    every: int
+    """A group may need a block, or cache one, if the number of tokens is a multiple of this."""
+    leaving: tuple[tuple[int, int], ...]
+    """Of each kind of group that frees blocks: `offset`, `period`. It does so if `processed - offset` has reached a
+    multiple of `period`, where `processed` counts the computed tokens that are not in flight."""
+
+
+def _block_changes(made: Any) -> BlockChanges | None:
+    """When blocks change, if the short loops do the same as vLLM's methods with these settings; else None.
+
+    Without a known source, the parts of vLLM that are asked here may have other names. With the policy `fcfs`, a
+    request never preempts one before it in the batch.
+    """
+    scheduling = made.scheduler_config
+    # 0.33 may hold back all prompts in some steps. Before, it did so for data parallel ranks alone.
+    if getattr(scheduling, "prefill_schedule_interval", 1) > 1:
+        return None
+    has_known_order = scheduling.policy == "fcfs" and scheduling.long_prefill_token_threshold <= 0
+    if not has_known_order or any(getattr(made, name, None) for name in _LOOKS_AT_ALL) or not allowed("decode"):
+        return None
+    if made.num_sampled_tokens_per_step != 1:
+        return None
+    managers = made.kv_cache_manager.coordinator.single_type_managers
+    names = {_name_of(manager) for manager in managers}
+    if unknown := sorted(names - _KNOWN_MANAGERS):
+        print(f"the scheduler's short loops are off for {', '.join(unknown)}; steps take longer", flush=True)
+        return None
+    # A state, such as Mamba's, has one block as long as the longest request.
+    growing = [each for each in managers if each.block_size < made.max_model_len]
+    sizes = [each.block_size for each in growing if _name_of(each) != "CircularBufferManager"]
+    if made.kv_cache_manager.enable_caching:
+        sizes.append(made.kv_cache_manager.block_pool.hash_block_size)
+    leaving = {window for each in growing if (window := _window_of(each)) is not None}
+    return BlockChanges(math.gcd(*sizes) or made.max_model_len, tuple(sorted(leaving)))
+
+
+def _name_of(manager: Any) -> str:
+    mode = getattr(manager, "mamba_cache_mode", "")
+    return type(manager).__name__ + (" in mode align" if mode == "align" else "")
+
+
+def _window_of(manager: Any) -> tuple[int, int] | None:
+    """See `BlockChanges.leaving`. None for a group whose requests keep their blocks. Follows vLLM's
+    `get_num_skipped_tokens`."""
+    size = manager.block_size
+    match type(manager).__name__:
+        case "SlidingWindowManager":
+            return manager.sliding_window - 1 + manager.extra_retained_tokens, size
+        case "ChunkedLocalAttentionManager":
+            return 0, manager.attention_chunk_size
+        case "RSWAManager":
+            return manager.rswa_window, size
+        case "MambaManager":
+            return 1, size
+    return None
 
 
 class RowStore:
@@ -153,6 +219,16 @@ class _Held:
         params = request.sampling_params
         self.stop_ids = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
 
+    def stays_quiet(self, token_ids: list[int]) -> bool:
+        """Whether the request is quiet, and with these new tokens too."""
+        request = self.request
+        return (
+            len(request._all_token_ids) + 1 < self.quiet_until
+            and len(token_ids) == 1
+            and token_ids[0] not in self.stop_ids
+            and not request.num_preemptions
+        )
+
     def new_quiet_until(self, most_tokens: int, reasons: bool) -> int:
         """The value after a step that vLLM handled. reasons: a structure may begin only after the reasoning."""
         request = self.request
@@ -164,11 +240,26 @@ class _Held:
         return min(most_tokens, int(request.num_prompt_tokens + request.max_tokens), end_of_piece)
 
 
-class HoldingMixin(InFront):
+class HoldingMixin:
     """Extends vLLM's Scheduler: holds back requests with one final output and without stop strings."""
 
+    # Parts of vLLM's scheduler that the loops use.
+    requests: dict[str, Any]
+    running: list[Any]
+    kv_cache_manager: Any
+    pause_state: Any
+    structured_output_manager: Any
+    prev_step_scheduled_req_ids: set[str]
+    use_v2_model_runner: bool
+    max_model_len: int
+    max_num_scheduled_tokens: int
+    max_num_running_reqs: int
+    max_num_active_reqs: int
+
     # Set by `scheduler`. None: vLLM handles all requests.
-    _block_size: int | None = None
+    _changes: BlockChanges | None = None
+    # Set by `scheduler`. None: grammars are asked one by one.
+    _guided: GuidedRows | None = None
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -207,12 +298,13 @@ class HoldingMixin(InFront):
         """
         vllms_own: Any = super()
         if (
-            self._block_size is None
-            or not self.takes_prompts(*arguments, **named)
+            self._changes is None
+            or any((*arguments, *named.values()))  # that hold prompts back
+            or self.pause_state.name != "UNPAUSED"
             or len(self.running) > self.max_num_scheduled_tokens
         ):
             return vllms_own.schedule(*arguments, **named)
-        num_head, steps, masked = self._schedule_head(self._block_size)
+        num_head, steps, masked = self._schedule_head(self._changes)
         head, self.running = self.running[:num_head], self.running[num_head:]
         self._lower_limits(num_head, len(steps.req_ids))
         output = vllms_own.schedule()
@@ -227,20 +319,20 @@ class HoldingMixin(InFront):
         output.has_structured_output_requests |= bool(masked)
         # A request's mask depends on the token that a step in flight makes.
         output.pending_structured_output_tokens |= any(masked)
-        if output.num_common_prefix_blocks and head:  # 0.26 asks for the prefix that all share with the first
-            shared = self.kv_cache_manager.get_num_common_prefix_blocks(head[0].request_id)
-            output.num_common_prefix_blocks = shared
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(steps.req_ids)
         return output
 
-    def _schedule_head(self, block_size: int) -> tuple[int, Any, set[bool]]:
+    def _schedule_head(self, changes: BlockChanges) -> tuple[int, Any, set[bool]]:
         """Schedule requests from the head of the batch up to one that does not only decode or finds no free block.
+
+        A request that was scheduled one step ago has at most two more processed tokens than then.
 
         Returns their number; the CachedRequestData of those that take part in the step; and a set that says, of those
         with a structured output among the latter, whether a step in flight makes a token of the request.
         """
         manager, most_tokens = self.kv_cache_manager, self.max_model_len
+        every, leaving = changes.every, changes.leaving
         takes_all, before = not self.use_v2_model_runner, self.prev_step_scheduled_req_ids
         num_placeholders, is_caching = int(isinstance(self, AsyncScheduler)), manager.enable_caching
         scheduled: list[Any] = []
@@ -257,7 +349,14 @@ class HoldingMixin(InFront):
                 num_head += 1
                 continue
             block_ids = None
-            if computed % block_size == 0 or (is_caching and min(computed + 1, known) % block_size == 0):
+            may_change = computed % every == 0 or (is_caching and min(computed + 1, known) % every == 0)
+            if leaving and not may_change:
+                processed = computed - request.num_in_flight_tokens
+                is_first = computed - request.num_prompt_tokens < _FIRST_STEPS
+                may_change = is_first or request.num_preemptions > 0
+                for offset, period in leaving:
+                    may_change = may_change or (processed - offset) % period < 2
+            if may_change:
                 blocks = manager.allocate_slots(request, 1)
                 if blocks is None:
                     break
@@ -288,8 +387,7 @@ class HoldingMixin(InFront):
     def _lower_limits(self, num_requests: int, num_tokens: int) -> None:
         self.max_num_scheduled_tokens -= num_tokens
         self.max_num_running_reqs -= num_requests
-        if hasattr(self, "max_num_active_reqs"):  # not in 0.26
-            self.max_num_active_reqs -= num_requests
+        self.max_num_active_reqs -= num_requests
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """See vLLM. Each step still sends a message, because the front end counts steps and reads their statistics."""
@@ -297,8 +395,8 @@ class HoldingMixin(InFront):
         rows_of: dict[RowStore | None, tuple[list[int], list[int]]] = {
             store: ([], []) for store in (None, *self._stores.values())
         }
-        is_plain = self._block_size is not None and not model_runner_output.num_nans_in_logits
-        if is_plain and model_runner_output.sampled_token_ids:
+        has_loops = self._changes is not None and not model_runner_output.num_nans_in_logits
+        if has_loops and model_runner_output.sampled_token_ids:
             scheduled = scheduler_output.num_scheduled_tokens
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.num_scheduled_tokens = self._add_tokens(scheduled, model_runner_output, rows_of)
@@ -318,7 +416,8 @@ class HoldingMixin(InFront):
         sampled, index = given.sampled_token_ids, given.req_id_to_index
         starts = None if given.logprobs is None else given.logprobs.cu_num_generated_tokens
         num_placeholders, all_held = int(isinstance(self, AsyncScheduler)), self._held
-        block_size = self._block_size if self.kv_cache_manager.enable_caching else None
+        accepted = self._accept_at_once(scheduled, given)
+        every = self._changes.every if self._changes and self.kv_cache_manager.enable_caching else None
         for name, num_tokens in scheduled.items():
             held = all_held.get(name)
             if held is None or not held.quiet_until:
@@ -326,13 +425,7 @@ class HoldingMixin(InFront):
                 continue
             request, row = held.request, index[name]
             token_ids, known = sampled[row], request._all_token_ids
-            if (
-                len(known) + 1 >= held.quiet_until
-                or len(token_ids) != 1
-                or token_ids[0] in held.stop_ids
-                or request.num_preemptions
-                or not _accepts(request, token_ids)
-            ):
+            if not held.stays_quiet(token_ids) or not _accepts(request, token_ids, accepted.get(name)):
                 others[name] = num_tokens
                 continue
             known.append(token_ids[0])
@@ -340,15 +433,28 @@ class HoldingMixin(InFront):
             held.token_ids.append(token_ids[0])
             request.num_in_flight_tokens -= 1
             request.num_output_placeholders -= num_placeholders
-            if block_size is not None and len(known) % block_size <= 1:
-                if len(known) % block_size == 0:
+            if every is not None:
+                if len(known) % every == 0:
                     request.update_block_hashes()
-                elif num_placeholders:
+                if num_placeholders and (len(known) - 1) % every == 0:
                     self.kv_cache_manager.cache_blocks(request, len(known) - 1)
             slots, rows = rows_of[held.store]
             slots.append(held.slot)
             rows.append(row if starts is None else starts[row])
         return others
+
+    def _accept_at_once(self, scheduled: dict[str, int], given: Any) -> dict[str, bool]:
+        """Advance the grammars of quiet requests, if one call can. Returns whether each accepted its token, by name."""
+        if self._guided is None or self.structured_output_manager.backend is None:
+            return {}
+        sampled, index = given.sampled_token_ids, given.req_id_to_index
+        tokens = []
+        for name in scheduled:
+            held = self._held.get(name)
+            structured = None if held is None else held.request.structured_output_request
+            if held is not None and structured is not None and held.stays_quiet(sampled[index[name]]):
+                tokens.append((name, structured.grammar, sampled[index[name]][0]))
+        return self._guided.accept(tokens)
 
     def _hold(self, outputs: list[Any], index: dict[str, int], step: Any, rows_of: Any) -> list[Any]:
         """The outputs of a step that are sent now: of finished requests, pieces of long outputs, and first outputs.
@@ -381,7 +487,7 @@ class HoldingMixin(InFront):
         for store, (slots, rows) in rows_of.items():
             if store is not None and slots and step is not None:
                 store.append(slots, rows, step)
-        has_loops = self._block_size is not None
+        has_loops = self._changes is not None
         reasons = has_loops and self.structured_output_manager.reasoner_cls is not None
         for output, held in ours:
             is_finished = output.finish_reason is not None
@@ -412,10 +518,17 @@ class HoldingMixin(InFront):
         return self._stores[k]
 
 
-def _accepts(request: Any, token_ids: list[int]) -> bool:
-    """Advance the request's grammar, if it has one. False: vLLM asks again, is refused too, and ends the request."""
+def _accepts(request: Any, token_ids: list[int], is_accepted: bool | None) -> bool:
+    """Advance the request's grammar, if it has one. False: vLLM asks again, is refused too, and ends the request.
+
+    is_accepted: the grammar's answer, if it was advanced already.
+    """
     structured = request.structured_output_request
-    if structured is None or structured.grammar.accept_tokens(request.request_id, token_ids):
+    if structured is None:
+        return True
+    if is_accepted is None:
+        is_accepted = structured.grammar.accept_tokens(request.request_id, token_ids)
+    if is_accepted:
         return True
     structured.grammar.accept_tokens = lambda *_: False  # that of guidance accepts all after it has refused one
     return False

@@ -4,11 +4,12 @@ What it compiles serves these checks alone. For the requests, vLLM compiles each
 
 As a program, `python -m batchinf.engines.vllm.structured_output.structures` reads a spec and a tokenizer's path as JSON
 and prints the problems. It runs in its own process because vLLM takes 0.5 GB and changes environment variables. Run
-with vLLM 0.32.0; 0.26.0 has the same names.
+with vLLM 0.32.0.
 """
 
 import copy
 import functools
+import importlib
 import json
 import re
 import sys
@@ -23,7 +24,6 @@ from batchinf.base.errors import BatchinfError, SpecError
 from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing, structures_backend
 from batchinf.engines.vllm.arguments import GUIDANCE, for_backend
-from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.structured_output import guidance
 from batchinf.engines.vllm.structured_output.guidance import relaxed
 from batchinf.prompts.encoder import load_tokenizer
@@ -66,17 +66,17 @@ def _compile(structure: dict[str, Any], backend: str) -> None:
         raise ValueError(f"no such backend; must be auto, {', '.join(_COMPILE)}")
     module = _BACKENDS + backend.replace("-", "_")
     structure = for_backend(structure, backend)
-    if (validate := optional(module, _COMPILE[backend], "structures are first compiled by the engine")) is not None:
-        with importing("sampling.structured_outputs"):
-            from vllm.sampling_params import StructuredOutputsParams
-        validate(SamplingParams(structured_outputs=StructuredOutputsParams(**structure)))
+    with importing("sampling.structured_outputs"):
+        from vllm.sampling_params import StructuredOutputsParams
+    validate = getattr(importlib.import_module(module), _COMPILE[backend])
+    validate(SamplingParams(structured_outputs=StructuredOutputsParams(**structure)))
 
 
 def _second_choice(structure: dict[str, Any]) -> str:
+    from vllm.v1.structured_output.backend_guidance import has_guidance_unsupported_json_features
+
     schema = structure.get("json")
-    cost = "guidance is tried where outlines might be needed"
-    is_beyond = optional(f"{_BACKENDS}guidance", "has_guidance_unsupported_json_features", cost, lambda _: False)
-    return "outlines" if schema and is_beyond(json.loads(schema)) else "guidance"
+    return "outlines" if schema and has_guidance_unsupported_json_features(json.loads(schema)) else "guidance"
 
 
 def _words(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Tool calls as vLLM's server has them: the structure that forces them, and their parsing from finished texts.
 
-The engine takes the structures, and the writer reads the calls. Run with vLLM 0.32.0; 0.26.0 and 0.33.0 have the same
+The engine takes the structures, and the writer reads the calls. Run with vLLM 0.32.0; 0.33.0 has the same
 names.
 """
 
@@ -19,7 +19,6 @@ from batchinf.base.errors import SpecError
 from batchinf.base.text import error_message, one_line
 from batchinf.engines.installed import importing, structures_backend
 from batchinf.engines.vllm.arguments import GUIDANCE
-from batchinf.engines.vllm.names import optional
 from batchinf.engines.vllm.structured_output.structures import TAIL_TOKENS, check_known, with_own
 from batchinf.records import ParsedAnswer, Request, ToolCall, Tools
 from batchinf.spec.answer_schemas import objection
@@ -43,18 +42,16 @@ class CallParser:
         with importing(FIELD):
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.parser import ParserManager
+            from vllm.tokenizers.hf import get_cached_tokenizer
             from vllm.tool_parsers import ToolParserManager
         name = spec.model.tool_parser or ""
         check_known(FIELD, name, {*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
-        cached = optional(
-            "vllm.tokenizers.hf", "get_cached_tokenizer", "each text takes longer to parse", lambda it: it
-        )
         if name == _GPT_OSS and spec.model.reasoning_parser is None:
             what = f"got {name} without model.reasoning_parser: it would drop the reasoning"
             raise SpecError(f"{FIELD}: {what}; add model.reasoning_parser: openai_gptoss")
         # A copy: a tokenizer that encodes on another thread meanwhile fails with "Already borrowed". Cached, because
         # the parser of each text reads the vocabulary.
-        self._tokenizer = cached(copy.deepcopy(tokenizer))
+        self._tokenizer = get_cached_tokenizer(copy.deepcopy(tokenizer))
         self._backend = structures_backend(spec.engine)
         self._template_kwargs = dict(spec.input.chat_template_kwargs or {})
         self._request_class = ChatCompletionRequest
