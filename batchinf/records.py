@@ -269,6 +269,8 @@ class Prompt:
     """What the `inputs` are, if they are queries and documents."""
     request: str | None = None
     """Of a line of a batch file: its URL, and what it asks of the form of its answer, as JSON text."""
+    line_seed: int | None = None
+    """The seed of a line of a batch file, from which its requests count on: see `Task.drawing_request`."""
     tools: Tools | None = None
     """Those whose calls are parsed; None: the text is taken as it is."""
     template_kwargs: str | None = None

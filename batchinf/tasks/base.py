@@ -228,16 +228,21 @@ class Task(abc.ABC):
     ) -> Request:
         """A request whose output tokens are stored.
 
-        `max_tokens` is the user's, even if `max_model_len` leaves less; without one, all that fits.
+        `max_tokens` is the user's, even if `max_model_len` leaves less; without one, all that fits. As in vLLM's
+        server, sample i of a batch line that gives a seed has that seed plus i. Any other seed is hashed with the row.
         """
         sampling = prompt.sampling or self.spec.sampling
+        if prompt.line_seed is None:
+            seed = seed_of(sampling.seed, prompt.row_index, index)
+        else:
+            seed = _int64(prompt.line_seed + index - prompt.first_request)
         return Request(
             row_index=prompt.row_index,
             request_index=index,
             prompt_token_ids=prompt.token_ids,
             sampling=sampling,
             max_tokens=sampling.max_tokens or max(1, max_model_len - len(prompt.token_ids)),
-            seed=None if sampling.temperature == 0 else seed_of(sampling.seed, prompt.row_index, index),
+            seed=None if sampling.temperature == 0 else seed,
             logprob_token_ids=logprob_token_ids,
             rows=rows,
             tools=prompt.tools,
@@ -444,6 +449,11 @@ def seed_of(job_seed: int, row_index: int, request_index: int) -> int:
     """
     digest = hashlib.blake2b(f"{job_seed},{row_index},{request_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _int64(number: int) -> int:
+    """The number as vLLM's int64 holds it: beyond the largest one it goes on with the smallest."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _is_split(path: str, item: pa.DataType) -> bool:

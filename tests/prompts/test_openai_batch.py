@@ -8,10 +8,13 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinf.base.errors import RowError
 from batchinf.prompts.builder import PromptBuilder
+from batchinf.prompts.encoder import load_tokenizer
 from batchinf.prompts.openai.lines import url_of
 from batchinf.prompts.openai.requests import BatchReader, BatchRequest
 from batchinf.source.rows import Row
 from batchinf.spec.job import JobSpec
+from batchinf.tasks.base import seed_of
+from batchinf.tasks.registry import task_of
 
 MESSAGES = [{"role": "user", "content": "Say hello."}]
 TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
@@ -40,6 +43,34 @@ def chat(**body: Any) -> dict[str, Any]:
 
 def completion(**body: Any) -> dict[str, Any]:
     return line({"model": "gpt-4o-mini", "prompt": "Once", **body}, "/v1/completions")
+
+
+def seeds_of(spec: JobSpec, *lines: dict[str, Any]) -> list[list[int | None]]:
+    """The seeds of the requests of these lines."""
+    rows = [Row(index, each) for index, each in enumerate(lines)]
+    prompts = PromptBuilder(spec, load_tokenizer(str(MODEL), False), None).build(rows, 256)
+    assert [prompt.error for prompt in prompts] == [None] * len(prompts)
+    return [
+        [request.seed for part in prompt.parts or (prompt,) for request in task_of(spec).expand(part, 256)]
+        for prompt in prompts
+    ]
+
+
+def test_the_seed_of_a_line_is_used_as_it_is() -> None:
+    spec = JobSpec(**{**LEAST, "input": {"path": "batch.jsonl", "format": "openai"}}, sampling={"seed": 3, "n": 2})
+    two = line({"prompt": ["Once", "Twice"], "seed": 7}, "/v1/completions")
+    same = [completion(seed=5), completion(seed=5)]
+    assert seeds_of(spec, *same, completion(), two, completion(seed=2**63 - 1), completion(seed=-1)) == [
+        [5, 6], [5, 6], [seed_of(3, 2, 0), seed_of(3, 2, 1)], [7, 8, 7, 8], [2**63 - 1, -(2**63)],
+        [seed_of(-1, 5, 0), seed_of(-1, 5, 1)],
+    ]  # fmt: skip
+    assert seeds_of(spec, completion(seed=5, temperature=0, n=1)) == [[None]]
+
+
+def test_a_job_of_before_hashes_the_seed_of_a_line() -> None:
+    where = {"path": "batch.jsonl", "format": "openai"}
+    spec = JobSpec(**{**LEAST, "input": where, "rules": 1}, sampling={"seed": 3})
+    assert seeds_of(spec, completion(seed=5), completion(seed=5)) == [[seed_of(5, 0, 0)], [seed_of(5, 1, 0)]]
 
 
 @pytest.mark.parametrize(
