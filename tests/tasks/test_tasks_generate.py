@@ -15,7 +15,7 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.engines.scripted import ScriptedEngine
 from batchinf.records import Completion, Prompt, Result, TokenLogprobs
 from batchinf.spec.input import InputSpec
-from batchinf.spec.job import JobSpec, ScriptedSpec
+from batchinf.spec.job import JobSpec, ModelSpec, ScriptedSpec
 from batchinf.spec.output import OutputSpec
 from batchinf.spec.sampling import SamplingSpec
 from batchinf.tasks.base import seed_of
@@ -276,6 +276,25 @@ def test_prompt_logprobs_are_aligned_to_the_prompt() -> None:
         for name in ("prompt_logprobs", "prompt_ranks", "prompt_top_token_ids", "prompt_top_logprobs"):
             assert len(row[name]) == len(row["prompt_token_ids"])
             assert [value is None for value in row[name]] == [True] + [False] * (len(row[name]) - 1)
+
+
+def test_rows_with_an_empty_text_are_counted() -> None:
+    def counted(texts: Sequence[str | None], errors: Sequence[str | None], **more: Any) -> dict[str, int] | None:
+        task = Generate(
+            make_spec().model_copy(update={"model": ModelSpec(name="m", tool_parser=more.pop("parser", None))})
+        )
+        return task.count(
+            pa.table({"text": pa.array(texts, pa.string()), "error_type": pa.array(errors, pa.string())} | more)
+        )
+
+    assert counted(["", None, " \n", "a"], [None, None, None, None]) == {"num_empty": 3}
+    assert counted(["", None], ["refused", "refused"]) is None
+    assert counted(["a"], [None]) is None
+    calls = pa.array([[{"id": "1"}], None])
+    assert counted([None, None], [None, None], tool_calls=calls, parser="hermes") == {"num_empty": 1}
+    assert counted([None, None], [None, None], tool_calls=calls) == {"num_empty": 2}  # a kept column of that name
+    [line] = Generate.count_lines(657, {"num_empty": 12})
+    assert line.startswith("warning: 12 of 657 output rows have an empty text and no error; ")
 
 
 def test_lone_surrogates_are_replaced() -> None:

@@ -1,12 +1,14 @@
 """Task `generate`: n samples of each prompt. Each sample is an output row with its tokens and their logprobs."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from batchinf.base.text import counted
 from batchinf.model.identity import Model
 from batchinf.records import Prompt, Request, Result, ToolCall
 from batchinf.spec.job import JobSpec
@@ -123,6 +125,26 @@ class Generate(Task):
         """See `Task.reduce`: each result is a row with a `sample_index`."""
         arrays = {name: results.column(name) for name in results.column_names}
         return self.output_table(columns, arrays | {"sample_index": arrays["request_index"]})
+
+    def count(self, rows: pa.Table) -> dict[str, int] | None:
+        """See `Task`. num_empty: rows without an error, a text and a tool call."""
+        text = pc.fill_null(rows.column("text"), "")
+        is_empty = pc.and_(pc.equal(pc.utf8_trim_whitespace(text), ""), pc.is_null(rows.column("error_type")))
+        if self.spec.model.tool_parser is not None and "tool_calls" not in self.left_out:
+            is_empty = pc.and_(is_empty, pc.is_null(rows.column("tool_calls")))
+        num_empty = pc.sum(is_empty, min_count=0).as_py()
+        return {"num_empty": num_empty} if num_empty else None
+
+    @classmethod
+    def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
+        """See `Task`."""
+        if num_empty := counts.get("num_empty"):
+            have = "has" if num_empty == 1 else "have"
+            yield (
+                f"warning: {num_empty:,} of {counted(num_rows, 'output row')} {have} an empty text and no error; "
+                "num_output_tokens and finish_reason show whether the model ended at once, a stop string came first, "
+                "or reasoning used up max_tokens"
+            )
 
 
 def _text_columns(results: Sequence[Result]) -> dict[str, pa.Array]:
