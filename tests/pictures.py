@@ -32,6 +32,9 @@ MAX_MODEL_LEN = 512
 
 
 def spec_of(where: dict[str, Any], **sections: Any) -> JobSpec:
+    """A spec for the sample model. Rows without any picture run, unless `where` says otherwise."""
+    if where.get("images_column") or '"image"' in json.dumps(where.get("messages")) or where.get("images") is not None:
+        where = {**where, "images": {"on_missing": "run", **(where.get("images") or {})}}
     return JobSpec.model_validate(
         {
             "model": {"name": str(VISION), "dtype": "float32"},

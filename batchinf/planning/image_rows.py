@@ -48,7 +48,8 @@ def _of_sample(job: Job, file: SpecFile, *, is_whole: bool) -> ImagesOfRows:
             places = np.sort(np.asarray(sampled[start : start + RUN_ROWS], np.int64))
             for prompt in images.looked_at(builder.build(job.source.read_rows(places, builder.columns), None)):
                 num_read += 1
-                has_errors |= prompt.error is not None
+                # A row without images surely has no more of them than others.
+                has_errors |= prompt.error is not None and prompt.error.error_type != "image_missing"
                 most = max(most, len(prompt.image_shapes))
                 sizes += [(width, height) for _, width, height in prompt.image_shapes]
     are_all = is_whole and num_read == len(job.rows) and not has_errors

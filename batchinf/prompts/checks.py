@@ -229,8 +229,10 @@ class EmptyValues:
     """
 
     def __init__(self, spec: JobSpec) -> None:
-        self._printed = Renderer(spec).printed
-        self._image_columns = tuple(dict.fromkeys(column for _, column in spec.input.image_columns))
+        renderer = Renderer(spec)
+        self._printed = renderer.printed
+        self._image_columns = renderer.image_columns
+        self._needs_images = renderer.needs_images
         self._without_images: tuple[list[int], list[int]] = ([], [])  # rows without any, and without some
         self.columns = tuple(dict.fromkeys((*self._printed, *self._image_columns)))
         self._num_rows = 0
@@ -257,11 +259,15 @@ class EmptyValues:
                     "rows out"
                 )
         names = " or ".join(f"'{name}'" for name in self._image_columns)
-        for rows, where in zip(self._without_images, (f"in {names}", f"in one of the columns {names}"), strict=True):
+        run = "such rows run all the same; input.where can leave them out"
+        fail = "such rows are error rows, unless input.images.on_missing is run"
+        remedies = (fail if self._needs_images else run, run)
+        places = (f"in {names}", f"in one of the columns {names}")
+        for rows, place, remedy in zip(self._without_images, places, remedies, strict=True):
             if rows:
                 yield (
-                    f"warning: {counted(len(rows), 'row')} of {self._num_rows:,} sampled without a picture {where} "
-                    f"(row {rows[0]} first): such rows run all the same; input.where can leave them out"
+                    f"warning: {counted(len(rows), 'row')} of {self._num_rows:,} sampled without a picture {place} "
+                    f"(row {rows[0]} first): {remedy}"
                 )
 
 

@@ -11,7 +11,14 @@ from batchinf.base.errors import RowError, SpecError
 from batchinf.base.text import list_names, name_type
 from batchinf.prompts.chat import ChatTemplate, Message, read_messages, read_tools
 from batchinf.prompts.encoder import TextCutter
-from batchinf.prompts.images import ImageSource, Placeholders, TextWithImages, images_of, render_conversation
+from batchinf.prompts.images import (
+    ImageSource,
+    Placeholders,
+    TextWithImages,
+    empty_columns,
+    images_of,
+    render_conversation,
+)
 from batchinf.prompts.openai.lines import COLUMNS, missing_columns
 from batchinf.prompts.templates import RowTemplate, column_call
 from batchinf.prompts.tools import ToolsError, tools_of_row
@@ -19,7 +26,7 @@ from batchinf.records import Tools
 from batchinf.source.rows import Row
 from batchinf.spec.fields import null_hint
 from batchinf.spec.input import InputSpec, MessageSpec
-from batchinf.spec.job import JobSpec
+from batchinf.spec.job import FIRST_RULES, JobSpec
 
 TOOLS = "tools"  # the column of datasets of conversations
 
@@ -96,6 +103,9 @@ class Renderer:
         self._templates = {field: RowTemplate(text, field, cut) for field, text in _texts(where)}
         named = self._template_columns() if self._templates else self._plain_columns()
         self.named_columns = (*named, *where.image_columns)
+        self.image_columns = tuple(dict.fromkeys(column for _, column in where.image_columns))
+        refuses = where.images is not None and where.images.on_missing == "error" and spec.rules > FIRST_RULES
+        self.needs_images = refuses and bool(self.image_columns)
         self._is_chat = where.is_chat
         self._chat = None if tokenizer is None or not self._is_chat else ChatTemplate(where, tokenizer, begun_at)
 
@@ -154,6 +164,9 @@ class Renderer:
         """
         if row.error is not None:
             return RowError("unreadable", row.error)
+        if self.needs_images and len(empty_columns(row.values, self.image_columns)) == len(self.image_columns):
+            return RowError("image_missing", f"the row has no image in {list_names(self.image_columns)}; "
+                            "input.images.on_missing: run lets such rows run")  # fmt: skip
         columns = self._input.images_column
         own = images_of(row.values, columns) if columns else []
         if isinstance(own, RowError):

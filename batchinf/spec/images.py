@@ -64,6 +64,9 @@ class ImageSettings(Section):
     """Seconds in which an image must be fetched, with all retries."""
     retries: Annotated[int, Field(ge=0, le=100), RUNTIME] = 3
     """How often a fetch is retried if the server is busy (status 408, 429 or 5xx) or the connection fails."""
+    on_missing: Annotated[Literal["error", "run"], IDENTITY] = "error"
+    """What becomes of a row of which all columns with images are empty: an error row, or it runs without an image. A
+    row of which only some are empty runs."""
     on_changed: Annotated[Literal["stop", "take"], RUNTIME] = "stop"
     """What a retry does with a row that has results without an error, and whose image is another one now: it stops and
     names the row and the image, or takes the new image and names the row in a note."""

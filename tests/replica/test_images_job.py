@@ -49,7 +49,9 @@ def spec_of(folder: pathlib.Path, rows: list[dict[str, Any]] | None = None, **se
         "output": {"keep_columns": [], "rows_per_shard": 16},
         "max_error_rate": 1.0,
     }
-    return jobs.spec_of(folder, **{**options, **sections})
+    # The row without a picture runs.
+    where = {"images": {"on_missing": "run"}, **options["input"], **(sections.pop("input", None) or {})}
+    return jobs.spec_of(folder, **{**options, "input": where, **sections})
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +421,9 @@ def of_vllm(folder: pathlib.Path, where: dict[str, Any], **sections: Any) -> pat
         "scripted": None,
     }
     folder.mkdir(exist_ok=True)
-    return jobs.spec_of(folder, **{**options, **sections})
+    # The row without a picture runs.
+    where = {"images": {"on_missing": "run"}, **options["input"], **(sections.pop("input", None) or {})}
+    return jobs.spec_of(folder, **{**options, "input": where, **sections})
 
 
 def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
