@@ -280,9 +280,9 @@ def test_prompt_logprobs_are_aligned_to_the_prompt() -> None:
 
 def test_rows_with_an_empty_text_are_counted() -> None:
     def counted(texts: Sequence[str | None], errors: Sequence[str | None], **more: Any) -> dict[str, int] | None:
-        task = Generate(
-            make_spec().model_copy(update={"model": ModelSpec(name="m", tool_parser=more.pop("parser", None))})
-        )
+        model = ModelSpec(name="m", tool_parser=more.pop("parser", None))
+        scripted = more.pop("scripted", None)
+        task = Generate(make_spec().model_copy(update={"model": model, "scripted": scripted}))
         return task.count(
             pa.table({"text": pa.array(texts, pa.string()), "error_type": pa.array(errors, pa.string())} | more)
         )
@@ -290,11 +290,14 @@ def test_rows_with_an_empty_text_are_counted() -> None:
     assert counted(["", None, " \n", "a"], [None, None, None, None]) == {"num_empty": 3}
     assert counted(["", None], ["refused", "refused"]) is None
     assert counted(["a"], [None]) is None
+    assert counted([""], [None], scripted=ScriptedSpec()) is None
     calls = pa.array([[{"id": "1"}], None])
     assert counted([None, None], [None, None], tool_calls=calls, parser="hermes") == {"num_empty": 1}
     assert counted([None, None], [None, None], tool_calls=calls) == {"num_empty": 2}  # a kept column of that name
-    [line] = Generate.count_lines(657, {"num_empty": 12})
-    assert line.startswith("warning: 12 of 657 output rows have an empty text and no error; ")
+    [few] = Generate.count_lines(657, {"num_empty": 12})
+    assert few.startswith("12 of 657 output rows without an error, but with an empty text; ")
+    [all_of_them] = Generate.count_lines(657, {"num_empty": 657})
+    assert all_of_them.startswith("warning: 657 of 657 output rows ")
 
 
 def test_lone_surrogates_are_replaced() -> None:

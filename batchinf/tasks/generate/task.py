@@ -128,6 +128,8 @@ class Generate(Task):
 
     def count(self, rows: pa.Table) -> dict[str, int] | None:
         """See `Task`. num_empty: rows without an error, a text and a tool call."""
+        if self.spec.scripted is not None:
+            return None  # its texts are no model's, and many are empty
         text = pc.fill_null(rows.column("text"), "")
         is_empty = pc.and_(pc.equal(pc.utf8_trim_whitespace(text), ""), pc.is_null(rows.column("error_type")))
         if self.spec.model.tool_parser is not None and "tool_calls" not in self.left_out:
@@ -139,11 +141,12 @@ class Generate(Task):
     def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
         """See `Task`."""
         if num_empty := counts.get("num_empty"):
-            have = "has" if num_empty == 1 else "have"
+            warning = "warning: " if num_empty == num_rows else ""
+            rows = counted(num_rows, "output row")
             yield (
-                f"warning: {num_empty:,} of {counted(num_rows, 'output row')} {have} an empty text and no error; "
-                "num_output_tokens and finish_reason show whether the model ended at once, a stop string came first, "
-                "or reasoning used up max_tokens"
+                f"{warning}{num_empty:,} of {rows} without an error, but with an empty text; num_output_tokens and "
+                "finish_reason show whether the model ended at once, a stop string came first, or reasoning used up "
+                "max_tokens"
             )
 
 
