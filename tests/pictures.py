@@ -223,14 +223,6 @@ def chats_in_batch_file(folder: pathlib.Path, rows: Sequence[Pictures]) -> dict[
     return _batch_file(folder, "/v1/chat/completions", bodies)
 
 
-def responses_in_batch_file(folder: pathlib.Path, rows: Sequence[Pictures]) -> dict[str, Any]:
-    parts = [[{"type": "input_image", "image_url": data_url(picture), "detail": "high"} for picture in row]
-             for row in rows]  # fmt: skip
-    asked = {"type": "input_text", "text": QUESTION}
-    bodies = [{"input": [{"role": "user", "content": [*of_row, asked]}]} for of_row in parts]
-    return _batch_file(folder, "/v1/responses", bodies)
-
-
 def folder_of_pictures(folder: pathlib.Path, rows: Sequence[Pictures]) -> dict[str, Any]:
     """A row for each picture."""
     for number, [picture] in enumerate(rows):
@@ -245,6 +237,5 @@ CHAT_FORMS: tuple[Callable[[pathlib.Path, Sequence[Pictures]], dict[str, Any]], 
     parts_of_conversations,
     parts_in_parquet,
     chats_in_batch_file,
-    responses_in_batch_file,
     folder_of_pictures,
 )

@@ -242,17 +242,10 @@ def test_where_tells_columns_apart_that_differ_in_case(tmp_path: pathlib.Path) -
     assert [row["id"] for row in rows_in(tmp_path / "out")] == [row["id"] for row in rows if row["lang"] == "en"]
 
 
-def test_retry_tells_columns_apart_that_differ_in_case(tmp_path: pathlib.Path) -> None:
-    rows = [{**row, "Error_Type": "old" if n < 5 else None} for n, row in enumerate(numbered(20))]
-    for row in rows[15:]:
-        row["prompt"] = ""
-    path = write_lines(tmp_path / "prompts.jsonl", rows)
+def test_a_kept_column_that_differs_from_an_output_column_in_case_is_refused(tmp_path: pathlib.Path) -> None:
+    path = write_lines(tmp_path / "prompts.jsonl", [{**row, "Error_Type": "old"} for row in numbered(20)])
     spec = spec_over(tmp_path, path, output={"keep_columns": ["Error_Type"]})
-    finished(spec)
-    finished(spec, "--retry", "errors")
-    after = jobs.table_of(tmp_path / "out").to_pylist()
-    assert [row["error_type"] for row in after] == [None] * 15 + ["empty_prompt"] * 5
-    assert [row["attempts"] for row in after] == [1] * 15 + [2] * 5
+    assert_refused(jobs.run("run", spec), "got Error_Type beside the output's column error_type")
 
 
 # -- 4: values where types meet ----------------------------------------------------------------------------------------

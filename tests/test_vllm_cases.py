@@ -50,7 +50,7 @@ RUN_BATCH = {
     "calls and results in the messages": _CALLS,
     "lines from a pipe": "tests/commands/test_run_batch.py::test_lines_from_a_pipe_are_kept_beside_the_answers",
     "lines from a URL": "tests/source/test_remote_files.py::test_every_format_over_http_is_what_the_files_are",
-    "answers to a URL": "tests/export/test_upload.py::test_the_answers_of_run_batch_go_to_a_url",
+    "answers to a URL": _UPLOAD,
     "flags of the engine": _FLAGS,
     "flags of metrics (here refused: no server runs)": _REFUSED,
     "flags of the chat template and of names of the model":
@@ -92,7 +92,7 @@ LOGPROBS = {
     "of a prompt of one token": "tests/engines/test_vllm_engine.py::test_prompt_of_one_token_has_no_prompt_logprobs",
     "ranks and the sum": "tests/engines/test_vllm_engine.py::test_logprobs_equal_transformers",
     "texts of tokens that hold a part of a character":
-        "tests/export/test_export.py::test_tokens_that_hold_a_part_of_a_character",
+        "tests/export/test_export.py::test_a_character_is_the_text_of_the_token_that_completes_it",
     "with a draft model": "no test: vLLM's CPU build has no draft models; the V2 runner of GPUs is held by benchmarks",
 }  # fmt: skip
 

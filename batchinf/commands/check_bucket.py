@@ -29,8 +29,9 @@ from batchinf.manifest.lock import Holder, live_holder
 from batchinf.manifest.look import PATIENCE_S, Look, say_if_large
 from batchinf.manifest.names import part_name
 from batchinf.manifest.state import State
-from batchinf.output.mirror import fetch_selection, unbundled, whole_segments
+from batchinf.output.bundles import unbundled, whole_segments
 from batchinf.output.proof import Flaw, PartsOfJob
+from batchinf.output.restore import fetch_selection
 
 
 def check_bucket(url: str, *, is_deep: bool, repair: bool = False) -> CheckReport:

@@ -25,7 +25,7 @@ from batchinf.model.identity import resolve
 from batchinf.prompts.chat import IMAGE_PARTS, source_of_part
 from batchinf.prompts.checks import input_notes
 from batchinf.prompts.images import ImageSource, sources_of
-from batchinf.prompts.media import ImageLoader
+from batchinf.prompts.media import ImageLoader, is_in_base64
 from batchinf.source.files import CsvDialect, InputLocation
 from batchinf.source.find import find_files, folder_of
 from batchinf.source.formats.csv import Csv, seems_cp1252
@@ -63,9 +63,6 @@ _MOST_KEPT_CHARS = 60  # of a value, on average
 _NEARLY = 0.9  # of the values differ: ids that repeat by mistake
 _SEPARATOR = re.compile(r"(?<=\w)[;\t|]")
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")  # unique by chance: a later row may repeat it
-# How base64 of a picture begins. No path of a picture is so long and has no dot.
-_STARTS_IN_BASE64 = {"/9j/": "jpeg", "iVBORw0KGgo": "png", "R0lGOD": "gif", "UklGR": "webp"}
-_LEAST_BASE64 = 64
 _DEFAULT_LABELS = ("positive", "negative", "neutral")
 
 
@@ -76,11 +73,11 @@ def look_at(path: str, labels: Sequence[str] = (), encoding: str | None = None) 
     has text or images.
     """
     is_given = encoding is not None
-    if encoding is None:
-        encoding = _encoding(path)
-    else:
-        _check_encoding(path, encoding)
     captioned = _captioned(path)
+    if encoding is not None:
+        _check_encoding(path, encoding)
+    elif captioned is None:
+        encoding = _encoding(path)
     dialect = None if encoding is None else CsvDialect(encoding=encoding)
     where = InputLocation(path, csv=dialect, format=None if captioned is None else Images.name)
     with tempfile.TemporaryDirectory() as scratch:
@@ -97,9 +94,12 @@ def look_at(path: str, labels: Sequence[str] = (), encoding: str | None = None) 
 def _captioned(path: str) -> str | None:
     """A line about a folder with pictures beside text files, such as captions, which are read as text without a word
     of the spec; None for another input."""
-    if is_url(path) or not os.path.isdir(os.path.expanduser(path)) or format_of(InputLocation(path)) != TextLines.name:
+    folder = os.path.expanduser(path)
+    # A new job would refuse such a folder.
+    where = InputLocation(path, is_new=False)
+    if is_url(path) or not os.path.isdir(folder) or format_of(where) != TextLines.name:
         return None
-    names = [name for _, _, files in os.walk(os.path.expanduser(path)) for name in files]
+    names = [name for _, _, files in os.walk(folder) for name in files]
     num_pictures = sum(map(_is_named_as_picture, names))
     if not num_pictures:
         return None
@@ -274,8 +274,8 @@ class _Images:
         self._base_folder = folder_of(path)
         self.lost: dict[str, str] = {}
         """By columns that name pictures, none of which is there: the first of these names."""
-        self.coded: dict[str, str] = {}
-        """By columns with base64 of pictures without `data:`: the type of the first one."""
+        self.coded: list[str] = []
+        """The columns with base64 of pictures without `data:`."""
         self._loader = ImageLoader(ImageSettings(), base_folder=self._base_folder)
         self.names = [name for name in columns.types if self._has_images(name)]
         parts = [_sources_in_parts(list(row.values.values())) for row in columns.rows]
@@ -311,8 +311,8 @@ class _Images:
         sources = sources[:_IMAGES_LOOKED_AT]
         if any(map(self._is_image, sources)):
             return True
-        if kind := next(filter(None, map(_kind_in_base64, sources)), None):
-            self.coded[name] = kind
+        if any(isinstance(source, str) and is_in_base64(source) for source in sources):
+            self.coded.append(name)
             return True
         names = [source for source in sources if isinstance(source, str) and _is_named_as_picture(source)]
         if names and len(names) == len(sources):
@@ -332,10 +332,9 @@ class _Images:
     def lost_line(self) -> str | None:
         """What to do about pictures that a job cannot read as they are; None if there are none."""
         if self.coded:
-            column, kind = next(iter(self.coded.items()))
             return (
-                f"column {column!r} has pictures in base64 without data:, which a job takes for paths: write "
-                f"data:image/{kind};base64, before each of them"
+                f"column {self.coded[0]!r} has pictures in base64 without data:, which a job does not read: write "
+                "data:image/png;base64, before each of them, also of other kinds"
             )
         if not self.lost or self._base_folder is None or is_bucket(self._base_folder):
             return None
@@ -356,14 +355,6 @@ class _Images:
 def _images_in(value: object) -> list[ImageSource]:
     sources = sources_of(value, "")
     return sources if isinstance(sources, list) else []
-
-
-def _kind_in_base64(source: ImageSource) -> str | None:
-    """The type of a picture in base64 without `data:`, by its first bytes; None for anything else."""
-    if not isinstance(source, str) or len(source) < _LEAST_BASE64:
-        return None
-    kind = next((kind for start, kind in _STARTS_IN_BASE64.items() if source.startswith(start)), None)
-    return kind if re.fullmatch(r"[A-Za-z0-9+/\r\n]+={0,2}[\r\n]*", source[:_LEAST_BASE64]) else None
 
 
 def _is_named_as_picture(text: str) -> bool:

@@ -50,8 +50,9 @@ from batchinf.manifest.lock import JobLock, await_free
 from batchinf.manifest.state import Committed, State, last_epoch, read_state
 from batchinf.manifest.versions import begun_spec
 from batchinf.model.content import Contents
-from batchinf.output.mirror import Mirror, restore_shared
+from batchinf.output.mirror import Mirror
 from batchinf.output.proof import changed_parts
+from batchinf.output.restore import restore_shared
 from batchinf.schedule.leases import PendingRows
 from batchinf.schedule.positions import RunOrder, chosen_in_order
 from batchinf.schedule.shards import total_rows

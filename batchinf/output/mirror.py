@@ -13,7 +13,6 @@ The coordinator owns the one `Mirror` of a run; a job in a folder has none. Repl
 """
 
 import contextlib
-import json
 import math
 import pathlib
 import queue
@@ -23,7 +22,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple, TypeVar
@@ -32,7 +30,6 @@ from batchinf.base import faults
 from batchinf.base.bucket import Bucket, Listed, together
 from batchinf.base.errors import OutputError
 from batchinf.base.process import on_thread
-from batchinf.base.slices import CUT_RECORD, FILES_RECORD
 from batchinf.base.storage import Folder, file_digest
 from batchinf.base.text import counted, size_text
 from batchinf.manifest.bucket_lock import BucketLock
@@ -40,11 +37,13 @@ from batchinf.manifest.chain import Chain
 from batchinf.manifest.lock import TAKEOVER_AFTER_S, LockLost
 from batchinf.manifest.names import TELEMETRY_FOLDER, parse_part_name, part_name, staging_name
 from batchinf.manifest.state import State, read_beginning, read_state
+from batchinf.output.bundles import Piece, bundled, unbundled, whole_segments
 from batchinf.output.journal import num_results, place_of
+from batchinf.output.restore import fetch_selection
 from batchinf.output.ticks import next_upload_at
 from batchinf.prompts.url_cache import IMAGES_FOLDER
 from batchinf.records import Part
-from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER, positions_name, read_positions
+from batchinf.schedule.positions import RETRY_FOLDER, RUN_FOLDER
 
 _NUM_UPLOADS = 4
 _BUNDLE_BYTES = 64 << 20
@@ -62,18 +61,6 @@ _LAST_PATIENCE_S = 5.0
 _LAST_S = 1.0  # that there is in any case
 _VERSIONS = "source/versions"
 _Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A segment in a bundle, or some of its bytes: a slow link gets a large segment in several bundles."""
-
-    segment: str
-    data: bytes
-    first: int
-    """Place of the first byte in the segment."""
-    num_bytes: int
-    """Of the whole segment."""
 
 
 class _Unsent(NamedTuple):
@@ -557,7 +544,7 @@ class Mirror:
         self._note_bundle(bundle, pieces)
         faults.point("mirror.before_bundle")
         self._bucket.put_new(
-            f"journal/{bundle}", _bundled(pieces), lambda: any(self._is_needed(piece.segment) for piece in pieces)
+            f"journal/{bundle}", bundled(pieces), lambda: any(self._is_needed(piece.segment) for piece in pieces)
         )
         faults.point("mirror.after_bundle")
         for piece in pieces:
@@ -567,13 +554,9 @@ class Mirror:
 
     def _send_records(self) -> None:
         """Store the files of chosen rows and the versions of the input, before a commit names one."""
-        chosen = [f"{where}/{name}" for where in (RUN_FOLDER, RETRY_FOLDER) for name in self._folder.list(where)]
-        _finish(
-            [
-                *(partial(self._send_chosen, name) for name in chosen if name.endswith(".positions")),
-                *(partial(self._send_version, name) for name in self._source.list("versions")),
-            ]
-        )
+        files = [f"{where}/{name}" for where in (RUN_FOLDER, RETRY_FOLDER) for name in self._folder.list(where)]
+        chosen = [partial(self._send_chosen, name) for name in files if name.endswith(".positions")]
+        _finish([*chosen, *(partial(self._send_version, name) for name in self._source.list("versions"))])
 
     def _send_chosen(self, name: str) -> None:
         path = self._folder.path(name)
@@ -597,45 +580,6 @@ class Mirror:
         self.lock.check()
 
 
-def fetch_selection(bucket: Bucket, folder: Folder, state: State) -> set[str]:
-    """Download the files of chosen rows that the folder lacks. Returns the names of all that the bucket has."""
-    digests = {(RUN_FOLDER, number): extent.positions for number, extent in enumerate(state.extents, 1)}
-    digests |= {(RETRY_FOLDER, number): retry.positions for number, retry in state.retries.items()}
-    listed = _names_in(bucket, (RUN_FOLDER, RETRY_FOLDER))
-    folder.make(RUN_FOLDER, RETRY_FOLDER)
-
-    def is_there(where: str, number: int) -> bool:
-        digest = digests[where, number]
-        return digest is None or read_positions(folder, number, digest, where) is not None
-
-    for where, number in digests:
-        name = positions_name(number, where)
-        candidates = (each for each in listed if each.startswith(f"{name}-"))
-        while not is_there(where, number) and (candidate := next(candidates, None)) is not None:
-            bucket.download(candidate, folder.path(name))
-    return {*listed}
-
-
-def _names_in(bucket: Bucket, folders: Sequence[str]) -> list[str]:
-    """The names of all objects in these folders of the bucket."""
-    listings = together(partial(bucket.list, folder) for folder in folders)
-    return [f"{folder}/{each.name}" for folder, listing in zip(folders, listings, strict=True) for each in listing]
-
-
-def restore_shared(bucket: Bucket, folder: Folder, *, is_alone: bool) -> None:
-    """Make the records that all slices share those of the bucket.
-
-    is_alone: the caller holds the whole folder, so that one which the bucket does not have is of an earlier job.
-    """
-    names = (CUT_RECORD, FILES_RECORD)
-    for name, there in zip(names, bucket.get_all(names), strict=True):
-        if there is not None:
-            folder.make()
-            folder.write_atomic(name, there.data)
-        elif is_alone:
-            folder.delete(name)
-
-
 def _finish(calls: Iterable[Callable[[], object]]) -> None:
     """Do all of this, several at a time. Raises the first error."""
     for _ in together(calls):
@@ -652,36 +596,3 @@ def _mark(path: pathlib.Path) -> str:
     """Tells a file from those that had its name before."""
     status = path.stat()
     return f"{path.name} {status.st_ino} {status.st_mtime_ns} {status.st_size}"
-
-
-def _bundled(pieces: Sequence[Piece]) -> bytes:
-    sizes = json.dumps([_about(piece) for piece in pieces]).encode()
-    return b"".join([sizes, b"\n", *(piece.data for piece in pieces)])
-
-
-def _about(piece: Piece) -> list[Any]:
-    is_whole = len(piece.data) == piece.num_bytes
-    return [piece.segment, len(piece.data), *(() if is_whole else (piece.first, piece.num_bytes))]
-
-
-def unbundled(data: bytes) -> Iterator[Piece]:
-    """The segments in a bundle, or their pieces. Each segment has a checksum of its own."""
-    line, _, rest = data.partition(b"\n")
-    with contextlib.suppress(ValueError, TypeError):
-        for name, size, *place in json.loads(line):
-            piece = rest[:size]
-            first, num_bytes = place or (0, len(piece))
-            if isinstance(name, str) and place_of(name) is not None:
-                yield Piece(name, piece, int(first), int(num_bytes))
-            rest = rest[size:]
-
-
-def whole_segments(pieces: Iterable[Piece]) -> Iterator[tuple[str, bytes]]:
-    """The segments of which all pieces are there, by name. pieces: of all bundles, in the order of their names."""
-    begun: dict[str, bytearray] = {}
-    for piece in pieces:
-        before = begun.setdefault(piece.segment, bytearray())
-        if piece.first <= len(before):
-            before[piece.first :] = piece.data  # it may have been sent again, and cut in another place
-            if len(before) == piece.num_bytes:
-                yield piece.segment, bytes(begun.pop(piece.segment))

@@ -52,7 +52,7 @@ _ON_SIDE = (5, 6, 7, 8)
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _UNNAMED = "the image"
 # The base64 of the first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF, and more of it than a path has without a dot.
-_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z]|SUkqA|TU0AK)[A-Za-z0-9+/\s]{60}")
+_BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z]|SUkqA|TU0AK)[A-Za-z0-9+/\r\n]{60}")
 _WEB = ("http", "https")
 _STORES = ("s3", "gs", "az")
 _WITHOUT_SLASHES = ("data", "file", "http", "https")  # schemes of URLs that `://` need not follow
@@ -75,6 +75,11 @@ class LoadedImage:
     """Pixels of `image`."""
     num_bytes: int
     """Of the encoded image."""
+
+
+def is_in_base64(source: str) -> bool:
+    """Whether a text is a picture in base64 without `data:` before it, which is no source of an image."""
+    return _BASE64.match(source) is not None
 
 
 class ImageLoader:
@@ -152,7 +157,7 @@ class ImageLoader:
                 shown = clip(shown_url(source), 200)
                 raise ImageError("image_forbidden", f"'{shown}': an image has a path, or a URL: data:, file:, http:, "
                                  "https:, s3:, gs: or az:; copy it to a folder, and give its path")  # fmt: skip
-        if _BASE64.match(source):
+        if is_in_base64(source):
             raise ImageError("image_broken", f"'{clip(source, 20)}' looks like the base64 of a picture, and no path; "
                              "write `data:image/png;base64,` before it (for any kind of picture)")  # fmt: skip
         if self._bucket_folder is not None and not os.path.isabs(source):

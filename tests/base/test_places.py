@@ -89,9 +89,9 @@ def test_the_input_may_be_a_url() -> None:
 COMMANDS = [
     *(f"{command} job.yaml --set output.path=abfs://b/x" for command in ("run", "validate", "plan", "tune", "verify")),
     *(f"{command} s3://b/job.yaml" for command in ("run", "validate", "plan", "tune", "verify", "slurm")),
-    *(f"{command} abfs://b/x" for command in ("status", "head", "check", "report", "inspect --row 0", "export -o x")),
+    *(f"{command} abfs://b/x" for command in ("status", "head", "check", "report", "head --row 0", "export -o x")),
     "diff abfs://b/x out", "diff out abfs://b/x", "diff out out --out s3://b/x.parquet", "report out -o s3://b/x.html",
-    "inspect out 0 --html s3://b/x.html", "tune job.yaml --out s3://b/x",
+    "tune job.yaml --out s3://b/x",
     "init s3://b/x.yaml",
     "init new.yaml --for generate --model model --data rows.jsonl --out s3://b/x",
 ]  # fmt: skip
@@ -181,7 +181,7 @@ def test_a_folder_whose_name_looks_like_a_url_is_a_folder(
     new = {"input.path": "more.parquet", "input.exclude": others, "output.path": f"{folder}/b"}
     assert batchinf.run(spec, overrides={**common, **new}, quiet=True).results.table().num_rows == 1
     assert batchinf.open(f"{folder}/a").dataset().num_rows == 12
-    for command in ("check --deep", "head", "report", "inspect --row 3", "status"):
+    for command in ("check --deep", "head", "report", "head --row 3", "status"):
         monkeypatch.setattr(sys, "argv", ["batchinf", *command.split(), f"{folder}/a"])
         with pytest.raises(SystemExit) as ended:
             cli.main()

@@ -234,7 +234,8 @@ def test_places_to_which_no_answers_go(tmp_path: pathlib.Path) -> None:
     lines = write_lines(tmp_path / "in.jsonl", {})
     for target, more, words in (
         ("ssh://host/out.jsonl", (), "-o: got 'ssh://host/out.jsonl', but only a path of this host is possible"),
-        ("https://host/out.jsonl", ("--follow",), "--follow: got a URL for the answers, which is written once"),
+        ("https://host/out.jsonl", (), "`curl -T FILE URL` sends a file by PUT"),
+        ("s3://bucket/out.jsonl", ("--follow",), "--follow: got a URL for the answers, which is written once"),
     ):
         done = jobs.run("run-batch", "-i", lines, "-o", target, "--model", jobs.MODEL, *more, is_refused=True)
         assert done.returncode == 2

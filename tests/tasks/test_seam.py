@@ -30,6 +30,7 @@ CHANCE = {
     ("commands/run_batch.py", "embed"),  # values of vLLM's flag --convert
     ("commands/run_batch.py", "classify"),
     ("report/samples.py", "score"),  # a column
+    ("commands/verify.py", "logits"),
 }
 
 COUNT = '''
