@@ -50,7 +50,7 @@ def spec_of(folder: pathlib.Path, rows: list[dict[str, Any]] | None = None, **se
         "max_error_rate": 1.0,
     }
     # The row without a picture runs.
-    where = {"images": {"on_missing": "run"}, **options["input"], **(sections.pop("input", None) or {})}
+    where = {"images": {"on_missing": "run"}, **(sections.pop("input", None) or options["input"])}
     return jobs.spec_of(folder, **{**options, "input": where, **sections})
 
 
