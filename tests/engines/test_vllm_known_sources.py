@@ -215,7 +215,7 @@ def test_a_real_engine_of_a_version_with_another_scheduler(tmp_path: pathlib.Pat
         env={**jobs.inherited(), **quick, "PYTHONPATH": f"{tmp_path}{os.pathsep}{quick['PYTHONPATH']}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    *log, answer = done.stdout.strip().splitlines()
+    *_, answer = done.stdout.strip().splitlines()
     file, not_used, slower, num_tokens = json.loads(answer)
     assert (file, num_tokens) == (str(root / "__init__.py"), 8)
     assert not_used == ["decode", "hold"]
