@@ -94,7 +94,13 @@ FIELDS: tuple[Fields, ...] = (
     # The text
     _used("CT", "max_tokens"),
     _used("C", "max_completion_tokens", "the same as `max_tokens`"),
-    _used("CT", "temperature top_p top_k min_p seed", "`top_k` -1 is all tokens, like 0"),
+    _used("CT", "temperature top_p top_k min_p", "`top_k` -1 is all tokens, like 0"),
+    _used(
+        "CT",
+        "seed",
+        "used as it is: an equal prompt with an equal seed gives an equal text, wherever the line stands; sample i "
+        "of `n` has the seed plus i. -1 is no seed. A line without one has a hash of the job's seed and the row",
+    ),
     _used("CT", "presence_penalty frequency_penalty repetition_penalty logit_bias stop stop_token_ids"),
     _used("CT", "min_tokens allowed_token_ids bad_words thinking_token_budget repetition_detection"),
     _used("CT", "response_format structured_outputs"),
