@@ -22,6 +22,7 @@ import batchinf
 import jobs
 from batchinf.base.errors import DriftError, UserError
 from batchinf.commands.verify import verify_job
+from batchinf.commands.whole_row import read_whole_row
 from batchinf.job.input_job import image_folder
 from batchinf.spec.file import read_spec
 from batchinf.spec.input import InputSpec
@@ -530,7 +531,7 @@ def test_adapters_and_hidden_states_run_with_images(tmp_path: pathlib.Path) -> N
 
 
 @pytest.mark.slow
-def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> None:
+def test_a_row_of_images_is_shown_without_stored_prompts_and_is_not_verified(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     rows = ten_rows()
     where = paths_in_lines(tmp_path, rows)
@@ -540,6 +541,12 @@ def test_verify_and_inspect_without_stored_prompts(tmp_path: pathlib.Path) -> No
     jobs.finish(path)
     with pytest.raises(UserError, match=r"^a job with images cannot be verified; run the job a second time with --set"):
         verify_job(read_spec(path))
+    report = read_whole_row(str(tmp_path / "job" / "out"), "6")
+    assert report.prompt_note == ""
+    assert report.prompt is not None
+    pieces = [piece.text for piece in report.prompt]
+    assert pieces.count("<image>") == 2
+    assert [picture.name for picture in report.pictures] == ["pictures/6-0.png", "pictures/6-1.png"]
 
 
 @pytest.mark.slow
