@@ -71,10 +71,10 @@ def test_auto_in_a_cluster_that_is_full_now() -> None:
 
 
 def test_shares_of_a_resource_fit_as_ray_counts_them() -> None:
-    nodes = [node("a", CPU=64, slot=1)]
-    assert num_replicas(spec_of(data=10, ray={"resources": {"slot": 0.1}}), nodes) == 10
-    with pytest.raises(SpecError, match=r"11 replica\(s\) can never be placed"):
-        num_replicas(spec_of(data=11, ray={"resources": {"slot": 0.1}}), nodes)
+    tenth = spec_of(data=10, ray={"resources": {"slot": 0.1}})
+    assert num_replicas(tenth, [node("a", CPU=64, slot=1)]) == 10
+    # 0.7 / 0.1 is 6.999999999999999.
+    assert Demand.of(tenth, []).count([{"CPU": 64, "slot": 0.7}]) == 7
 
 
 def test_nodes_that_were_lost_just_now_are_waited_for() -> None:
