@@ -78,6 +78,25 @@ def test_rows_have_the_digests_of_their_images(unhurt: list[dict[str, Any]]) -> 
     assert len({row["prompt_hash"] for row in unhurt}) == NUM_ROWS
 
 
+@pytest.mark.parametrize("own", [{}, {"task": "embed", "sampling": None}])
+def test_rows_with_too_few_pictures_are_counted_at_the_end(own: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    photo = "pictures/blue-square.png"
+    columns = [(photo, photo), (photo, None), ("", photo), (None, None), ("pictures/gone.png", None)]
+    rows = [{"id": str(number), "photo": a, "other": b} for number, (a, b) in enumerate(columns)]
+    messages = [{"role": "user", "content": [*ASK[0]["content"], {"type": "image", "column": "other"}]}]
+    where = {"path": str(tmp_path / "rows.jsonl"), "messages": messages}
+    done = jobs.finish(spec_of(tmp_path, rows, **{"input": where, "sampling": {"max_tokens": 4}, **own}))
+    none = "1 of 5 output rows ran without an image, since their columns of images are empty"
+    some = "2 of 5 output rows ran with fewer images than the job has columns of them, since some are empty"
+    for printed in (done.stdout, jobs.run("status", tmp_path / "out").stdout):
+        assert {none, some} <= {line.strip() for line in printed.splitlines()}
+    one = spec_of(tmp_path / "one", rows[:3], **own)  # of one column with pictures, of which the third row has none
+    printed = jobs.finish(one).stdout
+    assert "ran without an image" in printed and "with fewer images" not in printed
+    all_of_them = spec_of(tmp_path / "all", rows[:2], **own)
+    assert "without an image" not in jobs.finish(all_of_them).stdout
+
+
 def test_rows_with_the_same_pictures_are_left_out(tmp_path: pathlib.Path) -> None:
     path = spec_of(tmp_path / "old")
     assert f"relative paths of images begin in {tmp_path / 'old'}\n" in jobs.finish(path).stdout

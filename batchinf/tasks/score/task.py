@@ -312,7 +312,8 @@ class Score(Task):
         has_answers = self.spec.input.answer_column is not None and not self.left_out & {ANSWER, *WINNERS}
         own = {ANSWER, ANSWER_ERROR, *self._winner_names} - self.left_out
         own_rows = rows.select([name for name in rows.schema.names if name in own])
-        counts = count_answers(own_rows) if has_answers else {}
+        counts = super().count(rows) or {}
+        counts |= count_answers(own_rows) if has_answers else {}
         if self.spec.input.text_column is None and "prompt_truncated" not in self.left_out:
             num_cut = pc.sum(rows.column("prompt_truncated"), min_count=0).as_py()
             counts |= {"num_cut": num_cut} if num_cut else {}
@@ -320,6 +321,7 @@ class Score(Task):
 
     @classmethod
     def count_lines(cls, num_rows: int, counts: Mapping[str, int]) -> Iterator[str]:
+        yield from super().count_lines(num_rows, counts)
         yield from answer_lines(num_rows, counts)
         if num_cut := counts.get("num_cut"):
             yield (
